@@ -1,0 +1,5 @@
+"""tierstore: a tiered embedding store service."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

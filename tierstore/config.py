@@ -1,0 +1,101 @@
+"""Settings: defaults, then `tierstore.toml`, then `TIERSTORE_…` environment variables, then keywords or flags.
+
+Constant once made; any thread may read them. An unknown name, from whichever source, is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from tierstore.errors import ConfigError
+
+CONFIG_FILE = "tierstore.toml"
+ENV_PREFIX = "TIERSTORE_"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _default_host_budget() -> ByteSize:
+    half_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return ByteSize(min(4 << 30, half_of_memory))
+
+
+def _split_paths(value: object) -> object:
+    return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
+
+
+Size = Annotated[ByteSize, Field(gt=0)]
+
+
+class Settings(BaseSettings):
+    """Every setting of the store and of the service, with its default. Sizes take `512MiB`, `4GiB` or bytes."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+
+    data: Path = Field(Path("data"), description="the data directory")
+    # memory
+    host_budget: Size = Field(default_factory=_default_host_budget, description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together")
+    overlay_budget: Size = Field(ByteSize(256 << 20), description="bytes of deltas that are visible but not folded yet; beyond it producers get 429")
+    block_cache: Size = Field(ByteSize(32 << 20), description="RocksDB's block cache an open version (index blocks, mostly)")
+    load_memory: Size = Field(ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together")
+    # threads and processes
+    workers: int = Field(1, ge=1, description="service processes")
+    lookup_threads: int = Field(default_factory=lambda: max(2, _cores()), ge=1, description="threads that run look-ups of the service")
+    lookup_queue: int = Field(1024, ge=1, description="look-ups that may wait for a thread; beyond it clients get 503")
+    disk_threads: int = Field(8, ge=1, description="threads that read misses from disk, all models together")
+    load_workers: int = Field(default_factory=lambda: min(4, _cores()), ge=1, description="helper processes of a bulk load")
+    # versions and deltas
+    keep_versions: int = Field(1, ge=0, description="versions kept beside the active one for rollback")
+    fold_grace_s: float = Field(0.05, ge=0, description="seconds a delta stays in its overlay at least, so that small ones fold together")
+    # service
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
+    grpc_port: int | None = Field(None, ge=0, le=65535, description="gRPC port (extra `grpc`)")
+    source_root: Annotated[list[Path], NoDecode, BeforeValidator(_split_paths)] = Field(default_factory=lambda: [Path.cwd()], description="snapshots are read only from under these; separated by ':' in the environment")
+    allow_client_shm: bool = Field(False, description="serve OIP's system shared memory extension")
+    allow_open_network: bool = Field(False, description="listen beyond loopback without tokens: anyone who reaches the port may change models")
+    max_request: Size = Field(ByteSize(64 << 20), description="largest body of a look-up")
+    max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
+    watch: Path | None = Field(None, description="directory of <model>/<seq>.arrow files to apply as they appear")
+    drain_s: float = Field(5.0, ge=0, description="seconds to go on serving after a stop signal, reported as not ready")
+
+
+def load_settings(config: str | Path | None = None, **overrides: Any) -> Settings:
+    """Read the settings. `overrides` that are None count as not given.
+
+    Source order, the last wins: defaults, `config` (default `./tierstore.toml` if it is there), the
+    environment, `overrides`. Raises ConfigError naming the setting.
+    """
+    known = Settings.model_fields.keys()
+    path = Path(config) if config is not None else Path(CONFIG_FILE)
+    values: dict[str, Any] = {}
+    if config is not None or path.is_file():
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read settings from {path}: {error}") from error
+        _refuse_unknown(values.keys() - known, str(path))
+    env = {name.removeprefix(ENV_PREFIX).lower() for name in os.environ if name.startswith(ENV_PREFIX)}
+    _refuse_unknown(env - known, "the environment", ENV_PREFIX)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    _refuse_unknown(given.keys() - known, "the arguments")
+    set_in_env = {name for name in env if os.environ.get(ENV_PREFIX + name.upper())}
+    try:
+        return Settings(**{**{k: v for k, v in values.items() if k not in set_in_env}, **given})
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"bad setting: {problems}") from error
+
+
+def _refuse_unknown(names: set[str], where: str, prefix: str = "") -> None:
+    if names:
+        shown = ", ".join(sorted(prefix + name.upper() if prefix else name for name in names))
+        raise ConfigError(f"unknown setting in {where}: {shown}; `tierstore serve --help` lists the known ones")

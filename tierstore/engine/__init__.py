@@ -1,0 +1,1 @@
+"""Versions, views, deltas: what makes the tiers one store."""

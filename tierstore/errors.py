@@ -1,0 +1,104 @@
+"""The exception tree. Every error that leaves the package is one of these.
+
+    TierstoreError
+    ├── InvalidInput (ValueError)      the caller sent something wrong; nothing was changed
+    │   ├── SnapshotError              a snapshot that may not be loaded: names file, row and reason
+    │   ├── DeltaError                 a delta that may not be applied
+    │   └── ConfigError                a setting that is unknown or has no meaning
+    ├── NotFound (LookupError)         no such model, version, feature, job
+    ├── Conflict                       a request at odds with what is stored
+    │   └── SequenceGap                a delta out of turn; `expected_seq` says which is next
+    ├── TooLarge (ValueError)          beyond a configured size
+    ├── Overloaded                     a bound is reached; `retry_after_s` says when to come back
+    ├── NotReady                       known, but not able to answer yet
+    ├── Locked                         the data directory is held by another process
+    ├── Closed                         the store was closed
+    ├── MissingExtra (ImportError)     an optional dependency is not installed
+    └── StorageError (OSError)         the disk or its driver failed
+        └── Corruption                 bytes read back are not those written
+
+Transports map these to their own codes (`service/`); nothing below knows a status code.
+"""
+
+from __future__ import annotations
+
+
+class TierstoreError(Exception):
+    """Root of the tree; catch it to catch all of tierstore's own errors."""
+
+
+class InvalidInput(TierstoreError, ValueError):
+    """Bad input. The message says what was expected, what came, and what to do."""
+
+
+class SnapshotError(InvalidInput):
+    """A snapshot that is refused.
+
+    Attributes: `file` (path within the snapshot, or None), `row` (0-based row in that file, or
+    None), `reason`.
+    """
+
+    def __init__(self, reason: str, *, file: str | None = None, row: int | None = None) -> None:
+        self.reason, self.file, self.row = reason, file, row
+        where = "" if file is None else f"{file}: " if row is None else f"{file}, row {row}: "
+        super().__init__(where + reason)
+
+
+class DeltaError(InvalidInput):
+    """A delta that is refused whole."""
+
+
+class ConfigError(InvalidInput):
+    """A setting that is unknown, malformed, or at odds with another."""
+
+
+class NotFound(TierstoreError, LookupError):
+    """No model, version, table, feature or job of that name."""
+
+
+class Conflict(TierstoreError):
+    """The request is at odds with what is stored."""
+
+
+class SequenceGap(Conflict):
+    """A delta that is not next in line. `expected_seq` is the one that is."""
+
+    def __init__(self, message: str, *, expected_seq: int) -> None:
+        super().__init__(message)
+        self.expected_seq = expected_seq
+
+
+class TooLarge(TierstoreError, ValueError):
+    """Beyond a configured size limit."""
+
+
+class Overloaded(TierstoreError):
+    """A bound (queue, overlay bytes) is reached; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotReady(TierstoreError):
+    """Known, but not able to answer yet."""
+
+
+class Locked(TierstoreError):
+    """The data directory is open in another process."""
+
+
+class Closed(TierstoreError):
+    """The store, or the version, was closed."""
+
+
+class MissingExtra(TierstoreError, ImportError):
+    """An optional dependency is missing. The message names the extra to install."""
+
+
+class StorageError(TierstoreError, OSError):
+    """The disk, or the driver of the engine on it, failed."""
+
+
+class Corruption(StorageError):
+    """Bytes read back differ from those that were written."""

@@ -1,0 +1,1 @@
+"""Bulk load: from a snapshot to sorted SST files, in helper processes."""

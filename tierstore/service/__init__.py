@@ -1,0 +1,1 @@
+"""The service: a data plane that knows no transport, and the transports."""

@@ -1,0 +1,1 @@
+"""The tiers: one file each, one batched protocol."""
