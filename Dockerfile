@@ -1,0 +1,35 @@
+# The service on CPU, RocksDB and HTTP. Build: docker build -t tierstore .
+FROM python:3.12-slim
+
+# Numba keeps compiled kernels in the home directory, which a user without write access to the package needs.
+RUN useradd --create-home --uid 10001 tierstore \
+    && install -d -o tierstore -g tierstore /data /snapshots
+
+WORKDIR /opt/tierstore
+COPY pyproject.toml README.md LICENSE ./
+COPY tierstore ./tierstore
+RUN pip install --no-cache-dir .
+
+USER tierstore
+WORKDIR /home/tierstore
+
+# Inside a container loopback is the container's own, so a port can only be published from an address
+# that is not loopback: the service has to be told that this is meant. There are no tokens, so whoever
+# reaches the published port may change models. Publish it on 127.0.0.1, as docker-compose.yml does.
+ENV TIERSTORE_DATA=/data \
+    TIERSTORE_SOURCE_ROOT=/snapshots \
+    TIERSTORE_HOST=0.0.0.0 \
+    TIERSTORE_PORT=8000 \
+    TIERSTORE_ALLOW_OPEN_NETWORK=true \
+    PYTHONUNBUFFERED=1
+
+VOLUME /data
+EXPOSE 8000
+
+# Ready is also the answer of a service that holds no model yet. Kernels compile at the first start: hence the start period.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=90s --retries=3 \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=2)"]
+
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["tierstore"]
+CMD ["serve"]
