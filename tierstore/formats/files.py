@@ -1,0 +1,248 @@
+"""Publishing files: the one module that makes a file or a directory appear, change or go for good.
+
+A file is written under a temporary name in the directory where it will live, flushed, fsynced,
+renamed, and the directory fsynced: after a crash the name holds the old content or the new one, never
+a part. A tree is removed by first renaming it to a name that nothing reads.
+
+Any thread may call these; two that publish one name race, and the last rename wins. What a call has
+returned from survives power loss. What a crash leaves behind begins with `.tmp-` or `.trash-` and is
+swept by `sweep`.
+
+Everything goes through `FileSystem`, so that a test can put its own in (`use`): one that fails the
+Nth operation, or that forgets what was not fsynced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from tierstore.errors import Corruption, NotFound, StorageError, TierstoreError
+from tierstore.formats.names import TEMPORARY, TRASH, is_scratch
+
+
+class FileSystem:
+    """The operations that change the disk. Each raises OSError."""
+
+    def create(self, path: Path) -> BinaryIO:
+        """A new file, open for writing; it must not exist."""
+        return open(path, "xb")
+
+    def fsync(self, file: BinaryIO) -> None:
+        """The content of `file` survives power loss from here on; its name does not yet."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def fsync_dir(self, path: Path) -> None:
+        """The names in `path` survive power loss from here on."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Atomic, within one file system; a file at `new` is replaced."""
+        os.replace(old, new)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmtree(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+
+_file_system = FileSystem()
+
+
+@contextlib.contextmanager
+def use(file_system: FileSystem) -> Iterator[None]:
+    """Let every call of this module go through `file_system`, for the whole process, within the block."""
+    global _file_system
+    before, _file_system = _file_system, file_system
+    try:
+        yield
+    finally:
+        _file_system = before
+
+
+@contextlib.contextmanager
+def _translated(doing: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except TierstoreError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot {doing} {path}: {error.strerror or error}") from error
+
+
+class Publication:
+    """A file on its way: write to `file`, then `commit()`; as a context manager, commits unless the block raises.
+
+    One thread at a time. `path`'s directory must exist. Until `commit` has renamed it, `path` is
+    untouched. Errors of the disk are StorageError.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._temporary = self.path.with_name(f"{TEMPORARY}{self.path.name}-{secrets.token_hex(4)}")
+        with _translated("create", self.path):
+            self.file = _file_system.create(self._temporary)
+
+    def commit(self) -> None:
+        """Make the file durable, then visible under its name. On an error the temporary file is removed."""
+        try:
+            with _translated("publish", self.path):
+                _file_system.fsync(self.file)
+                self.file.close()
+                _file_system.rename(self._temporary, self.path)
+        except BaseException:
+            self.abort()
+            raise
+        fsync_dir(self.path.parent)
+
+    def abort(self) -> None:
+        """Remove the temporary file. Safe to call twice, but not after `commit`."""
+        with contextlib.suppress(OSError):
+            self.file.close()
+        with contextlib.suppress(OSError):
+            _file_system.unlink(self._temporary)
+
+    def __enter__(self) -> BinaryIO:
+        return self.file
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.commit()
+            return
+        self.abort()
+        if isinstance(error, OSError) and not isinstance(error, TierstoreError):
+            raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+
+def publish(path: str | Path) -> Publication:
+    """`with publish(path) as file: file.write(…)`: the file appears whole, and durable, at the end of the block."""
+    return Publication(path)
+
+
+def publish_bytes(path: str | Path, data: bytes | bytearray | memoryview) -> None:
+    """Replace `path` by `data`, atomically and durably."""
+    with publish(path) as file:
+        file.write(data)
+
+
+def publish_json(path: str | Path, document: Any) -> None:
+    """Replace `path` by `document` as indented UTF-8 JSON, atomically and durably."""
+    publish_bytes(path, (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file of ours. NotFound if there is none, Corruption if it is not a JSON object."""
+    path = Path(path)
+    try:
+        with _translated("read", path):
+            document = json.loads(path.read_bytes())
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise NotFound(f"{path} does not exist") from error.__cause__
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Corruption(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise Corruption(f"{path}: expected a JSON object, came {type(document).__name__}")
+    return document
+
+
+def fsync_dir(path: str | Path) -> None:
+    """Make the names in a directory durable."""
+    path = Path(path)
+    with _translated("fsync the directory", path):
+        _file_system.fsync_dir(path)
+
+
+def fsync_file(path: str | Path) -> None:
+    """Make the content of a file that something else wrote durable."""
+    path = Path(path)
+    with _translated("fsync", path), open(path, "rb+") as file:
+        _file_system.fsync(file)
+
+
+def make_dir(path: str | Path) -> Path:
+    """Create a directory and what is missing above it, durably. One that is there already is fine."""
+    path = Path(path)
+    missing = []
+    level = path
+    while not level.is_dir() and level != level.parent:
+        missing.append(level)
+        level = level.parent
+    for level in reversed(missing):
+        with _translated("create the directory", level), contextlib.suppress(FileExistsError):
+            _file_system.mkdir(level)
+        fsync_dir(level.parent)
+    if not path.is_dir():
+        raise StorageError(f"cannot create the directory {path}: something else has that name")
+    return path
+
+
+def rename(old: str | Path, new: str | Path) -> None:
+    """Move a file or directory within one file system, durably. A file at `new` is replaced."""
+    old, new = Path(old), Path(new)
+    with _translated(f"rename {old} to", new):
+        _file_system.rename(old, new)
+    fsync_dir(new.parent)
+    if old.parent != new.parent:
+        fsync_dir(old.parent)
+
+
+def remove_file(path: str | Path) -> None:
+    """Remove a file, durably. One that is gone already is fine."""
+    path = Path(path)
+    with _translated("remove", path), contextlib.suppress(FileNotFoundError):
+        _file_system.unlink(path)
+    fsync_dir(path.parent)
+
+
+def remove_tree(path: str | Path) -> None:
+    """Remove a directory and all in it. One that is gone already is fine.
+
+    It loses its name first, so a crash midway leaves rubbish for `sweep` and never half a directory.
+    """
+    path = Path(path)
+    trash = path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}")
+    with _translated("remove", path):
+        try:
+            _file_system.rename(path, trash)
+        except FileNotFoundError:
+            return
+        _file_system.fsync_dir(path.parent)
+        _file_system.rmtree(trash)
+
+
+def sweep(directory: str | Path) -> int:
+    """Remove what crashed writers and removals left in `directory` (not below it). Returns how many.
+
+    Only for whoever owns the directory: a file that another thread is publishing there would go too.
+    """
+    directory = Path(directory)
+    swept = 0
+    with _translated("sweep", directory):
+        for entry in list(os.scandir(directory)) if directory.is_dir() else []:
+            if is_scratch(entry.name):
+                if entry.is_dir(follow_symlinks=False):
+                    _file_system.rmtree(Path(entry.path))
+                else:
+                    _file_system.unlink(Path(entry.path))
+                swept += 1
+    return swept

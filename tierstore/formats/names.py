@@ -1,0 +1,211 @@
+"""Every file and directory name on disk: in a data directory, in a snapshot, in a directory of deltas.
+
+Pure functions and immutable values; any thread may use them. Nothing here touches the disk except
+the `…_on_disk` listings, which read directories and skip names that are not ours.
+
+    <data>/LOCK                                   held by the one process that has the store open
+    <data>/models/<model>/CURRENT                 the active version, ASCII decimal
+    <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
+        version.json  db/  dense.onnx  warmup/<table>.npy  hot/<table>.npy  build/
+    <data>/models/<model>/log/base.json           where the delta log begins
+    <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
+
+A name that begins with `.tmp-` is being written and one that begins with `.trash-` is being deleted;
+after a crash both are rubbish.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.types import NAME, check_name
+
+# a data directory
+LOCK = "LOCK"
+MODELS = "models"
+CURRENT = "CURRENT"
+LOG = "log"
+LOG_BASE = "base.json"
+VERSION_RECORD = "version.json"
+DB = "db"
+DENSE = "dense.onnx"
+WARMUP = "warmup"
+HOT = "hot"
+BUILD = "build"
+KEYS_SUFFIX = ".npy"
+
+# a snapshot
+SNAPSHOT_MANIFEST = "snapshot.json"
+HUGECTR_KEYS = "key"
+HUGECTR_VECTORS = "emb_vector"
+
+# a delta
+DELTA_SUFFIX = ".arrow"
+DENSE_TABLE = "__dense__"
+
+TEMPORARY = ".tmp-"
+TRASH = ".trash-"
+
+MAX_ORDINAL = (1 << 63) - 1  # of versions and of seqs
+
+_DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
+_LOG_ENTRY = re.compile(r"([0-9]{20})-([0-9a-f]{16})\.arrow")
+_DELTA_FILE = re.compile(r"([0-9]{1,20})\.arrow")
+
+
+def is_scratch(name: str) -> bool:
+    """Whether `name` belongs to a file or directory that was being written or deleted."""
+    return name.startswith((TEMPORARY, TRASH))
+
+
+def format_version(version: int) -> str:
+    """The directory name of a version, and the content of CURRENT."""
+    if not 1 <= version <= MAX_ORDINAL:
+        raise ValueError(f"version {version} is out of range: expected 1 to {MAX_ORDINAL}")
+    return str(version)
+
+
+def parse_version(name: str) -> int | None:
+    """The version that a directory is named for, or None: `007` and `0` are no versions."""
+    if _DECIMAL.fullmatch(name) is None:
+        return None
+    version = int(name)
+    return version if 1 <= version <= MAX_ORDINAL else None
+
+
+def format_log_entry(seq: int, digest: str) -> str:
+    """The file name of a logged delta; `digest` is 16 lower-case hex digits. Names sort by seq."""
+    name = f"{seq:020d}-{digest}{DELTA_SUFFIX}"
+    if not 0 <= seq <= MAX_ORDINAL or _LOG_ENTRY.fullmatch(name) is None:
+        raise ValueError(f"no log entry may be named for seq {seq} and digest {digest!r}")
+    return name
+
+
+def parse_log_entry(name: str) -> tuple[int, str] | None:
+    """(seq, digest) of a log entry's file name, or None if it is not one."""
+    match = _LOG_ENTRY.fullmatch(name)
+    if match is None or int(match[1]) > MAX_ORDINAL:
+        return None
+    return int(match[1]), match[2]
+
+
+def format_delta_file(seq: int) -> str:
+    """The file name of a delta in a watched directory."""
+    if not 0 <= seq <= MAX_ORDINAL:
+        raise ValueError(f"seq {seq} is out of range: expected 0 to {MAX_ORDINAL}")
+    return f"{seq}{DELTA_SUFFIX}"
+
+
+def parse_delta_file(name: str) -> int | None:
+    """The seq of a file in a watched directory, or None. Leading zeros are allowed: producers pad to sort."""
+    match = _DELTA_FILE.fullmatch(name)
+    if match is None or int(match[1]) > MAX_ORDINAL:
+        return None
+    return int(match[1])
+
+
+@dataclass(frozen=True, slots=True)
+class VersionDirectory:
+    """Paths within `models/<model>/<version>/`."""
+
+    root: Path
+
+    @property
+    def record(self) -> Path:
+        """`version.json`, written last: without it the directory is a leftover of a crash."""
+        return self.root / VERSION_RECORD
+
+    @property
+    def db(self) -> Path:
+        return self.root / DB
+
+    @property
+    def dense(self) -> Path:
+        return self.root / DENSE
+
+    @property
+    def build(self) -> Path:
+        """Scratch of the bulk load."""
+        return self.root / BUILD
+
+    def warmup(self, table: str) -> Path:
+        """Keys that the snapshot asked to have warm."""
+        return self.root / WARMUP / (check_name("table", table) + KEYS_SUFFIX)
+
+    def hot(self, table: str) -> Path:
+        """Keys that were hot when the version was last served."""
+        return self.root / HOT / (check_name("table", table) + KEYS_SUFFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """Paths within `models/<model>/`."""
+
+    root: Path
+
+    @property
+    def current(self) -> Path:
+        return self.root / CURRENT
+
+    @property
+    def log(self) -> Path:
+        return self.root / LOG
+
+    @property
+    def log_base(self) -> Path:
+        return self.log / LOG_BASE
+
+    def log_entry(self, seq: int, digest: str) -> Path:
+        return self.log / format_log_entry(seq, digest)
+
+    def version(self, version: int) -> VersionDirectory:
+        return VersionDirectory(self.root / format_version(version))
+
+    def versions_on_disk(self) -> list[int]:
+        """Versions that have a directory, ascending, leftovers of a crash included."""
+        return sorted(v for v in map(parse_version, _directories(self.root)) if v is not None)
+
+    def log_on_disk(self) -> list[tuple[int, str, Path]]:
+        """(seq, digest, path) of every log entry, ascending by seq. No log directory is an empty log."""
+        entries = []
+        for name in _listing(self.log):
+            parsed = parse_log_entry(name)
+            if parsed is not None:
+                entries.append((*parsed, self.log / name))
+        return sorted(entries)
+
+
+@dataclass(frozen=True, slots=True)
+class DataDirectory:
+    """Paths within a data directory."""
+
+    root: Path
+
+    @property
+    def lock(self) -> Path:
+        return self.root / LOCK
+
+    @property
+    def models(self) -> Path:
+        return self.root / MODELS
+
+    def model(self, model: str) -> ModelDirectory:
+        return ModelDirectory(self.models / check_name("model", model))
+
+    def models_on_disk(self) -> list[str]:
+        """Names of models that have a directory, sorted."""
+        return sorted(name for name in _directories(self.models) if NAME.fullmatch(name))
+
+
+def _listing(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
+
+
+def _directories(path: Path) -> list[str]:
+    return [name for name in _listing(path) if (path / name).is_dir()]
