@@ -17,6 +17,7 @@ from tierstore.errors import ConfigError
 
 CONFIG_FILE = "tierstore.toml"
 ENV_PREFIX = "TIERSTORE_"
+CLIENT_ENV = frozenset({"token"})  # what the command line reads for itself when it talks to a service
 
 
 def _cores() -> int:
@@ -42,26 +43,52 @@ class Settings(BaseSettings):
 
     data: Path = Field(Path("data"), description="the data directory")
     # memory
-    host_budget: Size = Field(default_factory=_default_host_budget, description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together")
-    overlay_budget: Size = Field(ByteSize(256 << 20), description="bytes of deltas that are visible but not folded yet; beyond it producers get 429")
-    block_cache: Size = Field(ByteSize(32 << 20), description="RocksDB's block cache an open version (index blocks, mostly)")
-    load_memory: Size = Field(ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together")
+    host_budget: Size = Field(
+        default_factory=_default_host_budget,
+        description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together",
+    )
+    overlay_budget: Size = Field(
+        ByteSize(256 << 20),
+        description="bytes of deltas that are visible but not folded yet; beyond it producers get 429",
+    )
+    block_cache: Size = Field(
+        ByteSize(32 << 20), description="RocksDB's block cache an open version (index blocks, mostly)"
+    )
+    load_memory: Size = Field(
+        ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together"
+    )
     # threads and processes
     workers: int = Field(1, ge=1, description="service processes")
-    lookup_threads: int = Field(default_factory=lambda: max(2, _cores()), ge=1, description="threads that run look-ups of the service")
+    lookup_threads: int = Field(
+        default_factory=lambda: max(2, _cores()), ge=1, description="threads that run look-ups of the service"
+    )
     lookup_queue: int = Field(1024, ge=1, description="look-ups that may wait for a thread; beyond it clients get 503")
     disk_threads: int = Field(8, ge=1, description="threads that read misses from disk, all models together")
-    load_workers: int = Field(default_factory=lambda: min(4, _cores()), ge=1, description="helper processes of a bulk load")
+    load_workers: int = Field(
+        default_factory=lambda: min(4, _cores()), ge=1, description="helper processes of a bulk load"
+    )
     # versions and deltas
     keep_versions: int = Field(1, ge=0, description="versions kept beside the active one for rollback")
-    fold_grace_s: float = Field(0.05, ge=0, description="seconds a delta stays in its overlay at least, so that small ones fold together")
+    fold_grace_s: float = Field(
+        0.05, ge=0, description="seconds a delta stays in its overlay at least, so that small ones fold together"
+    )
+    log_retention_s: float = Field(
+        3 * 86400.0,
+        ge=0,
+        description="seconds a folded delta stays in the log at least, for snapshots that begin before it",
+    )
     # service
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     grpc_port: int | None = Field(None, ge=0, le=65535, description="gRPC port (extra `grpc`)")
-    source_root: Annotated[list[Path], NoDecode, BeforeValidator(_split_paths)] = Field(default_factory=lambda: [Path.cwd()], description="snapshots are read only from under these; separated by ':' in the environment")
+    source_root: Annotated[list[Path], NoDecode, BeforeValidator(_split_paths)] = Field(
+        default_factory=lambda: [Path.cwd()],
+        description="snapshots are read only from under these; separated by ':' in the environment",
+    )
     allow_client_shm: bool = Field(False, description="serve OIP's system shared memory extension")
-    allow_open_network: bool = Field(False, description="listen beyond loopback without tokens: anyone who reaches the port may change models")
+    allow_open_network: bool = Field(
+        False, description="listen beyond loopback without tokens: anyone who reaches the port may change models"
+    )
     max_request: Size = Field(ByteSize(64 << 20), description="largest body of a look-up")
     max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
     watch: Path | None = Field(None, description="directory of <model>/<seq>.arrow files to apply as they appear")
@@ -83,11 +110,16 @@ def load_settings(config: str | Path | None = None, **overrides: Any) -> Setting
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read settings from {path}: {error}") from error
         _refuse_unknown(values.keys() - known, str(path))
-    env = {name.removeprefix(ENV_PREFIX).lower() for name in os.environ if name.startswith(ENV_PREFIX)}
-    _refuse_unknown(env - known, "the environment", ENV_PREFIX)
+    # Case does not count, as in the environment source of pydantic-settings: `tierstore_port` sets the port too.
+    env = {
+        name[len(ENV_PREFIX) :].lower(): value
+        for name, value in os.environ.items()
+        if name.upper().startswith(ENV_PREFIX)
+    }
+    _refuse_unknown(env.keys() - known - CLIENT_ENV, "the environment", ENV_PREFIX)
     given = {name: value for name, value in overrides.items() if value is not None}
     _refuse_unknown(given.keys() - known, "the arguments")
-    set_in_env = {name for name in env if os.environ.get(ENV_PREFIX + name.upper())}
+    set_in_env = {name for name, value in env.items() if value}
     try:
         return Settings(**{**{k: v for k, v in values.items() if k not in set_in_env}, **given})
     except ValidationError as error:

@@ -13,6 +13,8 @@
     ├── NotReady                       known, but not able to answer yet
     ├── Locked                         the data directory is held by another process
     ├── Closed                         the store was closed
+    ├── Forbidden (PermissionError)    the service does not let this caller do that
+    ├── Unreachable (ConnectionError)  no service answers at that address
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     └── StorageError (OSError)         the disk or its driver failed
         └── Corruption                 bytes read back are not those written
@@ -90,6 +92,14 @@ class Locked(TierstoreError):
 
 class Closed(TierstoreError):
     """The store, or the version, was closed."""
+
+
+class Forbidden(TierstoreError, PermissionError):
+    """The caller is not who it has to be, or may not do this (HTTP 401 and 403)."""
+
+
+class Unreachable(TierstoreError, ConnectionError):
+    """No service answers at that address, or it went away before it answered."""
 
 
 class MissingExtra(TierstoreError, ImportError):

@@ -1,0 +1,161 @@
+"""Settings: who wins over whom, and that a slip in a name or a value is an error that says where."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tierstore.config import CLIENT_ENV, ENV_PREFIX, Settings, load_settings
+from tierstore.errors import ConfigError, InvalidInput
+
+
+@pytest.fixture(autouse=True)
+def _bare_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No TIERSTORE_ variable and no tierstore.toml but those that a test makes."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.upper().startswith(ENV_PREFIX):
+            monkeypatch.delenv(name)
+
+
+def test_defaults_need_no_source() -> None:
+    settings = load_settings()
+    assert (settings.host, settings.port, settings.data) == ("127.0.0.1", 8000, Path("data"))
+    assert settings.source_root == [Path.cwd()]
+    assert 0 < settings.host_budget <= 4 << 30
+
+
+def test_the_last_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tierstore.toml").write_text("port = 1\n")
+    assert load_settings().port == 1, "the file wins over the default"
+    monkeypatch.setenv("TIERSTORE_PORT", "2")
+    assert load_settings().port == 2, "the environment wins over the file"
+    assert load_settings(port=3).port == 3, "a keyword wins over the environment"
+
+
+def test_sources_fill_in_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tierstore.toml").write_text('port = 1\nhost = "::1"\n')
+    monkeypatch.setenv("TIERSTORE_PORT", "2")
+    settings = load_settings(workers=3)
+    assert (settings.port, settings.host, settings.workers) == (2, "::1", 3)
+
+
+def test_a_keyword_of_none_counts_as_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERSTORE_PORT", "2")
+    assert load_settings(port=None).port == 2
+
+
+def test_a_named_file_is_read_instead_of_the_one_beside_us(tmp_path: Path) -> None:
+    (tmp_path / "tierstore.toml").write_text("port = 1\n")
+    (tmp_path / "other.toml").write_text("workers = 4\n")
+    settings = load_settings(tmp_path / "other.toml")
+    assert (settings.port, settings.workers) == (8000, 4)
+
+
+@pytest.mark.parametrize("name", ["TIERSTORE_HOST", "tierstore_host", "Tierstore_Host"])
+def test_variables_win_over_the_file_in_any_case(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tierstore.toml").write_text('host = "127.0.0.2"\n')
+    monkeypatch.setenv(name, "127.0.0.3")
+    assert load_settings().host == "127.0.0.3"
+
+
+def test_an_empty_variable_counts_as_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tierstore.toml").write_text("port = 1\n")
+    monkeypatch.setenv("TIERSTORE_PORT", "")
+    assert load_settings().port == 1
+
+
+def test_an_unknown_name_is_refused_by_name_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting in the arguments: host_budgte"):
+        load_settings(host_budgte="4GiB")
+    monkeypatch.setenv("TIERSTORE_HOST_BUDGTE", "4GiB")
+    with pytest.raises(ConfigError, match=r"unknown setting in the environment: TIERSTORE_HOST_BUDGTE"):
+        load_settings()
+    monkeypatch.delenv("TIERSTORE_HOST_BUDGTE")
+    (tmp_path / "tierstore.toml").write_text("host_budgte = 1\n")
+    with pytest.raises(ConfigError, match=r"unknown setting in tierstore\.toml: host_budgte"):
+        load_settings()
+
+
+def test_what_the_command_line_reads_for_itself_is_not_an_unknown_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CLIENT_ENV:
+        assert name not in Settings.model_fields
+        monkeypatch.setenv(ENV_PREFIX + name.upper(), "x")
+    assert load_settings().port == 8000
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [("4GiB", 4 << 30), ("512MiB", 512 << 20), ("1.5GiB", 3 << 29), ("10GB", 10**10), ("4096", 4096), (4096, 4096)],
+)
+def test_sizes_take_units(given: str | int, nbytes: int) -> None:
+    assert load_settings(host_budget=given).host_budget == nbytes
+
+
+def test_sizes_take_units_from_the_environment_and_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tierstore.toml").write_text('overlay_budget = "64MiB"\n')
+    monkeypatch.setenv("TIERSTORE_HOST_BUDGET", "1GiB")
+    settings = load_settings()
+    assert (settings.overlay_budget, settings.host_budget) == (64 << 20, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("host_budget", "4 gigs"),
+        ("host_budget", 0),
+        ("host_budget", "-1GiB"),
+        ("port", 65536),
+        ("port", "http"),
+        ("workers", 0),
+        ("fold_grace_s", -1),
+        ("allow_client_shm", "perhaps"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_the_setting(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"bad setting: {name}: ") as refusal:
+        load_settings(**{name: value})
+    assert isinstance(refusal.value, InvalidInput)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_bad_variable_is_an_error_that_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERSTORE_WORKERS", "many")
+    with pytest.raises(ConfigError, match="workers"):
+        load_settings()
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_settings(port=-1, workers=0)
+    assert "port: " in str(refusal.value)
+    assert "workers: " in str(refusal.value)
+
+
+def test_a_file_that_is_not_toml_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("port: 8000\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        load_settings(tmp_path / "broken.toml")
+
+
+def test_a_named_file_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml"):
+        load_settings(tmp_path / "missing.toml")
+
+
+def test_source_roots_are_split_like_a_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERSTORE_SOURCE_ROOT", os.pathsep.join(["/a", "/b c"]))
+    assert load_settings().source_root == [Path("/a"), Path("/b c")]
+    assert load_settings(source_root=["/d"]).source_root == [Path("/d")]
+
+
+def test_settings_do_not_change_once_made() -> None:
+    settings = load_settings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.port = 1
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
