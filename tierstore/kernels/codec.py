@@ -1,0 +1,441 @@
+"""Storage dtypes: float vectors to the bytes of a stored row, and back.
+
+Free functions of arrays without state: any thread may call them, the kernels run without the GIL, nothing
+here touches a disk. Every kernel has one specialization, compiled (or read from numba's cache) at import,
+so that no request ever waits for the compiler.
+
+The layout of a row, little-endian, `StorageDtype.row_bytes(dim)` bytes, at any alignment:
+
+    float32    dim × binary32
+    float16    dim × binary16, rounded to nearest, ties to even
+    bfloat16   dim × the upper half of a binary32, rounded likewise
+    int8       scale (binary32), offset (binary32), dim × uint8; x = fma(scale, code, offset)
+
+An `int8` row spans its own minimum (code 0) to its maximum (code 255). The product is added before it is
+rounded, so a row may range from -3e38 to 3e38 although `scale * 255` alone would overflow.
+
+Half precision is done on bit patterns in integer arithmetic: CPUs without F16C would need a library call
+that the just-in-time compiler cannot resolve, and the integer form vectorizes to the same speed.
+
+**From another kernel** (numba, nogil): one row is decoded by addresses, so arrays of any mutability share one
+compiled function::
+
+    from tierstore.kernels.codec import decode_row, out_code       # out_code is called in Python, not in a kernel
+
+    # in Python: take addresses, and keep both arrays alive during the call
+    my_kernel(dtype.code, out_code(out), rows.ctypes.data, rows.shape[1], out.ctypes.data, dim, slots, …)
+
+    # in the kernel: row `slot` of uint8[·, row_bytes] into row `i` of float32|float16[·, dim]
+    decode_row(code, oc, rows_at + slot * row_bytes, out_at + i * dim * out_width, dim)   # out_width: 4 >> oc
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from tierstore.types import Keys, Rows, StorageDtype, Vectors
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+
+_F32_CODE = StorageDtype.FLOAT32.code
+_F16_CODE = StorageDtype.FLOAT16.code
+_BF16_CODE = StorageDtype.BFLOAT16.code
+_INT8_CODE = StorageDtype.INT8.code
+
+_INFINITE = 0x7F800000  # magnitude bits of binary32 from which on a value is Inf or NaN
+_F16_LIMIT = 0x477FF000  # 65520, the least magnitude that rounds to Inf in binary16
+_BF16_LIMIT = 0x7F7F8000  # the same for bfloat16
+_AHEAD = 16  # rows that a gather asks for before it needs them
+
+_REASONS = {1: "NaN", 2: "infinite", 3: "too large"}
+
+
+class BadRow(ValueError):
+    """A row that its storage dtype cannot hold. Attributes: `row`, `column` (0-based), `reason`."""
+
+    def __init__(self, row: int, column: int, reason: str) -> None:
+        self.row, self.column, self.reason = row, column, reason
+        super().__init__(f"row {row}, column {column}: {reason}")
+
+
+# ---- loads and stores at (address, index), at any alignment ---------------------------------------------------
+
+
+def _element(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    return builder.gep(builder.inttoptr(base, kind.as_pointer()), [index])
+
+
+def _load(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    value = builder.load(_element(builder, base, index, kind))
+    value.align = 1
+    return value
+
+
+def _store(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
+    builder.store(value, _element(builder, base, index, value.type)).align = 1
+
+
+def _const(value: int) -> ir.Constant:
+    return ir.Constant(_I32, value)
+
+
+@intrinsic
+def _load_u64(typingctx, base, index):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _load(builder, args[0], args[1], _I64)
+
+    return types.uint64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _store_u64(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.uint64), codegen
+
+
+@intrinsic
+def _load_u8(typingctx, base, index):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _load(builder, args[0], args[1], _I8)
+
+    return types.uint8(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _store_u8(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.uint8), codegen
+
+
+@intrinsic
+def _load_f32(typingctx, base, index):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _load(builder, args[0], args[1], _F32)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _store_f32(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def _load_bf16(typingctx, base, index):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        bits = builder.zext(_load(builder, args[0], args[1], _I16), _I32)
+        return builder.bitcast(builder.shl(bits, _const(16)), _F32)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _store_bf16(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+    """Rounds to nearest even by carrying into the kept half. NaN must have been refused."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        bits = builder.bitcast(args[2], _I32)
+        odd = builder.and_(builder.lshr(bits, _const(16)), _const(1))
+        rounded = builder.add(builder.add(bits, odd), _const(0x7FFF))
+        _store(builder, args[0], args[1], builder.trunc(builder.lshr(rounded, _const(16)), _I16))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def _load_f16(typingctx, base, index):  # type: ignore[no-untyped-def]
+    """Exact, and free of subnormal binary32 arithmetic, which some libraries switch off for the process."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        bits = builder.zext(_load(builder, args[0], args[1], _I16), _I32)
+        magnitude = builder.shl(builder.and_(bits, _const(0x7FFF)), _const(13))
+        sign = builder.shl(builder.and_(bits, _const(0x8000)), _const(16))
+        normal = builder.add(magnitude, _const(112 << 23))
+        lifted = builder.bitcast(builder.add(magnitude, _const(113 << 23)), _F32)
+        subnormal = builder.bitcast(builder.fsub(lifted, ir.Constant(_F32, 2.0**-14)), _I32)
+        value = builder.select(builder.icmp_unsigned("<", magnitude, _const(1 << 23)), subnormal, normal)
+        special = builder.icmp_unsigned(">=", magnitude, _const(0x7C00 << 13))
+        value = builder.select(special, builder.or_(magnitude, _const(_INFINITE)), value)
+        return builder.bitcast(builder.or_(value, sign), _F32)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _store_f16(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+    """Rounds to nearest even; 65520 and more becomes Inf, NaN stays NaN."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        bits = builder.bitcast(args[2], _I32)
+        magnitude = builder.and_(bits, _const(0x7FFFFFFF))
+        sign = builder.and_(builder.lshr(bits, _const(16)), _const(0x8000))
+        odd = builder.and_(builder.lshr(magnitude, _const(13)), _const(1))
+        rebiased = builder.add(builder.add(magnitude, odd), _const(0xFFF - (112 << 23)))
+        normal = builder.lshr(rebiased, _const(13))
+        # adding 0.5 leaves the units of a subnormal binary16 in the last mantissa bits, rounded by the adder
+        lifted = builder.bitcast(builder.fadd(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 0.5)), _I32)
+        subnormal = builder.sub(lifted, _const(126 << 23))
+        finite = builder.select(builder.icmp_unsigned("<", magnitude, _const(113 << 23)), subnormal, normal)
+        nan = builder.icmp_unsigned(">", magnitude, _const(_INFINITE))
+        special = builder.select(nan, _const(0x7E00), _const(0x7C00))
+        huge = builder.icmp_unsigned(">=", magnitude, _const(_F16_LIMIT))
+        half = builder.or_(builder.select(huge, special, finite), sign)
+        _store(builder, args[0], args[1], builder.trunc(half, _I16))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def _magnitude(typingctx, value):  # type: ignore[no-untyped-def]
+    """The bits of |value|, whose order as integers is the order of the magnitudes, NaN above all."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.and_(builder.bitcast(args[0], _I32), _const(0x7FFFFFFF))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def _fma(typingctx, a, b, c):  # type: ignore[no-untyped-def]
+    """a * b + c, rounded once."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def _prefetch(typingctx, address):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], _I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        builder.call(function, [pointer, _const(0), _const(3), _const(1)])  # read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------
+
+
+@njit("void(int64, int64, int64)", cache=True, nogil=True)
+def _copy(source, dest, size):  # type: ignore[no-untyped-def]
+    words = size >> 3
+    for k in range(words):
+        _store_u64(dest, k, _load_u64(source, k))
+    for k in range(words << 3, size):
+        _store_u8(dest, k, _load_u8(source, k))
+
+
+@njit("void(int64, int64, int64, int64, int64)", cache=True, nogil=True)
+def decode_row(code, out_code, source, dest, dim):  # type: ignore[no-untyped-def]
+    """Decode one row of `dim` numbers from address `source` to address `dest`.
+
+    `code` is StorageDtype.code of the stored row, `out_code` 0 for float32 and 1 for float16 at `dest`. No
+    alignment is needed. A value beyond float16 becomes Inf there, as in NumPy.
+    """
+    if code == out_code:
+        _copy(source, dest, dim * (4 >> code))
+    elif out_code == _F32_CODE:
+        if code == _F16_CODE:
+            for k in range(dim):
+                _store_f32(dest, k, _load_f16(source, k))
+        elif code == _BF16_CODE:
+            for k in range(dim):
+                _store_f32(dest, k, _load_bf16(source, k))
+        else:
+            scale, offset = _load_f32(source, 0), _load_f32(source, 1)
+            for k in range(dim):
+                _store_f32(dest, k, _fma(scale, np.float32(_load_u8(source + 8, k)), offset))
+    elif code == _F32_CODE:
+        for k in range(dim):
+            _store_f16(dest, k, _load_f32(source, k))
+    elif code == _BF16_CODE:
+        for k in range(dim):
+            _store_f16(dest, k, _load_bf16(source, k))
+    else:
+        scale, offset = _load_f32(source, 0), _load_f32(source, 1)
+        for k in range(dim):
+            _store_f16(dest, k, _fma(scale, np.float32(_load_u8(source + 8, k)), offset))
+
+
+_POSITIONS = types.Array(types.int64, 1, "C", readonly=True)
+
+
+@njit(
+    types.int64(*[types.int64] * 5, _POSITIONS, _POSITIONS, types.int64, types.int64, types.int64),
+    cache=True,
+    nogil=True,
+)
+def _decode_scatter(code, out_code, rows, n_rows, row_bytes, source, dest, out, n_out, dim):  # type: ignore[no-untyped-def]
+    """Returns -1, or the first position whose source or dest is out of range (rows before it are done)."""
+    out_bytes = dim * (4 >> out_code)
+    n = len(source)
+    for i in range(n):
+        if i + _AHEAD < n:
+            ahead = rows + source[i + _AHEAD] * row_bytes
+            for line in range(0, min(row_bytes, 512), 64):
+                _prefetch(ahead + line)
+        s, d = source[i], dest[i]
+        if s < 0 or s >= n_rows or d < 0 or d >= n_out:
+            return i
+        decode_row(code, out_code, rows + s * row_bytes, out + d * out_bytes, dim)
+    return -1
+
+
+@njit("void(int64, int64, int64, int64, int64, int64, int64)", cache=True, nogil=True)
+def _decode_all(code, out_code, rows, n, row_bytes, out, dim):  # type: ignore[no-untyped-def]
+    out_bytes = dim * (4 >> out_code)
+    for i in range(n):
+        decode_row(code, out_code, rows + i * row_bytes, out + i * out_bytes, dim)
+
+
+@njit("void(int64, int64, int64)", cache=True, nogil=True, fastmath={"nnan", "nsz"})
+def _encode_int8(source, dest, dim):  # type: ignore[no-untyped-def]
+    """One row of finite float32 to scale, offset and codes. The arithmetic is in float64: a range may overflow float32."""
+    low = high = _load_f32(source, 0)
+    for k in range(1, dim):
+        x = _load_f32(source, k)
+        low, high = min(low, x), max(high, x)
+    step = (np.float64(high) - np.float64(low)) / 255.0
+    if step < 1.1754943508222875e-38:  # below the normal range float32 is a fixed grid: go up to the next point of it
+        step = np.ceil(step * 2.0**149) * 2.0**-149
+    scale = np.float32(step)
+    if (
+        np.float64(low) + 255.0 * np.float64(scale) >= 3.4028235677973366e38
+    ):  # would decode to Inf: scale was rounded up
+        scale = np.float32(step * (1.0 - 2.0**-24))
+    _store_f32(dest, 0, scale)
+    _store_f32(dest, 1, low)
+    inverse = 0.0 if scale == 0.0 else 1.0 / np.float64(scale)
+    for k in range(dim):
+        code = np.int32((np.float64(_load_f32(source, k)) - np.float64(low)) * inverse + 0.5)
+        _store_u8(dest + 8, k, np.uint8(min(code, np.int32(255))))
+
+
+@njit("UniTuple(int64, 3)(int64, int64, int64, int64, int64, int64, int64)", cache=True, nogil=True)
+def _encode(code, in_code, vectors, n, dim, out, row_bytes):  # type: ignore[no-untyped-def]
+    """Returns (row, column, reason) of the first number that `code` cannot hold, or (-1, -1, 0)."""
+    limit = np.int32(_F16_LIMIT if code == _F16_CODE else _BF16_LIMIT if code == _BF16_CODE else _INFINITE)
+    width = 4 >> in_code
+    wide = np.empty(dim, np.float32)
+    for i in range(n):
+        source, dest = vectors + i * dim * width, out + i * row_bytes
+        if in_code == _F16_CODE:
+            decode_row(in_code, _F32_CODE, source, wide.ctypes.data, dim)
+            source = np.int64(wide.ctypes.data)
+        worst = np.int32(0)
+        for k in range(dim):
+            worst = max(worst, _magnitude(_load_f32(source, k)))
+        if worst >= limit:
+            for k in range(dim):
+                bits = _magnitude(_load_f32(source, k))
+                if bits >= limit:
+                    return i, k, 1 if bits > _INFINITE else 2 if bits == _INFINITE else 3
+        if code == _F32_CODE:
+            _copy(source, dest, dim * 4)
+        elif code == _F16_CODE:
+            for k in range(dim):
+                _store_f16(dest, k, _load_f32(source, k))
+        elif code == _BF16_CODE:
+            for k in range(dim):
+                _store_bf16(dest, k, _load_f32(source, k))
+        else:
+            _encode_int8(source, dest, dim)
+    return -1, -1, 0
+
+
+# ---- arrays in, arrays out -----------------------------------------------------------------------------------
+
+
+def out_code(out: npt.NDArray[np.floating]) -> int:
+    """The number by which kernels know the dtype of answers: 0 float32, 1 float16. TypeError for any other."""
+    if out.dtype == np.float32:
+        return 0
+    if out.dtype == np.float16:
+        return 1
+    raise TypeError(f"vectors are float32 or float16, got {out.dtype}")
+
+
+def encode(vectors: Vectors, dtype: StorageDtype, out: Rows | None = None) -> Rows:
+    """Rows of `dtype`, uint8[n, row_bytes], from `vectors`, float32 or float16 [n, dim].
+
+    Fills and returns `out` if given. Raises BadRow for the first row with NaN, Inf or a number that rounds to
+    Inf in `dtype`; rows of `out` before it are written, it and those after are not.
+    """
+    code = out_code(vectors)
+    if vectors.ndim != 2 or vectors.shape[1] == 0:
+        raise ValueError(f"vectors are a matrix [n, dim] with dim at least 1, got shape {list(vectors.shape)}")
+    n, dim = vectors.shape
+    packed = np.ascontiguousarray(vectors)
+    if out is None:
+        out = np.empty((n, dtype.row_bytes(dim)), np.uint8)
+    _check_rows(out, n, dim, dtype)
+    _check_writable(out)
+    row, column, reason = _encode(dtype.code, code, packed.ctypes.data, n, dim, out.ctypes.data, out.shape[1])
+    if row >= 0:
+        value = vectors[row, column]
+        raise BadRow(row, column, f"{value} is {_REASONS[reason]}" + (f" for {dtype}" if reason == 3 else ""))
+    return out
+
+
+def decode(rows: Rows, dtype: StorageDtype, out: Vectors) -> None:
+    """Fill `out`, float32 or float16 [n, dim], from `rows`, uint8[n, row_bytes] of `dtype`."""
+    n, dim = _check_vectors(out)
+    _check_rows(rows, n, dim, dtype)
+    _decode_all(dtype.code, out_code(out), rows.ctypes.data, n, rows.shape[1], out.ctypes.data, dim)
+
+
+def decode_scatter(rows: Rows, source: Keys, dest: Keys, dtype: StorageDtype, out: Vectors) -> None:
+    """`out[dest[i]] = decode(rows[source[i]])` for all i, in order.
+
+    `rows` uint8[m, row_bytes] of `dtype`, `source` and `dest` int64[k], `out` float32 or float16 [n, dim].
+    Raises IndexError for a position out of range (what came before it is written).
+    """
+    n, dim = _check_vectors(out)
+    _check_rows(rows, len(rows), dim, dtype)
+    if source.shape != dest.shape:
+        raise ValueError(f"source and dest pair up: got {source.shape} and {dest.shape}")
+    bad = _decode_scatter(
+        dtype.code, out_code(out), rows.ctypes.data, len(rows), rows.shape[1], source, dest, out.ctypes.data, n, dim
+    )
+    if bad >= 0:
+        raise IndexError(f"row {source[bad]} of {len(rows)} to row {dest[bad]} of {n}: out of range")
+
+
+def _check_rows(rows: Rows, n: int, dim: int, dtype: StorageDtype) -> None:
+    if rows.dtype != np.uint8 or rows.shape != (n, dtype.row_bytes(dim)) or not rows.flags.c_contiguous:
+        expected = f"contiguous uint8[{n}, {dtype.row_bytes(dim)}]"
+        raise ValueError(f"rows of {dtype} with dim {dim} are {expected}, got {rows.dtype}{list(rows.shape)}")
+
+
+def _check_vectors(out: Vectors) -> tuple[int, int]:
+    if out.ndim != 2 or not out.flags.c_contiguous:
+        raise ValueError(f"out is a contiguous matrix [n, dim], got shape {list(out.shape)}")
+    _check_writable(out)
+    n, dim = out.shape
+    return n, dim
+
+
+def _check_writable(out: npt.NDArray) -> None:
+    if not out.flags.writeable:
+        raise ValueError("out is read-only")
