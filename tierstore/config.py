@@ -90,6 +90,12 @@ class Settings(BaseSettings):
         False, description="listen beyond loopback without tokens: anyone who reaches the port may change models"
     )
     max_request: Size = Field(ByteSize(64 << 20), description="largest body of a look-up")
+    max_response: Size = Field(
+        ByteSize(256 << 20), description="largest answer of a look-up, the rows before they are pooled included"
+    )
+    max_inflight: Size = Field(
+        ByteSize(1 << 30), description="bytes that look-ups in progress may hold together; beyond it clients get 503"
+    )
     max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
     watch: Path | None = Field(None, description="directory of <model>/<seq>.arrow files to apply as they appear")
     drain_s: float = Field(5.0, ge=0, description="seconds to go on serving after a stop signal, reported as not ready")

@@ -1,0 +1,54 @@
+"""The wire form of string tensors, u32 little-endian length before each element, taken apart.
+
+A function of arrays: no shared state, nogil; any thread may call it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+
+_BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=True)
+
+
+@njit(types.int64(_BYTES, types.Array(types.uint8, 1, "C"), types.Array(types.int64, 1, "C")), cache=True, nogil=True)
+def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
+    """Returns the number of wire bytes used, or -1 - i where element i runs past the end."""
+    size = len(wire)
+    at, filled = 0, 0
+    offsets[0] = 0
+    count = len(offsets) - 1
+    for i in range(count):
+        if size - at < 4:
+            return -1 - i
+        length = np.int64(wire[at]) | np.int64(wire[at + 1]) << 8 | np.int64(wire[at + 2]) << 16 | np.int64(wire[at + 3]) << 24
+        at += 4
+        # room for the prefixes that follow too: `data` has none for more
+        if size - at < length + 4 * (count - 1 - i):
+            return -1 - i
+        for k in range(length):
+            data[filled + k] = wire[at + k]
+        at += length
+        filled += length
+        offsets[i + 1] = filled
+    return at
+
+
+def split_prefixed(wire: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Take `count` length-prefixed elements apart: (data uint8[bytes], offsets int64[count + 1]), end to end.
+
+    wire uint8[bytes], contiguous, read-only or not. Raises ValueError unless the elements fill `wire` exactly.
+    """
+    if count * 4 > len(wire):
+        raise ValueError(f"{count} elements need at least {count * 4} bytes, came {len(wire)}")
+    readonly = wire.view()
+    readonly.flags.writeable = False
+    data = np.empty(len(wire) - 4 * count, np.uint8)
+    offsets = np.empty(count + 1, np.int64)
+    used = _split(readonly, data, offsets)
+    if used < 0:
+        raise ValueError(f"element {-1 - used} of {count} takes more than its share of the {len(wire)} bytes")
+    if used != len(wire):
+        raise ValueError(f"{count} elements take {used} bytes, came {len(wire)}")
+    return data, offsets

@@ -1,0 +1,142 @@
+"""Bounds of the service: worker threads with a bounded queue, and a budget of bytes in flight.
+
+`WorkerPool.run` is called on one event loop only; what it is given runs on the pool's threads. `ByteBudget`
+may be used from any thread. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tierstore.errors import Closed, Overloaded
+
+T = TypeVar("T")
+
+_Item = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class WorkerPool:
+    """`threads` threads that take calls from one event loop, and no more than `queue_limit` that wait.
+
+    Leaner than `loop.run_in_executor` (one future instead of two, no condition variable): the hand-over is paid
+    for by every look-up.
+    """
+
+    def __init__(self, name: str, *, threads: int, queue_limit: int) -> None:
+        # constant after construction
+        self.name = name
+        self.threads = threads
+        self.queue_limit = queue_limit
+        # written on the event loop alone
+        self.rejected = 0
+        self._pending = 0
+        self._closed = False
+        # synchronized by itself
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._workers = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
+        for worker in self._workers:
+            worker.start()
+
+    @property
+    def busy(self) -> int:
+        """Threads at work, as far as the loop knows."""
+        return min(self._pending, self.threads)
+
+    @property
+    def waiting(self) -> int:
+        """Calls in the queue."""
+        return max(0, self._pending - self.threads)
+
+    def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full."""
+        if self._closed:
+            raise Closed("the service is shutting down")
+        if self._pending >= self.threads + self.queue_limit:
+            self.rejected += 1
+            raise Overloaded(f"{self.queue_limit} calls wait for the {self.name} threads already; try again in a second")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._pending += 1
+        self._queue.put((loop, future, function, args))
+        return future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Let the threads finish what is queued, then end them."""
+        if not self._closed:
+            self._closed = True
+            for _ in self._workers:
+                self._queue.put(None)
+        for worker in self._workers:
+            worker.join(timeout_s)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            loop, future, function, args = item
+            result, error = None, None
+            try:
+                if not future.cancelled():
+                    result = function(*args)
+            except BaseException as caught:  # noqa: BLE001 - handed to whoever awaits the future
+                error = caught
+            try:
+                loop.call_soon_threadsafe(self._finish, future, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                pass
+            del item, future, function, args, result, error  # an idle thread must not keep a request's buffers alive
+
+    def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        self._pending -= 1
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+
+class ByteBudget:
+    """Bytes that requests in progress may hold together."""
+
+    def __init__(self, name: str, limit_bytes: int) -> None:
+        self.name = name
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self.used_bytes = 0
+        self.rejected = 0
+
+    def take(self, nbytes: int) -> None:
+        """Reserve `nbytes`. Raises Overloaded when they would go beyond the limit; then nothing is reserved."""
+        with self._lock:
+            if self.used_bytes + nbytes > self.limit_bytes:
+                self.rejected += 1
+                raise Overloaded(f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try again in a second")
+            self.used_bytes += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Give back what was taken."""
+        with self._lock:
+            self.used_bytes -= nbytes
+
+
+class Holding:
+    """What one request holds of a budget. Used by one thread at a time; `release` gives everything back."""
+
+    __slots__ = ("_budget", "_held")
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._held = 0
+
+    def take(self, nbytes: int) -> None:
+        self._budget.take(nbytes)
+        self._held += nbytes
+
+    def release(self) -> None:
+        if self._held:
+            self._budget.give(self._held)
+            self._held = 0

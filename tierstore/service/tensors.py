@@ -1,0 +1,137 @@
+"""Tensors of the Open Inference Protocol: datatypes, shapes, and elements taken from JSON or from bytes.
+
+Pure functions and immutable values; any thread may use them. They know the protocol's words but no transport.
+Everything wrong with a tensor is InvalidInput, and names the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tierstore.errors import InvalidInput
+from tierstore.kernels.bytes_tensor import split_prefixed
+
+Elements = npt.NDArray[Any] | pa.Array
+
+NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+BYTES = "BYTES"
+_JSON_KINDS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+_MAX_RANK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """A parsed input: `elements` is flat, row-major; a `large_binary` array for BYTES, else of the datatype's dtype."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    elements: Elements
+
+
+def shown(value: object) -> str:
+    """`value` as an error message quotes it: short, whatever a client sent."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def check_datatype(name: str, datatype: object) -> str:
+    """`datatype` if the protocol has it."""
+    if isinstance(datatype, str) and (datatype in NUMPY_DTYPE or datatype == BYTES):
+        return datatype
+    raise InvalidInput(f"input {shown(name)}: unknown datatype {shown(datatype)}; expected one of {', '.join(NUMPY_DTYPE)}, {BYTES}")
+
+
+def check_shape(name: str, shape: object) -> tuple[int, ...]:
+    """`shape` as a tuple of sizes, none negative."""
+    if not isinstance(shape, (list, tuple)) or not shape or len(shape) > _MAX_RANK:
+        raise InvalidInput(f"input {shown(name)}: expected a shape of 1 to {_MAX_RANK} sizes, came {shown(shape)}")
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise InvalidInput(f"input {shown(name)}: a size must be an integer, 0 or more; the shape is {shown(shape)}")
+    return tuple(shape)
+
+
+def elements_from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: memoryview) -> Elements:
+    """Elements of a tensor in its binary form (little-endian; BYTES: u32 length before each).
+
+    A view of `data` where its address allows, else a copy: compiled kernels take aligned arrays alone.
+    """
+    count = math.prod(shape)  # of Python integers: no shape overflows
+    dtype = NUMPY_DTYPE.get(datatype)
+    if dtype is None:
+        return _strings_from_bytes(name, count, data)
+    if count * dtype.itemsize != len(data):
+        raise InvalidInput(
+            f"input {shown(name)}: shape {shown(list(shape))} of {datatype} takes {shown(count * dtype.itemsize)} bytes, came {len(data)}"
+        )
+    return np.require(np.frombuffer(data, dtype), requirements="A")
+
+
+def elements_from_json(name: str, datatype: str, shape: tuple[int, ...], data: object) -> Elements:
+    """Elements of a tensor from a JSON list, flat in row-major order or nested as `shape` says."""
+    if not isinstance(data, list):
+        raise InvalidInput(f"input {shown(name)}: expected data as a list, came {type(data).__name__}")
+    flat, nested = _flatten(name, data, len(shape))
+    count = math.prod(shape)
+    if len(flat) != count or (len(nested) > 1 and nested != shape):
+        raise InvalidInput(f"input {shown(name)}: shape {shown(list(shape))} does not match data of {shown(list(nested))}")
+    kinds = set(map(type, flat))
+    dtype = NUMPY_DTYPE.get(datatype)
+    allowed = {str} if dtype is None else _JSON_KINDS[dtype.kind]
+    if not kinds <= allowed:
+        came = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
+        raise InvalidInput(f"input {shown(name)}: data of {datatype} holds {came}")
+    try:
+        if dtype is None:
+            return pa.array(flat, pa.large_string()).cast(pa.large_binary())
+        with np.errstate(over="ignore"):
+            return np.array(flat, dtype)
+    except (OverflowError, ValueError, pa.ArrowException) as error:
+        raise InvalidInput(f"input {shown(name)}: a value does not fit {datatype}: {error}") from error
+
+
+def string_element(data: memoryview) -> pa.Array:
+    """One BYTES element that is all of `data`."""
+    return pa.array([bytes(data)], pa.large_binary())
+
+
+def _strings_from_bytes(name: str, count: int, data: memoryview) -> pa.Array:
+    try:
+        payload, offsets = split_prefixed(np.frombuffer(data, np.uint8), count)
+    except ValueError as error:
+        raise InvalidInput(f"input {shown(name)}: malformed BYTES data: {error}") from error
+    return pa.Array.from_buffers(pa.large_binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(payload)])
+
+
+def _flatten(name: str, data: list[Any], rank: int) -> tuple[list[Any], tuple[int, ...]]:
+    """(elements, sizes a level) of evenly nested lists; one pass of C code a level, none a element."""
+    sizes = [len(data)]
+    while data and type(data[0]) is list:
+        if len(sizes) == rank:
+            raise InvalidInput(f"input {shown(name)}: data is nested deeper than its shape's {rank} dimensions")
+        if set(map(type, data)) != {list} or len(widths := set(map(len, data))) != 1:
+            raise InvalidInput(f"input {shown(name)}: data is nested unevenly; ragged bags go flat, with an input <feature>.offsets")
+        data = list(chain.from_iterable(data))
+        sizes.append(widths.pop())
+    return data, tuple(sizes)
