@@ -20,7 +20,7 @@ EDGES = [-(1 << 63), -1, 0, 1, (1 << 63) - 1]
 
 
 def digest(text: str | bytes) -> int:
-    value = xxhash.xxh3_64_intdigest(text)
+    value = xxhash.xxh3_64_intdigest(text.encode() if isinstance(text, str) else text)
     return value - (1 << 64) if value >> 63 else value
 
 
