@@ -1,0 +1,143 @@
+"""Atomic loads and stores, fences, prefetch, and a few machine words' worth of tricks for numba kernels.
+
+For use inside `@njit` code alone. Most take a C-contiguous array and the index of an element (or of
+the first of several), the others addresses. They compile to LLVM instructions, so the compiler keeps
+their order on every machine that it targets, and nothing here is specific to one.
+
+Neither index nor address is checked, not even with NUMBA_BOUNDSCHECK: the caller's invariants hold them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """Pointer to element `index` (any integer width, taken as it is) of a C-contiguous array."""
+    data = context.make_array(array_type)(context, builder, value=array).data
+    return builder.gep(data, [index])
+
+
+@intrinsic
+def load_acquire(typingctx: Any, array: Any, index: Any) -> Any:
+    """`array[index]`; nothing that follows in the program is read before it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        return builder.load_atomic(pointer, "acquire", array.dtype.bitwidth // 8)
+
+    return array.dtype(array, types.intp), codegen
+
+
+@intrinsic
+def load_relaxed(typingctx: Any, array: Any, index: Any) -> Any:
+    """`array[index]`, read once and whole, in no particular order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        return builder.load_atomic(pointer, "monotonic", array.dtype.bitwidth // 8)
+
+    return array.dtype(array, types.intp), codegen
+
+
+def _store(ordering: str, array: Any, index: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        builder.store_atomic(args[2], pointer, ordering, array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, array.dtype), codegen
+
+
+@intrinsic
+def store_release(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """`array[index] = value`; everything before it in the program is written before it."""
+    return _store("release", array, index, value)
+
+
+@intrinsic
+def store_relaxed(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """`array[index] = value`, written once and whole, in no particular order."""
+    return _store("monotonic", array, index, value)
+
+
+def _fence(ordering: str) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence(ordering)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def fence_acquire(typingctx: Any) -> Any:
+    """What was read before stays before whatever is read or written after."""
+    return _fence("acquire")
+
+
+@intrinsic
+def fence_release(typingctx: Any) -> Any:
+    """What was read or written before stays before whatever is written after."""
+    return _fence("release")
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line of an address; harmless whatever the address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
+        builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """Bit i of the answer says whether `array[index + i] == value`, for i in 0..31 of a uint8 array, in one compare."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(_I8, 32)
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
+        loaded.align = 1
+        first = builder.insert_element(ir.Constant(vector, ir.Undefined), args[2], _I32(0))
+        wanted = builder.shuffle_vector(
+            first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, 32), [0] * 32)
+        )
+        return builder.bitcast(builder.icmp_unsigned("==", loaded, wanted), _I32)
+
+    return types.uint32(array, types.intp, types.uint8), codegen
+
+
+@intrinsic
+def trailing_zeros(typingctx: Any, word: Any) -> Any:
+    """How many low bits of a uint32 are 0 (32 for 0)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.cttz(args[0], ir.Constant(ir.IntType(1), 0)), _I64)
+
+    return types.int64(types.uint32), codegen
+
+
+@intrinsic
+def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy `count` bytes from address `source` to address `target`; the two do not overlap."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointers = [builder.inttoptr(address, _I8.as_pointer()) for address in args[:2]]
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I8.as_pointer(), _I64, ir.IntType(1)])
+        function = builder.module.declare_intrinsic("llvm.memcpy", [_I8.as_pointer(), _I8.as_pointer(), _I64], kind)
+        builder.call(function, [*pointers, args[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen

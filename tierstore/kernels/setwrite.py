@@ -1,0 +1,203 @@
+"""The writing half of the set-associative cache (`setcache`): insert, update, erase, halve and double.
+
+One thread at a time runs these, on one table; readers go on meanwhile. Whatever a reader could take for
+an answer (tag, key, row, absent key) is written between `_open` and `_close` of its set. Heat, hands
+and the sketch are advice, and written without.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from tierstore.kernels.atomics import copy_bytes, fence_release, match32, prefetch, store_relaxed, store_release, trailing_zeros
+from tierstore.kernels.heat import MAX_HEAT, SKETCH_BYTES, get_heat, halve, set_heat, sketch_count, sketch_raise
+from tierstore.kernels.setcache import (
+    ABSENT_BYTES,
+    ABSENT_WAYS,
+    AREAS,
+    BOOLS,
+    GEOMETRY,
+    HEAD_BYTES,
+    HEAT_AT,
+    KEYS,
+    TAGS_AT,
+    WAYS,
+    find_absent,
+    find_way,
+    mix,
+    set_of,
+    tag_of,
+)
+
+ROWS, ABSENT_KEYS, ADMITTED, REJECTED, EVICTED = range(5)  # of the counters, int64[5]
+
+_AHEAD = 8  # keys asked for ahead
+_COUNTERS = types.Array(types.int64, 1, "C")
+
+
+@nb.njit(inline="always")
+def _open(words, s):  # type: ignore[no-untyped-def]
+    """Make a set's version odd, before anything in the set changes. Returns the version to close with."""
+    version = words[s * 16]
+    store_relaxed(words, s * 16, nb.uint32(version + 1))
+    fence_release()
+    return nb.uint32(version + 2)
+
+
+@nb.njit(inline="always")
+def _close(words, s, version):  # type: ignore[no-untyped-def]
+    store_release(words, s * 16, version)
+
+
+@nb.njit(inline="always")
+def _forget_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
+    if areas.absent[s * ABSENT_BYTES + 4] == 0:
+        return
+    place = find_absent(areas.absent, areas.absent_keys, s, key)
+    if place >= 0:
+        version = _open(areas.absent32, s)
+        areas.absent[s * ABSENT_BYTES + 4] &= ~(1 << place)
+        _close(areas.absent32, s, version)
+        counters[ABSENT_KEYS] -= 1
+
+
+@nb.njit(inline="always")
+def _mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
+    """Clock: the first place from the hand that was not asked for since the hand last passed makes room."""
+    if find_absent(areas.absent, areas.absent_keys, s, key) >= 0:
+        return False
+    base = s * ABSENT_BYTES
+    taken, asked = nb.int64(areas.absent[base + 4]), nb.int64(areas.absent[base + 5])
+    place = nb.int64(areas.absent[base + 6]) % ABSENT_WAYS
+    for _ in range(2 * ABSENT_WAYS):
+        if not (taken >> place) & 1 or not (asked >> place) & 1:
+            break
+        asked &= ~(1 << place)
+        place = (place + 1) % ABSENT_WAYS
+    counters[ABSENT_KEYS] += 0 if (taken >> place) & 1 else 1
+    version = _open(areas.absent32, s)
+    areas.absent_keys[s * 8 + 1 + place] = key
+    areas.absent[base + 4] = taken | (1 << place)
+    areas.absent[base + 5] = asked & ~(1 << place)
+    areas.absent[base + 6] = place + 1
+    _close(areas.absent32, s, version)
+    return True
+
+
+@nb.njit(inline="always")
+def _put(areas, s, way, tag, key, heat, source):  # type: ignore[no-untyped-def]
+    """Let `way` of set `s` hold this key and the row at address `source`."""
+    version = _open(areas.heads32, s)
+    areas.heads[s * HEAD_BYTES + TAGS_AT + way] = tag
+    areas.keys[s * WAYS + way] = key
+    copy_bytes(areas.rows + (s * WAYS + way) * areas.row_bytes, source, areas.row_bytes)
+    _close(areas.heads32, s, version)
+    set_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way, heat)
+
+
+@nb.njit(inline="always")
+def _coldest(areas, s):  # type: ignore[no-untyped-def]
+    base = s * HEAD_BYTES
+    hand = nb.int64(areas.heads[base + 5])
+    best, best_heat = 0, 99
+    for i in range(WAYS):
+        way = (hand + i) % WAYS
+        heat = get_heat(areas.heads, base + HEAT_AT, way)
+        if heat < best_heat:
+            best, best_heat = way, heat
+    areas.heads[base + 5] = (best + 1) % WAYS
+    return best, best_heat
+
+
+@nb.njit(types.int64(AREAS, KEYS, types.int64, types.boolean, _COUNTERS), nogil=True, cache=True)
+def insert(areas, keys, rows, gated, counters):  # type: ignore[no-untyped-def]
+    """Let in distinct keys with the rows at address `rows`. Returns how many were let in.
+
+    A key that is resident keeps its row: both were read under views that are current. Without `gated` only free ways
+    are filled and nobody is put out.
+    """
+    geometry = areas.control[GEOMETRY]
+    heads, sketch = areas.heads, areas.sketch
+    admitted = 0
+    for i in range(keys.size):
+        if i + _AHEAD < keys.size:
+            ahead = set_of(mix(keys[i + _AHEAD]), geometry, areas.sets_per_region)
+            prefetch(heads.ctypes.data + ahead * HEAD_BYTES)
+            prefetch(sketch.ctypes.data + ahead * SKETCH_BYTES)
+        key = keys[i]
+        hashed = mix(key)
+        s = set_of(hashed, geometry, areas.sets_per_region)
+        tag = tag_of(hashed)
+        if find_way(heads, areas.keys, s, tag, key) >= 0:
+            continue
+        heat = sketch_count(sketch, s * SKETCH_BYTES, hashed)
+        free = match32(heads, s * HEAD_BYTES + TAGS_AT, nb.uint8(0))
+        if free != 0:
+            way = trailing_zeros(free)
+            counters[ROWS] += 1
+        elif not gated:
+            continue
+        else:
+            way, coldest = _coldest(areas, s)
+            age = heads[s * HEAD_BYTES + 6] + 1
+            heads[s * HEAD_BYTES + 6] = age
+            if age & 255 == 0:
+                halve(areas.sketch64, s * 8, 8)
+                for w in range(WAYS):
+                    at = get_heat(heads, s * HEAD_BYTES + HEAT_AT, w)
+                    set_heat(heads, s * HEAD_BYTES + HEAT_AT, w, at >> 1)
+            if heat < coldest:
+                counters[REJECTED] += 1
+                continue
+            old = mix(areas.keys[s * WAYS + way])
+            sketch_raise(sketch, s * SKETCH_BYTES, old, coldest)
+            counters[EVICTED] += 1
+        _forget_absent(areas, counters, s, key)
+        _put(areas, s, way, tag, key, heat, rows + i * areas.row_bytes)
+        admitted += 1
+    counters[ADMITTED] += admitted
+    return admitted
+
+
+@nb.njit(types.int64(AREAS, KEYS, _COUNTERS), nogil=True, cache=True)
+def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
+    """Remember distinct keys as not existing. Returns how many are new."""
+    geometry = areas.control[GEOMETRY]
+    marked = 0
+    for i in range(keys.size):
+        hashed = mix(keys[i])
+        s = set_of(hashed, geometry, areas.sets_per_region)
+        if find_way(areas.heads, areas.keys, s, tag_of(hashed), keys[i]) < 0 and _mark_absent(areas, counters, s, keys[i]):
+            marked += 1
+    return marked
+
+
+@nb.njit(types.void(AREAS, KEYS, types.int64, BOOLS, types.int64, types.int64, _COUNTERS), nogil=True, cache=True)
+def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no-untyped-def]
+    """Bring what is held of keys[begin:end] up to a delta: overwrite or erase rows, set and clear absent marks."""
+    geometry = areas.control[GEOMETRY]
+    heads = areas.heads
+    for i in range(begin, end):
+        if i + _AHEAD < end:
+            ahead = set_of(mix(keys[i + _AHEAD]), geometry, areas.sets_per_region)
+            prefetch(heads.ctypes.data + ahead * HEAD_BYTES)
+            prefetch(areas.absent.ctypes.data + ahead * ABSENT_BYTES)
+        key = keys[i]
+        hashed = mix(key)
+        s = set_of(hashed, geometry, areas.sets_per_region)
+        way = find_way(heads, areas.keys, s, tag_of(hashed), key)
+        if deleted[i]:
+            if way >= 0:
+                version = _open(areas.heads32, s)
+                heads[s * HEAD_BYTES + TAGS_AT + way] = 0
+                _close(areas.heads32, s, version)
+                counters[ROWS] -= 1
+                _mark_absent(areas, counters, s, key)
+            continue
+        _forget_absent(areas, counters, s, key)
+        if way >= 0:
+            version = _open(areas.heads32, s)
+            copy_bytes(areas.rows + (s * WAYS + way) * areas.row_bytes, rows + i * areas.row_bytes, areas.row_bytes)
+            _close(areas.heads32, s, version)

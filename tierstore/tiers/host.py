@@ -1,0 +1,221 @@
+"""The host tier: one table's hottest rows in CPU memory.
+
+Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Everything that
+writes takes the table's own lock for a short while: `insert` and `insert_absent` not at all if it is
+taken (a promotion is worth nobody's wait), the others by waiting. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import Any
+
+import numpy as np
+
+from tierstore.kernels import setcache, setwrite
+from tierstore.kernels.codec import out_code
+from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, HEAD_BYTES, WAYS, Areas
+from tierstore.types import Keys, Rows, States, TableSpec, Vectors
+
+_MAX_DEPTH = 6  # halvings: the table can go down to 1/64
+_CHUNK = 2048  # keys, or sets, that a writer handles before it lets others have the lock
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+class HostTable:
+    """A set-associative cache of one table of one version (see `kernels/setcache.py`) in one private mapping.
+
+    The mapping is never larger than `budget_bytes` and holds all bookkeeping; its memory becomes real
+    as it is touched. `fraction` (1, 1/2, 1/4 … 1/64) says how much of it is in use; `resize` changes that.
+    A budget too small for one set holds nothing, and every look-up is left to the next tier.
+    """
+
+    def __init__(self, spec: TableSpec, budget_bytes: int, *, default_vector: np.ndarray, fraction: float = 1.0) -> None:
+        # constant after construction
+        self.spec, self.budget_bytes = spec, int(budget_bytes)
+        self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
+        self._set_bytes = HEAD_BYTES + setwrite.SKETCH_BYTES + ABSENT_BYTES + WAYS * (8 + spec.row_bytes)
+        sets = max(0, (self.budget_bytes - CONTROL_BYTES) // self._set_bytes)
+        self._max_depth = min(_MAX_DEPTH, sets.bit_length() - 1) if sets else 0
+        self._sets_per_region = sets >> self._max_depth
+        self._sets = self._sets_per_region << self._max_depth
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._floor_seq = -1
+        self._counters = np.zeros(5, np.int64)
+        self._dropped_stale = self._dropped_busy = 0
+        self._areas: Areas | None = self._map() if self._sets else None
+        self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
+        if self._areas is not None:
+            self._areas.control[GEOMETRY] = self._depth_of(fraction)
+
+    def _map(self) -> Areas:
+        """Reserve the mapping and cut it into areas; the order of areas does not matter, each is halved by itself."""
+        self._memory = mmap.mmap(-1, CONTROL_BYTES + self._sets * self._set_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._huge_advised = True
+        try:
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        except (OSError, AttributeError):
+            self._huge_advised = False
+        whole = np.frombuffer(self._memory, np.uint8)
+        parts, begin = [], 0
+        for size in (CONTROL_BYTES, *(self._sets * n for n in self._area_bytes())):
+            parts.append(whole[begin : begin + size])
+            begin += size
+        control, heads, sketch, absent, keys, rows = parts
+        return Areas(
+            control.view(np.int64), heads, heads.view(np.uint32), keys.view(np.int64), sketch, sketch.view(np.uint64),
+            absent, absent.view(np.uint32), absent.view(np.int64), _address(rows), self.spec.row_bytes, self._sets_per_region,
+        )  # fmt: skip
+
+    def _area_bytes(self) -> tuple[int, ...]:
+        return HEAD_BYTES, setwrite.SKETCH_BYTES, ABSENT_BYTES, WAYS * 8, WAYS * self.spec.row_bytes
+
+    def _depth_of(self, fraction: float) -> int:
+        halvings = 0
+        while fraction < 1 and halvings < self._max_depth:
+            fraction, halvings = fraction * 2, halvings + 1
+        return self._max_depth - halvings
+
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> None:
+        """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; the rest is left as it is.
+
+        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous. Rows of `out`
+        that stay PENDING hold anything. Counts heat.
+        """
+        areas = self._areas
+        if areas is None:
+            return
+        self._check(keys, out, state)
+        half = out_code(out)
+        setcache.lookup(areas, keys, state, self.spec.dtype.code, half, _address(out), self.spec.dim, _address(self._defaults[half]))
+
+    def _check(self, keys: Keys, out: Vectors, state: States) -> None:
+        n = len(keys)
+        if out.shape != (n, self.spec.dim) or state.shape != (n,) or not out.flags.c_contiguous or not out.flags.writeable:
+            raise ValueError(f"expected contiguous out[{n}, {self.spec.dim}] and state[{n}], got {out.shape} and {state.shape}")
+
+    def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
+        """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns rows let in.
+
+        Dropped whole (0) if `seq` is below the floor or another writer is at work.
+        """
+        areas = self._begin_promotion(seq)
+        if areas is None:
+            return 0
+        try:
+            rows = self._check_rows(keys, rows)
+            return int(setwrite.insert(areas, keys, _address(rows), True, self._counters))
+        finally:
+            self._lock.release()
+
+    def insert_absent(self, keys: Keys, seq: int) -> int:
+        """Remember distinct keys that do not exist in a view of `seq`; dropped as `insert` is. Returns keys let in."""
+        areas = self._begin_promotion(seq)
+        if areas is None:
+            return 0
+        try:
+            return int(setwrite.insert_absent(areas, keys, self._counters))
+        finally:
+            self._lock.release()
+
+    def _begin_promotion(self, seq: int) -> Areas | None:
+        """Take the lock if it is free and the promotion is not stale; the caller releases it.
+
+        Why the floor is checked under the lock. A request reads row r0 of key k from disk under seq 5.
+        Delta 6 changes k to r1: its fold raises the floor to 6, writes r1 to disk, then updates k here
+        if resident. If the promotion came to check the floor first, lost its thread, and wrote only
+        after that update had found k not resident, r0 would stay over r1 for good. Under one lock the
+        promotion lies wholly before `raise_floor`, and then the update sees k and overwrites it, or
+        wholly after, and then it is dropped.
+        """
+        if self._areas is None:
+            return None
+        if not self._lock.acquire(blocking=False):
+            self._dropped_busy += 1
+            return None
+        if self._areas is None or seq < self._floor_seq:
+            self._dropped_stale += 1
+            self._lock.release()
+            return None
+        return self._areas
+
+    def _check_rows(self, keys: Keys, rows: Rows) -> Rows:
+        if rows.shape != (len(keys), self.spec.row_bytes) or rows.dtype != np.uint8:
+            raise ValueError(f"expected rows uint8[{len(keys)}, {self.spec.row_bytes}], got {rows.dtype}{list(rows.shape)}")
+        return np.ascontiguousarray(rows)
+
+    def raise_floor(self, seq: int) -> None:
+        """From now on promotions read under a view older than `seq` are dropped. Comes before the fold's disk write."""
+        with self._lock:
+            self._floor_seq = max(self._floor_seq, seq)
+
+    def update(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
+        """Fold: bring what is resident up to a delta of distinct `keys`, rows uint8[n, row_bytes], deleted bool[n].
+
+        Rows of deleted keys are not read. Keys that are not resident are not let in. The lock is given
+        up between chunks: promotions that come between were read under the delta's view or a newer one,
+        or are refused by the floor, and so never bring an older row.
+        """
+        rows = self._check_rows(keys, rows)
+        for begin in range(0, len(keys), _CHUNK):
+            with self._lock:
+                if self._areas is None:
+                    return
+                end = min(len(keys), begin + _CHUNK)
+                setwrite.update(self._areas, keys, _address(rows), deleted, begin, end, self._counters)
+
+    def warm(self, keys: Keys, rows: Rows) -> int:
+        """Fill free places with distinct keys, hottest first; nobody is put out. Returns rows let in."""
+        rows = self._check_rows(keys, rows)
+        admitted = 0
+        for begin in range(0, len(keys), _CHUNK):
+            with self._lock:
+                if self._areas is None:
+                    return admitted
+                chunk = keys[begin : begin + _CHUNK]
+                admitted += int(setwrite.insert(self._areas, chunk, _address(rows[begin:]), False, self._counters))
+        return admitted
+
+    @property
+    def _depth(self) -> int:
+        return 0 if self._areas is None else int(self._areas.control[GEOMETRY]) & 255
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows that fit into the part in use."""
+        return 0 if self._areas is None else (self._sets_per_region << self._depth) * WAYS
+
+    @property
+    def rows_resident(self) -> int:
+        return int(self._counters[setwrite.ROWS])
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the mapping that may be touched at the present fraction."""
+        return 0 if self._areas is None else CONTROL_BYTES + (self._sets_per_region << self._depth) * self._set_bytes
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since construction, and sizes; a snapshot that is taken without the lock."""
+        rows, absent, admitted, rejected, evicted = self._counters.tolist()
+        return {
+            "rows": rows, "capacity_rows": self.capacity_rows, "absent_keys": absent, "bytes": self.bytes_in_use,
+            "budget_bytes": self.budget_bytes, "admitted": admitted, "rejected": rejected, "evicted": evicted,
+            "dropped_stale": self._dropped_stale, "dropped_busy": self._dropped_busy,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Give the memory back. Look-ups that are under way end safely; later ones leave every key PENDING."""
+        with self._resize_lock, self._lock:
+            areas, self._areas = self._areas, None
+            self._counters[:2] = 0
+            if areas is not None:
+                # a reader may still hold the arrays: void what it reads, then free the pages; the address
+                # range itself goes with the last reference
+                areas.control[EPOCH] += 1
+                self._memory.madvise(mmap.MADV_DONTNEED)
+                del self._memory
