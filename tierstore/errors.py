@@ -24,6 +24,8 @@ Transports map these to their own codes (`service/`); nothing below knows a stat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class TierstoreError(Exception):
     """Root of the tree; catch it to catch all of tierstore's own errors."""
@@ -107,7 +109,14 @@ class MissingExtra(TierstoreError, ImportError):
 
 
 class StorageError(TierstoreError, OSError):
-    """The disk, or the driver of the engine on it, failed."""
+    """The disk, or the driver of the engine on it, failed.
+
+    `keys` holds the codes that could not be read, where the failure concerns some keys of a batch.
+    """
+
+    def __init__(self, message: str, *, keys: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.keys: Sequence[int] = keys
 
 
 class Corruption(StorageError):

@@ -1,0 +1,54 @@
+"""An order-independent digest of a table's rows, to tell that what was stored is what was built.
+
+Each (key, row) is hashed to 64 bits and the hashes are summed modulo 2**64, so parts of a table may
+be digested in any order, by any process, and added up. It guards against lost, doubled, swapped and
+damaged rows; it is no defence against someone who wants two tables to look alike.
+
+Free functions of arrays; any thread; the interpreter lock is released.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.types import Keys, Rows
+
+# odd multipliers and the closing mix are those of MurmurHash3's 64-bit finalizer (Appleby, public domain)
+_C1 = np.uint64(0xFF51AFD7ED558CCD)
+_C2 = np.uint64(0xC4CEB9FE1A85EC53)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def digest_rows(keys: Keys, rows: Rows) -> int:
+    """Digest of `keys` (int64 [n]) and `rows` (uint8 [n, row_bytes]), in [0, 2**64). Add up modulo 2**64."""
+    row_bytes = rows.shape[1]
+    rows = np.ascontiguousarray(rows)
+    if row_bytes % 8:
+        padded = np.zeros((len(rows), row_bytes + 8 - row_bytes % 8), np.uint8)
+        padded[:, :row_bytes] = rows
+        rows = padded
+    words = rows.reshape(-1).view(np.uint64).reshape(len(rows), -1)
+    return int(_digest(np.ascontiguousarray(keys).view(np.uint64), words, np.uint64(row_bytes)))
+
+
+@numba.njit(nogil=True, cache=True)
+def _digest(keys: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], row_bytes: np.uint64) -> np.uint64:
+    total = np.uint64(0)
+    for i in range(keys.shape[0]):
+        h = _mix(keys[i] + _GOLDEN) ^ row_bytes
+        for j in range(words.shape[1]):
+            h = (h ^ words[i, j]) * _C1
+            h ^= h >> np.uint64(29)
+        total += _mix(h)
+    return total
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _mix(x: np.uint64) -> np.uint64:
+    x ^= x >> np.uint64(33)
+    x *= _C1
+    x ^= x >> np.uint64(33)
+    x *= _C2
+    return x ^ (x >> np.uint64(33))

@@ -1,0 +1,399 @@
+"""The disk tier: one version's rows in one RocksDB directory, read in sorted batches.
+
+Nothing is ever written through RocksDB's log: rows and records come in as finished sorted files
+(`sst.py`) that are ingested by move, each call one atomic step. A value of no bytes marks a deleted
+key. Together with `sst.py` this is the only module that knows RocksDB.
+
+Threads: `get`, `scan`, `record`, `watermark`, `stats` and `verify` may be called from many threads at
+once, also while `ingest` runs; they see each ingest whole or not at all. `ingest` is for one writer.
+`close` waits until the calls under way have left; later ones raise Closed.
+
+Crash: what `ingest` returned from is there after a crash, whole. An ingest that was cut off is there
+whole or not at all; file names that were not moved stay where they were.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import compress, islice, repeat, starmap
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rocksdict
+
+from tierstore.errors import Closed, Corruption, StorageError
+from tierstore.kernels.digest import digest_rows
+from tierstore.tiers.readers import ReaderPool
+from tierstore.tiers.sst import (
+    KEY_BYTES,
+    MAX_TABLE_ID,
+    META_TABLE,
+    SstFile,
+    driver_errors,
+    file_xxh3,
+    pack_keys,
+    record_key,
+    sst_keys,
+    table_options,
+    translate,
+    unpack_keys,
+    write_sst,
+)
+from tierstore.types import Keys, Rows, States, Tier
+
+__all__ = ["META_TABLE", "DiskTier", "ReaderPool", "SstFile", "TableContent", "file_xxh3", "sst_keys", "write_sst"]
+
+WATERMARK = "watermark"
+_SCAN_BLOCK = 2048  # entries stepped over with the interpreter lock held
+_DIGEST_BLOCK = 65536
+_READAHEAD_BYTES = 1 << 20
+_L0_TRIGGER = 8
+_NEVER = 1 << 30
+_TARGET_FILE_BYTES = 128 << 20
+_LEVEL_BASE_BYTES = 512 << 20
+_PROPERTIES = {
+    "bytes": "total-sst-files-size",
+    "entries_estimate": "estimate-num-keys",
+    "pending_compaction_bytes": "estimate-pending-compaction-bytes",
+    "running_compactions": "num-running-compactions",
+    "background_errors": "background-errors",
+    "block_cache_bytes": "block-cache-usage",
+    "block_cache_budget_bytes": "block-cache-capacity",
+    "index_bytes": "estimate-table-readers-mem",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TableContent:
+    """What a table holds: live rows, keys marked deleted, and the digest of the live rows (see `kernels/digest.py`)."""
+
+    rows: int
+    deleted: int
+    digest: int
+
+
+class DiskTier:
+    """One RocksDB directory. Make one with `create` or `open`."""
+
+    def __init__(self, path: Path, db: rocksdict.Rdict, readers: ReaderPool) -> None:
+        # constant after construction
+        self.path = path
+        self._db = db
+        self._readers = readers
+        # guarded by _gate
+        self._gate = threading.Condition()
+        self._inside = 0
+        self._closed = False
+        self._cursors: set[_Cursor] = set()
+
+    @classmethod
+    def create(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool) -> DiskTier:
+        """Make an empty tier in the directory `path`, which must not hold one yet. Raises StorageError."""
+        return cls._open(path, block_cache_bytes, reader, new=True)
+
+    @classmethod
+    def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool) -> DiskTier:
+        """Open the tier in `path`. Raises StorageError if there is none, Locked if it is open already, Corruption."""
+        return cls._open(path, block_cache_bytes, reader, new=False)
+
+    @classmethod
+    def _open(cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool) -> DiskTier:
+        family = _options(block_cache_bytes)
+        family.create_if_missing(new)
+        family.set_error_if_exists(new)
+        with driver_errors(f"opening {path}"):
+            # the family's options must be given as such: on reopen RocksDB would take its defaults for it
+            db = rocksdict.Rdict(str(path), family, column_families={"default": family})
+        return cls(path, db, reader)
+
+    def ingest(self, files: Sequence[SstFile | Path]) -> None:
+        """Take in sorted files, all or none, by moving them into the directory (same file system).
+
+        Of files that hold the same key, the later in `files` wins. Raises StorageError; the files
+        then stay where they are.
+        """
+        if not files:
+            return
+        options = rocksdict.IngestExternalFileOptions()
+        options.set_move_files(True)
+        paths = [str(file.path if isinstance(file, SstFile) else file) for file in files]
+        with self._entered() as db, driver_errors(f"ingesting {len(paths)} files into {self.path}"):
+            db.ingest_external_file(paths, options)
+
+    def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
+        """Read `keys` (int64 [n], ascending, distinct) into `rows` (uint8 [n, row_bytes]).
+
+        state[i] becomes DISK with rows[i] filled, or ABSENT. Keys that lie in a damaged block are
+        left as they were; after all others are answered, Corruption is raised with their codes in
+        `.keys`. Raises Closed, or StorageError in the same way (`.keys`) when reads fail.
+        """
+        with self._entered() as db:
+            packed = pack_keys(table_id, keys)
+            lost: list[tuple[int, Exception]] = []
+
+            def read(start: int, stop: int) -> None:
+                _read_chunk(db, packed[start:stop].tolist(), start, rows, state, lost)
+
+            self._readers.run(len(keys), read)
+        if lost:
+            raise _lost_keys(table_id, keys, lost)
+
+    def record(self, name: str) -> bytes | None:
+        """The store's own record `name`, or None. Raises Corruption."""
+        with self._entered() as db, driver_errors(f"reading record {name!r} of {self.path}"):
+            value: bytes | None = db.get([record_key(name)])[0]
+        return value or None
+
+    def watermark(self) -> int | None:
+        """The delta seq that the tier is up to, as the last ingested file said."""
+        value = self.record(WATERMARK)
+        if value is None:
+            return None
+        if not value.isdigit():
+            raise Corruption(f"{self.path}: the watermark should be a number, it is {value[:40]!r}")
+        return int(value)
+
+    def scan(self, table_id: int, row_bytes: int, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
+        """Live rows in ascending order of keys, as (int64 [n], uint8 [n, row_bytes]) with n <= batch_rows.
+
+        Every block's checksum is verified; the block cache is left alone. Sees the tier as it was
+        when the scan began. Raises Corruption, or Closed if the tier is closed meanwhile.
+        """
+        for keys, live, _ in self._live_blocks(table_id, row_bytes, batch_rows):
+            if live:
+                yield keys, np.frombuffer(b"".join(live), np.uint8).reshape(len(live), row_bytes)
+
+    def verify(
+        self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
+    ) -> dict[int, TableContent]:
+        """Read every block back with its checksum verified, and sum up each table.
+
+        `row_bytes` says for each table id how long its rows are. Calls `progress(entries)` with the
+        running total. Reading leaves the files in the OS cache. Raises Corruption naming the file
+        that RocksDB found damaged, or the table and key of a row of another length.
+        """
+        self.check_background()
+        for _ in self._blocks(META_TABLE, _SCAN_BLOCK):
+            pass  # records are small; reading them checks their blocks
+        content: dict[int, TableContent] = {}
+        seen = 0
+        for table_id, length in row_bytes.items():
+            rows = deleted = digest = 0
+            for keys, live, gone in self._live_blocks(table_id, length, _DIGEST_BLOCK):
+                block = np.frombuffer(b"".join(live), np.uint8).reshape(len(live), length)
+                digest = (digest + digest_rows(keys, block)) % 2**64
+                rows, deleted, seen = rows + len(live), deleted + gone, seen + len(live) + gone
+                if progress is not None:
+                    progress(seen)
+            content[table_id] = TableContent(rows, deleted, digest)
+        return content
+
+    def compact(self) -> None:
+        """Merge everything down and wait for it. Raises StorageError if a merge failed in the background."""
+        with self._entered() as db, driver_errors(f"compacting {self.path}"):
+            db.compact_range(None, None)
+        self.check_background()
+
+    def check_background(self) -> None:
+        """Raise StorageError if RocksDB's own threads have failed (it says so nowhere else)."""
+        failed = self.stats()["background_errors"]
+        if failed:
+            raise StorageError(f"{self.path}: RocksDB reports {failed} failed background jobs; see its LOG file there")
+
+    def stats(self) -> dict[str, int]:
+        """Files and bytes; `l0_files` is how many files a look-up may have to ask before the sorted levels."""
+        with self._entered() as db, driver_errors(f"reading properties of {self.path}"):
+            counts = {name: int(db.property_int_value(f"rocksdb.{rocks}") or 0) for name, rocks in _PROPERTIES.items()}
+            counts["l0_files"] = int(db.property_value("rocksdb.num-files-at-level0") or 0)
+            counts["files"] = len(db.live_files())
+        return counts
+
+    def bytes_on_disk(self) -> int:
+        """Bytes of all sorted files, those that only a running scan still needs included."""
+        with self._entered() as db:
+            return int(db.property_int_value("rocksdb.total-sst-files-size") or 0)
+
+    def close(self) -> None:
+        """Wait for calls under way, then close the files and give the lock back. Scans end with Closed. May be repeated."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            while self._inside:
+                self._gate.wait()
+            # RocksDB iterators must not outlive the database: a step on one would crash the process
+            for cursor in self._cursors:
+                cursor.iterator = None
+            self._cursors.clear()
+        with driver_errors(f"closing {self.path}"):
+            self._db.close()
+
+    @contextmanager
+    def _entered(self) -> Iterator[rocksdict.Rdict]:
+        with self._gate:
+            if self._closed:
+                raise Closed(f"{self.path}: the disk tier was closed")
+            self._inside += 1
+        try:
+            yield self._db
+        finally:
+            with self._gate:
+                self._inside -= 1
+                if not self._inside:
+                    self._gate.notify_all()  # only `close` waits
+
+    def _live_blocks(self, table_id: int, row_bytes: int, entries: int) -> Iterator[tuple[Keys, list[bytes], int]]:
+        """Keys and rows that are not deleted, and how many deleted keys lay between them."""
+        for stored, values in self._blocks(table_id, entries):
+            keys = unpack_keys(stored)
+            live = list(filter(None, values))
+            if len(live) < len(values):
+                keys = keys[np.fromiter(map(bool, values), np.bool_, len(values))]
+            wrong = np.fromiter(map(len, live), np.int64, len(live)) != row_bytes
+            if wrong.any():
+                first = int(np.argmax(wrong))
+                raise Corruption(
+                    f"{self.path}: table {table_id}, key {keys[first]}: expected a row of {row_bytes} bytes, found {len(live[first])}",
+                    keys=keys[wrong].tolist(),
+                )
+            yield keys, live, len(values) - len(live)
+
+    def _blocks(self, table_id: int, entries: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """All entries of a table as (stored keys, values), at most `entries` at a time."""
+        doing = f"scanning table {table_id} of {self.path}"
+        cursor = _Cursor(_prefix(table_id + 1))
+        with self._entered() as db, driver_errors(doing):
+            cursor.iterator = db.iter(_scan_options())
+            cursor.iterator.seek(_prefix(table_id))
+            self._cursors.add(cursor)
+        try:
+            more = True
+            while more:
+                with self._entered(), driver_errors(doing):
+                    stored, values, more = cursor.take(entries)
+                if stored:
+                    yield stored, values
+        finally:
+            cursor.iterator = None
+            with self._gate:
+                self._cursors.discard(cursor)
+
+
+class _Cursor:
+    """A RocksDB iterator up to the stored key `end`, that `close` can take away."""
+
+    def __init__(self, end: bytes) -> None:
+        self.end = end
+        self.iterator: Any = None  # guarded by the tier: used by calls that have entered, None once it is closed
+
+    def take(self, entries: int) -> tuple[list[bytes], list[bytes], bool]:
+        """Step over up to `entries`; the last item says whether there may be more."""
+        iterator, nothing = self.iterator, repeat(())
+        stored: list[bytes] = []
+        values: list[bytes] = []
+        while len(stored) < entries:
+            wanted = min(_SCAN_BLOCK, entries - len(stored))
+            # key() is None at the end, which ends the zip before the value is asked for and a step is made
+            steps = zip(
+                iter(iterator.key, None),
+                starmap(iterator.value, nothing),
+                starmap(iterator.next, nothing),
+                strict=False,
+            )
+            block = list(islice(steps, wanted))
+            stored.extend(map(itemgetter(0), block))
+            values.extend(map(itemgetter(1), block))
+            if len(block) < wanted:
+                iterator.status()  # an iterator also just stops at a damaged block; this raises then
+            if len(block) < wanted or stored[-1] >= self.end:
+                keep = bisect_left(stored, self.end)
+                return stored[:keep], values[:keep], False
+        return stored, values, True
+
+
+def _options(block_cache_bytes: int) -> rocksdict.Options:
+    """Settings of an open tier; docs/decisions/disk-tier.md has the figures behind them."""
+    options = table_options(bloom=True, block_cache_bytes=block_cache_bytes)
+    options.set_optimize_filters_for_hits(True)  # no filters on the last level, whose keys mostly exist
+    options.set_max_open_files(_open_files())
+    # merging of deltas: below the base in size, and never a reason to hold an ingest back
+    options.set_level_compaction_dynamic_level_bytes(True)
+    options.set_level_zero_file_num_compaction_trigger(_L0_TRIGGER)
+    options.set_level_zero_slowdown_writes_trigger(_NEVER)
+    options.set_level_zero_stop_writes_trigger(_NEVER)
+    options.set_soft_pending_compaction_bytes_limit(0)
+    options.set_hard_pending_compaction_bytes_limit(0)
+    options.set_max_bytes_for_level_base(_LEVEL_BASE_BYTES)
+    options.set_target_file_size_base(_TARGET_FILE_BYTES)
+    options.set_max_background_jobs(2)
+    # small text files
+    options.set_keep_log_file_num(2)
+    options.set_max_log_file_size(4 << 20)
+    options.set_max_manifest_file_size(16 << 20)
+    options.set_stats_dump_period_sec(0)
+    options.set_stats_persist_period_sec(0)
+    return options
+
+
+def _prefix(table_id: int) -> bytes:
+    """Where a table's keys begin; for one past the last table, where all keys end."""
+    return table_id.to_bytes(2, "big") if table_id <= MAX_TABLE_ID else b"\xff" * (KEY_BYTES + 1)
+
+
+def _open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if soft == resource.RLIM_INFINITY else max(64, min(4096, soft // 4))
+
+
+def _scan_options() -> rocksdict.ReadOptions:
+    # no bounds: rocksdict keeps the upper one in memory that it frees, and takes the lower one for an upper one
+    options = rocksdict.ReadOptions()
+    options.set_verify_checksums(True)
+    options.fill_cache(False)
+    options.set_readahead_size(_READAHEAD_BYTES)
+    return options
+
+
+def _read_chunk(
+    db: rocksdict.Rdict, stored: list[bytes], start: int, rows: Rows, state: States, lost: list[tuple[int, Exception]]
+) -> None:
+    """Read one chunk. One damaged block fails a whole batch, so a failed one is halved down to the keys that fail."""
+    try:
+        values: list[bytes | None] = db.get(stored)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        if len(stored) == 1:
+            lost.append((start, error))
+            return
+        half = len(stored) // 2
+        _read_chunk(db, stored[:half], start, rows, state, lost)
+        _read_chunk(db, stored[half:], start + half, rows, state, lost)
+        return
+    found = np.fromiter(map(bool, values), np.bool_, len(values))
+    live = list(filter(None, values))
+    where = start + np.flatnonzero(found)
+    wrong = np.fromiter(map(len, live), np.int64, len(live)) != rows.shape[1]
+    if wrong.any():
+        damage = Exception(f"Corruption: rows of another length than {rows.shape[1]} bytes")
+        lost.extend(zip(where[wrong].tolist(), repeat(damage)))
+        live, where = list(compress(live, ~wrong)), where[~wrong]
+    rows[where] = np.frombuffer(b"".join(live), np.uint8).reshape(len(live), rows.shape[1])
+    state[where] = Tier.DISK
+    state[start : start + len(values)][~found] = Tier.ABSENT
+
+
+def _lost_keys(table_id: int, keys: Keys, lost: list[tuple[int, Exception]]) -> StorageError:
+    codes = [int(keys[position]) for position, _ in sorted(lost, key=itemgetter(0))]
+    shown = ", ".join(map(str, codes[:5])) + (", …" if len(codes) > 5 else "")
+    error = translate(lost[0][1], f"reading {len(codes)} keys of table {table_id} ({shown})")
+    assert isinstance(error, StorageError)
+    error.keys = codes
+    return error
