@@ -98,7 +98,11 @@ def test_int8_is_off_by_half_a_step_at_most(vectors: npt.NDArray[np.float32]) ->
     assert np.isfinite(out).all()
     wide = vectors.astype(np.float64)
     step = (wide.max(axis=1, keepdims=True) - wide.min(axis=1, keepdims=True)) / 255 if wide.size else wide
-    rounding = np.spacing(np.abs(vectors).max(axis=1, keepdims=True)).astype(np.float64) if wide.size else 0.0
+    rounding = (
+        np.spacing(np.abs(vectors).max(axis=1, keepdims=True) * np.float32(0.99)).astype(np.float64)
+        if wide.size
+        else 0.0
+    )
     assert (np.abs(out - wide) <= step * 0.5001 + 2 * rounding).all()
 
 
@@ -144,7 +148,7 @@ def test_float16_ties_go_to_even_through_the_subnormals() -> None:
 
 def test_every_bfloat16_is_read_back() -> None:
     values = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
-    values = values[np.isfinite(values)][None]
+    values = values[np.isfinite(values.astype(np.float32))][None]
     out = np.empty(values.shape, np.float32)
     codec.decode(np.ascontiguousarray(values).view(np.uint8), StorageDtype.BFLOAT16, out)
     assert same(out, values.astype(np.float32))

@@ -37,6 +37,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from tierstore.kernels.atomics import prefetch
 from tierstore.types import Keys, Rows, StorageDtype, Vectors
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -222,18 +223,6 @@ def _fma(typingctx, a, b, c):  # type: ignore[no-untyped-def]
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-@intrinsic
-def _prefetch(typingctx, address):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        pointer = builder.inttoptr(args[0], _I8.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
-        builder.call(function, [pointer, _const(0), _const(3), _const(1)])  # read, keep, data
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
 # ---- kernels -------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +283,7 @@ def _decode_scatter(code, out_code, rows, n_rows, row_bytes, source, dest, out, 
         if i + _AHEAD < n:
             ahead = rows + source[i + _AHEAD] * row_bytes
             for line in range(0, min(row_bytes, 512), 64):
-                _prefetch(ahead + line)
+                prefetch(ahead + line)
         s, d = source[i], dest[i]
         if s < 0 or s >= n_rows or d < 0 or d >= n_out:
             return i

@@ -1,0 +1,156 @@
+"""Exact index of the keys of a delta: key → row number, and the order in which a delta is kept.
+
+Free functions of arrays without state, nogil. An index is written by `build` and never changes after, so any
+number of threads may `find` in it. It is rebuilt from its keys after a restart; nothing here touches a disk.
+
+An index is uint64[capacity], a power of two and at least twice the keys, probed linearly. A slot holds the upper
+half of the key's hash as a tag and the row number in its lower half; a slot of all ones is empty. No key value is
+reserved. A key that is not there, the usual case, costs one cache line; one that is there costs a second, where
+its key is compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+
+from tierstore.kernels.atomics import prefetch
+from tierstore.types import Keys, States
+
+Index = npt.NDArray[np.uint64]
+
+MAX_KEYS = 0xFFFF_FFFE  # row numbers have 32 bits, and one is taken by the empty slot
+
+_EMPTY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+_TAG = np.uint64(0xFFFF_FFFF_0000_0000)
+_ROW = np.uint64(0xFFFF_FFFF)
+_BLOCK = 32  # keys whose slots are asked for before the first of them is probed
+
+_KEYS = types.Array(types.int64, 1, "C", readonly=True)
+_STATE = types.Array(types.uint8, 1, "C", readonly=True)
+_INDEX = types.Array(types.uint64, 1, "C", readonly=True)
+
+
+@njit("uint64(int64)", cache=True, nogil=True)
+def _mix(key: Any) -> Any:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): every bit of the key moves every bit of the hash."""
+    h = np.uint64(key) + np.uint64(0x9E3779B97F4A7C15)
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
+
+
+@njit(types.int64(_KEYS, types.uint64[::1]), cache=True, nogil=True)
+def _build(keys: Any, index: Any) -> Any:
+    """Returns -1, or the first row whose key was there before."""
+    mask = np.uint64(len(index) - 1)
+    for row in range(len(keys)):
+        h = _mix(keys[row])
+        at, tag = h & mask, h & _TAG
+        while index[at] != _EMPTY:
+            if index[at] & _TAG == tag and keys[index[at] & _ROW] == keys[row]:
+                return row
+            at = (at + np.uint64(1)) & mask
+        index[at] = tag | np.uint64(row)
+    return -1
+
+
+@njit(types.int64(_INDEX, _KEYS, _KEYS, _STATE, types.int64[::1]), cache=True, nogil=True)
+def _find(index: Any, table_keys: Any, keys: Any, state: Any, pos: Any) -> Any:
+    mask = np.uint64(len(index) - 1)
+    slots = np.int64(index.ctypes.data)
+    hashes = np.empty(_BLOCK, np.uint64)
+    found = 0
+    for start in range(0, len(keys), _BLOCK):
+        stop = min(start + _BLOCK, len(keys))
+        for i in range(start, stop):
+            h = _mix(keys[i])
+            hashes[i - start] = h
+            prefetch(slots + np.int64((h & mask) << np.uint64(3)))
+        for i in range(start, stop):
+            if state[i] != 0:
+                continue
+            h = hashes[i - start]
+            at, tag = h & mask, h & _TAG
+            row = np.int64(-1)
+            while index[at] != _EMPTY:
+                if index[at] & _TAG == tag and table_keys[index[at] & _ROW] == keys[i]:
+                    row = np.int64(index[at] & _ROW)
+                    found += 1
+                    break
+                at = (at + np.uint64(1)) & mask
+            pos[i] = row
+    return found
+
+
+@njit(types.int64[::1](_KEYS), cache=True, nogil=True)
+def _dedup_last(keys: Any) -> Any:
+    """Radix sort, byte by byte from the least, of (key, position); bytes that all keys share are skipped."""
+    n = len(keys)
+    counts = np.zeros((8, 256), np.int64)
+    codes = np.empty(n, np.uint64)
+    order = np.empty(n, np.int64)
+    for i in range(n):
+        code = np.uint64(keys[i]) ^ np.uint64(0x8000_0000_0000_0000)  # so that unsigned order is numeric order
+        codes[i], order[i] = code, i
+        for byte in range(8):
+            counts[byte, (code >> np.uint64(8 * byte)) & np.uint64(255)] += 1
+    codes_to, order_to = np.empty(n, np.uint64), np.empty(n, np.int64)
+    for byte in range(8):
+        shift = np.uint64(8 * byte)
+        place = counts[byte]
+        if n == 0 or place[(codes[0] >> shift) & np.uint64(255)] == n:
+            continue
+        total = 0
+        for digit in range(256):
+            place[digit], total = total, total + place[digit]
+        for i in range(n):
+            digit = (codes[i] >> shift) & np.uint64(255)
+            at = place[digit]
+            place[digit] = at + 1
+            codes_to[at], order_to[at] = codes[i], order[i]
+        codes, codes_to = codes_to, codes
+        order, order_to = order_to, order
+    kept = 0
+    for i in range(n):
+        if i + 1 == n or codes[i] != codes[i + 1]:  # the sort is stable: the last of a run came last
+            order[kept] = order[i]
+            kept += 1
+    return order[:kept].copy()
+
+
+def build(keys: Keys) -> Index:
+    """An index over `keys`, int64[n], distinct: key → its row number.
+
+    The index is to be used with these same keys. Raises ValueError for a key that occurs twice.
+    """
+    keys = np.ascontiguousarray(keys, np.int64)
+    if len(keys) > MAX_KEYS:
+        raise ValueError(f"an index holds up to {MAX_KEYS} keys, got {len(keys)}")
+    index = np.full(1 << max(2 * len(keys) - 1, 0).bit_length(), _EMPTY, np.uint64)
+    twice = _build(keys, index)
+    if twice >= 0:
+        raise ValueError(f"keys are to be distinct: {keys[twice]} in row {twice} was there before")
+    return index
+
+
+def find(index: Index, table_keys: Keys, keys: Keys, state: States, pos: Keys) -> int:
+    """For every i with `state[i] == 0`: `pos[i]` = the row of `keys[i]`, or -1. Returns how many were found.
+
+    `table_keys` int64[m] are the keys that `index` was built of; `keys` int64[n], `state` uint8[n] and `pos`
+    int64[n] pair up. Where the state is not 0, `pos` is left as it is.
+    """
+    if not len(keys) == len(state) == len(pos):
+        raise ValueError(f"keys, state and pos pair up: got {len(keys)}, {len(state)} and {len(pos)}")
+    return int(_find(index, table_keys, keys, state, pos))
+
+
+def dedup_last(keys: Keys) -> Keys:
+    """Positions of the last occurrence of each key of `keys`, int64[n], in ascending order of the key: int64[m]."""
+    keys = np.ascontiguousarray(keys, np.int64)
+    if (keys[1:] > keys[:-1]).all():
+        return np.arange(len(keys), dtype=np.int64)
+    return np.asarray(_dedup_last(keys), np.int64)

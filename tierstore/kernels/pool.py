@@ -1,0 +1,136 @@
+"""Embedding bags: pooling the vectors of each bag to one, and checking the offsets that cut them.
+
+Free functions of arrays without state, nogil: any thread may call them.
+
+Bag `b` is vectors `offsets[b]` up to `offsets[b + 1]`, the last one runs to the end. Sums are taken in float32, in
+the order of the vectors, each product rounded before it is added: the same answer on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+
+from tierstore.errors import InvalidInput
+from tierstore.types import Combiner
+
+_COMBINERS = {Combiner.SUM: 0, Combiner.MEAN: 1, Combiner.SQRTN: 2}
+_NO_WEIGHTS = np.empty(0, np.float32)
+_NO_COUNTS = np.empty(0, np.bool_)
+
+_VECTORS = types.Array(types.float32, 2, "C", readonly=True)
+_OFFSETS = types.Array(types.int64, 1, "C", readonly=True)
+_WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
+_COUNTS = types.Array(types.boolean, 1, "C", readonly=True)
+
+
+@njit(
+    types.int64(_VECTORS, _OFFSETS, _WEIGHTS, _COUNTS, types.int64, types.float32[:, ::1]),
+    cache=True,
+    nogil=True,
+    error_model="numpy",
+)
+def _pool(vectors: Any, offsets: Any, weights: Any, counts: Any, combiner: Any, out: Any) -> Any:
+    """Returns -1, or the first bag that does not lie within the vectors. Empty `weights` or `counts` mean none."""
+    n, dim = vectors.shape
+    weighted, padded = len(weights) > 0, len(counts) > 0
+    for bag in range(len(offsets)):
+        start = offsets[bag]
+        stop = offsets[bag + 1] if bag + 1 < len(offsets) else n
+        if start < 0 or stop < start or stop > n:
+            return bag
+        pooled = out[bag]
+        pooled[:] = np.float32(0)
+        total = np.float32(0)  # what the combiner divides by, before the root
+        for i in range(start, stop):
+            if padded and not counts[i]:
+                continue
+            vector = vectors[i]
+            if weighted:
+                weight = weights[i]
+                total += weight * weight if combiner == 2 else weight
+                for k in range(dim):
+                    pooled[k] += weight * vector[k]
+            else:
+                total += np.float32(1)
+                for k in range(dim):
+                    pooled[k] += vector[k]
+        if combiner == 0:
+            continue
+        if total == np.float32(0):
+            pooled[:] = np.float32(0)
+            continue
+        divisor = np.sqrt(total) if combiner == 2 else total
+        for k in range(dim):
+            pooled[k] /= divisor
+    return -1
+
+
+def pool_bags(
+    vectors: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.float32] | None,
+    counts: npt.NDArray[np.bool_] | None,
+    combiner: Combiner,
+    out: npt.NDArray[np.float32] | None = None,
+) -> npt.NDArray[np.float32]:
+    """Pool each bag of `vectors`, float32[n, dim], to one row of the answer, float32[bags, dim].
+
+    `offsets` int64[bags] as `check_offsets` returns them, `weights` float32[n]. Where `counts`, bool[n], is False
+    the vector contributes nothing, its weight neither. `mean` divides by the sum of weights, `sqrtn` by the root of
+    the sum of their squares; a bag that is empty, or whose divisor is zero, answers zeros. Fills and returns `out`
+    if given. Raises IndexError for a bag outside of the vectors.
+    """
+    n, dim = vectors.shape
+    if out is None:
+        out = np.empty((len(offsets), dim), np.float32)
+    if out.shape != (len(offsets), dim):
+        raise ValueError(f"out is float32[{len(offsets)}, {dim}], got {out.dtype}{list(out.shape)}")
+    for name, given in (("weights", weights), ("counts", counts)):
+        if given is not None and given.shape != (n,):
+            raise ValueError(f"{name} pair up with the {n} vectors, got shape {list(given.shape)}")
+    bad = _pool(
+        vectors,
+        offsets,
+        _NO_WEIGHTS if weights is None else weights,
+        _NO_COUNTS if counts is None else counts,
+        _COMBINERS[combiner],
+        out,
+    )
+    if bad >= 0:
+        raise IndexError(f"bag {bad} starts at {offsets[bad]} and does not lie within {n} vectors")
+    return out
+
+
+def check_offsets(offsets: npt.ArrayLike, n_keys: int) -> npt.NDArray[np.int64]:
+    """`offsets` as contiguous int64[bags], once they are known to cut `n_keys` keys into bags.
+
+    Raises InvalidInput unless they are one-dimensional integers, the first is 0, none is smaller than the one before
+    it and none lies beyond the keys. With no bags there may be no keys.
+    """
+    given = np.asarray(offsets)
+    if given.ndim != 1:
+        raise InvalidInput(f"offsets are one-dimensional, one start a bag; got shape {list(given.shape)}")
+    if given.size == 0:
+        if n_keys:
+            raise InvalidInput(f"there are {n_keys} keys but no offsets: give the start of each bag, the first 0")
+        return np.empty(0, np.int64)
+    if given.dtype.kind not in "iu":
+        raise InvalidInput(f"offsets are integers, got {given.dtype}")
+    if given[0] != 0:
+        raise InvalidInput(f"the first offset is 0, got {given[0]}")
+    falls = np.flatnonzero(given[1:] < given[:-1])
+    if falls.size:
+        bag = int(falls[0]) + 1
+        raise InvalidInput(
+            f"offsets never decrease: bag {bag} starts at {given[bag]}, the one before it at {given[bag - 1]}"
+        )
+    if given[-1] > n_keys:
+        bag = int(np.argmax(given > n_keys))
+        raise InvalidInput(
+            f"bag {bag} starts at {given[bag]}, beyond the {n_keys} keys; an end entry is not part of offsets"
+        )
+    return np.ascontiguousarray(given, np.int64)
