@@ -76,3 +76,12 @@ def halve(words, first, count):  # type: ignore[no-untyped-def]
     """Halve the 16 counters in each of `count` uint64 words: the past counts half."""
     for i in range(first, first + count):
         words[i] = (words[i] >> nb.uint64(1)) & _LOW_BITS
+
+
+@nb.njit(inline="always")
+def merge_counters(nibbles, into, other, count):  # type: ignore[no-untyped-def]
+    """Let each of `count` counters from byte `into` be the greater of itself and its like from byte `other`."""
+    for i in range(count):
+        heat = get_heat(nibbles, other, i)
+        if heat > get_heat(nibbles, into, i):
+            set_heat(nibbles, into, i, heat)

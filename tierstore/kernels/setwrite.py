@@ -1,7 +1,7 @@
 """The writing half of the set-associative cache (`setcache`): insert, update, erase, halve and double.
 
 One thread at a time runs these, on one table; readers go on meanwhile. Whatever a reader could take for
-an answer (tag, key, row, absent key) is written between `_open` and `_close` of its set. Heat, hands
+an answer (tag, key, row, absent key) is written between `open_set` and `close_set` of its set. Heat, hands
 and the sketch are advice, and written without.
 """
 
@@ -34,11 +34,11 @@ from tierstore.kernels.setcache import (
 ROWS, ABSENT_KEYS, ADMITTED, REJECTED, EVICTED = range(5)  # of the counters, int64[5]
 
 _AHEAD = 8  # keys asked for ahead
-_COUNTERS = types.Array(types.int64, 1, "C")
+COUNTERS = types.Array(types.int64, 1, "C")
 
 
 @nb.njit(inline="always")
-def _open(words, s):  # type: ignore[no-untyped-def]
+def open_set(words, s):  # type: ignore[no-untyped-def]
     """Make a set's version odd, before anything in the set changes. Returns the version to close with."""
     version = words[s * 16]
     store_relaxed(words, s * 16, nb.uint32(version + 1))
@@ -47,24 +47,24 @@ def _open(words, s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _close(words, s, version):  # type: ignore[no-untyped-def]
+def close_set(words, s, version):  # type: ignore[no-untyped-def]
     store_release(words, s * 16, version)
 
 
 @nb.njit(inline="always")
-def _forget_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
+def forget_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
     if areas.absent[s * ABSENT_BYTES + 4] == 0:
         return
     place = find_absent(areas.absent, areas.absent_keys, s, key)
     if place >= 0:
-        version = _open(areas.absent32, s)
+        version = open_set(areas.absent32, s)
         areas.absent[s * ABSENT_BYTES + 4] &= ~(1 << place)
-        _close(areas.absent32, s, version)
+        close_set(areas.absent32, s, version)
         counters[ABSENT_KEYS] -= 1
 
 
 @nb.njit(inline="always")
-def _mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
+def mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
     """Clock: the first place from the hand that was not asked for since the hand last passed makes room."""
     if find_absent(areas.absent, areas.absent_keys, s, key) >= 0:
         return False
@@ -77,28 +77,35 @@ def _mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
         asked &= ~(1 << place)
         place = (place + 1) % ABSENT_WAYS
     counters[ABSENT_KEYS] += 0 if (taken >> place) & 1 else 1
-    version = _open(areas.absent32, s)
+    version = open_set(areas.absent32, s)
     areas.absent_keys[s * 8 + 1 + place] = key
     areas.absent[base + 4] = taken | (1 << place)
     areas.absent[base + 5] = asked & ~(1 << place)
     areas.absent[base + 6] = place + 1
-    _close(areas.absent32, s, version)
+    close_set(areas.absent32, s, version)
     return True
 
 
 @nb.njit(inline="always")
-def _put(areas, s, way, tag, key, heat, source):  # type: ignore[no-untyped-def]
+def put(areas, s, way, tag, key, heat, source):  # type: ignore[no-untyped-def]
     """Let `way` of set `s` hold this key and the row at address `source`."""
-    version = _open(areas.heads32, s)
+    version = open_set(areas.heads32, s)
     areas.heads[s * HEAD_BYTES + TAGS_AT + way] = tag
     areas.keys[s * WAYS + way] = key
     copy_bytes(areas.rows + (s * WAYS + way) * areas.row_bytes, source, areas.row_bytes)
-    _close(areas.heads32, s, version)
+    close_set(areas.heads32, s, version)
     set_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way, heat)
 
 
 @nb.njit(inline="always")
-def _coldest(areas, s):  # type: ignore[no-untyped-def]
+def erase(areas, s, way):  # type: ignore[no-untyped-def]
+    version = open_set(areas.heads32, s)
+    areas.heads[s * HEAD_BYTES + TAGS_AT + way] = 0
+    close_set(areas.heads32, s, version)
+
+
+@nb.njit(inline="always")
+def coldest(areas, s):  # type: ignore[no-untyped-def]
     base = s * HEAD_BYTES
     hand = nb.int64(areas.heads[base + 5])
     best, best_heat = 0, 99
@@ -111,7 +118,7 @@ def _coldest(areas, s):  # type: ignore[no-untyped-def]
     return best, best_heat
 
 
-@nb.njit(types.int64(AREAS, KEYS, types.int64, types.boolean, _COUNTERS), nogil=True, cache=True)
+@nb.njit(types.int64(AREAS, KEYS, types.int64, types.boolean, COUNTERS), nogil=True, cache=True)
 def insert(areas, keys, rows, gated, counters):  # type: ignore[no-untyped-def]
     """Let in distinct keys with the rows at address `rows`. Returns how many were let in.
 
@@ -140,7 +147,7 @@ def insert(areas, keys, rows, gated, counters):  # type: ignore[no-untyped-def]
         elif not gated:
             continue
         else:
-            way, coldest = _coldest(areas, s)
+            way, least = coldest(areas, s)
             age = heads[s * HEAD_BYTES + 6] + 1
             heads[s * HEAD_BYTES + 6] = age
             if age & 255 == 0:
@@ -148,20 +155,20 @@ def insert(areas, keys, rows, gated, counters):  # type: ignore[no-untyped-def]
                 for w in range(WAYS):
                     at = get_heat(heads, s * HEAD_BYTES + HEAT_AT, w)
                     set_heat(heads, s * HEAD_BYTES + HEAT_AT, w, at >> 1)
-            if heat < coldest:
+            if heat < least:
                 counters[REJECTED] += 1
                 continue
             old = mix(areas.keys[s * WAYS + way])
-            sketch_raise(sketch, s * SKETCH_BYTES, old, coldest)
+            sketch_raise(sketch, s * SKETCH_BYTES, old, least)
             counters[EVICTED] += 1
-        _forget_absent(areas, counters, s, key)
-        _put(areas, s, way, tag, key, heat, rows + i * areas.row_bytes)
+        forget_absent(areas, counters, s, key)
+        put(areas, s, way, tag, key, heat, rows + i * areas.row_bytes)
         admitted += 1
     counters[ADMITTED] += admitted
     return admitted
 
 
-@nb.njit(types.int64(AREAS, KEYS, _COUNTERS), nogil=True, cache=True)
+@nb.njit(types.int64(AREAS, KEYS, COUNTERS), nogil=True, cache=True)
 def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
     """Remember distinct keys as not existing. Returns how many are new."""
     geometry = areas.control[GEOMETRY]
@@ -169,12 +176,12 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         hashed = mix(keys[i])
         s = set_of(hashed, geometry, areas.sets_per_region)
-        if find_way(areas.heads, areas.keys, s, tag_of(hashed), keys[i]) < 0 and _mark_absent(areas, counters, s, keys[i]):
+        if find_way(areas.heads, areas.keys, s, tag_of(hashed), keys[i]) < 0 and mark_absent(areas, counters, s, keys[i]):
             marked += 1
     return marked
 
 
-@nb.njit(types.void(AREAS, KEYS, types.int64, BOOLS, types.int64, types.int64, _COUNTERS), nogil=True, cache=True)
+@nb.njit(types.void(AREAS, KEYS, types.int64, BOOLS, types.int64, types.int64, COUNTERS), nogil=True, cache=True)
 def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no-untyped-def]
     """Bring what is held of keys[begin:end] up to a delta: overwrite or erase rows, set and clear absent marks."""
     geometry = areas.control[GEOMETRY]
@@ -190,14 +197,12 @@ def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no
         way = find_way(heads, areas.keys, s, tag_of(hashed), key)
         if deleted[i]:
             if way >= 0:
-                version = _open(areas.heads32, s)
-                heads[s * HEAD_BYTES + TAGS_AT + way] = 0
-                _close(areas.heads32, s, version)
+                erase(areas, s, way)
                 counters[ROWS] -= 1
-                _mark_absent(areas, counters, s, key)
+                mark_absent(areas, counters, s, key)
             continue
-        _forget_absent(areas, counters, s, key)
+        forget_absent(areas, counters, s, key)
         if way >= 0:
-            version = _open(areas.heads32, s)
+            version = open_set(areas.heads32, s)
             copy_bytes(areas.rows + (s * WAYS + way) * areas.row_bytes, rows + i * areas.row_bytes, areas.row_bytes)
-            _close(areas.heads32, s, version)
+            close_set(areas.heads32, s, version)

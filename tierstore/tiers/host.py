@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from typing import Any
 
 import numpy as np
 
-from tierstore.kernels import setcache, setwrite
+from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
 from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, HEAD_BYTES, WAYS, Areas
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
 _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
-_CHUNK = 2048  # keys, or sets, that a writer handles before it lets others have the lock
+_CHUNK = 2048  # keys that a writer handles before it lets others have the lock
+_CHUNK_BYTES = 1 << 20  # and of sets, their bytes
+_HAND_OVER_S = 50e-6  # a thread that waits for the lock wakes in this time; without it, who releases takes it again
 
 
 def _address(array: np.ndarray) -> int:
@@ -180,6 +183,75 @@ class HostTable:
                 chunk = keys[begin : begin + _CHUNK]
                 admitted += int(setwrite.insert(self._areas, chunk, _address(rows[begin:]), False, self._counters))
         return admitted
+
+    def hot_keys(self, limit: int) -> Keys:
+        """Resident keys int64[m], m <= limit, hottest first as far as 16 degrees of heat tell; approximate beside writers."""
+        with self._resize_lock:  # a key moves to another set only under it: none is listed twice
+            areas = self._areas
+            if areas is None or limit <= 0:
+                return np.empty(0, np.int64)
+            sets = self._sets_per_region << self._depth
+            counts = np.zeros(16, np.int64)
+            setresize.count_heats(areas, sets, counts)
+            end = np.minimum(counts[::-1].cumsum(), limit)[::-1].copy()
+            first = np.append(end[1:], 0)
+            begin = first.copy()
+            out = np.empty(end[0], np.int64)
+            setresize.list_keys(areas, sets, out, begin, end)
+        return np.concatenate([out[first[heat] : begin[heat]] for heat in range(15, -1, -1)])
+
+    def resize(self, fraction: float) -> None:
+        """Use `fraction` (1, 1/2, 1/4 … 1/64) of the mapping, keeping the hottest rows; what is above goes back.
+
+        Readers and writers go on meanwhile; only another resize waits. A fraction between goes up to
+        the next; one that is too small for the table becomes the smallest possible.
+        """
+        with self._resize_lock:
+            if self._areas is None:
+                return
+            wanted = self._depth_of(fraction)
+            while wanted < self._depth:
+                self._halve()
+            while wanted > self._depth:
+                self._double()
+
+    def _halve(self) -> None:
+        areas, depth = self._areas, self._depth
+        assert areas is not None
+        half = self._sets_per_region << (depth - 1)
+        step = max(1, _CHUNK_BYTES // self._set_bytes)
+        for begin in range(0, half, step):
+            with self._lock:
+                setresize.merge(areas, begin, min(begin + step, half), self._counters)
+            time.sleep(_HAND_OVER_S)
+        with self._lock:
+            areas.control[GEOMETRY] = depth - 1
+            areas.control[EPOCH] += 1
+            self._give_back(half, 2 * half)
+
+    def _double(self) -> None:
+        areas, depth = self._areas, self._depth + 1
+        assert areas is not None
+        half = self._sets_per_region << (depth - 1)
+        step = max(1, _CHUNK_BYTES // self._set_bytes)
+        with self._lock:
+            areas.control[EPOCH] += 1
+            areas.control[GEOMETRY] = half << 8 | depth  # twice the sets, all of them merged: the same places as before
+        for end in range(half, 0, -step):
+            with self._lock:
+                setresize.split(areas, max(0, end - step), end, self._counters)
+            time.sleep(_HAND_OVER_S)
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """Free the memory of sets [begin, end) in every area, whole pages; they read as zeros, that is as empty sets."""
+        page = mmap.PAGESIZE
+        at = CONTROL_BYTES
+        for size in self._area_bytes():
+            first = -(-(at + begin * size) // page) * page
+            last = (at + end * size) // page * page
+            if last > first:
+                self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+            at += self._sets * size
 
     @property
     def _depth(self) -> int:
