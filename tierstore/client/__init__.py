@@ -1,0 +1,11 @@
+"""The verbs of a store over the network: `Client` talks to a running service.
+
+Needs neither the engine nor its drivers, so it works where no store is. Whatever the service refuses
+comes back as the error of `tierstore.errors` that the embedded store would have raised.
+"""
+
+from __future__ import annotations
+
+from tierstore.client.sync import Client, RemoteModel
+
+__all__ = ["Client", "RemoteModel"]
