@@ -14,9 +14,6 @@ The layout of a row, little-endian, `StorageDtype.row_bytes(dim)` bytes, at any 
 An `int8` row spans its own minimum (code 0) to its maximum (code 255). The product is added before it is
 rounded, so a row may range from -3e38 to 3e38 although `scale * 255` alone would overflow.
 
-Half precision is done on bit patterns in integer arithmetic: CPUs without F16C would need a library call
-that the just-in-time compiler cannot resolve, and the integer form vectorizes to the same speed.
-
 **From another kernel** (numba, nogil): one row is decoded by addresses, so arrays of any mutability share one
 compiled function::
 
@@ -31,17 +28,28 @@ compiled function::
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
 from tierstore.kernels.atomics import prefetch
+from tierstore.kernels.raw import (
+    fma,
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_u8,
+    load_u64,
+    magnitude,
+    store_bf16,
+    store_f16,
+    store_f32,
+    store_u8,
+    store_u64,
+)
 from tierstore.types import Keys, Rows, StorageDtype, Vectors
-
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_F32 = ir.FloatType()
 
 _F32_CODE = StorageDtype.FLOAT32.code
 _F16_CODE = StorageDtype.FLOAT16.code
@@ -64,179 +72,17 @@ class BadRow(ValueError):
         super().__init__(f"row {row}, column {column}: {reason}")
 
 
-# ---- loads and stores at (address, index), at any alignment ---------------------------------------------------
-
-
-def _element(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
-    return builder.gep(builder.inttoptr(base, kind.as_pointer()), [index])
-
-
-def _load(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
-    value = builder.load(_element(builder, base, index, kind))
-    value.align = 1
-    return value
-
-
-def _store(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    builder.store(value, _element(builder, base, index, value.type)).align = 1
-
-
-def _const(value: int) -> ir.Constant:
-    return ir.Constant(_I32, value)
-
-
-@intrinsic
-def _load_u64(typingctx, base, index):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _load(builder, args[0], args[1], _I64)
-
-    return types.uint64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _store_u64(typingctx, base, index, value):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        _store(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.uint64), codegen
-
-
-@intrinsic
-def _load_u8(typingctx, base, index):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _load(builder, args[0], args[1], _I8)
-
-    return types.uint8(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _store_u8(typingctx, base, index, value):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        _store(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.uint8), codegen
-
-
-@intrinsic
-def _load_f32(typingctx, base, index):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _load(builder, args[0], args[1], _F32)
-
-    return types.float32(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _store_f32(typingctx, base, index, value):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        _store(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
-
-
-@intrinsic
-def _load_bf16(typingctx, base, index):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        bits = builder.zext(_load(builder, args[0], args[1], _I16), _I32)
-        return builder.bitcast(builder.shl(bits, _const(16)), _F32)
-
-    return types.float32(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _store_bf16(typingctx, base, index, value):  # type: ignore[no-untyped-def]
-    """Rounds to nearest even by carrying into the kept half. NaN must have been refused."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        bits = builder.bitcast(args[2], _I32)
-        odd = builder.and_(builder.lshr(bits, _const(16)), _const(1))
-        rounded = builder.add(builder.add(bits, odd), _const(0x7FFF))
-        _store(builder, args[0], args[1], builder.trunc(builder.lshr(rounded, _const(16)), _I16))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
-
-
-@intrinsic
-def _load_f16(typingctx, base, index):  # type: ignore[no-untyped-def]
-    """Exact, and free of subnormal binary32 arithmetic, which some libraries switch off for the process."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        bits = builder.zext(_load(builder, args[0], args[1], _I16), _I32)
-        magnitude = builder.shl(builder.and_(bits, _const(0x7FFF)), _const(13))
-        sign = builder.shl(builder.and_(bits, _const(0x8000)), _const(16))
-        normal = builder.add(magnitude, _const(112 << 23))
-        lifted = builder.bitcast(builder.add(magnitude, _const(113 << 23)), _F32)
-        subnormal = builder.bitcast(builder.fsub(lifted, ir.Constant(_F32, 2.0**-14)), _I32)
-        value = builder.select(builder.icmp_unsigned("<", magnitude, _const(1 << 23)), subnormal, normal)
-        special = builder.icmp_unsigned(">=", magnitude, _const(0x7C00 << 13))
-        value = builder.select(special, builder.or_(magnitude, _const(_INFINITE)), value)
-        return builder.bitcast(builder.or_(value, sign), _F32)
-
-    return types.float32(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _store_f16(typingctx, base, index, value):  # type: ignore[no-untyped-def]
-    """Rounds to nearest even; 65520 and more becomes Inf, NaN stays NaN."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        bits = builder.bitcast(args[2], _I32)
-        magnitude = builder.and_(bits, _const(0x7FFFFFFF))
-        sign = builder.and_(builder.lshr(bits, _const(16)), _const(0x8000))
-        odd = builder.and_(builder.lshr(magnitude, _const(13)), _const(1))
-        rebiased = builder.add(builder.add(magnitude, odd), _const(0xFFF - (112 << 23)))
-        normal = builder.lshr(rebiased, _const(13))
-        # adding 0.5 leaves the units of a subnormal binary16 in the last mantissa bits, rounded by the adder
-        lifted = builder.bitcast(builder.fadd(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 0.5)), _I32)
-        subnormal = builder.sub(lifted, _const(126 << 23))
-        finite = builder.select(builder.icmp_unsigned("<", magnitude, _const(113 << 23)), subnormal, normal)
-        nan = builder.icmp_unsigned(">", magnitude, _const(_INFINITE))
-        special = builder.select(nan, _const(0x7E00), _const(0x7C00))
-        huge = builder.icmp_unsigned(">=", magnitude, _const(_F16_LIMIT))
-        half = builder.or_(builder.select(huge, special, finite), sign)
-        _store(builder, args[0], args[1], builder.trunc(half, _I16))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
-
-
-@intrinsic
-def _magnitude(typingctx, value):  # type: ignore[no-untyped-def]
-    """The bits of |value|, whose order as integers is the order of the magnitudes, NaN above all."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.and_(builder.bitcast(args[0], _I32), _const(0x7FFFFFFF))
-
-    return types.int32(types.float32), codegen
-
-
-@intrinsic
-def _fma(typingctx, a, b, c):  # type: ignore[no-untyped-def]
-    """a * b + c, rounded once."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
-
-
-# ---- kernels -------------------------------------------------------------------------------------------------
-
-
 @njit("void(int64, int64, int64)", cache=True, nogil=True)
-def _copy(source, dest, size):  # type: ignore[no-untyped-def]
+def _copy(source: Any, dest: Any, size: Any) -> Any:
     words = size >> 3
     for k in range(words):
-        _store_u64(dest, k, _load_u64(source, k))
+        store_u64(dest, k, load_u64(source, k))
     for k in range(words << 3, size):
-        _store_u8(dest, k, _load_u8(source, k))
+        store_u8(dest, k, load_u8(source, k))
 
 
 @njit("void(int64, int64, int64, int64, int64)", cache=True, nogil=True)
-def decode_row(code, out_code, source, dest, dim):  # type: ignore[no-untyped-def]
+def decode_row(code: Any, out_code: Any, source: Any, dest: Any, dim: Any) -> Any:
     """Decode one row of `dim` numbers from address `source` to address `dest`.
 
     `code` is StorageDtype.code of the stored row, `out_code` 0 for float32 and 1 for float16 at `dest`. No
@@ -247,24 +93,24 @@ def decode_row(code, out_code, source, dest, dim):  # type: ignore[no-untyped-de
     elif out_code == _F32_CODE:
         if code == _F16_CODE:
             for k in range(dim):
-                _store_f32(dest, k, _load_f16(source, k))
+                store_f32(dest, k, load_f16(source, k))
         elif code == _BF16_CODE:
             for k in range(dim):
-                _store_f32(dest, k, _load_bf16(source, k))
+                store_f32(dest, k, load_bf16(source, k))
         else:
-            scale, offset = _load_f32(source, 0), _load_f32(source, 1)
+            scale, offset = load_f32(source, 0), load_f32(source, 1)
             for k in range(dim):
-                _store_f32(dest, k, _fma(scale, np.float32(_load_u8(source + 8, k)), offset))
+                store_f32(dest, k, fma(scale, np.float32(load_u8(source + 8, k)), offset))
     elif code == _F32_CODE:
         for k in range(dim):
-            _store_f16(dest, k, _load_f32(source, k))
+            store_f16(dest, k, load_f32(source, k))
     elif code == _BF16_CODE:
         for k in range(dim):
-            _store_f16(dest, k, _load_bf16(source, k))
+            store_f16(dest, k, load_bf16(source, k))
     else:
-        scale, offset = _load_f32(source, 0), _load_f32(source, 1)
+        scale, offset = load_f32(source, 0), load_f32(source, 1)
         for k in range(dim):
-            _store_f16(dest, k, _fma(scale, np.float32(_load_u8(source + 8, k)), offset))
+            store_f16(dest, k, fma(scale, np.float32(load_u8(source + 8, k)), offset))
 
 
 _POSITIONS = types.Array(types.int64, 1, "C", readonly=True)
@@ -275,7 +121,18 @@ _POSITIONS = types.Array(types.int64, 1, "C", readonly=True)
     cache=True,
     nogil=True,
 )
-def _decode_scatter(code, out_code, rows, n_rows, row_bytes, source, dest, out, n_out, dim):  # type: ignore[no-untyped-def]
+def _decode_scatter(
+    code: Any,
+    out_code: Any,
+    rows: Any,
+    n_rows: Any,
+    row_bytes: Any,
+    source: Any,
+    dest: Any,
+    out: Any,
+    n_out: Any,
+    dim: Any,
+) -> Any:
     """Returns -1, or the first position whose source or dest is out of range (rows before it are done)."""
     out_bytes = dim * (4 >> out_code)
     n = len(source)
@@ -292,18 +149,18 @@ def _decode_scatter(code, out_code, rows, n_rows, row_bytes, source, dest, out, 
 
 
 @njit("void(int64, int64, int64, int64, int64, int64, int64)", cache=True, nogil=True)
-def _decode_all(code, out_code, rows, n, row_bytes, out, dim):  # type: ignore[no-untyped-def]
+def _decode_all(code: Any, out_code: Any, rows: Any, n: Any, row_bytes: Any, out: Any, dim: Any) -> Any:
     out_bytes = dim * (4 >> out_code)
     for i in range(n):
         decode_row(code, out_code, rows + i * row_bytes, out + i * out_bytes, dim)
 
 
 @njit("void(int64, int64, int64)", cache=True, nogil=True, fastmath={"nnan", "nsz"})
-def _encode_int8(source, dest, dim):  # type: ignore[no-untyped-def]
+def _encode_int8(source: Any, dest: Any, dim: Any) -> Any:
     """One row of finite float32 to scale, offset and codes. The arithmetic is in float64: a range may overflow float32."""
-    low = high = _load_f32(source, 0)
+    low = high = load_f32(source, 0)
     for k in range(1, dim):
-        x = _load_f32(source, k)
+        x = load_f32(source, k)
         low, high = min(low, x), max(high, x)
     step = (np.float64(high) - np.float64(low)) / 255.0
     if step < 1.1754943508222875e-38:  # below the normal range float32 is a fixed grid: go up to the next point of it
@@ -313,16 +170,16 @@ def _encode_int8(source, dest, dim):  # type: ignore[no-untyped-def]
         np.float64(low) + 255.0 * np.float64(scale) >= 3.4028235677973366e38
     ):  # would decode to Inf: scale was rounded up
         scale = np.float32(step * (1.0 - 2.0**-24))
-    _store_f32(dest, 0, scale)
-    _store_f32(dest, 1, low)
+    store_f32(dest, 0, scale)
+    store_f32(dest, 1, low)
     inverse = 0.0 if scale == 0.0 else 1.0 / np.float64(scale)
     for k in range(dim):
-        code = np.int32((np.float64(_load_f32(source, k)) - np.float64(low)) * inverse + 0.5)
-        _store_u8(dest + 8, k, np.uint8(min(code, np.int32(255))))
+        code = np.int32((np.float64(load_f32(source, k)) - np.float64(low)) * inverse + 0.5)
+        store_u8(dest + 8, k, np.uint8(min(code, np.int32(255))))
 
 
 @njit("UniTuple(int64, 3)(int64, int64, int64, int64, int64, int64, int64)", cache=True, nogil=True)
-def _encode(code, in_code, vectors, n, dim, out, row_bytes):  # type: ignore[no-untyped-def]
+def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, row_bytes: Any) -> Any:
     """Returns (row, column, reason) of the first number that `code` cannot hold, or (-1, -1, 0)."""
     limit = np.int32(_F16_LIMIT if code == _F16_CODE else _BF16_LIMIT if code == _BF16_CODE else _INFINITE)
     width = 4 >> in_code
@@ -334,20 +191,20 @@ def _encode(code, in_code, vectors, n, dim, out, row_bytes):  # type: ignore[no-
             source = np.int64(wide.ctypes.data)
         worst = np.int32(0)
         for k in range(dim):
-            worst = max(worst, _magnitude(_load_f32(source, k)))
+            worst = max(worst, magnitude(load_f32(source, k)))
         if worst >= limit:
             for k in range(dim):
-                bits = _magnitude(_load_f32(source, k))
+                bits = magnitude(load_f32(source, k))
                 if bits >= limit:
                     return i, k, 1 if bits > _INFINITE else 2 if bits == _INFINITE else 3
         if code == _F32_CODE:
             _copy(source, dest, dim * 4)
         elif code == _F16_CODE:
             for k in range(dim):
-                _store_f16(dest, k, _load_f32(source, k))
+                store_f16(dest, k, load_f32(source, k))
         elif code == _BF16_CODE:
             for k in range(dim):
-                _store_bf16(dest, k, _load_f32(source, k))
+                store_bf16(dest, k, load_f32(source, k))
         else:
             _encode_int8(source, dest, dim)
     return -1, -1, 0

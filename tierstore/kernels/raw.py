@@ -1,0 +1,211 @@
+"""Numbers at an address: loads and stores at any alignment, half precisions, and wide multiplication.
+
+For use inside `@njit` code alone. `base` is an address, `index` counts elements of the kind that the name says.
+Nothing is checked, not even with NUMBA_BOUNDSCHECK: the caller's invariants hold the addresses. Numbers in memory are
+little-endian, as is every machine that tierstore runs on.
+
+Half precision is done on bit patterns in integer arithmetic: CPUs without F16C would need a library call that the
+just-in-time compiler cannot resolve, and the integer form vectorizes to about the same speed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I8, _I16, _I32, _I64, _I128 = (ir.IntType(bits) for bits in (8, 16, 32, 64, 128))
+_F32 = ir.FloatType()
+
+_INFINITE = 0x7F800000  # magnitude bits of binary32 from which on a value is Inf or NaN
+_F16_LIMIT = 0x477FF000  # 65520, the least magnitude that rounds to Inf in binary16
+
+
+def _element(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    return builder.gep(builder.inttoptr(base, kind.as_pointer()), [index])
+
+
+def _load(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    value = builder.load(_element(builder, base, index, kind))
+    value.align = 1
+    return value
+
+
+def _store(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
+    builder.store(value, _element(builder, base, index, value.type)).align = 1
+
+
+def _const(value: int) -> ir.Constant:
+    return ir.Constant(_I32, value)
+
+
+@intrinsic
+def load_u64(typingctx: Any, base: Any, index: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(builder, args[0], args[1], _I64)
+
+    return types.uint64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_u64(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.uint64), codegen
+
+
+@intrinsic
+def load_u8(typingctx: Any, base: Any, index: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(builder, args[0], args[1], _I8)
+
+    return types.uint8(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_u8(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.uint8), codegen
+
+
+@intrinsic
+def load_f32(typingctx: Any, base: Any, index: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(builder, args[0], args[1], _F32)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_f32(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def load_bf16(typingctx: Any, base: Any, index: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.zext(_load(builder, args[0], args[1], _I16), _I32)
+        return builder.bitcast(builder.shl(bits, _const(16)), _F32)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_bf16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
+    """Rounds to nearest even by carrying into the kept half. NaN must have been refused."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[2], _I32)
+        odd = builder.and_(builder.lshr(bits, _const(16)), _const(1))
+        rounded = builder.add(builder.add(bits, odd), _const(0x7FFF))
+        _store(builder, args[0], args[1], builder.trunc(builder.lshr(rounded, _const(16)), _I16))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def load_f16(typingctx: Any, base: Any, index: Any) -> Any:
+    """Exact, and free of subnormal binary32 arithmetic, which some libraries switch off for the process."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.zext(_load(builder, args[0], args[1], _I16), _I32)
+        magnitude = builder.shl(builder.and_(bits, _const(0x7FFF)), _const(13))
+        sign = builder.shl(builder.and_(bits, _const(0x8000)), _const(16))
+        normal = builder.add(magnitude, _const(112 << 23))
+        lifted = builder.bitcast(builder.add(magnitude, _const(113 << 23)), _F32)
+        subnormal = builder.bitcast(builder.fsub(lifted, ir.Constant(_F32, 2.0**-14)), _I32)
+        value = builder.select(builder.icmp_unsigned("<", magnitude, _const(1 << 23)), subnormal, normal)
+        special = builder.icmp_unsigned(">=", magnitude, _const(0x7C00 << 13))
+        value = builder.select(special, builder.or_(magnitude, _const(_INFINITE)), value)
+        return builder.bitcast(builder.or_(value, sign), _F32)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_f16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
+    """Rounds to nearest even; 65520 and more becomes Inf, NaN stays NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[2], _I32)
+        magnitude = builder.and_(bits, _const(0x7FFFFFFF))
+        sign = builder.and_(builder.lshr(bits, _const(16)), _const(0x8000))
+        odd = builder.and_(builder.lshr(magnitude, _const(13)), _const(1))
+        rebiased = builder.add(builder.add(magnitude, odd), _const(0xFFF - (112 << 23)))
+        normal = builder.lshr(rebiased, _const(13))
+        # adding 0.5 leaves the units of a subnormal binary16 in the last mantissa bits, rounded by the adder
+        lifted = builder.bitcast(builder.fadd(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 0.5)), _I32)
+        subnormal = builder.sub(lifted, _const(126 << 23))
+        finite = builder.select(builder.icmp_unsigned("<", magnitude, _const(113 << 23)), subnormal, normal)
+        nan = builder.icmp_unsigned(">", magnitude, _const(_INFINITE))
+        special = builder.select(nan, _const(0x7E00), _const(0x7C00))
+        huge = builder.icmp_unsigned(">=", magnitude, _const(_F16_LIMIT))
+        half = builder.or_(builder.select(huge, special, finite), sign)
+        _store(builder, args[0], args[1], builder.trunc(half, _I16))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def magnitude(typingctx: Any, value: Any) -> Any:
+    """The bits of |value|, whose order as integers is the order of the magnitudes, NaN above all."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.and_(builder.bitcast(args[0], _I32), _const(0x7FFFFFFF))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def load_u32(typingctx: Any, base: Any, index: Any) -> Any:
+    """Widened to 64 bits, so that arithmetic on it stays there."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(_load(builder, args[0], args[1], _I32), _I64)
+
+    return types.uint64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def fold_multiply(typingctx: Any, a: Any, b: Any) -> Any:
+    """The two halves of the 128-bit product, xored."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        product = builder.mul(builder.zext(args[0], _I128), builder.zext(args[1], _I128))
+        high = builder.trunc(builder.lshr(product, ir.Constant(_I128, 64)), _I64)
+        return builder.xor(builder.trunc(product, _I64), high)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def swap_bytes(typingctx: Any, value: Any) -> Any:
+    """The bytes of a 64-bit word in reverse order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bswap(args[0])
+
+    return types.uint64(types.uint64), codegen

@@ -1,0 +1,176 @@
+"""XXH3-64 with seed 0 of many strings at once: the code of a string key.
+
+A function of arrays without state, nogil; any thread may call it. What it answers is on disk and in clients, so it
+never changes. Written from the public description of the algorithm (xxhash.com, doc/xxhash_spec.md, XXH3 by Yann
+Collet); the tests hold it against the `xxhash` package for every length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+
+from tierstore.kernels.raw import fold_multiply, load_u8, load_u32, load_u64, swap_bytes
+from tierstore.types import Keys
+
+_P32_1, _P32_2, _P32_3 = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.uint64(0xC2B2AE3D)
+_P64_1, _P64_2 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F)
+_P64_3, _P64_4 = np.uint64(0x165667B19E3779F9), np.uint64(0x85EBCA77C2B2AE63)
+_P64_5 = np.uint64(0x27D4EB2F165667C5)
+_MIX_1, _MIX_2 = np.uint64(0x165667919E3779F9), np.uint64(0x9FB21C651E98DF25)
+
+# the algorithm's default secret
+_SECRET = np.frombuffer(
+    bytes.fromhex(
+        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+        "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+        "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+        "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+        "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+        "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+    ),
+    np.uint8,
+)
+_STRIPE, _STRIPES = (
+    64,
+    16,
+)  # bytes of a stripe, and stripes of a block: one for every 8 bytes of the secret but the last 64
+
+# words of the secret, by the byte at which they begin
+_WORDS = np.array(
+    [int.from_bytes(_SECRET[at : at + 8].tobytes(), "little") for at in range(len(_SECRET) - 7)], np.uint64
+)
+_EMPTY = _WORDS[56] ^ _WORDS[64]
+_FLIP_1_TO_3 = (_WORDS[0] & np.uint64(0xFFFFFFFF)) ^ (_WORDS[0] >> np.uint64(32))
+_FLIP_4_TO_8 = _WORDS[8] ^ _WORDS[16]
+_FLIP_LOW, _FLIP_HIGH = _WORDS[24] ^ _WORDS[32], _WORDS[40] ^ _WORDS[48]
+_START = np.array([_P32_3, _P64_1, _P64_2, _P64_3, _P64_4, _P32_2, _P64_5, _P32_1])
+
+_U64 = np.uint64
+_OFFSETS = types.Array(types.int64, 1, "C", readonly=True)
+
+
+@njit("uint64(uint64)", cache=True, nogil=True)
+def _avalanche(x: Any) -> Any:
+    x = (x ^ (x >> _U64(37))) * _MIX_1
+    return x ^ (x >> _U64(32))
+
+
+@njit("uint64(uint64)", cache=True, nogil=True)
+def _avalanche_small(x: Any) -> Any:
+    x = (x ^ (x >> _U64(33))) * _P64_2
+    x = (x ^ (x >> _U64(29))) * _P64_3
+    return x ^ (x >> _U64(32))
+
+
+@njit("uint64(uint64, uint64)", cache=True, nogil=True)
+def _rotate(x: Any, bits: Any) -> Any:
+    return (x << bits) | (x >> (_U64(64) - bits))
+
+
+@njit("uint64(int64, int64)", cache=True, nogil=True)
+def _hash_to_16(at: Any, size: Any) -> Any:
+    if size > 8:
+        low = _FLIP_LOW ^ load_u64(at, 0)
+        high = _FLIP_HIGH ^ load_u64(at + size - 8, 0)
+        return _avalanche(_U64(size) + swap_bytes(low) + high + fold_multiply(low, high))
+    if size >= 4:
+        x = _FLIP_4_TO_8 ^ (load_u32(at + size - 4, 0) | (load_u32(at, 0) << _U64(32)))
+        x ^= _rotate(x, _U64(49)) ^ _rotate(x, _U64(24))
+        x *= _MIX_2
+        x ^= (x >> _U64(35)) + _U64(size)
+        x *= _MIX_2
+        return x ^ (x >> _U64(28))
+    if size > 0:
+        first, middle, last = _U64(load_u8(at, 0)), _U64(load_u8(at, size >> 1)), _U64(load_u8(at, size - 1))
+        combined = last | (_U64(size) << _U64(8)) | (first << _U64(16)) | (middle << _U64(24))
+        return _avalanche_small(_FLIP_1_TO_3 ^ combined)
+    return _avalanche_small(_EMPTY)
+
+
+@njit("uint64(int64, int64)", cache=True, nogil=True)
+def _mix(at: Any, secret: Any) -> Any:
+    """16 bytes with the 16 bytes of the secret from `secret` on."""
+    return fold_multiply(load_u64(at, 0) ^ _WORDS[secret], load_u64(at, 1) ^ _WORDS[secret + 8])
+
+
+@njit("uint64(int64, int64)", cache=True, nogil=True)
+def _hash_to_240(at: Any, size: Any) -> Any:
+    acc = _U64(size) * _P64_1
+    if size <= 128:
+        for i in range(((size - 1) >> 5) + 1):  # pairs from both ends inwards; addition leaves their order free
+            acc += _mix(at + 16 * i, 32 * i) + _mix(at + size - 16 * i - 16, 32 * i + 16)
+        return _avalanche(acc)
+    for i in range(8):
+        acc += _mix(at + 16 * i, 16 * i)
+    acc = _avalanche(acc)
+    for i in range(8, size >> 4):
+        acc += _mix(at + 16 * i, 16 * (i - 8) + 3)
+    return _avalanche(acc + _mix(at + size - 16, 119))
+
+
+@njit(types.void(types.int64, types.int64, types.uint64[::1]), cache=True, nogil=True)
+def _accumulate(at: Any, secret: Any, acc: Any) -> Any:
+    """One stripe into the eight accumulators."""
+    for i in range(8):
+        lane = load_u64(at, i)
+        keyed = lane ^ _WORDS[secret + 8 * i]
+        acc[i ^ 1] += lane
+        acc[i] += (keyed & _U64(0xFFFFFFFF)) * (keyed >> _U64(32))
+
+
+@njit(types.uint64(types.int64, types.int64, types.uint64[::1]), cache=True, nogil=True)
+def _hash_long(at: Any, size: Any, acc: Any) -> Any:
+    acc[:] = _START
+    stripes = (size - 1) // _STRIPE  # the last one, whole or not, is taken from the end
+    for n in range(stripes):
+        _accumulate(at + _STRIPE * n, 8 * (n % _STRIPES), acc)
+        if n % _STRIPES == _STRIPES - 1:  # a block is full and more follows
+            for i in range(8):
+                acc[i] = (acc[i] ^ (acc[i] >> _U64(47)) ^ _WORDS[128 + 8 * i]) * _P32_1
+    _accumulate(at + size - _STRIPE, 121, acc)
+    x = _U64(size) * _P64_1
+    for i in range(0, 8, 2):
+        x += fold_multiply(acc[i] ^ _WORDS[11 + 8 * i], acc[i + 1] ^ _WORDS[19 + 8 * i])
+    return _avalanche(x)
+
+
+@njit(types.int64(types.int64, types.int64, _OFFSETS, types.int64[::1]), cache=True, nogil=True)
+def _hash_strings(data: Any, data_size: Any, offsets: Any, out: Any) -> Any:
+    """Returns -1, or the first string that does not lie within the data."""
+    acc = np.empty(8, np.uint64)
+    for i in range(len(out)):
+        start, stop = offsets[i], offsets[i + 1]
+        if start < 0 or stop < start or stop > data_size:
+            return i
+        at, size = data + start, stop - start
+        if size <= 16:
+            out[i] = np.int64(_hash_to_16(at, size))
+        elif size <= 240:
+            out[i] = np.int64(_hash_to_240(at, size))
+        else:
+            out[i] = np.int64(_hash_long(at, size, acc))
+    return -1
+
+
+def hash_strings(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Keys:
+    """XXH3-64, seed 0, of each string, as the int64 of the same bits: int64[n].
+
+    String i is `data[offsets[i]:offsets[i + 1]]`; `data` uint8[bytes], `offsets` int64 or int32 [n + 1], as Arrow
+    lays strings out. Raises ValueError for a string that does not lie within the data.
+    """
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise ValueError(f"data is uint8[bytes], got {data.dtype}{list(data.shape)}")
+    if offsets.ndim != 1 or len(offsets) == 0 or offsets.dtype.kind != "i":
+        raise ValueError(f"offsets are int64[n + 1] of n strings, got {offsets.dtype}{list(offsets.shape)}")
+    packed = np.ascontiguousarray(data)
+    out = np.empty(len(offsets) - 1, np.int64)
+    bad = _hash_strings(packed.ctypes.data, len(packed), np.ascontiguousarray(offsets, np.int64), out)
+    if bad >= 0:
+        raise ValueError(
+            f"string {bad} lies within {len(data)} bytes, got offsets {offsets[bad]} to {offsets[bad + 1]}"
+        )
+    return out
