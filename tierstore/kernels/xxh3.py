@@ -124,7 +124,8 @@ def _accumulate(at: Any, secret: Any, acc: Any) -> Any:
 
 @njit(types.uint64(types.int64, types.int64, types.uint64[::1]), cache=True, nogil=True)
 def _hash_long(at: Any, size: Any, acc: Any) -> Any:
-    acc[:] = _START
+    for i in range(8):  # a loop: assigning a slice costs 2 s of compiling the message of an error that cannot be
+        acc[i] = _START[i]
     stripes = (size - 1) // _STRIPE  # the last one, whole or not, is taken from the end
     for n in range(stripes):
         _accumulate(at + _STRIPE * n, 8 * (n % _STRIPES), acc)
