@@ -1,0 +1,249 @@
+"""The commands: each reads its options, calls the verb that does the work, and prints what came of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tierstore import __version__
+from tierstore.cli.options import AsJson, Data, Force, ModelName, Url, VersionNumber
+from tierstore.cli.place import key_type, local, parse_keys, place
+from tierstore.cli.serve import ServeCommand, serve
+
+app = typer.Typer(
+    help="A tiered embedding store: rows in memory and on SSD, daily snapshots, deltas in between.",
+    epilog="Commands work on the data directory in --data (default ./data), or with --url through the service that holds it open.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help and errors: they start faster, and are read by `grep` as well
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(cls=ServeCommand)(serve)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tierstore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def load(
+    snapshot: Annotated[
+        str,
+        typer.Argument(
+            metavar="SNAPSHOT", help="The snapshot's directory; with --url as the service sees it.", show_default=False
+        ),
+    ],
+    data: Data = None,
+    url: Url = None,
+    no_activate: Annotated[bool, typer.Option("--no-activate", help="Keep the version without serving it.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="The model expected; read from the snapshot if not given.", show_default=False
+        ),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Load a snapshot and serve it.
+
+    It is checked, caught up with the deltas it lacks, and warmed; then the service switches to it in one step.
+    """
+    from tierstore.cli import show
+    from tierstore.cli.progress import shown_progress
+
+    begun_s = time.monotonic()
+    # A path that is here goes to the service as an absolute one, since its working directory may be another.
+    source = str(Path(snapshot).resolve()) if Path(snapshot).is_dir() else snapshot
+    with place(data, url, create=True) as held, shown_progress("load") as progress:
+        version = held.load_snapshot(source, activate=not no_activate, progress=progress, model=model)
+    seconds = time.monotonic() - begun_s
+    if json:
+        show.as_json({"version": version, "active": not no_activate, "seconds": round(seconds, 3)})
+    else:
+        typer.echo(f"version {version} is loaded and {'kept' if no_activate else 'active'} ({seconds:.1f} s)")
+
+
+@app.command()
+def delta(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="Deltas (Arrow IPC), in the order of their seq.",
+            show_default=False,
+        ),
+    ],
+    data: Data = None,
+    url: Url = None,
+    json: AsJson = False,
+) -> None:
+    """Apply deltas.
+
+    One after the other, up to the first that is refused. One that is held already changes nothing.
+    """
+    from tierstore.cli import show
+
+    results = []
+    try:
+        with place(data, url) as held:
+            for file in files:
+                result = held.apply_delta(file)
+                results.append(result)
+                if not json:
+                    typer.echo(
+                        f"{result.model} delta {result.seq} {'is applied' if result.applied else 'was held already'}"
+                    )
+    finally:
+        if json:
+            show.as_json([asdict(result) for result in results])
+
+
+@app.command()
+def activate(
+    model: ModelName,
+    version: VersionNumber,
+    data: Data = None,
+    url: Url = None,
+    force: Force = False,
+    json: AsJson = False,
+) -> None:
+    """Serve a version that is kept."""
+    with place(data, url) as held:
+        held.activate(model, version, force=force)
+    _say(json, {"model": model, "active_version": version}, f"{model} serves version {version}")
+
+
+@app.command()
+def rollback(model: ModelName, data: Data = None, url: Url = None, force: Force = False, json: AsJson = False) -> None:
+    """Serve the kept version before the active one."""
+    with place(data, url) as held:
+        version = held.rollback(model, force=force)
+    _say(json, {"model": model, "active_version": version}, f"{model} serves version {version}")
+
+
+@app.command()
+def drop(model: ModelName, version: VersionNumber, data: Data = None, url: Url = None, json: AsJson = False) -> None:
+    """Delete a version that is not active."""
+    with place(data, url) as held:
+        held.drop(model, version)
+    _say(json, {"model": model, "dropped": version}, f"{model} version {version} is dropped")
+
+
+@app.command()
+def lookup(
+    model: ModelName,
+    feature: Annotated[str, typer.Argument(metavar="FEATURE", help="Name of the feature.", show_default=False)],
+    keys: Annotated[
+        list[str], typer.Argument(metavar="KEY", help="Keys; put `--` before negative ones.", show_default=False)
+    ],
+    data: Data = None,
+    url: Url = None,
+    json: AsJson = False,
+) -> None:
+    """Look rows up."""
+    from tierstore.cli import show
+
+    with place(data, url) as held:
+        parsed = parse_keys(keys, key_type(held.status(model), model, feature))
+        rows, found = held.model(model).lookup(feature, parsed, return_found=True)
+    vectors = [[float(str(number)) for number in row] for row in rows]  # by way of text: 0.1, not 0.10000000149011612
+    if json:
+        entries = [
+            {"key": key, "found": bool(is_found), "row": row}
+            for key, is_found, row in zip(parsed, found, vectors, strict=True)
+        ]
+        show.as_json({"model": model, "feature": feature, "rows": entries})
+    else:
+        show.rows(parsed, found.tolist(), vectors)
+
+
+@app.command()
+def status(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="One model; all if not given.", show_default=False)
+    ] = None,
+    data: Data = None,
+    url: Url = None,
+    json: AsJson = False,
+) -> None:
+    """Show versions, watermarks, tiers and hit rates."""
+    from tierstore.cli import show
+
+    with place(data, url) as held:
+        document = held.status(model)
+    if json:
+        show.as_json(document)
+    else:
+        show.status(document)
+
+
+@app.command()
+def verify(data: Data = None, json: AsJson = False) -> None:
+    """Read everything back and check it.
+
+    Exit code 1 if something is wrong. Works on a data directory that no service holds open.
+    """
+    from tierstore.cli import show
+    from tierstore.cli.progress import shown_progress
+
+    with local(data) as store, shown_progress("verify") as progress:
+        report = store.verify(progress)
+    if json:
+        show.as_json({"ok": report.ok, **asdict(report)})
+    else:
+        typer.echo(
+            f"read {report.versions} versions, {report.rows:,} rows ({show.size(report.bytes_read)}) and {report.deltas:,} deltas back"
+        )
+        for problem in report.problems:
+            typer.echo(f"problem: {problem}")
+        typer.echo("all is well" if report.ok else f"{len(report.problems)} problems")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the service up at the end, until Ctrl-C.")] = False,
+    seconds: Annotated[float | None, typer.Option(help="How long deltas stream.", show_default=False)] = None,
+    port: Annotated[int, typer.Option(help="Port of the demo's service; 0 picks a free one.")] = 0,
+    json: AsJson = False,
+) -> None:
+    """Tell the whole story in a minute.
+
+    A click model is trained on the spot and served by a real service, with snapshots, deltas and live traffic.
+    """
+    from rich.console import Console
+
+    from tierstore.cli import show
+    from tierstore.demo import run
+
+    report = run(keep=keep, seconds=seconds, port=port, console=Console(stderr=True) if json else None)
+    if json:
+        show.as_json(report.document())
+
+
+def _say(json: bool, document: dict[str, Any], text: str) -> None:
+    if json:
+        from tierstore.cli import show
+
+        show.as_json(document)
+    else:
+        typer.echo(text)

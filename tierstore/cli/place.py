@@ -1,0 +1,90 @@
+"""Where a command works: on a data directory that it opens itself, or through a running service.
+
+`Store` and `Client` have the same verbs, so a command is written once. Called from the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tierstore.errors import Locked, NotFound
+from tierstore.types import KeyType
+
+if TYPE_CHECKING:
+    from tierstore.client import Client
+    from tierstore.engine.store import Store
+
+TOKEN_VARIABLE = "TIERSTORE_TOKEN"  # not a flag: other users of the machine can read those
+
+
+@contextmanager
+def place(data: Path | None, url: str | None, *, create: bool = False) -> Iterator[Store | Client]:
+    """Open the data directory, or connect to the service; closed at the end.
+
+    With `create`, a directory that is not there is made. Raises NotFound where there is none, Locked where
+    another process holds it.
+    """
+    if data is not None and url is not None:
+        raise typer.BadParameter("give --data or --url, not both")
+    if url is not None:
+        from tierstore.client import Client
+
+        with Client(url, token=os.environ.get(TOKEN_VARIABLE) or None) as client:
+            yield client
+        return
+    with local(data, create=create) as store:
+        yield store
+
+
+@contextmanager
+def local(data: Path | None, *, create: bool = False) -> Iterator[Store]:
+    """Open the data directory `data`, by default the one that the settings name."""
+    from tierstore.config import load_settings
+    from tierstore.engine.store import Store
+
+    settings = load_settings(data=data)
+    if not create and not settings.data.is_dir():
+        raise NotFound(f"no data directory at {settings.data}; name one with --data, or a running service with --url")
+    try:
+        store = Store(settings)
+    except Locked as error:
+        hint = "" if "--url" in str(error) else "; talk to the service that holds it with --url"
+        raise Locked(f"{error}{hint}") from error
+    with store:
+        yield store
+
+
+def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:
+    """What the keys of a feature are, read from a status document. NotFound for an unknown feature."""
+    status = document["models"][model]
+    if status["active_version"] is None:
+        raise NotFound(f"model {model!r} has no active version; load or activate one")
+    features = status["features"]
+    if feature not in features:
+        raise NotFound(f"no feature {feature!r}; model {model!r} has {', '.join(sorted(features))}")
+    return KeyType(status["tables"][features[feature]["table"]]["key"])
+
+
+def parse_keys(words: list[str], kind: KeyType) -> list[int] | list[str]:
+    """Keys as they are typed: numbers for an integer table, and the words themselves for a string table."""
+    if kind is KeyType.STRING:
+        return words
+    try:
+        return [int(word, 0) for word in words]
+    except ValueError:
+        wrong = next(word for word in words if not _is_int(word))
+        raise typer.BadParameter(f"the table's keys are {kind}: expected numbers, came {wrong!r}") from None
+
+
+def _is_int(word: str) -> bool:
+    try:
+        int(word, 0)
+    except ValueError:
+        return False
+    return True

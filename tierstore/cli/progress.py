@@ -1,0 +1,77 @@
+"""How a long command shows that it gets on: a bar on a terminal, now and then a line anywhere else.
+
+Written to standard error, so that standard output carries results alone. `report` may be called from any
+one thread at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tierstore.types import Progress, ProgressFn
+
+LINE_EVERY_S = 5.0
+
+
+@contextmanager
+def shown_progress(what: str) -> Iterator[ProgressFn]:
+    """Show what is reported to the function that this gives, under the title `what`."""
+    if sys.stderr.isatty():
+        with _bar(what) as report:
+            yield report
+    else:
+        yield _Lines(what).report
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[ProgressFn]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bar
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        phase = ""
+
+        def report(progress: Progress) -> None:
+            nonlocal phase
+            if progress.phase != phase:
+                phase = progress.phase
+                bar.reset(task, description=f"{what}: {phase}", total=None)
+            bar.update(task, completed=progress.done, total=progress.total or None)
+
+        yield report
+
+
+class _Lines:
+    """A line at each new phase, and one every few seconds within it."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._phase, self._last_s = what, "", 0.0
+
+    def report(self, progress: Progress) -> None:
+        now_s = time.monotonic()
+        if progress.phase == self._phase and now_s - self._last_s < LINE_EVERY_S:
+            return
+        self._phase, self._last_s = progress.phase, now_s
+        amount = f" {progress.done:,} of {progress.total:,}" if progress.total else ""
+        sys.stderr.write(f"{self._what}: {progress.phase}{amount}\n")
+        sys.stderr.flush()

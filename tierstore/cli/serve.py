@@ -1,0 +1,91 @@
+"""`tierstore serve`: settings from the file, the environment and the flags, then the service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+
+class ServeCommand(TyperCommand):
+    """Its `--help` goes on with every setting there is, since most have no flag."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # of click, which newer releases of typer carry inside
+        from tierstore.config import ENV_PREFIX, Settings
+
+        with formatter.section(f"Every setting, as tierstore.toml has it; in the environment it is {ENV_PREFIX}<NAME>"):
+            formatter.write_dl([(name, field.description or "") for name, field in Settings.model_fields.items()])
+
+
+def serve(
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The data directory (default: ./data).", show_default=False)
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address to listen on (default: 127.0.0.1).", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="HTTP port; 0 picks a free one (default: 8000).", show_default=False)
+    ] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port (extra `grpc`).", show_default=False)] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Service processes (default: 1).", show_default=False)
+    ] = None,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="CPU memory for cached rows, such as 4GiB (default: 4GiB, at most half of the machine's).",
+            show_default=False,
+        ),
+    ] = None,
+    source_root: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="Snapshots are read only from under this; may be given again (default: the working directory).",
+            show_default=False,
+        ),
+    ] = None,
+    allow_client_shm: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-client-shm", help="Serve the protocol's system shared memory extension.", show_default=False
+        ),
+    ] = None,
+    allow_open_network: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-open-network",
+            help="Listen beyond loopback without tokens: whoever reaches the port may change models.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Settings to read (default: ./tierstore.toml if it is there).", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run the service until it is told to stop (SIGTERM or Ctrl-C)."""
+    from tierstore.config import load_settings
+
+    settings = load_settings(
+        config,
+        data=data,
+        host=host,
+        port=port,
+        grpc_port=grpc_port,
+        workers=workers,
+        host_budget=host_budget,
+        source_root=source_root or None,
+        allow_client_shm=allow_client_shm,
+        allow_open_network=allow_open_network,
+    )
+    from tierstore.service.server import serve as run_service
+
+    run_service(settings)

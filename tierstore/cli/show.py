@@ -1,0 +1,111 @@
+"""What commands print: a document as JSON, or the same as tables for a person."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
+NUMBERS_SHOWN = 6
+
+
+def as_json(document: Any) -> None:
+    """Print `document` on standard output."""
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def size(nbytes: float) -> str:
+    """`nbytes` for a person: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def shares(lookup_keys: dict[str, int]) -> str:
+    """Where keys were answered, in percent: `host 93.1% · disk 6.2% · absent 0.7%`."""
+    total = sum(lookup_keys.values())
+    parts = [f"{tier} {100 * lookup_keys[tier] / total:.1f}%" for tier in TIERS if lookup_keys.get(tier)]
+    return " · ".join(parts) or "no look-ups yet"
+
+
+def rows(keys: list[int] | list[str], found: list[bool], vectors: list[list[float]]) -> None:
+    """Rows of a look-up as a table; long rows are cut."""
+    table = Table("key", "found", f"row ({len(vectors[0]) if vectors else 0} numbers)", box=None, header_style="bold")
+    for key, is_found, vector in zip(keys, found, vectors, strict=True):
+        text = " ".join(f"{number: .4g}" for number in vector[:NUMBERS_SHOWN])
+        cut = " …" if len(vector) > NUMBERS_SHOWN else ""
+        table.add_row(escape(str(key)), "yes" if is_found else "[yellow]no[/]", text + cut)
+    _console().print(table)
+
+
+def status(document: dict[str, Any]) -> None:
+    """A status document as tables."""
+    console = _console()
+    if not document["models"]:
+        console.print("no models yet; `tierstore load SNAPSHOT` brings one")
+    for name, model in document["models"].items():
+        active = model["active_version"]
+        state = (
+            f"version [bold]{active}[/], watermark {model['watermark']}"
+            if active is not None
+            else "[yellow]nothing active[/]"
+        )
+        console.print(f"[bold]{escape(name)}[/]  {state}")
+        if model.get("problem"):
+            console.print(f"  [red]problem:[/] {escape(str(model['problem']))}")
+        if model.get("last_event_time"):
+            waiting = f"{model.get('overlays', 0)} overlays of {size(model.get('overlay_bytes', 0))} not folded yet"
+            console.print(f"  newest event {model['last_event_time']}, {waiting}")
+        if model["versions"]:
+            console.print(_versions(model["versions"]))
+        if model["tables"]:
+            console.print(_tables(model["tables"]))
+    for key, what in (("host_budget", "host memory"), ("overlay_budget", "overlays")):
+        budget = document.get(key)
+        if budget:
+            console.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")
+
+
+def _versions(versions: list[dict[str, Any]]) -> Table:
+    table = Table("version", "state", "watermark", "created", box=None, header_style="dim", padding=(0, 2))
+    for entry in versions:
+        state = entry["state"]
+        if state == "loading":
+            state += f": {entry.get('phase', '')} {_percent(entry.get('done'), entry.get('total'))}"
+        table.add_row(str(entry["version"]), state, _text(entry.get("watermark")), _text(entry.get("created_at")))
+    return table
+
+
+def _tables(tables: dict[str, dict[str, Any]]) -> Table:
+    shown = Table(
+        "table", "rows", "keys looked up", "answered by", "held", box=None, header_style="dim", padding=(0, 2)
+    )
+    for name, table in tables.items():
+        budgets = table["tier_budget_bytes"]
+        held = (
+            f"{tier} {size(n)}" + (f" of {size(budgets[tier])}" if budgets.get(tier) else "")
+            for tier, n in table["tier_bytes"].items()
+        )
+        counts = table["lookup_keys"]
+        shown.add_row(escape(name), f"{table['rows']:,}", f"{sum(counts.values()):,}", shares(counts), " · ".join(held))
+    return shown
+
+
+def _percent(done: int | None, total: int | None) -> str:
+    return f"{100 * done / total:.0f}%" if done is not None and total else ""
+
+
+def _text(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def _console() -> Console:
+    # Into a pipe or a file lines are never folded: a program or `grep` reads them.
+    return Console() if sys.stdout.isatty() else Console(width=250, soft_wrap=True)
