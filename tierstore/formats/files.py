@@ -19,10 +19,11 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from tierstore.errors import Corruption, NotFound, StorageError, TierstoreError
 from tierstore.formats.names import TEMPORARY, TRASH, is_scratch
@@ -135,6 +136,12 @@ class Publication:
 def publish(path: str | Path) -> Publication:
     """`with publish(path) as file: file.write(…)`: the file appears whole, and durable, at the end of the block."""
     return Publication(path)
+
+
+def scratch(directory: str | Path) -> BinaryIO:
+    """A file without a name, for writing and reading back; it is gone when it is closed or the process dies."""
+    with _translated("write in", Path(directory)):
+        return cast(BinaryIO, tempfile.TemporaryFile(dir=directory))
 
 
 def publish_bytes(path: str | Path, data: bytes | bytearray | memoryview) -> None:

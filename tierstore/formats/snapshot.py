@@ -18,19 +18,18 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.arrow_shards import read_arrow, read_parquet
+from tierstore.formats.checksum import checksum, parts
 from tierstore.formats.columns import Malformed
 from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest, ShardEntry, TableEntry
-from tierstore.formats.names import HUGECTR_KEYS, HUGECTR_VECTORS, SNAPSHOT_MANIFEST
+from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.tensor_shards import npy_header, read_hugectr, read_npz, read_safetensors
 from tierstore.types import Keys, TableSpec, Vectors
 
 _BATCH_BYTES = 64 << 20
-_CHECKSUM_BLOCK = 4 << 20
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
 
 _Read = Callable[[Path, TableSpec, int, bool], Iterator[tuple[Keys, Vectors | None, pa.Array | None]]]
@@ -136,7 +135,7 @@ class Snapshot:
         if shard.xxh3 is None:
             return
         with _naming(shard.path):
-            came = shard_checksum(self._resolve(shard.path))
+            came = checksum(self._resolve(shard.path))
         if came != shard.xxh3:
             raise SnapshotError(f"wrong checksum: expected xxh3 {shard.xxh3}, came {came}; copy the file again", file=shard.path)
 
@@ -144,7 +143,7 @@ class Snapshot:
         """The size of the shard on disk."""
         _, shard = self._shard(table, shard_no)
         path = self._resolve(shard.path)
-        return sum(file.stat().st_size for file in _parts(path))
+        return sum(file.stat().st_size for file in parts(path))
 
     def warmup_keys(self, table: str) -> Keys | None:
         """Codes of the keys that the snapshot wants warm, in its order; None if it names none. Raises SnapshotError."""
@@ -176,10 +175,11 @@ class Snapshot:
             raise SnapshotError(f"cannot be resolved: {error}", file=name) from error
         if not path.is_relative_to(self.root) or path == self.root:
             raise SnapshotError("leads outside the snapshot's directory", file=name)
-        if not path.exists():
-            raise SnapshotError("is missing", file=name)
-        if file_only and not path.is_file():
-            raise SnapshotError("expected a file, came a directory", file=name)
+        if path.is_dir() and not file_only:
+            for part in parts(path):
+                self._resolve(f"{name}/{part.name}", file_only=True)
+        elif not path.is_file():  # nor a device or a pipe, which would never end
+            raise SnapshotError("expected a file" if path.exists() else "is missing", file=name)
         return path
 
     def _read(self, entry: TableEntry, shard: ShardEntry, batch_rows: int, *, with_vectors: bool) -> Iterator[tuple[Keys, Vectors | None, int, pa.Array | None]]:
@@ -195,21 +195,6 @@ class Snapshot:
                 place.first_row = first_row
         if first_row != shard.rows:
             raise SnapshotError(f"expected {shard.rows} rows, as snapshot.json says, came {first_row}", file=shard.path)
-
-
-def shard_checksum(path: Path) -> str:
-    """XXH3-64 of a shard file as 16 hex digits; of a HugeCTR folder, over `key` and then `emb_vector`."""
-    digest = xxhash.xxh3_64()
-    block = memoryview(bytearray(_CHECKSUM_BLOCK))
-    for part in _parts(path):
-        with open(part, "rb", buffering=0) as file:
-            while n := file.readinto(block):
-                digest.update(block[:n])
-    return digest.hexdigest()
-
-
-def _parts(path: Path) -> list[Path]:
-    return [path / HUGECTR_KEYS, path / HUGECTR_VECTORS] if path.is_dir() else [path]
 
 
 def _reader(path: Path, name: str) -> _Read:
