@@ -1,0 +1,118 @@
+"""The delta log of a model: one file a delta, the source of truth for what was acknowledged.
+
+One writer (the model's write lock); `read` and the properties may be called from any thread that holds that lock
+or tolerates a file that was pruned meanwhile (NotFound).
+
+After a crash: an entry is there whole, under a name that carries its sequence number and its digest, or not at
+all. `base.json` holds `start`: entries at or below it do not count, whether or not their files are gone already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import xxhash
+
+from tierstore.errors import Corruption, NotFound, StorageError
+from tierstore.formats import files
+from tierstore.formats.names import ModelDirectory
+
+
+class DeltaLog:
+    """Entries `start + 1 … last`, contiguous. `start` is None until the first restart: no delta fits yet."""
+
+    def __init__(self, where: ModelDirectory) -> None:
+        self._where = where
+        self.start: int | None = None
+        self._entries: dict[int, str] = {}  # seq → digest, ascending and contiguous
+        files.make_dir(where.log)
+        files.sweep(where.log)
+        if where.log_base.exists():
+            start = files.read_json(where.log_base).get("start")
+            if not isinstance(start, int) or start < 0:
+                raise Corruption(
+                    f'{where.log_base}: expected {{"start": <the seq before the first entry>}}, came start {start!r}'
+                )
+            self.start = start
+        for seq, digest, path in where.log_on_disk():
+            if self.start is None or seq <= self.start:
+                path.unlink()  # below a restart or a prune that was cut off
+            elif seq != self._start + len(self._entries) + 1:
+                raise Corruption(
+                    f"delta log {where.log}: expected entry {self._start + len(self._entries) + 1}, came {path.name}; restore what is missing"
+                )
+            else:
+                self._entries[seq] = digest
+
+    @property
+    def _start(self) -> int:
+        if self.start is None:
+            raise NotFound(f"delta log {self._where.log} has not begun: no version was active yet")
+        return self.start
+
+    @property
+    def last(self) -> int | None:
+        """The newest sequence number held, or None where the log has not begun."""
+        return self.start if self.start is None else self.start + len(self._entries)
+
+    @property
+    def entries(self) -> int:
+        return len(self._entries)
+
+    def digest(self, seq: int) -> str | None:
+        """The digest of an entry, or None if it is not held (any more)."""
+        return self._entries.get(seq)
+
+    def append(self, seq: int, data: bytes | memoryview, digest: str) -> None:
+        """Make an entry durable. `seq` must be `last + 1`; on return it survives a crash."""
+        if seq != self._start + len(self._entries) + 1:
+            raise AssertionError(f"append of {seq} after {self.last}")
+        path = self._where.log_entry(seq, digest)
+        try:
+            files.publish_bytes(path, data)
+        except StorageError:
+            # not acknowledged, so it must not come back at the next start beside another delta of that seq
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+        self._entries[seq] = digest
+
+    def read(self, seq: int) -> bytes:
+        """The bytes of an entry, checked against their digest."""
+        digest = self._entries.get(seq)
+        if digest is None:
+            raise NotFound(f"delta {seq} is not in the log, which holds {self._start + 1} to {self.last}")
+        path = self._where.log_entry(seq, digest)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise StorageError(f"cannot read delta {seq} from {path}: {error}") from error
+        if xxhash.xxh3_64_hexdigest(data) != digest:
+            raise Corruption(
+                f"delta {seq} in {path} does not match its digest; restore the file or load a newer snapshot"
+            )
+        return data
+
+    def restart(self, seq: int) -> None:
+        """Begin anew after `seq`; every entry held is forgotten."""
+        self._forget_to(seq, list(self._entries))
+
+    def prune(self, upto: int, *, min_age_s: float = 0.0) -> int:
+        """Forget entries up to `upto` that are at least `min_age_s` old. Returns how many."""
+        newest_allowed = time.time() - min_age_s
+        drop = []
+        for seq, digest in self._entries.items():
+            if seq > upto or self._where.log_entry(seq, digest).stat().st_mtime > newest_allowed:
+                break
+            drop.append(seq)
+        if drop:
+            self._forget_to(drop[-1], drop)
+        return len(drop)
+
+    def _forget_to(self, start: int, drop: list[int]) -> None:
+        # base.json first: a crash in between leaves files that the next start removes, never a gap
+        files.publish_json(self._where.log_base, {"start": start})
+        self.start = start
+        for seq in drop:
+            self._where.log_entry(seq, self._entries.pop(seq)).unlink(missing_ok=True)

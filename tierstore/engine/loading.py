@@ -1,0 +1,111 @@
+"""Loading a snapshot beside what serves: build, ingest, verify, record, and then, if asked, activate.
+
+Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. Until the record is published
+a crash leaves a directory that the next start removes; on an error it is removed at once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.engine.model import Model, Shared
+from tierstore.engine.version import VersionInfo, watermark_record, write_record
+from tierstore.errors import Corruption, SnapshotError, StorageError
+from tierstore.formats import files
+from tierstore.formats.names import VersionDirectory
+from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.bulkload import BaseBuild, build_base
+from tierstore.tiers.disk import DiskTier, write_sst
+from tierstore.types import Progress, ProgressFn
+
+
+def load(
+    model: Model,
+    snapshot: Snapshot,
+    shared: Shared,
+    *,
+    activate: bool,
+    progress: ProgressFn,
+    cancelled: threading.Event | None,
+) -> int:
+    """Load `snapshot` as a version of `model`. Returns the version. Whatever fails, nothing that served changes."""
+    manifest = snapshot.manifest
+    number = manifest.version
+    with model.loading(number, manifest.delta_seq) as note:
+
+        def tell(step: Progress) -> None:
+            if cancelled is not None and cancelled.is_set():
+                raise SnapshotError("the load was cancelled")
+            note(step)
+            progress(step)
+
+        where = model.where.version(number)
+        settings = shared.settings
+        build = build_base(
+            snapshot,
+            where.build,
+            memory_bytes=settings.load_memory,
+            workers=settings.load_workers,
+            progress=tell,
+            cancelled=cancelled,
+        )
+        _ingest_and_verify(build, snapshot, where, shared, tell)
+        _keep_the_rest(snapshot, where)
+        files.remove_tree(where.build)
+        write_record(where, manifest, build)
+        model.adopt(VersionInfo(where), activate=activate, progress=tell)
+    return number
+
+
+def _ingest_and_verify(
+    build: BaseBuild, snapshot: Snapshot, where: VersionDirectory, shared: Shared, progress: ProgressFn
+) -> None:
+    specs = snapshot.manifest.table_specs()
+    disk = DiskTier.create(where.db, block_cache_bytes=shared.settings.block_cache, reader=shared.readers)
+    try:
+        records = write_sst(
+            where.build / "records.sst", records=watermark_record(snapshot.manifest.delta_seq), tables=[], delta=True
+        )
+        progress(Progress("ingest"))
+        disk.ingest([*build.files, records])
+        total = sum(table.rows for table in build.tables.values())
+        ids = {name: number for number, name in enumerate(specs, 1)}
+        content = disk.verify(
+            {ids[name]: spec.row_bytes for name, spec in specs.items()},
+            lambda done: progress(Progress("verify", done, total)),
+        )
+        for name, table in build.tables.items():
+            got = content[ids[name]]
+            if (got.rows, got.deleted, got.digest) != (table.rows, 0, table.digest):
+                raise Corruption(
+                    f"table {name!r} reads back as {got.rows} rows with digest {got.digest:016x}, built were {table.rows} with "
+                    f"{table.digest:016x}: the disk under {where.db} is not to be trusted"
+                )
+    finally:
+        disk.close()
+
+
+def _keep_the_rest(snapshot: Snapshot, where: VersionDirectory) -> None:
+    dense = snapshot.dense_path()
+    if dense is not None:
+        _copy(dense, where.dense)
+    for name in snapshot.manifest.warmup:
+        keys = snapshot.warmup_keys(name)
+        if keys is not None:
+            files.make_dir(where.warmup(name).parent)
+            with files.publish(where.warmup(name)) as file:
+                np.save(file, keys, allow_pickle=False)
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        with open(source, "rb") as read, files.publish(target) as write:
+            shutil.copyfileobj(read, write)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise SnapshotError(f"cannot be read: {error.strerror or error}", file=source.name) from error

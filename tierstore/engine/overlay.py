@@ -1,0 +1,118 @@
+"""An overlay: one delta, or several in a row merged, as look-ups see it before it is folded into the tiers.
+
+Immutable once made, so any number of threads may search it. It lives in memory only: the delta log holds the
+same rows durably.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierstore.errors import DeltaError
+from tierstore.formats.delta import Delta, DeltaTable
+from tierstore.kernels import codec, overlay_index
+from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
+
+
+class OverlayTable:
+    """The rows of one table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions."""
+
+    __slots__ = ("_index", "deleted", "keys", "nbytes", "rows", "spec")
+
+    def __init__(self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
+        self.spec, self.keys, self.rows, self.deleted = spec, keys, rows, deleted
+        self._index = overlay_index.build(keys)
+        self.nbytes = keys.nbytes * 3 + rows.nbytes + deleted.nbytes  # the index is about two words a key
+
+    def lookup(self, keys: Keys, out: Vectors, state: States, default: np.ndarray) -> None:
+        """Answer the keys with state PENDING that are in this overlay: OVERLAY, or ABSENT where deleted."""
+        position = np.full(len(keys), -1, np.int64)
+        overlay_index.find(self._index, self.keys, keys, state, position)
+        hits = np.flatnonzero(position >= 0)
+        if not hits.size:
+            return
+        source = position[hits]
+        gone = self.deleted[source]
+        if gone.any():
+            out[hits[gone]] = default
+            state[hits[gone]] = Tier.ABSENT
+            hits, source = hits[~gone], source[~gone]
+        codec.decode_scatter(self.rows, source, hits, self.spec.dtype, out)
+        state[hits] = Tier.OVERLAY
+
+    def merged(self, newer: OverlayTable) -> OverlayTable:
+        """Both in one; a key in both keeps its row of `newer`."""
+        keys = np.concatenate([self.keys, newer.keys])
+        last = overlay_index.dedup_last(keys)
+        rows = np.concatenate([self.rows, newer.rows])[last]
+        return OverlayTable(self.spec, keys[last], rows, np.concatenate([self.deleted, newer.deleted])[last])
+
+
+@dataclass(slots=True, eq=False)
+class Overlay:
+    """The deltas `lo` … `hi`, visible and not folded yet. `born_s` is on the monotonic clock."""
+
+    lo: int
+    hi: int
+    tables: Mapping[str, OverlayTable]
+    dense: bytes | None = None
+    born_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables.values()) + len(self.dense or b"")
+
+    def merged(self, newer: Overlay) -> Overlay:
+        """This overlay and the one that follows it as one."""
+        tables = dict(self.tables)
+        for name, table in newer.tables.items():
+            tables[name] = tables[name].merged(table) if name in tables else table
+        dense = newer.dense if newer.dense is not None else self.dense
+        return Overlay(self.lo, newer.hi, tables, dense, self.born_s)
+
+
+def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None) -> tuple[Overlay, ...]:
+    """Put `new` on top of `overlays` (newest first), merging so that a look-up searches few of them.
+
+    Neighbours of like size merge, so n deltas stand as about log2(n) overlays and each row is copied about
+    log2(n) times. `frozen` is the one being folded: it must stay the object that it is.
+    """
+    rest = list(overlays)
+    while rest and rest[0] is not frozen and rest[0].nbytes <= 2 * new.nbytes:
+        new = rest.pop(0).merged(new)
+    return (new, *rest)
+
+
+def encode_delta(delta: Delta, specs: Mapping[str, TableSpec], *, for_this_version: bool) -> Overlay:
+    """Turn a delta into an overlay in the storage dtypes of `specs`, or raise DeltaError naming table and row.
+
+    A delta that is for another version becomes an empty overlay, which moves the watermark on.
+    """
+    if not for_this_version:
+        return Overlay(delta.seq, delta.seq, {})
+    tables = {name: _encode_table(delta.seq, name, table, specs) for name, table in delta.tables.items()}
+    return Overlay(delta.seq, delta.seq, {name: t for name, t in tables.items() if len(t.keys)}, delta.dense)
+
+
+def _encode_table(seq: int, name: str, table: DeltaTable, specs: Mapping[str, TableSpec]) -> OverlayTable:
+    spec = specs.get(name)
+    if spec is None:
+        raise DeltaError(
+            f"delta {seq}: no table {name!r} in the version it is for; its tables are {', '.join(sorted(specs))}"
+        )
+    if table.key != spec.key:
+        raise DeltaError(f"delta {seq}: table {name!r} has {spec.key.value} keys, the delta brings {table.key.value}")
+    if table.dim is None:  # deletions only
+        return OverlayTable(spec, table.keys, np.zeros((len(table.keys), spec.row_bytes), np.uint8), table.deleted)
+    if table.dim != spec.dim:
+        raise DeltaError(f"delta {seq}: table {name!r} has vectors of {spec.dim} numbers, the delta brings {table.dim}")
+    try:
+        rows = codec.encode(table.vectors, spec.dtype)
+    except codec.BadRow as error:
+        key = table.keys[error.row]
+        raise DeltaError(f"delta {seq}: table {name!r}, key {key}: {error.reason}") from error
+    return OverlayTable(spec, table.keys, rows, table.deleted)

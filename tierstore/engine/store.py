@@ -1,0 +1,238 @@
+"""The store: a data directory, open in this process.
+
+Any thread may call anything; `close` waits for nobody, so stop calling first. One process at a time holds the
+directory (an flock on LOCK, which the kernel drops with the process).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import urllib.parse
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tierstore.config import Settings, load_settings
+from tierstore.engine.budget import HostBudget, OverlayBudget
+from tierstore.engine.checking import verify_store
+from tierstore.engine.loading import load
+from tierstore.engine.model import Model, Shared
+from tierstore.engine.observer import Observer
+from tierstore.engine.status import model_status
+from tierstore.errors import Closed, DeltaError, Locked, NotFound, SnapshotError, StorageError
+from tierstore.formats import files
+from tierstore.formats.delta import read_delta
+from tierstore.formats.names import DataDirectory
+from tierstore.formats.snapshot import open_snapshot
+from tierstore.tiers.disk import ReaderPool
+from tierstore.types import DeltaResult, Progress, ProgressFn, VerifyReport
+
+log = logging.getLogger(__name__)
+
+
+def open_store(path: str | Path | None = None, *, config: str | Path | None = None, **settings: Any) -> Store:
+    """Open, or begin, the store in the directory `path` (default: the setting `data`).
+
+    Every setting has a keyword, such as `host_budget="4GiB"`; see `tierstore.config.Settings`. Raises Locked if
+    another process has it open, ConfigError for a bad setting, StorageError if the directory cannot be used.
+    """
+    return Store(load_settings(config, **({} if path is None else {"data": path}), **settings))
+
+
+def _ignore(progress: Progress) -> None:
+    pass
+
+
+class Store:
+    """Models in one data directory. A context manager; `close` it otherwise."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.root = DataDirectory(Path(settings.data).absolute())
+        files.make_dir(self.root.models)
+        self._lock_file = _lock(self.root.lock)
+        try:
+            readers = ReaderPool(settings.disk_threads)
+            self._shared = Shared(
+                settings, readers, HostBudget(settings.host_budget), OverlayBudget(settings.overlay_budget)
+            )
+            self._models_lock = threading.Lock()
+            self._models: dict[str, Model] = {}
+            self._closed = False
+            for name in self.root.models_on_disk():
+                model = Model(name, self.root.model(name), self._shared)
+                self._models[name] = model
+                model.start()
+        except BaseException:
+            os.close(self._lock_file)
+            raise
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Add to it to be told of deltas and switches."""
+        return self._shared.observers
+
+    def models(self) -> list[str]:
+        """Names of the models there are, sorted."""
+        return sorted(self._models)
+
+    def model(self, name: str) -> Model:
+        """NotFound, naming those there are, for an unknown one."""
+        self._check_open()
+        model = self._models.get(name)
+        if model is None:
+            raise NotFound(f"no model {name!r}; there is {', '.join(self.models()) or 'none yet'}")
+        return model
+
+    def load_snapshot(
+        self,
+        source: str | Path,
+        *,
+        activate: bool = True,
+        progress: ProgressFn | None = None,
+        cancelled: threading.Event | None = None,
+        model: str | None = None,
+    ) -> int:
+        """Load the snapshot directory `source`: bulk load, verify, catch up, warm, and switch to it. Returns its version.
+
+        With `activate` False the version is only kept. `progress` is called as it goes; set `cancelled` to stop it.
+        `model` is the name that is expected. Raises SnapshotError (file, row, reason) for a bad snapshot and Conflict
+        for a version that is there already; whatever fails, nothing that served changes.
+        """
+        self._check_open()
+        snapshot = open_snapshot(source)
+        manifest = snapshot.manifest
+        if model is not None and manifest.model != model:
+            raise SnapshotError(
+                f"expected a snapshot of model {model!r}, came one of {manifest.model!r}", file="snapshot.json"
+            )
+        with self._models_lock:
+            held = self._models.get(manifest.model)
+            if held is None:
+                where = self.root.model(manifest.model)
+                files.make_dir(where.root)
+                held = Model(manifest.model, where, self._shared)
+                held.start()
+                self._models[manifest.model] = held
+        try:
+            return load(
+                held, snapshot, self._shared, activate=activate, progress=progress or _ignore, cancelled=cancelled
+            )
+        except BaseException:
+            self._forget_if_empty(held)
+            raise
+
+    def _forget_if_empty(self, model: Model) -> None:
+        # a first load that failed leaves no trace of the model
+        with self._models_lock:
+            if model.is_empty and self._models.get(model.name) is model:
+                del self._models[model.name]
+                model.close()
+                files.remove_tree(model.where.root)
+
+    def apply_delta(
+        self, source: bytes | bytearray | memoryview | str | Path, *, model: str | None = None
+    ) -> DeltaResult:
+        """Apply a delta, given as bytes or as a path. On return it is durable and visible; see `DeltaResult.applied`.
+
+        `model` is the name that is expected. Raises DeltaError for a bad one, SequenceGap (`expected_seq`) for one out
+        of turn, Conflict for a seq held with other content, Overloaded when deltas come faster than they are folded.
+        """
+        self._check_open()
+        data = _delta_bytes(source)
+        delta = read_delta(data)
+        if model is not None and delta.model != model:
+            raise DeltaError(f"expected a delta of model {model!r}, came one of {delta.model!r}")
+        return self.model(delta.model).apply_delta(delta, data)
+
+    def activate(self, model: str, version: int, *, force: bool = False, progress: ProgressFn | None = None) -> None:
+        """Switch to a kept version: caught up, warmed, then in one step. `force` takes one that is stale."""
+        self.model(model).activate(version, force=force, progress=progress or _ignore)
+
+    def rollback(self, model: str, *, force: bool = False, progress: ProgressFn | None = None) -> int:
+        """Switch to the newest kept version older than the active one. Returns it."""
+        return self.model(model).rollback(force=force, progress=progress or _ignore)
+
+    def deactivate(self, model: str) -> None:
+        """Stop serving a model; its versions are kept."""
+        self.model(model).deactivate()
+
+    def drop(self, model: str, version: int) -> None:
+        """Delete a version. Conflict for the active one."""
+        self.model(model).drop(version)
+
+    def verify(self, progress: ProgressFn | None = None) -> VerifyReport:
+        """Read every version and every logged delta back and check them."""
+        self._check_open()
+        return verify_store([self._models[name] for name in self.models()], progress or _ignore)
+
+    def status(self, model: str | None = None) -> dict[str, Any]:
+        """The status document: `{"models": {name: …}}`, with the store's own bounds beside it."""
+        self._check_open()
+        names = self.models() if model is None else [self.model(model).name]
+        shared = self._shared
+        return {
+            "models": {name: model_status(self._models[name]) for name in names},
+            "host_budget": {"used": shared.host_budget.used, "total": shared.host_budget.total},
+            "overlay_budget": {"used": shared.overlay_budget.used, "total": shared.overlay_budget.total},
+            "device": {"present": False, "reason": "this release has no device tier"},
+        }
+
+    def close(self) -> None:
+        """Stop background work, close every version, and let go of the directory."""
+        if self._closed:
+            return
+        self._closed = True
+        for model in self._models.values():
+            model.close()
+        self._shared.readers.close()
+        os.close(self._lock_file)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the store was closed")
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _lock(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise StorageError(f"cannot use {path.parent} as a data directory: {error.strerror or error}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise Locked(
+            f"{path.parent} is open in another process{f' (pid {holder})' if holder else ''}; if that is a service, talk to it with --url"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def _delta_bytes(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, (bytearray, memoryview)):
+        return memoryview(source).cast("B")
+    path = (
+        Path(urllib.parse.unquote(source.removeprefix("file://")))
+        if isinstance(source, str) and source.startswith("file://")
+        else Path(source)
+    )
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DeltaError(f"cannot read the delta {path}: {error.strerror or error}") from error

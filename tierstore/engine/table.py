@@ -1,0 +1,99 @@
+"""The cascade: how a batch of keys of one table is answered, tier by tier, and what is promoted on the way.
+
+Any number of threads may look up; what is shared is either immutable or guarded by the tier that owns it.
+Nothing here survives a crash: the tiers and the delta log do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tierstore.engine.overlay import OverlayTable
+from tierstore.kernels import codec
+from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.host import HostTable
+from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
+
+READ_BATCH = 8192  # keys of one read while warming up
+
+
+class Table:
+    """One table of one version: host tier over disk tier. `default` is float32[dim]."""
+
+    def __init__(self, spec: TableSpec, table_id: int, default: np.ndarray, rows: int, disk: DiskTier) -> None:
+        self.spec, self.table_id, self.default, self.rows, self.disk = spec, table_id, default, rows, disk
+        self.host: HostTable | None = None
+        self._counts_lock = threading.Lock()
+        self._counts = np.zeros(len(Tier), np.int64)
+
+    def lookup(self, overlays: Sequence[OverlayTable], seq: int, keys: Keys, out: Vectors, state: States) -> None:
+        """Answer every key whose state is PENDING: `out[i]` is its row or the default, `state[i]` the tier.
+
+        `overlays` (newest first) and `seq` are those of the view that the request works on; the caller
+        keeps that view for as long as this runs, which is what makes the promotion at the end safe.
+        """
+        already = len(keys) - np.count_nonzero(state == Tier.PENDING) if state.any() else 0
+        for overlay in overlays:
+            overlay.lookup(keys, out, state, self.default)
+        if self.host is not None:
+            self.host.lookup(keys, out, state)
+        pending = np.flatnonzero(state == Tier.PENDING)
+        if pending.size:
+            self._read_disk(seq, keys, pending, out, state)
+        counts = np.bincount(state, minlength=len(Tier))
+        counts[Tier.ABSENT] -= already  # padding keys were settled before and are no look-up
+        with self._counts_lock:
+            self._counts += counts
+
+    def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
+        distinct, inverse = np.unique(keys[pending], return_inverse=True)
+        rows = np.empty((len(distinct), self.spec.row_bytes), np.uint8)
+        found = np.zeros(len(distinct), np.uint8)
+        self.disk.get(self.table_id, distinct, rows, found)
+        there = found == Tier.DISK
+        hit = there[inverse]
+        codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
+        out[pending[~hit]] = self.default
+        state[pending] = found[inverse]
+        if self.host is not None:
+            if there.all():
+                self.host.insert(distinct, rows, seq)
+            else:
+                self.host.insert(distinct[there], rows[there], seq)
+                self.host.insert_absent(distinct[~there], seq)
+
+    def warm(self, keys: Keys, progress: Callable[[int], None]) -> None:
+        """Read these keys (distinct, hottest first) into the host tier until it is full.
+
+        Called before the version serves, by the thread that also applies its deltas.
+        """
+        host = self.host
+        if host is None:
+            return
+        for begin in range(0, len(keys), READ_BATCH):
+            batch = np.sort(keys[begin : begin + READ_BATCH])
+            rows = np.empty((len(batch), self.spec.row_bytes), np.uint8)
+            found = np.zeros(len(batch), np.uint8)
+            self.disk.get(self.table_id, batch, rows, found)
+            there = found == Tier.DISK
+            host.warm(batch[there], rows[there])
+            progress(begin + len(batch))
+            if host.rows_resident >= host.capacity_rows:
+                break
+
+    def update_host(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
+        """Bring resident rows and absent marks up to a delta that the disk tier holds already."""
+        if self.host is not None:
+            self.host.update(keys, rows, deleted)
+
+    def lookup_keys(self) -> dict[str, int]:
+        """How many keys each tier has answered so far."""
+        with self._counts_lock:
+            counts = self._counts.tolist()
+        return {
+            tier.label: counts[tier]
+            for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier.ABSENT)
+        }

@@ -1,0 +1,268 @@
+"""A version: one snapshot on disk and what of it is in memory.
+
+Look-ups come from any thread through a view; `fold`, `attach_host` and `close` come from one thread at a time
+(the model sees to that). After a crash the directory is whole if its record (`version.json`, written last) is
+there, and a leftover otherwise; RocksDB holds the watermark in the same atomic step as the rows of a delta.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tierstore.config import Settings
+from tierstore.engine.budget import Holder, deal
+from tierstore.engine.overlay import Overlay
+from tierstore.engine.table import Table
+from tierstore.errors import Corruption
+from tierstore.formats import files
+from tierstore.formats.keys import as_codes
+from tierstore.formats.manifest import Manifest
+from tierstore.formats.names import VersionDirectory
+from tierstore.ingest.bulkload import BaseBuild
+from tierstore.kernels import codec
+from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
+from tierstore.tiers.host import HostTable
+from tierstore.types import FeatureSpec, Keys, TableSpec
+
+RECORD_FORMAT = 1
+WATERMARK = "watermark"
+MIN_TABLE_BUDGET = 128 << 10
+
+
+def watermark_record(seq: int) -> dict[str, bytes]:
+    """The store's own record by which a version knows its watermark."""
+    return {WATERMARK: str(seq).encode()}
+
+
+def default_vector(spec: TableSpec, mean: np.ndarray) -> np.ndarray:
+    """The float32[dim] answered for keys that the table does not hold."""
+    if spec.default == "zeros":
+        return np.zeros(spec.dim, np.float32)
+    return np.asarray(mean if spec.default == "mean" else spec.default, np.float32)
+
+
+def write_record(where: VersionDirectory, manifest: Manifest, build: BaseBuild) -> None:
+    """Publish `version.json`: from here on the directory counts as a version."""
+    tables = {
+        spec.name: {
+            "id": number,
+            "rows": build.tables[spec.name].rows,
+            "default": default_vector(spec, build.tables[spec.name].mean).tolist(),
+            "digest": f"{build.tables[spec.name].digest:016x}",
+        }
+        for number, spec in enumerate(manifest.table_specs().values(), 1)
+    }
+    files.publish_json(
+        where.record,
+        {"format": RECORD_FORMAT, "loaded_at_s": time.time(), "manifest": manifest.to_document(), "tables": tables},
+    )
+
+
+class VersionInfo:
+    """What is known of a version without opening it."""
+
+    def __init__(self, where: VersionDirectory) -> None:
+        record = files.read_json(where.record)
+        if record.get("format") != RECORD_FORMAT:
+            raise Corruption(
+                f"{where.record}: expected format {RECORD_FORMAT}, came {record.get('format')!r}; it was written by another release"
+            )
+        self.where = where
+        self.manifest = Manifest.parse(json.dumps(record["manifest"]), file=str(where.record))
+        self.number = self.manifest.version
+        self.tables: dict[str, dict[str, Any]] = record["tables"]
+        self.specs: dict[str, TableSpec] = self.manifest.table_specs()
+        self.features: dict[str, FeatureSpec] = self.manifest.feature_specs()
+        self.watermark = self.manifest.delta_seq  # the owner moves it on
+        self.has_dense = where.dense.exists()
+
+
+class Version:
+    """An open version."""
+
+    def __init__(self, info: VersionInfo, disk: DiskTier) -> None:
+        self.info, self.disk = info, disk
+        self.number = info.number
+        self.specs, self.features = info.specs, info.features
+        self.tables = {
+            name: Table(
+                spec,
+                info.tables[name]["id"],
+                np.asarray(info.tables[name]["default"], np.float32),
+                info.tables[name]["rows"],
+                disk,
+            )
+            for name, spec in info.specs.items()
+        }
+        self.padding: dict[str, int] = {
+            name: int(as_codes([feature.padding_key], info.specs[feature.table].key)[0])
+            for name, feature in info.features.items()
+            if feature.padding_key is not None
+        }
+        watermark = disk.watermark()
+        if watermark is None:
+            raise Corruption(
+                f"version {self.number}: {info.where.db} has no watermark; drop the version and load its snapshot again"
+            )
+        self.watermark = info.watermark = watermark
+        self.host_fraction = 1.0
+        self._host_reserved = 0
+
+    @classmethod
+    def open(cls, info: VersionInfo, settings: Settings, readers: ReaderPool) -> Version:
+        """Open the disk tier; host tables come by `attach_host`."""
+        disk = DiskTier.open(info.where.db, block_cache_bytes=settings.block_cache, reader=readers)
+        try:
+            return cls(info, disk)
+        except BaseException:
+            disk.close()
+            raise
+
+    # host tier
+
+    @property
+    def host_need_bytes(self) -> int:
+        """Bytes with which every row of every table would be resident."""
+        return sum(self._table_needs())
+
+    @property
+    def host_reserved_bytes(self) -> int:
+        return int(self._host_reserved * self.host_fraction)
+
+    def _table_needs(self) -> list[int]:
+        # 16 bytes of bookkeeping a row at most, and a quarter of slack so that sets seldom overflow
+        return [
+            max(MIN_TABLE_BUDGET, int(table.rows * (table.spec.row_bytes + 16) * 1.25))
+            for table in self.tables.values()
+        ]
+
+    def attach_host(self, budget_bytes: int, fraction: float, like: Holder | None) -> None:
+        """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size."""
+        needs = self._table_needs()
+        weights = [float(need) for need in needs]
+        if isinstance(like, Version):
+            asked = [
+                sum(like.tables[name].lookup_keys().values()) * t.spec.row_bytes if name in like.tables else 0
+                for name, t in self.tables.items()
+            ]
+            if sum(asked) > 100_000:
+                weights = [
+                    max(float(a), need / sum(needs) * sum(asked) * 0.05) for a, need in zip(asked, needs, strict=True)
+                ]
+        for table, share in zip(self.tables.values(), deal(budget_bytes, needs, weights), strict=True):
+            if share * fraction >= MIN_TABLE_BUDGET / 2:
+                table.host = HostTable(table.spec, share, default_vector=table.default, fraction=fraction)
+                table.host.raise_floor(self.watermark)
+        self._host_reserved, self.host_fraction = budget_bytes, fraction
+
+    def resize_host(self, fraction: float) -> None:
+        """Halve or double every host table in place."""
+        for table in self.tables.values():
+            if table.host is not None:
+                table.host.resize(fraction)
+        self.host_fraction = fraction
+
+    def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:
+        """Fill the host tier: with what is hot in `like`, else with the keys saved when last served, then the snapshot's own."""
+        plans: list[tuple[Table, Keys]] = []
+        for name, table in self.tables.items():
+            if table.host is None:
+                continue
+            sources = []
+            if (
+                like is not None
+                and name in like.tables
+                and like.specs[name].key == table.spec.key
+                and (host := like.tables[name].host)
+            ):
+                sources.append(host.hot_keys(table.host.capacity_rows))
+            for path in (self.info.where.hot(name), self.info.where.warmup(name)):
+                if path.exists():
+                    sources.append(np.load(path, allow_pickle=False).astype(np.int64, copy=False))
+            if sources:
+                keys = np.concatenate(sources)
+                first = np.sort(np.unique(keys, return_index=True)[1])  # distinct, hottest first
+                plans.append((table, keys[first][: table.host.capacity_rows]))
+        total, done = sum(len(keys) for _, keys in plans), 0
+        for table, keys in plans:
+            table.warm(keys, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
+            done += len(keys)
+
+    def save_hot_keys(self) -> None:
+        """Remember what is resident, hottest first, for the next start."""
+        for name, table in self.tables.items():
+            if table.host is not None and table.host.rows_resident:
+                path = self.info.where.hot(name)
+                files.make_dir(path.parent)
+                with files.publish(path) as file:
+                    np.save(file, table.host.hot_keys(table.host.capacity_rows), allow_pickle=False)
+
+    # deltas
+
+    def fold(self, overlay: Overlay) -> None:
+        """Move an overlay into the tiers: disk first, in one atomic step with the watermark, then resident rows.
+
+        No request may be at work on a view older than `overlay.hi`. From `raise_floor` on, a row that was read
+        before cannot be promoted any more, so nothing that this replaces comes back.
+        """
+        for name in overlay.tables:
+            if (host := self.tables[name].host) is not None:
+                host.raise_floor(overlay.hi)
+        if overlay.dense is not None:
+            # before the watermark: after a crash in between, the replay of this delta writes it again
+            files.publish_bytes(self.info.where.dense, overlay.dense)
+            self.info.has_dense = True
+        files.make_dir(self.info.where.build)
+        parts = sorted((self.tables[name].table_id, name) for name in overlay.tables)
+        sst = write_sst(
+            self.info.where.build / f"delta-{overlay.hi}.sst",
+            records=watermark_record(overlay.hi),
+            tables=[(number, t.keys, t.rows, t.deleted) for number, name in parts for t in (overlay.tables[name],)],
+            delta=True,
+        )
+        self.disk.ingest([sst])
+        for name, rows in overlay.tables.items():
+            self.tables[name].update_host(rows.keys, rows.rows, rows.deleted)
+        self.watermark = self.info.watermark = overlay.hi
+
+    # the rest
+
+    def drop_host(self) -> None:
+        """Free the host tables. No look-up may be running."""
+        for table in self.tables.values():
+            host, table.host = table.host, None
+            if host is not None:
+                host.close()
+        self._host_reserved = 0
+
+    def close(self) -> None:
+        """Free all memory and close the files. No look-up may be running."""
+        self.drop_host()
+        self.disk.close()
+
+    def status(self) -> dict[str, Any]:
+        """Per table: rows as loaded, where keys were answered, bytes a tier holds and may hold."""
+        tables = {}
+        on_disk = self.disk.bytes_on_disk()
+        all_rows = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
+        for name, table in self.tables.items():
+            host = table.host
+            tables[name] = {
+                "key": table.spec.key.value,
+                "dim": table.spec.dim,
+                "dtype": table.spec.dtype.value,
+                "rows": table.rows,
+                "lookup_keys": table.lookup_keys(),
+                "tier_bytes": {
+                    "host": host.bytes_in_use if host else 0,
+                    "disk": int(on_disk * table.rows * table.spec.row_bytes / all_rows),
+                },
+                "tier_budget_bytes": {"host": host.budget_bytes if host else 0},
+                "host": host.stats() if host else {},
+            }
+        return tables

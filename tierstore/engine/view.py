@@ -1,0 +1,270 @@
+"""A view: what one request works on. A version, the overlays over it, and the seq that both add up to.
+
+Immutable, so any number of threads may look up in one. `Publisher` holds the current view and knows which older
+ones are still read (read-copy-update): a delta is folded only when nobody reads a view from before it, and an old
+version is closed only when its last reader has left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from tierstore.engine.overlay import Overlay
+from tierstore.engine.table import Table
+from tierstore.engine.version import Version
+from tierstore.errors import InvalidInput, NotFound, NotReady
+from tierstore.formats.keys import as_codes
+from tierstore.kernels.pool import check_offsets, pool_bags
+from tierstore.types import Combiner, FeatureSpec, Keys, States, TableSpec, Tier, Vectors
+
+ANSWER_DTYPES = {"float32": np.float32, "float16": np.float16}
+
+
+class View:
+    """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
+
+    __slots__ = ("_by_table", "_version", "overlays", "readers", "seq")
+
+    def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
+        self._version, self.overlays, self.seq = version, overlays, seq
+        self._by_table = {name: tuple(o.tables[name] for o in overlays if name in o.tables) for name in version.specs}
+        self.readers = 0  # guarded by the publisher's lock
+
+    @property
+    def version(self) -> int:
+        """The number of the version that answers."""
+        return self._version.number
+
+    @property
+    def holder(self) -> Version:
+        """The open version itself; for the engine."""
+        return self._version
+
+    @property
+    def features(self) -> dict[str, FeatureSpec]:
+        return self._version.features
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether the version keeps a dense part."""
+        return self._version.info.has_dense
+
+    def table_of(self, feature: str) -> TableSpec:
+        """The table that a feature reads. NotFound names the features there are."""
+        return self._feature(feature)[1].spec
+
+    def _feature(self, name: str) -> tuple[FeatureSpec, Table]:
+        feature = self._version.features.get(name)
+        if feature is None:
+            raise NotFound(
+                f"no feature {name!r}; version {self.version} has {', '.join(sorted(self._version.features))}"
+            )
+        return feature, self._version.tables[feature.table]
+
+    def lookup(
+        self, feature: str, keys: Any, *, dtype: str = "float32", out: Vectors | None = None, return_found: bool = False
+    ) -> Any:
+        """Rows of `keys`, in their order.
+
+        Args:
+            feature: a feature of the model.
+            keys: n keys of its table's type: an integer array or list, strings for a string table, or an Arrow array.
+            dtype: of the answer, `float32` or `float16`.
+            out: C-contiguous array [n, dim] of that dtype to write into and return.
+            return_found: also return bool[n], False where the table's default was answered.
+
+        Returns:
+            The vectors [n, dim], or (vectors, found).
+
+        Raises:
+            NotFound: no such feature. InvalidInput: keys, dtype or out that do not fit. StorageError: the disk failed.
+        """
+        spec, table = self._feature(feature)
+        codes = as_codes(keys, table.spec.key)
+        answer = _answer((len(codes), table.spec.dim), dtype, out)
+        state, _ = self._resolve(spec, table, codes, answer)
+        return (answer, state != Tier.ABSENT) if return_found else answer
+
+    def lookup_bags(
+        self,
+        feature: str,
+        keys: Any,
+        offsets: Any,
+        *,
+        weights: Any = None,
+        combiner: str | None = None,
+        dtype: str = "float32",
+        out: Vectors | None = None,
+        return_found: bool = False,
+    ) -> Any:
+        """One pooled vector a bag.
+
+        Args:
+            keys: n keys, bag after bag.
+            offsets: int64[bags], where each bag starts; the first is 0, there is no end entry. An empty bag gives zeros.
+            weights: float32[n], or None for ones.
+            combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
+            dtype, out, return_found: as for `lookup`, `out` being [bags, dim]; `found` is bool[n], one a key.
+
+        Returns:
+            The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
+        """
+        spec, table = self._feature(feature)
+        how = self._combiner(spec, combiner)
+        codes = as_codes(keys, table.spec.key)
+        starts = check_offsets(offsets, len(codes))
+        weight = None if weights is None else _weights(weights, len(codes))
+        answer = _answer((len(starts), table.spec.dim), dtype, out)
+        rows = np.empty((len(codes), table.spec.dim), np.float32)
+        state, padding = self._resolve(spec, table, codes, rows)
+        counts = None if padding is None else ~padding
+        pooled = answer if answer.dtype == np.float32 else np.empty(answer.shape, np.float32)
+        pool_bags(rows, starts, weight, counts, how, pooled)
+        if pooled is not answer:
+            answer[:] = pooled
+        return (answer, state != Tier.ABSENT) if return_found else answer
+
+    def _combiner(self, feature: FeatureSpec, asked: str | None) -> Combiner:
+        if asked is None:
+            if feature.combiner is None:
+                raise InvalidInput(
+                    f"feature {feature.name!r} has no combiner of its own; name one: combiner='sum', 'mean' or 'sqrtn'"
+                )
+            return feature.combiner
+        try:
+            return Combiner(asked)
+        except ValueError:
+            raise InvalidInput(f"combiner {asked!r} is not known: use 'sum', 'mean' or 'sqrtn'") from None
+
+    def _resolve(
+        self, feature: FeatureSpec, table: Table, codes: Keys, out: Vectors
+    ) -> tuple[States, np.ndarray | None]:
+        state = np.zeros(len(codes), np.uint8)
+        padding = None
+        if feature.padding_key is not None:
+            mask = codes == self._version.padding[feature.name]
+            if mask.any():
+                padding = mask
+                out[mask] = 0
+                state[mask] = Tier.ABSENT
+        table.lookup(self._by_table[feature.table], self.seq, codes, out, state)
+        return state, padding
+
+
+def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:
+    wanted = ANSWER_DTYPES.get(dtype)
+    if wanted is None:
+        raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")
+    if out is None:
+        return np.empty(shape, wanted)  # type: ignore[return-value]
+    if out.shape != shape or out.dtype != wanted or not out.flags.c_contiguous or not out.flags.writeable:
+        raise InvalidInput(
+            f"out: expected a writable C-contiguous {dtype} array of shape {shape}, came {out.dtype} of shape {out.shape}"
+        )
+    return out
+
+
+def _weights(weights: Any, n: int) -> np.ndarray:
+    try:
+        array = np.ascontiguousarray(weights, np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"weights: expected {n} numbers: {error}") from error
+    if array.shape != (n,):
+        raise InvalidInput(f"weights: expected one a key, shape ({n},), came {array.shape}")
+    return array
+
+
+class Publisher:
+    """The current view, and those before it that somebody still reads. Any thread."""
+
+    def __init__(self) -> None:
+        self.changed = (
+            threading.Condition()
+        )  # notified at each publication and when a retired view is left by its last reader
+        self._current: View | None = None
+        self._retired: list[View] = []
+        self._pinned: list[Version] = []
+
+    @property
+    def current(self) -> View | None:
+        return self._current
+
+    def publish(self, view: View | None) -> None:
+        """From now on requests that start work on `view`. One atomic step."""
+        with self.changed:
+            old, self._current = self._current, view
+            if old is not None and old.readers:
+                self._retired.append(old)
+            self.changed.notify_all()
+
+    def enter(self) -> View | None:
+        with self.changed:
+            view = self._current
+            if view is not None:
+                view.readers += 1
+            return view
+
+    def leave(self, view: View) -> None:
+        with self.changed:
+            view.readers -= 1
+            if not view.readers and view is not self._current:
+                self._retired.remove(view)
+                self.changed.notify_all()
+
+    def read_below(self, version: Version, seq: int) -> bool:
+        """Whether somebody still reads `version` as it was before `seq`. Call it under `changed`."""
+        return any(view.holder is version and view.seq < seq for view in self._retired)
+
+    def reads(self, version: Version) -> bool:
+        """Whether `version` is current, still read, or pinned. Call it under `changed`."""
+        current = self._current
+        if current is not None and current.holder is version:
+            return True
+        return version in self._pinned or any(view.holder is version for view in self._retired)
+
+    @contextmanager
+    def pinned(self) -> Iterator[Version | None]:
+        """Keep the current version open for long work that is no look-up: unlike a view, it holds no fold back."""
+        with self.changed:
+            version = None if self._current is None else self._current.holder
+            if version is not None:
+                self._pinned.append(version)
+        try:
+            yield version
+        finally:
+            if version is not None:
+                with self.changed:
+                    self._pinned.remove(version)
+                    self.changed.notify_all()
+
+
+class Lease:
+    """`with` this to hold a view for the length of a request."""
+
+    __slots__ = ("_asked", "_model", "_publisher", "_view")
+
+    def __init__(self, publisher: Publisher, model: str, asked: int | None) -> None:
+        self._publisher, self._model, self._asked = publisher, model, asked
+
+    def __enter__(self) -> View:
+        view = self._publisher.enter()
+        if view is None:
+            raise NotReady(f"model {self._model!r} has no active version; load or activate one")
+        if self._asked is not None and view.version != self._asked:
+            self._publisher.leave(view)
+            raise NotReady(
+                f"model {self._model!r} serves version {view.version}, not {self._asked}; activate that one first"
+            )
+        self._view = view
+        return view
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._publisher.leave(self._view)
