@@ -82,7 +82,9 @@ def test_an_int64_array_is_not_copied() -> None:
     assert as_codes(arrow, INT64).ctypes.data == arrow.buffers()[1].address
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64, ">i8", ">u4"])
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64, ">i8", ">u4"]
+)
 @pytest.mark.parametrize("key_type", [INT64, UINT64])
 def test_any_integer_width_that_fits_is_taken(dtype: str, key_type: KeyType) -> None:
     assert as_codes(np.array([0, 5, 127], dtype), key_type).tolist() == [0, 5, 127]

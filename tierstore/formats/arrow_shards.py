@@ -12,7 +12,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tierstore.formats.columns import KEY, VECTOR, Malformed, check_key_kind, check_vector_kind, key_column, vector_column
+from tierstore.formats.columns import (
+    KEY,
+    VECTOR,
+    Malformed,
+    check_key_kind,
+    check_vector_kind,
+    key_column,
+    vector_column,
+)
 from tierstore.types import Keys, TableSpec, Vectors
 
 Block = tuple[Keys, Vectors | None, pa.Array | None]
@@ -57,7 +65,9 @@ def _columns(schema: pa.Schema, spec: TableSpec, with_vectors: bool) -> list[str
     """The names of the columns to read, once their types are known to be right."""
     for name in (KEY, VECTOR):
         if schema.get_field_index(name) < 0:
-            raise Malformed(f"expected one column {KEY!r} and one column {VECTOR!r}, came {', '.join(schema.names) or 'none'}")
+            raise Malformed(
+                f"expected one column {KEY!r} and one column {VECTOR!r}, came {', '.join(schema.names) or 'none'}"
+            )
     check_key_kind(schema.field(KEY).type, spec.key)
     check_vector_kind(schema.field(VECTOR).type, spec.dim)
     return [KEY, VECTOR] if with_vectors else [KEY]

@@ -78,7 +78,7 @@ class DeltaWriter:
         """The delta so far, as bytes."""
         sink = pa.BufferOutputStream()
         self._write(sink)
-        return sink.getvalue().to_pybytes()
+        return bytes(sink.getvalue().to_pybytes())
 
     def close(self) -> None:
         """Write the delta. Nothing may be added after it; calling it again does nothing."""
@@ -94,7 +94,9 @@ class DeltaWriter:
     def __enter__(self) -> DeltaWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
         self._closed = True
@@ -111,7 +113,9 @@ class DeltaWriter:
             raise DeltaError(f"table {name!r}: {error}") from error
         rows = self._tables.setdefault(check_name("table", name), _TableRows(name, key_type))
         if rows.key_type is not key_type:
-            raise DeltaError(f"table {name!r}: expected {rows.key_type} keys, as came before, came {key_type}; name the type by key=")
+            raise DeltaError(
+                f"table {name!r}: expected {rows.key_type} keys, as came before, came {key_type}; name the type by key="
+            )
         return rows
 
     def _write(self, sink: Any) -> None:
@@ -144,10 +148,14 @@ class _TableRows:
     def upsert(self, keys: Any, vectors: Vectors) -> None:
         column = self._keys(keys)
         if vectors.ndim != 2 or len(vectors) != len(column):
-            raise DeltaError(f"table {self.name!r}: expected vectors of shape [{len(column)}, dim], one a key, came {list(vectors.shape)}")
+            raise DeltaError(
+                f"table {self.name!r}: expected vectors of shape [{len(column)}, dim], one a key, came {list(vectors.shape)}"
+            )
         dim = vectors.shape[1]
         if not 1 <= dim <= MAX_DIM or dim != (self.dim or dim):
-            raise DeltaError(f"table {self.name!r}: expected vectors of {self.dim or f'1 to {MAX_DIM}'} numbers, came {dim}")
+            raise DeltaError(
+                f"table {self.name!r}: expected vectors of {self.dim or f'1 to {MAX_DIM}'} numbers, came {dim}"
+            )
         row = first_not_finite(vectors)
         if row is not None:
             raise DeltaError(f"table {self.name!r}, row {row}: the vector holds NaN or Inf (or overflows float32)")
@@ -159,7 +167,9 @@ class _TableRows:
         self.rows.append((self._keys(keys), None))
 
     def schema(self) -> pa.Schema:
-        return pa.schema([pa.field(KEY, _ARROW_KEYS[self.key_type], nullable=False), pa.field(VECTOR, self._vector_type())])
+        return pa.schema(
+            [pa.field(KEY, _ARROW_KEYS[self.key_type], nullable=False), pa.field(VECTOR, self._vector_type())]
+        )
 
     def batches(self) -> list[pa.RecordBatch]:
         schema, kind = self.schema(), self._vector_type()
@@ -188,7 +198,9 @@ def _guessed(keys: Any) -> KeyType:
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
         return key_type_of(keys.type) or KeyType.INT64
     if isinstance(keys, np.ndarray) and keys.dtype.kind != "O":
-        return KeyType.STRING if keys.dtype.kind in "UST" else KeyType.UINT64 if keys.dtype == np.uint64 else KeyType.INT64
+        return (
+            KeyType.STRING if keys.dtype.kind in "UST" else KeyType.UINT64 if keys.dtype == np.uint64 else KeyType.INT64
+        )
     first = next(iter(keys), None) if isinstance(keys, Iterable) else None
     return KeyType.STRING if isinstance(first, (str, bytes)) else KeyType.INT64
 

@@ -15,17 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tierstore.errors import InvalidInput
+from tierstore.kernels.xxh3 import hash_strings
 from tierstore.types import Keys, KeyType
-
-try:
-    from tierstore.kernels.xxh3 import hash_strings
-except ImportError:  # until the kernel is there
-    import xxhash
-
-    def hash_strings(data, offsets):  # type: ignore
-        raw = data.tobytes()
-        return np.array([xxhash.xxh3_64_intdigest(raw[a:b]) for a, b in zip(offsets[:-1], offsets[1:])], np.uint64).view(np.int64)  # noqa
-
 
 _INT64_MAX = (1 << 63) - 1
 _STRING_KINDS = (

@@ -50,7 +50,7 @@ def overflows(value: float, dtype: StorageDtype) -> bool:
 
 def _default(value: object) -> Default:
     if value == "zeros" or value == "mean":
-        return value  # type: ignore[return-value]
+        return value
     numbers = list(value) if isinstance(value, (list, tuple)) else [None]
     if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers):
         raise ValueError('expected "zeros", "mean" or a list of dim numbers')
@@ -58,6 +58,10 @@ def _default(value: object) -> Default:
         return tuple(map(float, numbers))  # type: ignore[arg-type]
     except OverflowError:
         raise ValueError("a number is too large for any storage dtype") from None
+
+
+def _default_document(value: Default) -> object:
+    return value if isinstance(value, str) else list(value)
 
 
 def _padding_key(value: object) -> int | str | None:
@@ -116,7 +120,7 @@ class TableEntry(_Entry):
     key: Annotated[KeyType, BeforeValidator(lambda v: KeyType(v) if v in list(KeyType) else v)] = KeyType.INT64
     dim: Annotated[int, Field(ge=1, le=MAX_DIM)]
     dtype: Annotated[StorageDtype, BeforeValidator(lambda v: StorageDtype(v) if v in list(StorageDtype) else v)]
-    default: Annotated[Default, PlainValidator(_default)] = "zeros"
+    default: Annotated[Default, PlainValidator(_default), PlainSerializer(_default_document)] = "zeros"
     rows: Rows
     shards: tuple[ShardEntry, ...]
 
@@ -222,7 +226,9 @@ class Manifest(_Entry):
         try:
             document = path.read_bytes()
         except FileNotFoundError:
-            raise SnapshotError(f"not found in {path.parent}: not a snapshot, or one that was not finished", file=path.name) from None
+            raise SnapshotError(
+                f"not found in {path.parent}: not a snapshot, or one that was not finished", file=path.name
+            ) from None
         except OSError as error:
             raise SnapshotError(f"cannot be read: {error.strerror or error}", file=path.name) from error
         return cls.parse(document, file=path.name)
@@ -279,7 +285,15 @@ def _translated(error: ValidationError, file: str) -> SnapshotError:
         if isinstance(came, (str, int, float)) and repr(came) not in reason and problem["type"] != "json_invalid":
             reason += f", came {repr(came)[:80]}"
         # a check over several fields begins its message with the field's own name
-        joint = "" if not where else "." if problem["type"] == "value_error" and ": " in reason and reason.split(":")[0].split("[")[0] in TableEntry.model_fields else ": "
+        joint = (
+            ""
+            if not where
+            else "."
+            if problem["type"] == "value_error"
+            and ": " in reason
+            and reason.split(":")[0].split("[")[0] in TableEntry.model_fields
+            else ": "
+        )
         shown.append(f"{where}{joint}{reason}")
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
     return SnapshotError("; ".join(shown) + more, file=file)

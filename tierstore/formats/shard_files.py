@@ -75,10 +75,17 @@ class ArrowShard:
     def __init__(self, path: Path, key_type: pa.DataType, value_type: pa.DataType, dim: int) -> None:
         self._publication = files.Publication(path)
         self._digest = xxhash.xxh3_64()
-        self._schema = pa.schema([pa.field(KEY, key_type, nullable=False), pa.field(VECTOR, pa.list_(pa.field("item", value_type, nullable=False), dim), nullable=False)])
+        self._schema = pa.schema(
+            [
+                pa.field(KEY, key_type, nullable=False),
+                pa.field(VECTOR, pa.list_(pa.field("item", value_type, nullable=False), dim), nullable=False),
+            ]
+        )
         sink = pa.PythonFile(_Hashing(self._publication.file, self._digest), "w")
         if path.suffix == ".parquet":
-            self._writer = pq.ParquetWriter(sink, self._schema, compression="none", use_dictionary=False, write_statistics=False)
+            self._writer = pq.ParquetWriter(
+                sink, self._schema, compression="none", use_dictionary=False, write_statistics=False
+            )
         else:
             self._writer = pa.ipc.new_file(sink, self._schema)
 

@@ -66,7 +66,9 @@ def local_path(source: str | Path) -> Path:
     if "::" in scheme[1]:
         raise SnapshotError(f"chained URLs are not allowed: {source!r}")
     if scheme[1].lower() == "s3":
-        raise SnapshotError(f"cannot read {source!r}: s3:// sources are not supported yet; copy the snapshot to a local path")
+        raise SnapshotError(
+            f"cannot read {source!r}: s3:// sources are not supported yet; copy the snapshot to a local path"
+        )
     if scheme[1].lower() != "file":
         raise SnapshotError(f"cannot read {source!r}: expected a local path or a file:// URL, came {scheme[1]}://")
     try:
@@ -137,7 +139,9 @@ class Snapshot:
         with _naming(shard.path):
             came = checksum(self._resolve(shard.path))
         if came != shard.xxh3:
-            raise SnapshotError(f"wrong checksum: expected xxh3 {shard.xxh3}, came {came}; copy the file again", file=shard.path)
+            raise SnapshotError(
+                f"wrong checksum: expected xxh3 {shard.xxh3}, came {came}; copy the file again", file=shard.path
+            )
 
     def shard_bytes(self, table: str, shard_no: int) -> int:
         """The size of the shard on disk."""
@@ -155,7 +159,9 @@ class Snapshot:
             with open(path, "rb") as file:
                 dtype, shape = npy_header(file)
                 if len(shape) != 1 or shape[0] * dtype.itemsize != path.stat().st_size - file.tell():
-                    raise Malformed(f"expected one dimension of keys, came shape {list(shape)} in {path.stat().st_size} bytes")
+                    raise Malformed(
+                        f"expected one dimension of keys, came shape {list(shape)} in {path.stat().st_size} bytes"
+                    )
                 keys = np.fromfile(file, dtype, shape[0])
             return as_codes(keys, self.manifest.table(table).key)
 
@@ -182,14 +188,18 @@ class Snapshot:
             raise SnapshotError("expected a file" if path.exists() else "is missing", file=name)
         return path
 
-    def _read(self, entry: TableEntry, shard: ShardEntry, batch_rows: int, *, with_vectors: bool) -> Iterator[tuple[Keys, Vectors | None, int, pa.Array | None]]:
+    def _read(
+        self, entry: TableEntry, shard: ShardEntry, batch_rows: int, *, with_vectors: bool
+    ) -> Iterator[tuple[Keys, Vectors | None, int, pa.Array | None]]:
         path = self._resolve(shard.path)
         read = _reader(path, shard.path)
         first_row = 0
         with _naming(shard.path) as place:
             for codes, vectors, strings in read(path, entry.spec(), batch_rows, with_vectors):
                 if first_row + len(codes) > shard.rows:
-                    raise SnapshotError(f"expected {shard.rows} rows, as snapshot.json says, came more", file=shard.path)
+                    raise SnapshotError(
+                        f"expected {shard.rows} rows, as snapshot.json says, came more", file=shard.path
+                    )
                 yield codes, vectors, first_row, strings
                 first_row += len(codes)
                 place.first_row = first_row
@@ -201,7 +211,9 @@ def _reader(path: Path, name: str) -> _Read:
     if path.is_dir():
         return read_hugectr
     if path.suffix not in _BY_ENDING:
-        raise SnapshotError(f"expected {', '.join(_BY_ENDING)} or a HugeCTR folder, came {path.suffix or 'no ending'}", file=name)
+        raise SnapshotError(
+            f"expected {', '.join(_BY_ENDING)} or a HugeCTR folder, came {path.suffix or 'no ending'}", file=name
+        )
     return _BY_ENDING[path.suffix]
 
 
@@ -222,5 +234,15 @@ def _naming(file: str) -> Iterator[_Place]:
         raise SnapshotError(error.reason, file=file, row=row) from error
     except InvalidInput as error:
         raise SnapshotError(str(error), file=file) from error
-    except (pa.ArrowException, OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, MemoryError) as error:
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        RuntimeError,
+        NotImplementedError,
+        MemoryError,
+    ) as error:
         raise SnapshotError(f"cannot be read: {error or type(error).__name__}", file=file) from error

@@ -17,12 +17,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from tierstore.formats.columns import Malformed, as_vectors
 from tierstore.formats.keys import as_codes
@@ -52,14 +52,20 @@ class Tensor:
         return _BFLOAT16 if self.is_bfloat16 else str(self.dtype)
 
 
-def read_npz(path: Path, spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[tuple[Keys, Vectors | None, None]]:
+def read_npz(
+    path: Path, spec: TableSpec, batch_rows: int, with_vectors: bool
+) -> Iterator[tuple[Keys, Vectors | None, None]]:
     """Blocks of at most `batch_rows` rows; without `with_vectors` only the keys are read. Raises Malformed."""
     _refuse_strings(spec)
     with zipfile.ZipFile(path) as archive:
-        yield from _blocks(_npy_member(archive, "keys"), _npy_member(archive, "vectors"), spec, batch_rows, with_vectors)
+        yield from _blocks(
+            _npy_member(archive, "keys"), _npy_member(archive, "vectors"), spec, batch_rows, with_vectors
+        )
 
 
-def read_safetensors(path: Path, spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[tuple[Keys, Vectors | None, None]]:
+def read_safetensors(
+    path: Path, spec: TableSpec, batch_rows: int, with_vectors: bool
+) -> Iterator[tuple[Keys, Vectors | None, None]]:
     """The same for `.safetensors`."""
     _refuse_strings(spec)
     tensors = safetensors_header(path)
@@ -69,7 +75,9 @@ def read_safetensors(path: Path, spec: TableSpec, batch_rows: int, with_vectors:
     yield from _blocks(tensors["keys"], tensors["vectors"], spec, batch_rows, with_vectors)
 
 
-def read_hugectr(path: Path, spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[tuple[Keys, Vectors | None, None]]:
+def read_hugectr(
+    path: Path, spec: TableSpec, batch_rows: int, with_vectors: bool
+) -> Iterator[tuple[Keys, Vectors | None, None]]:
     """The same for a folder with the files `key` and `emb_vector`."""
     if spec.key is not KeyType.INT64:
         raise Malformed(f"expected {spec.key} keys, as the table has; a HugeCTR folder's are int64")
@@ -77,16 +85,20 @@ def read_hugectr(path: Path, spec: TableSpec, batch_rows: int, with_vectors: boo
     for name in (HUGECTR_KEYS, HUGECTR_VECTORS):
         file = path / name
         if not file.is_file():
-            raise Malformed(f"expected files {HUGECTR_KEYS!r} and {HUGECTR_VECTORS!r} in this folder; {name!r} is missing")
+            raise Malformed(
+                f"expected files {HUGECTR_KEYS!r} and {HUGECTR_VECTORS!r} in this folder; {name!r} is missing"
+            )
         sizes[name] = file.stat().st_size
     rows, rest = divmod(sizes[HUGECTR_KEYS], 8)
     if rest:
         raise Malformed(f"{HUGECTR_KEYS}: expected a whole number of int64 keys, came {sizes[HUGECTR_KEYS]} bytes")
     expected = rows * spec.dim * 4
     if sizes[HUGECTR_VECTORS] != expected:
-        raise Malformed(f"{HUGECTR_VECTORS}: expected {expected} bytes ({rows} rows of {spec.dim} float32), came {sizes[HUGECTR_VECTORS]}")
-    keys = Tensor(HUGECTR_KEYS, np.dtype("<i8"), (rows,), lambda: open(path / HUGECTR_KEYS, "rb"))
-    vectors = Tensor(HUGECTR_VECTORS, np.dtype("<f4"), (rows, spec.dim), lambda: open(path / HUGECTR_VECTORS, "rb"))
+        raise Malformed(
+            f"{HUGECTR_VECTORS}: expected {expected} bytes ({rows} rows of {spec.dim} float32), came {sizes[HUGECTR_VECTORS]}"
+        )
+    keys = Tensor(HUGECTR_KEYS, np.dtype("<i8"), (rows,), partial(open, path / HUGECTR_KEYS, "rb"))
+    vectors = Tensor(HUGECTR_VECTORS, np.dtype("<f4"), (rows, spec.dim), partial(open, path / HUGECTR_VECTORS, "rb"))
     yield from _blocks(keys, vectors, spec, batch_rows, with_vectors)
 
 
@@ -130,7 +142,9 @@ def _safetensor(path: Path, begin: int, name: str, entry: Any) -> tuple[Tensor, 
     dtype = np.dtype(_SAFETENSORS_DTYPES[kind])
     expected = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != expected:
-        raise Malformed(f"tensor {name!r}: expected {expected} bytes for {kind} {shape}, came {offsets[1] - offsets[0]}")
+        raise Malformed(
+            f"tensor {name!r}: expected {expected} bytes for {kind} {shape}, came {offsets[1] - offsets[0]}"
+        )
 
     @contextlib.contextmanager
     def stream() -> Iterator[IO[bytes]]:
@@ -141,7 +155,7 @@ def _safetensor(path: Path, begin: int, name: str, entry: Any) -> tuple[Tensor, 
     return Tensor(name, dtype, tuple(shape), stream, kind == "BF16"), offsets[0], offsets[1]
 
 
-def _naturals(value: Any) -> bool:
+def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in value)
 
 
@@ -184,7 +198,9 @@ def _refuse_strings(spec: TableSpec) -> None:
         raise Malformed("a table with string keys needs .parquet or .arrow shards: tensors hold numbers only")
 
 
-def _blocks(keys: Tensor, vectors: Tensor, spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[tuple[Keys, Vectors | None, None]]:
+def _blocks(
+    keys: Tensor, vectors: Tensor, spec: TableSpec, batch_rows: int, with_vectors: bool
+) -> Iterator[tuple[Keys, Vectors | None, None]]:
     _check(keys, vectors, spec)
     rows = keys.shape[0]
     with contextlib.ExitStack() as stack:
@@ -205,7 +221,9 @@ def _check(keys: Tensor, vectors: Tensor, spec: TableSpec) -> None:
     if keys.dtype.kind not in "iu" or keys.is_bfloat16 or (keys.dtype.kind == "u") != (spec.key is KeyType.UINT64):
         raise Malformed(f"tensor {keys.name!r}: expected {spec.key}, as the table's keys are, came {keys.dtype_name}")
     if vectors.shape != (keys.shape[0], spec.dim):
-        raise Malformed(f"tensor {vectors.name!r}: expected shape {[keys.shape[0], spec.dim]} (keys, dim), came {list(vectors.shape)}")
+        raise Malformed(
+            f"tensor {vectors.name!r}: expected shape {[keys.shape[0], spec.dim]} (keys, dim), came {list(vectors.shape)}"
+        )
     if not vectors.is_bfloat16 and (vectors.dtype.kind != "f" or vectors.dtype.itemsize > 8):
         raise Malformed(f"tensor {vectors.name!r}: expected float16, float32 or float64, came {vectors.dtype_name}")
 

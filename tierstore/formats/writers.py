@@ -21,7 +21,7 @@ from tierstore.formats import files
 from tierstore.formats.columns import as_vectors, first_not_finite
 from tierstore.formats.delta_writer import DeltaWriter
 from tierstore.formats.keys import as_arrow_strings, as_codes, from_codes
-from tierstore.formats.manifest import MAX_DIM, Manifest
+from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import DENSE, KEYS_SUFFIX, SNAPSHOT_MANIFEST, WARMUP
 from tierstore.formats.shard_files import ArrowShard, HugeCtrShard, ShardFile, TensorShard
 from tierstore.types import Combiner, KeyType, StorageDtype, check_name
@@ -67,7 +67,9 @@ class SnapshotWriter:
         }
         Manifest.create(**self._head, tables=())
         if (self.directory / SNAPSHOT_MANIFEST).exists():
-            raise SnapshotError(f"{self.directory} holds a snapshot already: write to a directory of its own", file=SNAPSHOT_MANIFEST)
+            raise SnapshotError(
+                f"{self.directory} holds a snapshot already: write to a directory of its own", file=SNAPSHOT_MANIFEST
+            )
         files.make_dir(self.directory)
         self._tables: dict[str, TableWriter] = {}
         self._features: list[dict[str, Any]] = []
@@ -125,10 +127,11 @@ class SnapshotWriter:
     def warmup(self, table: str, keys: Any) -> None:
         """Keys to have in memory before the version serves, the most wanted first."""
         self._open()
-        key_type = KeyType(self._tables[table].key_type) if table in self._tables else None
-        if key_type is None:
+        if table not in self._tables:
             raise SnapshotError(f"warmup: {table!r} is not a table of this snapshot; begin it first")
+        key_type = self._tables[table].key_type
         path = f"{WARMUP}/{check_name('table', table)}{KEYS_SUFFIX}"
+        column: np.ndarray
         if key_type is KeyType.STRING:
             column = np.array([text.encode() for text in as_arrow_strings(keys).to_pylist()], dtype=np.bytes_)
         else:
@@ -156,7 +159,9 @@ class SnapshotWriter:
     def __enter__(self) -> SnapshotWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self._closed = True
             self._discard()
@@ -208,7 +213,9 @@ class TableWriter:
             column = from_codes(as_codes(keys, self.key_type), self.key_type)
         values = np.asarray(vectors)
         if values.shape != (len(column), self.dim) or values.dtype.kind not in "fiu":
-            raise SnapshotError(f"table {self.name!r}: expected vectors of shape [{len(column)}, {self.dim}] (keys, dim) of floats, came {list(values.shape)} of {values.dtype}")
+            raise SnapshotError(
+                f"table {self.name!r}: expected vectors of shape [{len(column)}, {self.dim}] (keys, dim) of floats, came {list(values.shape)} of {values.dtype}"
+            )
         for start in range(0, len(column), self._rows_per_batch):
             stop = start + self._rows_per_batch
             self._append(column[start:stop], self._narrowed(values[start:stop]))
@@ -226,10 +233,16 @@ class TableWriter:
 
     def _narrowed(self, values: np.ndarray) -> Any:
         with np.errstate(over="ignore"):
-            vectors = np.ascontiguousarray(as_vectors(values) if values.dtype.kind == "f" else values, self._value_dtype)
+            vectors = np.ascontiguousarray(
+                as_vectors(values) if values.dtype.kind == "f" else values, self._value_dtype
+            )
         row = first_not_finite(vectors)
         if row is not None:
-            raise SnapshotError(f"table {self.name!r}: the vector holds NaN or Inf, or overflows {self._value_dtype}", file=self._path(), row=self._shard_rows + row)
+            raise SnapshotError(
+                f"table {self.name!r}: the vector holds NaN or Inf, or overflows {self._value_dtype}",
+                file=self._path(),
+                row=self._shard_rows + row,
+            )
         return vectors
 
     def _append(self, column: Any, vectors: Any) -> None:
