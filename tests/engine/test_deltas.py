@@ -79,7 +79,7 @@ def test_a_bad_delta_changes_nothing(store, tmp_path, change, words):
     assert store.apply_delta(scenes.stamped(1, {"user": [1]})).applied
     with pytest.raises(DeltaError):
         store.apply_delta(b"not arrow")
-    with pytest.raises(DeltaError, match="missing.arrow"):
+    with pytest.raises(DeltaError, match=r"missing\.arrow"):
         store.apply_delta(tmp_path / "missing.arrow")
     with pytest.raises(DeltaError, match="other"):
         store.apply_delta(scenes.stamped(2, {"user": [1]}), model="other")

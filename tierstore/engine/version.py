@@ -24,7 +24,6 @@ from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
-from tierstore.kernels import codec
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable
 from tierstore.types import FeatureSpec, Keys, TableSpec
@@ -181,9 +180,8 @@ class Version:
                 and (host := like.tables[name].host)
             ):
                 sources.append(host.hot_keys(table.host.capacity_rows))
-            for path in (self.info.where.hot(name), self.info.where.warmup(name)):
-                if path.exists():
-                    sources.append(np.load(path, allow_pickle=False).astype(np.int64, copy=False))
+            saved = (self.info.where.hot(name), self.info.where.warmup(name))
+            sources += [np.load(path, allow_pickle=False).astype(np.int64, copy=False) for path in saved if path.exists()]
             if sources:
                 keys = np.concatenate(sources)
                 first = np.sort(np.unique(keys, return_index=True)[1])  # distinct, hottest first

@@ -124,10 +124,10 @@ class View:
         rows = np.empty((len(codes), table.spec.dim), np.float32)
         state, padding = self._resolve(spec, table, codes, rows)
         counts = None if padding is None else ~padding
-        pooled = answer if answer.dtype == np.float32 else np.empty(answer.shape, np.float32)
-        pool_bags(rows, starts, weight, counts, how, pooled)
-        if pooled is not answer:
-            answer[:] = pooled
+        if answer.dtype == np.float32:
+            pool_bags(rows, starts, weight, counts, how, answer)  # type: ignore[arg-type]
+        else:
+            answer[:] = pool_bags(rows, starts, weight, counts, how)
         return (answer, state != Tier.ABSENT) if return_found else answer
 
     def _combiner(self, feature: FeatureSpec, asked: str | None) -> Combiner:
@@ -162,7 +162,7 @@ def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:
     if wanted is None:
         raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")
     if out is None:
-        return np.empty(shape, wanted)  # type: ignore[return-value]
+        return np.empty(shape, wanted)
     if out.shape != shape or out.dtype != wanted or not out.flags.c_contiguous or not out.flags.writeable:
         raise InvalidInput(
             f"out: expected a writable C-contiguous {dtype} array of shape {shape}, came {out.dtype} of shape {out.shape}"
