@@ -54,10 +54,13 @@ WATERMARK = "watermark"
 _SCAN_BLOCK = 2048  # entries stepped over with the interpreter lock held
 _DIGEST_BLOCK = 65536
 _READAHEAD_BYTES = 1 << 20
-_L0_TRIGGER = 8
+_L0_TRIGGER = 4
+_L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
+_JOBS = 3
+_MERGE_POLL_S = 0.01
 _NEVER = 1 << 30
-_TARGET_FILE_BYTES = 128 << 20
-_LEVEL_BASE_BYTES = 512 << 20
+_TARGET_FILE_BYTES = 64 << 20
+_LEVEL_BASE_BYTES = 128 << 20
 _PROPERTIES = {
     "bytes": "total-sst-files-size",
     "entries_estimate": "estimate-num-keys",
@@ -125,6 +128,7 @@ class DiskTier:
         options.set_move_files(True)
         paths = [str(file.path if isinstance(file, SstFile) else file) for file in files]
         with self._entered() as db, driver_errors(f"ingesting {len(paths)} files into {self.path}"):
+            self._await_merges(db)
             db.ingest_external_file(paths, options)
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
@@ -226,6 +230,7 @@ class DiskTier:
             if self._closed:
                 return
             self._closed = True
+            self._gate.notify_all()  # an ingest that waits for merges gives up
             while self._inside:
                 self._gate.wait()
             # RocksDB iterators must not outlive the database: a step on one would crash the process
@@ -234,6 +239,16 @@ class DiskTier:
             self._cursors.clear()
         with driver_errors(f"closing {self.path}"):
             self._db.close()
+
+    def _await_merges(self, db: rocksdict.Rdict) -> None:
+        """Wait while too many files lie unmerged; each of them costs every look-up. Bounds their number."""
+        while int(db.property_value("rocksdb.num-files-at-level0") or 0) >= _L0_MAX:
+            if int(db.property_int_value("rocksdb.background-errors") or 0):
+                raise StorageError(f"{self.path}: RocksDB cannot merge files any more; see its LOG file there")
+            with self._gate:
+                if self._closed:
+                    raise Closed(f"{self.path}: the disk tier was closed")
+                self._gate.wait(_MERGE_POLL_S)
 
     @contextmanager
     def _entered(self) -> Iterator[rocksdict.Rdict]:
@@ -247,7 +262,7 @@ class DiskTier:
             with self._gate:
                 self._inside -= 1
                 if not self._inside:
-                    self._gate.notify_all()  # only `close` waits
+                    self._gate.notify_all()
 
     def _live_blocks(self, table_id: int, row_bytes: int, entries: int) -> Iterator[tuple[Keys, list[bytes], int]]:
         """Keys and rows that are not deleted, and how many deleted keys lay between them."""
@@ -332,7 +347,10 @@ def _options(block_cache_bytes: int) -> rocksdict.Options:
     options.set_hard_pending_compaction_bytes_limit(0)
     options.set_max_bytes_for_level_base(_LEVEL_BASE_BYTES)
     options.set_target_file_size_base(_TARGET_FILE_BYTES)
-    options.set_max_background_jobs(2)
+    options.set_max_background_jobs(_JOBS)
+    environment = rocksdict.Env()
+    environment.lower_thread_pool_cpu_priority()  # look-ups come first
+    options.set_env(environment)
     # small text files
     options.set_keep_log_file_num(2)
     options.set_max_log_file_size(4 << 20)
