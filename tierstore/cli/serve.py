@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,4 +90,5 @@ def serve(
     )
     from tierstore.service.server import serve as run_service
 
-    run_service(settings)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run_service(settings, announce=lambda url: typer.echo(f"tierstore serves {settings.data} at {url}"))

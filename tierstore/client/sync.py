@@ -28,6 +28,7 @@ from tierstore.types import DeltaResult, Progress, ProgressFn, Vectors
 
 SPLIT_KEYS = 1 << 16  # keys of one request; larger look-ups go out as several, side by side
 PARALLEL = 4  # requests of one large look-up under way at once
+SWITCH_TIMEOUT_S = 600.0  # a version is caught up and warmed before it serves, however long that takes
 POLL_S = (0.05, 1.0)  # how often a job is asked after: at first, and at most
 _ANSWERS = {"float32": {}, "float16": {"dtype": "FP16"}}
 
@@ -96,11 +97,14 @@ class Client:
         return sorted(self.status()["models"])
 
     def status(self, model: str | None = None) -> dict[str, Any]:
-        """`{"models": {name: …}}`, the document of the embedded store's `status`. NotFound for an unknown `model`."""
+        """`{"models": {name: …}, …}`, the document of the embedded store's `status`. NotFound for an unknown `model`.
+
+        Without `model` the store's own bounds stand beside the models, and under `service` those of the service.
+        """
         if model is not None:
             return {"models": {model: self._admin("GET", model)}}
         listed = self._transport.json("GET", "/admin/models")
-        return {"models": {document["model"]: document for document in listed["models"]}}
+        return {**listed, "models": {document["model"]: document for document in listed["models"]}}
 
     # --- versions and deltas
 
@@ -165,11 +169,12 @@ class Client:
 
     def activate(self, model: str, version: int, *, force: bool = False) -> None:
         """Serve a kept version. Conflict for a stale one, unless `force`."""
-        self._admin("POST", model, "/activate", {"version": version, **_forced(force)})
+        self._admin("POST", model, "/activate", {"version": version, **_forced(force)}, timeout=SWITCH_TIMEOUT_S)
 
     def rollback(self, model: str, *, force: bool = False) -> int:
         """Serve the version before the active one, and return it. Conflict if there is none, or it is stale and not `force`."""
-        return int(self._admin("POST", model, "/rollback", _forced(force))["active_version"])
+        answer = self._admin("POST", model, "/rollback", _forced(force), timeout=SWITCH_TIMEOUT_S)
+        return int(answer["active_version"])
 
     def drop(self, model: str, version: int) -> None:
         """Remove a version from disk. Conflict for the active one."""
