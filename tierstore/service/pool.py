@@ -7,6 +7,7 @@ may be used from any thread. Nothing here survives a crash.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -57,7 +58,9 @@ class WorkerPool:
             raise Closed("the service is shutting down")
         if self._pending >= self.threads + self.queue_limit:
             self.rejected += 1
-            raise Overloaded(f"{self.queue_limit} calls wait for the {self.name} threads already; try again in a second")
+            raise Overloaded(
+                f"{self.queue_limit} calls wait for the {self.name} threads already; try again in a second"
+            )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._pending += 1
@@ -82,10 +85,8 @@ class WorkerPool:
                     result = function(*args)
             except BaseException as caught:  # noqa: BLE001 - handed to whoever awaits the future
                 error = caught
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._finish, future, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                pass
             del item, future, function, args, result, error  # an idle thread must not keep a request's buffers alive
 
     def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -114,7 +115,9 @@ class ByteBudget:
         with self._lock:
             if self.used_bytes + nbytes > self.limit_bytes:
                 self.rejected += 1
-                raise Overloaded(f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try again in a second")
+                raise Overloaded(
+                    f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try again in a second"
+                )
             self.used_bytes += nbytes
 
     def give(self, nbytes: int) -> None:

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from tierstore.errors import (
     Closed,
     Conflict,
+    Forbidden,
     InvalidInput,
     Locked,
     MissingExtra,
@@ -35,6 +36,7 @@ class HttpError(TierstoreError):
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (InvalidInput, HTTPStatus.BAD_REQUEST),
     (NotFound, HTTPStatus.NOT_FOUND),
+    (Forbidden, HTTPStatus.FORBIDDEN),
     (Conflict, HTTPStatus.CONFLICT),
     (TooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (NotReady, HTTPStatus.BAD_REQUEST),
@@ -78,7 +80,17 @@ def log_failure(error: BaseException, what: str) -> None:
         logger.error("%s failed", what, exc_info=error)
 
 
-OUTCOMES = {200: "ok", 202: "ok", 204: "ok", 403: "refused", 404: "not_found", 409: "conflict", 413: "too_large", 429: "overloaded", 503: "overloaded"}
+OUTCOMES = {
+    200: "ok",
+    202: "ok",
+    204: "ok",
+    403: "refused",
+    404: "not_found",
+    409: "conflict",
+    413: "too_large",
+    429: "overloaded",
+    503: "overloaded",
+}
 
 
 def outcome_of(status: int) -> str:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from tierstore.errors import InvalidInput
 from tierstore.kernels.bytes_tensor import split_prefixed
 
-Elements = npt.NDArray[Any] | pa.Array
+Elements: TypeAlias = Any  # ndarray or pyarrow array; pyarrow has no types to check
 
 NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -37,6 +36,7 @@ NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
 BYTES = "BYTES"
 _JSON_KINDS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _MAX_RANK = 8
+_MAX_SIZE = (1 << 31) - 1  # of one dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ def check_datatype(name: str, datatype: object) -> str:
     """`datatype` if the protocol has it."""
     if isinstance(datatype, str) and (datatype in NUMPY_DTYPE or datatype == BYTES):
         return datatype
-    raise InvalidInput(f"input {shown(name)}: unknown datatype {shown(datatype)}; expected one of {', '.join(NUMPY_DTYPE)}, {BYTES}")
+    raise InvalidInput(
+        f"input {shown(name)}: unknown datatype {shown(datatype)}; expected one of {', '.join(NUMPY_DTYPE)}, {BYTES}"
+    )
 
 
 def check_shape(name: str, shape: object) -> tuple[int, ...]:
@@ -67,8 +69,10 @@ def check_shape(name: str, shape: object) -> tuple[int, ...]:
     if not isinstance(shape, (list, tuple)) or not shape or len(shape) > _MAX_RANK:
         raise InvalidInput(f"input {shown(name)}: expected a shape of 1 to {_MAX_RANK} sizes, came {shown(shape)}")
     for size in shape:
-        if type(size) is not int or size < 0:
-            raise InvalidInput(f"input {shown(name)}: a size must be an integer, 0 or more; the shape is {shown(shape)}")
+        if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+            raise InvalidInput(
+                f"input {shown(name)}: a size must be an integer from 0 to {_MAX_SIZE}; the shape is {shown(shape)}"
+            )
     return tuple(shape)
 
 
@@ -95,7 +99,9 @@ def elements_from_json(name: str, datatype: str, shape: tuple[int, ...], data: o
     flat, nested = _flatten(name, data, len(shape))
     count = math.prod(shape)
     if len(flat) != count or (len(nested) > 1 and nested != shape):
-        raise InvalidInput(f"input {shown(name)}: shape {shown(list(shape))} does not match data of {shown(list(nested))}")
+        raise InvalidInput(
+            f"input {shown(name)}: shape {shown(list(shape))} does not match data of {shown(list(nested))}"
+        )
     kinds = set(map(type, flat))
     dtype = NUMPY_DTYPE.get(datatype)
     allowed = {str} if dtype is None else _JSON_KINDS[dtype.kind]
@@ -131,7 +137,9 @@ def _flatten(name: str, data: list[Any], rank: int) -> tuple[list[Any], tuple[in
         if len(sizes) == rank:
             raise InvalidInput(f"input {shown(name)}: data is nested deeper than its shape's {rank} dimensions")
         if set(map(type, data)) != {list} or len(widths := set(map(len, data))) != 1:
-            raise InvalidInput(f"input {shown(name)}: data is nested unevenly; ragged bags go flat, with an input <feature>.offsets")
+            raise InvalidInput(
+                f"input {shown(name)}: data is nested unevenly; ragged bags go flat, with an input <feature>.offsets"
+            )
         data = list(chain.from_iterable(data))
         sizes.append(widths.pop())
     return data, tuple(sizes)

@@ -1,0 +1,74 @@
+"""The root application: `/v2` goes to the data plane, the rest to the admin application, all of it behind the guard.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+from tierstore.errors import TooLarge
+from tierstore.service.admin import make_app
+from tierstore.service.context import Service
+from tierstore.service.guard import Guard
+from tierstore.service.http import Receive, Scope, Send, error_response
+from tierstore.service.oip_http import OipHttp
+from tierstore.service.status import outcome_of
+
+ADMIN_BODY_BYTES = 1 << 20  # of any request but a delta
+_PROTOCOL = "admin"
+
+
+class _Root:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._oip = OipHttp(service)
+        self._admin = make_app(service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        if path.startswith("/v2/") or path == "/v2":
+            await self._oip(scope, receive, send)
+            return
+        began_s = time.perf_counter()
+        status = 500
+
+        async def note(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        left = ADMIN_BODY_BYTES
+
+        async def bounded() -> MutableMapping[str, Any]:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise TooLarge(f"the body has more than the {ADMIN_BODY_BYTES} bytes that are allowed")
+            return message
+
+        try:
+            if path.endswith("/deltas"):  # bounded by max_delta where it is read
+                await self._admin(scope, receive, note)
+            elif _declared(scope) > ADMIN_BODY_BYTES:
+                await error_response(
+                    TooLarge(f"the body has more than the {ADMIN_BODY_BYTES} bytes that are allowed")
+                ).send(note)
+            else:
+                await self._admin(scope, bounded, note)
+        finally:
+            self._service.request_times.add(_PROTOCOL, outcome_of(status), time.perf_counter() - began_s)
+
+
+def _declared(scope: Scope) -> int:
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(length) if length.isdigit() and len(length) < 19 else 0
+
+
+def make_root(service: Service) -> Guard:
+    """The whole service as one ASGI application."""
+    return Guard(_Root(service), service.settings)

@@ -1,0 +1,57 @@
+"""What the parts of the service share: the store, the settings, the bounds and the figures.
+
+Made before the event loop runs, used on it and on the pools; each member says who may use it. Nothing survives a
+crash but what the store keeps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from tierstore.config import Settings
+from tierstore.service.dataplane import DataPlane
+from tierstore.service.figures import Freshness, InferStats, RequestTimes
+from tierstore.service.jobs import Jobs
+from tierstore.service.pool import ByteBudget, WorkerPool
+
+if TYPE_CHECKING:
+    from tierstore.service.watch import Watcher
+
+CONTROL_THREADS = 4
+CONTROL_QUEUE = 64
+DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
+
+
+class Service:
+    """The members, constant after construction, except `ready`: cleared by the event loop when draining begins."""
+
+    def __init__(self, store: Any, settings: Settings) -> None:
+        self.store = store
+        self.settings = settings
+        self.started_s = time.time()
+        self.ready = True
+        self.dataplane = DataPlane(store, max_response=settings.max_response)
+        self.lookups = WorkerPool("lookup", threads=settings.lookup_threads, queue_limit=settings.lookup_queue)
+        self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
+        self.inflight = ByteBudget("look-ups", settings.max_inflight)
+        self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
+        self.request_times = RequestTimes()
+        self.infer_stats = InferStats()
+        self.freshness = Freshness()
+        self.jobs = Jobs(store)
+        self.watcher: Watcher | None = None
+        self._closing = threading.Lock()
+        store.observers.append(self.freshness)
+
+    def close(self) -> None:
+        """End the threads: what is queued is finished, a running load is cancelled. The store stays open."""
+        with self._closing:
+            if self.watcher is not None:
+                self.watcher.close()
+            self.jobs.close()
+            self.lookups.close()
+            self.control.close()
+            if self.freshness in self.store.observers:
+                self.store.observers.remove(self.freshness)

@@ -1,0 +1,162 @@
+"""Figures of the service that are counted at every request: histograms, and the protocol's statistics a model.
+
+Far cheaper than a metrics library's own: adding is a bisection and three additions. `Histogram` and `InferStats` have
+one writer each (the event loop, or an observer under its lock); readers may see an addition half done, which a
+scrape cannot tell from one that came a moment later.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from tierstore.engine.observer import Observer
+
+REQUEST_BOUNDS_S = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+FRESHNESS_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 86400.0)
+
+
+class Histogram:
+    """Counts by upper bound, sum and count."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound as text, cumulative count), the last `+Inf`: the exposition format's form."""
+        cumulative = 0
+        rows: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            cumulative += count
+            rows.append((bound, float(cumulative)))
+        return rows
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where one request's time went, in nanoseconds."""
+
+    queued_ns: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+
+@dataclass(slots=True)
+class ModelCounts:
+    """What the statistics extension reports of one version."""
+
+    success: int = 0
+    failed: int = 0
+    success_ns: int = 0
+    failed_ns: int = 0
+    last_inference_ms: int = 0
+    spent: Timings = field(default_factory=Timings)
+
+    def document(self) -> dict[str, object]:
+        """The `inference_stats` of the protocol. Every request is its own execution; nothing is cached as a whole."""
+
+        def entry(count: int, ns: int) -> dict[str, int]:
+            return {"count": count, "ns": ns}
+
+        done, spent = self.success, self.spent
+        return {
+            "success": entry(done, self.success_ns),
+            "fail": entry(self.failed, self.failed_ns),
+            "queue": entry(done, spent.queued_ns),
+            "compute_input": entry(done, spent.input_ns),
+            "compute_infer": entry(done, spent.infer_ns),
+            "compute_output": entry(done, spent.output_ns),
+            "cache_hit": entry(0, 0),
+            "cache_miss": entry(0, 0),
+        }
+
+
+class InferStats:
+    """Statistics of the versions that answered, the latest few a model. Event loop only."""
+
+    KEPT_VERSIONS = 8
+
+    def __init__(self) -> None:
+        self._counts: dict[str, dict[int, ModelCounts]] = {}
+
+    def succeeded(self, model: str, version: int, elapsed_ns: int, spent: Timings) -> None:
+        counts = self.of(model, version)
+        counts.success += 1
+        counts.success_ns += elapsed_ns
+        counts.last_inference_ms = time.time_ns() // 1_000_000
+        total = counts.spent
+        total.queued_ns += spent.queued_ns
+        total.input_ns += spent.input_ns
+        total.infer_ns += spent.infer_ns
+        total.output_ns += spent.output_ns
+
+    def failed(self, model: str, version: int, elapsed_ns: int) -> None:
+        counts = self.of(model, version)
+        counts.failed += 1
+        counts.failed_ns += elapsed_ns
+
+    def of(self, model: str, version: int) -> ModelCounts:
+        """Counts of a version that is known to exist; made at its first request."""
+        versions = self._counts.setdefault(model, {})
+        counts = versions.get(version)
+        if counts is None:
+            while len(versions) >= self.KEPT_VERSIONS:
+                del versions[next(iter(versions))]
+            counts = versions[version] = ModelCounts()
+        return counts
+
+
+class RequestTimes:
+    """`tierstore_request_seconds`: a histogram a protocol and outcome. Event loop only."""
+
+    def __init__(self) -> None:
+        self.histograms: dict[tuple[str, str], Histogram] = {}
+
+    def add(self, protocol: str, outcome: str, seconds: float) -> None:
+        histogram = self.histograms.get((protocol, outcome))
+        if histogram is None:
+            histogram = self.histograms[(protocol, outcome)] = Histogram(REQUEST_BOUNDS_S)
+        histogram.add(seconds)
+
+    @property
+    def requests(self) -> int:
+        """Requests answered, of whatever protocol and outcome."""
+        return sum(sum(histogram.counts) for histogram in list(self.histograms.values()))
+
+
+class Freshness(Observer):
+    """`tierstore_delta_freshness_seconds`: event time to visible, a histogram a model. One writer at a time a model."""
+
+    def __init__(self) -> None:
+        self.histograms: dict[str, Histogram] = {}
+
+    def delta_visible(self, model: str, seq: int, rows: int, freshness_s: float) -> None:
+        # the engine publishes a model's deltas one after the other; `setdefault` is atomic between models
+        self.histograms.setdefault(model, Histogram(FRESHNESS_BOUNDS_S)).add(freshness_s)

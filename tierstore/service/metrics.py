@@ -1,0 +1,172 @@
+"""`GET /metrics`: the store's status and the service's figures as Prometheus families.
+
+`Exposition.text` runs on a thread of the control pool; it reads counters that others write, without stopping them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tierstore.service.context import Service
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STATES = ("active", "kept", "stale", "loading")
+
+
+class Exposition:
+    """A registry of its own, so that a program which embeds the service keeps its metrics apart."""
+
+    def __init__(self, service: Service) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_StoreCollector(service))
+        self._registry.register(_ServiceCollector(service))
+        for kind in (ProcessCollector, PlatformCollector, GCCollector):
+            kind(registry=self._registry)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+class _StoreCollector(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> list[Metric]:
+        return []  # else the registry would collect once at registration
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._service.store.status()
+        yield from _tables(status["models"])
+        yield from _models(status["models"])
+        for what in ("host", "overlay"):
+            budget = status.get(f"{what}_budget")
+            if budget:
+                yield _gauge(f"tierstore_{what}_used_bytes", f"Bytes of the {what} budget in use.", budget["used"])
+                yield _gauge(
+                    f"tierstore_{what}_budget_bytes", f"The {what} budget of the whole store.", budget["total"]
+                )
+
+
+def _tables(models: dict[str, Any]) -> Iterator[Metric]:
+    keys = CounterMetricFamily(
+        "tierstore_lookup_keys", "Keys looked up, by the tier that answered.", labels=["model", "table", "tier"]
+    )
+    held = GaugeMetricFamily(
+        "tierstore_tier_bytes", "Bytes that a table holds in a tier.", labels=["model", "table", "tier"]
+    )
+    budget = GaugeMetricFamily(
+        "tierstore_tier_budget_bytes", "Bytes that a table may hold in a tier.", labels=["model", "table", "tier"]
+    )
+    rows = GaugeMetricFamily("tierstore_table_rows", "Rows of a table's snapshot.", labels=["model", "table"])
+    for model, document in models.items():
+        for table, entry in document["tables"].items():
+            rows.add_metric([model, table], entry["rows"])
+            for family, figures in (
+                (keys, entry["lookup_keys"]),
+                (held, entry["tier_bytes"]),
+                (budget, entry["tier_budget_bytes"]),
+            ):
+                for tier, value in figures.items():
+                    family.add_metric([model, table, tier], value)
+    yield from (keys, held, budget, rows)
+
+
+def _models(models: dict[str, Any]) -> Iterator[Metric]:
+    watermark = GaugeMetricFamily(
+        "tierstore_delta_watermark", "The seq up to which the active version holds every delta.", labels=["model"]
+    )
+    active = GaugeMetricFamily("tierstore_active_version", "The version that answers; 0 for none.", labels=["model"])
+    versions = GaugeMetricFamily("tierstore_versions", "Versions by state.", labels=["model", "state"])
+    overlay = GaugeMetricFamily(
+        "tierstore_overlay_bytes", "Bytes of deltas that are visible but not folded yet.", labels=["model"]
+    )
+    disk = GaugeMetricFamily(
+        "tierstore_disk_stat", "Figures of the active version's disk tier.", labels=["model", "stat"]
+    )
+    for model, document in models.items():
+        if document["watermark"] is not None:
+            watermark.add_metric([model], document["watermark"])
+        active.add_metric([model], document["active_version"] or 0)
+        states = [version["state"] for version in document["versions"]]
+        for state in _STATES:
+            versions.add_metric([model, state], states.count(state))
+        overlay.add_metric([model], document.get("overlay_bytes", 0))
+        for stat, value in document.get("disk", {}).items():
+            if isinstance(value, (int, float)):
+                disk.add_metric([model, stat], value)
+    yield from (watermark, active, versions, overlay, disk)
+
+
+class _ServiceCollector(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        times = HistogramMetricFamily(
+            "tierstore_request_seconds",
+            "Seconds from a request's first line to its answer.",
+            labels=["protocol", "outcome"],
+        )
+        for labels, histogram in list(service.request_times.histograms.items()):
+            times.add_metric(list(labels), histogram.buckets(), histogram.total)
+        fresh = HistogramMetricFamily(
+            "tierstore_delta_freshness_seconds",
+            "Seconds from a delta's newest training event to its being visible.",
+            labels=["model"],
+        )
+        for model, histogram in list(service.freshness.histograms.items()):
+            fresh.add_metric([model], histogram.buckets(), histogram.total)
+        yield from (times, fresh)
+        yield _gauge("tierstore_ready", "1 while the service is ready, 0 while it drains.", float(service.ready))
+        yield from self._bounds()
+        if service.watcher is not None:
+            yield CounterMetricFamily(
+                "tierstore_watch_applied", "Deltas taken from the watched directory.", value=service.watcher.applied
+            )
+            yield CounterMetricFamily(
+                "tierstore_watch_errors", "Failed tries to take one.", value=service.watcher.errors
+            )
+
+    def _bounds(self) -> Iterator[Metric]:
+        """How full every queue and buffer of the service is, and how much it may hold."""
+        service = self._service
+        for pool in (service.lookups, service.control):
+            yield _gauge(f"tierstore_{pool.name}_threads_busy", f"Threads of the {pool.name} pool at work.", pool.busy)
+            yield _gauge(f"tierstore_{pool.name}_threads", f"Threads of the {pool.name} pool.", pool.threads)
+            yield _gauge(
+                f"tierstore_{pool.name}_queue_depth", f"Calls that wait for a {pool.name} thread.", pool.waiting
+            )
+            yield _gauge(
+                f"tierstore_{pool.name}_queue_limit", f"Calls that may wait for a {pool.name} thread.", pool.queue_limit
+            )
+            yield CounterMetricFamily(
+                f"tierstore_{pool.name}_rejected",
+                f"Calls refused as the {pool.name} queue was full.",
+                value=pool.rejected,
+            )
+        for budget, name in ((service.inflight, "inflight"), (service.delta_bytes, "delta_inflight")):
+            yield _gauge(f"tierstore_{name}_bytes", f"Bytes of {budget.name} in progress.", budget.used_bytes)
+            yield _gauge(
+                f"tierstore_{name}_limit_bytes", f"Bytes of {budget.name} that may be in progress.", budget.limit_bytes
+            )
+            yield CounterMetricFamily(
+                f"tierstore_{name}_rejected",
+                f"Requests refused as that bound on {budget.name} was reached.",
+                value=budget.rejected,
+            )
+        yield _gauge("tierstore_jobs", "Loads that run or wait.", service.jobs.waiting)
+        yield _gauge("tierstore_jobs_limit", "Loads that may run or wait.", service.jobs.limit)

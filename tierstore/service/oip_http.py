@@ -1,0 +1,260 @@
+"""The Open Inference Protocol v2 over HTTP, as a raw ASGI application below `/v2`.
+
+Runs on one event loop, which only gathers bodies and sends answers: look-ups, from the parsing of their body to the
+encoding of their answer, run on the look-up pool, whatever may block for long on the control pool.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import orjson
+
+from tierstore.errors import InvalidInput, NotFound, TierstoreError
+from tierstore.service import oip_models
+from tierstore.service.context import Service
+from tierstore.service.figures import Timings
+from tierstore.service.http import (
+    Disconnected,
+    Headers,
+    Receive,
+    Response,
+    Scope,
+    Send,
+    compress,
+    decode_body,
+    error_response,
+    json_response,
+    read_body,
+    wanted_coding,
+)
+from tierstore.service.oip_codec import HEADER_LENGTH, AnswerBuffer, parse_request
+from tierstore.service.pool import Holding
+from tierstore.service.status import HttpError, log_failure, outcome_of
+from tierstore.service.tensors import shown
+
+PROTOCOL = "oip_http"
+_CONTROL_BODY_BYTES = 1 << 20
+_VERSION = re.compile(r"[0-9]{1,19}")
+_SHARED_MEMORY = {"systemsharedmemory": "system", "cudasharedmemory": "CUDA"}
+
+
+class OipHttp:
+    """The ASGI application. Event loop only."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began_ns = time.perf_counter_ns()
+        holding = Holding(self._service.inflight)
+        # of a header that comes twice the last counts; the guard has seen to Host and Origin
+        headers: Headers = dict(scope["headers"])
+        try:
+            try:
+                response = await self._answer(scope, headers, receive, holding)
+            except Disconnected:
+                return
+            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
+                log_failure(error, f"{scope['method']} {scope['path']}")
+                response = error_response(error)
+            await response.send(send)
+        finally:
+            holding.release()
+        seconds = (time.perf_counter_ns() - began_ns) / 1e9
+        self._service.request_times.add(PROTOCOL, outcome_of(response.status), seconds)
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, holding: Holding) -> Response:
+        method, parts = scope["method"], scope["path"].split("/")[2:]
+        if len(parts) >= 3 and parts[0] == "models" and parts[-1] == "infer":
+            _allow(method, "POST")
+            name, version = _model_path(parts[1:-1])
+            body = await read_body(receive, headers, self._service.settings.max_request, holding)
+            return await self._infer(name, version, body, headers, holding)
+        body = memoryview(b"")
+        if method == "POST":
+            body = await read_body(receive, headers, _CONTROL_BODY_BYTES, holding)
+        return await self._document(method, [part for part in parts if part], body, headers)
+
+    # --- look-ups
+
+    async def _infer(
+        self, name: str, version: int | None, body: memoryview, headers: Headers, holding: Holding
+    ) -> Response:
+        service = self._service
+        began_ns = time.perf_counter_ns()
+        try:
+            response, served, spent = await service.lookups.run(
+                self._infer_blocking, name, version, body, headers, holding, began_ns
+            )
+        except TierstoreError:
+            try:
+                active = service.dataplane.model(name).active_version
+            except TierstoreError:
+                active = None
+            if active is not None:
+                service.infer_stats.failed(name, active, time.perf_counter_ns() - began_ns)
+            raise
+        service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, spent)
+        return response
+
+    def _infer_blocking(
+        self, name: str, version: int | None, body: memoryview, headers: Headers, holding: Holding, began_ns: int
+    ) -> tuple[Response, int, Timings]:
+        """Body in, answer out, on a thread of the look-up pool."""
+        clock = time.perf_counter_ns
+        started_ns = clock()
+        if coding := headers.get(b"content-encoding"):
+            body = decode_body(body, coding.strip().lower(), self._service.settings.max_request)
+            holding.take(len(body))
+        request = parse_request(body, _header_length(headers))
+        parsed_ns = clock()
+        buffer = AnswerBuffer(request)
+        answer = self._service.dataplane.infer(
+            name, version, request.inputs, request.outputs, allocate=buffer.allocate, reserve=holding.take
+        )
+        answered_ns = clock()
+        header, tail = buffer.encode(name, answer)
+        response = Response(200, [header] if tail is None else [header, tail])
+        if tail is not None:
+            response.content_type = b"application/octet-stream"
+            response.headers.append((HEADER_LENGTH, b"%d" % len(header)))
+        if accept := headers.get(b"accept-encoding"):
+            wish = wanted_coding(accept)
+            if wish is not None:
+                response.chunks = [compress(response.chunks, wish)]
+                response.headers.append((b"content-encoding", wish))
+        spent = Timings(started_ns - began_ns, parsed_ns - started_ns, answered_ns - parsed_ns, clock() - answered_ns)
+        return response, answer.version, spent
+
+    # --- documents
+
+    async def _document(self, method: str, parts: list[str], body: memoryview, headers: Headers) -> Response:
+        match parts:
+            case []:
+                _allow(method, "GET")
+                return json_response(oip_models.server_metadata())
+            case ["health", ("live" | "ready") as kind]:
+                _allow(method, "GET")
+                return Response(200 if kind == "live" or self._service.ready else 400)
+            case ["models", "stats"]:
+                _allow(method, "GET")
+                return await self._statistics(None, None)
+            case ["models", _, "trace", "setting"] | ["trace", "setting"] | ["logging"]:
+                raise InvalidInput(f"the {'logging' if parts == ['logging'] else 'trace'} extension is not served")
+            case ["models", *rest]:
+                return await self._model(method, rest)
+            case ["repository", "index"]:
+                _allow(method, "POST")
+                only_ready = _json_object(body, headers).get("ready") is True
+                return json_response(
+                    await self._service.control.run(oip_models.repository_index, self._service.store, only_ready)
+                )
+            case ["repository", "models", name, ("load" | "unload") as verb]:
+                _allow(method, "POST")
+                return await self._repository(name, verb, _json_object(body, headers))
+            case [("systemsharedmemory" | "cudasharedmemory") as kind, *rest] if rest:
+                return _shared_memory(kind, rest[-1])
+        raise NotFound(f"no such path: /v2/{shown('/'.join(parts))[1:-1]}")
+
+    async def _model(self, method: str, rest: list[str]) -> Response:
+        verb = ""
+        if rest and rest[-1] in ("ready", "stats", "config") and len(rest) in (2, 4):
+            verb = rest.pop()
+        name, version = _model_path(rest)
+        _allow(method, "GET")
+        model = self._service.dataplane.model(name)
+        if verb == "ready":
+            return Response(200 if oip_models.is_ready(model, version) else 400)
+        if verb == "config":
+            return json_response(oip_models.model_config(model, version))
+        if verb == "stats":
+            return await self._statistics(name, version)
+        return json_response(oip_models.model_metadata(model, version))
+
+    async def _statistics(self, name: str | None, version: int | None) -> Response:
+        store = self._service.store
+        stats: list[dict[str, Any]] = []
+        for each in [name] if name is not None else store.models():
+            active = store.model(each).active_version
+            if version is not None and version != active:
+                with store.model(each).view(version):  # NotFound or NotReady, as for a look-up
+                    pass
+            if active is not None:
+                counts = self._service.infer_stats.of(each, active)
+                stats.append(
+                    {
+                        "name": each,
+                        "version": str(active),
+                        "last_inference": counts.last_inference_ms,
+                        "inference_count": counts.success,
+                        "execution_count": counts.success,
+                        "inference_stats": counts.document(),
+                        "batch_stats": [],
+                    }
+                )
+        return json_response({"model_stats": stats})
+
+    async def _repository(self, name: str, verb: str, request: dict[str, Any]) -> Response:
+        self._service.dataplane.model(name)
+        parameters = request.get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise InvalidInput(f"expected parameters as an object, came {shown(parameters)}")
+        for parameter in parameters:
+            if parameter == "config" or parameter.startswith("file:"):
+                raise InvalidInput(
+                    f"parameter {shown(parameter)}: a model's files and configuration come from its snapshot and cannot be overridden"
+                )
+        if verb == "load":
+            await self._service.control.run(oip_models.load, self._service.store, name)
+        else:
+            await self._service.control.run(self._service.store.deactivate, name)
+        return Response(200)
+
+
+def _shared_memory(kind: str, verb: str) -> Response:
+    if verb == "unregister":  # nothing is registered, so nothing is left to do; benchmarks ask for it unconditionally
+        return Response(200)
+    raise InvalidInput(f"{_SHARED_MEMORY[kind]} shared memory is not enabled on this server")
+
+
+def _allow(method: str, allowed: str) -> None:
+    if method != allowed and not (allowed == "GET" and method == "HEAD"):
+        raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")
+
+
+def _model_path(parts: list[str]) -> tuple[str, int | None]:
+    """(model, version) of `{model}` or `{model}/versions/{version}`."""
+    if len(parts) == 1:
+        return parts[0], None
+    if len(parts) != 3 or parts[1] != "versions":
+        raise NotFound(f"no such path: /v2/models/{shown('/'.join(parts))[1:-1]}")
+    if _VERSION.fullmatch(parts[2]) is None:
+        raise InvalidInput(f"a version is a number, came {shown(parts[2])}")
+    return parts[0], int(parts[2])
+
+
+def _header_length(headers: Headers) -> int | None:
+    value = headers.get(HEADER_LENGTH)
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 18:
+        raise InvalidInput(f"Inference-Header-Content-Length is {shown(value)}, expected a number of bytes")
+    return int(value)
+
+
+def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:
+    """A control request's body; an empty one counts as an empty object."""
+    if coding := headers.get(b"content-encoding"):
+        body = decode_body(body, coding.strip().lower(), _CONTROL_BODY_BYTES)
+    if not len(body):
+        return {}
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"the request is not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise InvalidInput("expected the request as a JSON object")
+    return document

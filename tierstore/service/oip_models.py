@@ -1,0 +1,125 @@
+"""Documents of the Open Inference Protocol about the server and its models: metadata, configuration, repository index.
+
+Functions of the store; they may take locks for a moment, and any thread may call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tierstore import __version__
+from tierstore.errors import NotReady
+from tierstore.service.dataplane import KEY_DATATYPES, View
+
+PLATFORM = "tierstore"
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
+_CONFIG_NAMES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor that a model takes or gives; -1 is any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+def inputs_of(view: View) -> Iterator[TensorInfo]:
+    """Keys of every feature; offsets and weights, both optional, where it has a combiner."""
+    for name, feature in view.features.items():
+        # any subset of the features makes a request
+        yield TensorInfo(name, KEY_DATATYPES[view.table_of(name).key][0], (-1,), optional=len(view.features) > 1)
+        if feature.combiner is not None:
+            yield TensorInfo(f"{name}.offsets", "INT64", (-1,), optional=True)
+            yield TensorInfo(f"{name}.weights", "FP32", (-1,), optional=True)
+
+
+def outputs_of(view: View) -> Iterator[TensorInfo]:
+    """A vector a key or bag, and whether each key was found."""
+    for name in view.features:
+        yield TensorInfo(name, "FP32", (-1, view.table_of(name).dim))
+        yield TensorInfo(f"{name}.found", "BOOL", (-1,))
+
+
+def server_metadata() -> dict[str, Any]:
+    return {"name": "tierstore", "version": __version__, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(model: Any, version: int | None) -> dict[str, Any]:
+    """Metadata of a model. NotReady where it has no active version, NotFound or NotReady for another `version`."""
+
+    def entry(tensor: TensorInfo) -> dict[str, Any]:
+        return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+
+    with model.view(version) as view:
+        document = {
+            "name": model.name,
+            "versions": [str(view.version)],
+            "platform": PLATFORM,
+            "inputs": [entry(tensor) for tensor in inputs_of(view)],
+            "outputs": [entry(tensor) for tensor in outputs_of(view)],
+        }
+        if view.has_dense:
+            document["parameters"] = {"dense": "kept, not served: the dense predictor is not available"}
+        return document
+
+
+def model_config(model: Any, version: int | None) -> dict[str, Any]:
+    """What Triton's clients read from a model's configuration; batching is the caller's own, hence size 0."""
+
+    def entry(tensor: TensorInfo) -> dict[str, Any]:
+        return {
+            "name": tensor.name,
+            "data_type": _CONFIG_NAMES.get(tensor.datatype, f"TYPE_{tensor.datatype}"),
+            "dims": tensor.shape,
+        }
+
+    with model.view(version) as view:
+        return {
+            "name": model.name,
+            "platform": PLATFORM,
+            "backend": PLATFORM,
+            "version_policy": {"specific": {"versions": [view.version]}},
+            "max_batch_size": 0,
+            "input": [{**entry(tensor), "optional": tensor.optional} for tensor in inputs_of(view)],
+            "output": [entry(tensor) for tensor in outputs_of(view)],
+        }
+
+
+def is_ready(model: Any, version: int | None) -> bool:
+    """Whether look-ups are answered, by `version` where it is given."""
+    try:
+        with model.view(version):
+            return True
+    except NotReady:
+        return False
+
+
+def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
+    """Every version of every model; a kept one is UNAVAILABLE until it is loaded, which activates it."""
+    entries = []
+    for name, model in store.status()["models"].items():
+        for version in model["versions"]:
+            ready = version["state"] == "active"
+            if ready or not only_ready:
+                entry = {"name": name, "version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
+                entries.append(entry if ready else {**entry, "reason": version["state"]})
+    return entries
+
+
+def load(store: Any, name: str) -> None:
+    """Make a model ready: nothing where it is, else activate the most recent kept version. NotReady without one."""
+    model = store.model(name)
+    if model.ready:
+        return
+    versions = store.status(name)["models"][name]["versions"]
+    kept = [version["version"] for version in versions if version["state"] == "kept"]
+    if not kept:
+        raise NotReady(
+            f"model {name!r} has no version that could be activated; load a snapshot (POST /admin/models/{name}/snapshots)"
+        )
+    store.activate(name, max(kept))

@@ -1,0 +1,229 @@
+"""The HTTP server: uvicorn on uvloop, run by us, with an orderly end.
+
+`serve` blocks the main thread until a stop signal; `ServerThread` runs the same in the background of a program. On
+SIGTERM or SIGINT the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes what it has
+begun, and closes the store. A second signal skips the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import uvicorn
+
+from tierstore.config import Settings
+from tierstore.engine.store import Store
+from tierstore.errors import ConfigError, MissingExtra, TierstoreError
+from tierstore.service.allocator import tune_allocator
+from tierstore.service.app import make_root
+from tierstore.service.connection import BoundedHttpProtocol
+from tierstore.service.context import Service
+from tierstore.service.guard import check_listen_address
+from tierstore.service.watch import Watcher
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+CONNECTIONS_BEYOND_THE_QUEUE = 1024  # idle ones, and those of the admin interface
+KEEP_ALIVE_S = 75
+FINISH_S = 30  # for what is in progress when the listener closes
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise for what this release cannot do, before anything is opened."""
+    if settings.workers > 1:
+        raise ConfigError(
+            f"workers = {settings.workers}: several worker processes are not available yet; use workers = 1 and lookup_threads"
+        )
+    if settings.grpc_port is not None:
+        raise MissingExtra(
+            "grpc_port: gRPC is not available in this release; use the HTTP port, which speaks the same protocol"
+        )
+    if settings.allow_client_shm:
+        raise ConfigError("allow_client_shm: the shared memory extension is not available yet")
+    check_listen_address(settings)
+    if settings.watch is not None and not settings.watch.is_dir():
+        raise ConfigError(f"watch: {settings.watch} is not a directory")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handling: the handlers here drain first, and end the process normally."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpService:
+    """A store served on one port. Made on any thread; `run` blocks; `stop` may be called from any thread."""
+
+    def __init__(self, store: Store, settings: Settings, listener: socket.socket) -> None:
+        self._settings = settings
+        self._socket = listener
+        self.host = settings.host
+        self.port: int = listener.getsockname()[1]
+        self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        self.service = Service(store, settings)
+        config = uvicorn.Config(
+            make_root(self.service),
+            http=BoundedHttpProtocol,
+            loop="uvloop",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            # A last resort, answered in plain text; the look-up queue sheds earlier, and in the protocol's words.
+            limit_concurrency=settings.lookup_queue + settings.lookup_threads + CONNECTIONS_BEYOND_THE_QUEUE,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=FINISH_S,
+        )
+        self._server = _Server(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining = False
+
+    def run(self, started: Callable[[], None], *, signals: bool) -> None:
+        """Serve until `stop` or, with `signals` (main thread only), a stop signal; `started` is called when it is up."""
+        try:
+            with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+                runner.run(self._serve(started, signals))
+        finally:
+            self._socket.close()
+            self.service.close()
+
+    def stop(self, drain_s: float | None = None) -> None:
+        """Begin to end: not ready now, closed after `drain_s` (default: the setting). A second call ends at once."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self._loop.call_soon_threadsafe(self._drain, self._settings.drain_s if drain_s is None else drain_s)
+
+    async def _serve(self, started: Callable[[], None], signals: bool) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+        if signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._drain, self._settings.drain_s)
+        if self._settings.watch is not None:
+            self.service.watcher = Watcher(self.service.store, self._settings.watch, max_delta=self._settings.max_delta)
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if not serving.done():
+            started()
+        await serving
+
+    def _drain(self, drain_s: float) -> None:
+        if self._draining:
+            drain_s = 0.0
+        self._draining = True
+        self.service.ready = False
+        if drain_s > 0:
+            logger.info("stopping: not ready from now on, closing in %.1f s", drain_s)
+            asyncio.get_running_loop().call_later(drain_s, self._exit)
+        else:
+            self._exit()
+
+    def _exit(self) -> None:
+        self._server.should_exit = True
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """A bound socket, not listening yet: until the service is up, connections are refused instead of left hanging."""
+    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        return listener
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {settings.host} port {settings.port}: {error}; choose another host or port"
+        ) from error
+
+
+def _say(url: str) -> None:
+    sys.stdout.write(f"tierstore serves at {url}\n")
+    sys.stdout.flush()
+
+
+def serve(settings: Settings, *, announce: Callable[[str], None] = _say) -> None:
+    """Open the store, serve it until a stop signal, close it. Blocks the main thread.
+
+    `announce` is called once with the URL, when requests are answered; by default it prints a line. Raises ConfigError and MissingExtra for what
+    cannot be served, Locked where another process has the data directory open.
+    """
+    check_settings(settings)
+    tune_allocator()
+    with _listen(settings) as listener, Store(settings) as store:
+        service = HttpService(store, settings, listener)
+        service.run(lambda: announce(service.url), signals=True)
+
+
+class ServerThread:
+    """The service in the background of this process, over a store that the caller keeps open: `with ServerThread(store) as server:`.
+
+    `url` and `port` are known once it is entered. Leaving it, or `close`, ends the service without draining.
+    """
+
+    def __init__(self, store: Store, settings: Settings | None = None) -> None:
+        settings = settings or store.settings
+        check_settings(settings)
+        self._http = HttpService(store, settings, _listen(settings))
+        self._up = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="tierstore-http", daemon=True)
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    @property
+    def port(self) -> int:
+        return self._http.port
+
+    @property
+    def service(self) -> Service:
+        """The running parts, for tests and dashboards in the same process."""
+        return self._http.service
+
+    def start(self) -> ServerThread:
+        """Return when requests are answered."""
+        self._thread.start()
+        self._up.wait()
+        if self._error is not None:
+            raise TierstoreError(f"the service did not start: {self._error}") from self._error
+        return self
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Begin to end; `close` waits for it."""
+        self._http.stop(drain_s)
+
+    def close(self) -> None:
+        """End the service and wait until it has."""
+        self._http.stop(0.0)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._http.run(self._up.set, signals=False)
+        except BaseException as error:  # noqa: BLE001 - raised where it is started
+            self._error = error
+        finally:
+            self._up.set()
+
+    def __enter__(self) -> ServerThread:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
