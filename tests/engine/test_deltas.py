@@ -119,8 +119,9 @@ def test_a_snapshot_beyond_the_log_restarts_it_and_makes_older_versions_stale(op
     store.apply_delta(scenes.stamped(1, {"item": [1]}))
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=100))
     with pytest.raises(SequenceGap) as gap:
-        store.apply_delta(scenes.stamped(2, {"item": [1]}))
+        store.apply_delta(scenes.stamped(102, {"item": [1]}))
     assert gap.value.expected_seq == 101
+    assert not store.apply_delta(scenes.stamped(2, {"item": [1]})).applied  # the snapshot holds it
     store.apply_delta(scenes.stamped(101, {"item": [3]}))
     states = {entry["version"]: entry["state"] for entry in store.status()["models"]["ctr"]["versions"]}
     assert states == {1: "stale", 2: "active"}

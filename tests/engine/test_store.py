@@ -78,7 +78,7 @@ def test_bags_pool_by_offsets_weights_and_padding(store, tmp_path):
     )
     with pytest.raises(InvalidInput, match="no combiner"):
         ctr.lookup_bags("item_id", [4, 5], [0])
-    with pytest.raises(InvalidInput, match="offsets"):
+    with pytest.raises(InvalidInput, match="first offset"):
         ctr.lookup_bags("clicked", [4, 5], [1])
 
 
