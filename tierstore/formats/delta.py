@@ -186,7 +186,7 @@ def _table_name(metadata: Any) -> str:
     raw = dict(metadata or {}).get(b"table")
     if raw is None:
         raise DeltaError("bad delta: a record batch does not name its table in its custom metadata `table`")
-    name = raw.decode(errors="replace")
+    name = str(raw.decode(errors="replace"))
     if name == DENSE_TABLE:
         return name
     try:
@@ -206,7 +206,7 @@ def _onnx(batch: pa.RecordBatch) -> bytes:
 
 def _shown(schema: pa.Schema) -> str:
     shown = ", ".join(f"{column.name!r} ({column.type})" for column in schema)
-    return shown[:200] or "no columns"
+    return str(shown[:200] or "no columns")
 
 
 @dataclass(slots=True)

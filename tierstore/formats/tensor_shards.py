@@ -97,8 +97,8 @@ def read_hugectr(
         raise Malformed(
             f"{HUGECTR_VECTORS}: expected {expected} bytes ({rows} rows of {spec.dim} float32), came {sizes[HUGECTR_VECTORS]}"
         )
-    keys = Tensor(HUGECTR_KEYS, np.dtype("<i8"), (rows,), partial(open, path / HUGECTR_KEYS, "rb"))
-    vectors = Tensor(HUGECTR_VECTORS, np.dtype("<f4"), (rows, spec.dim), partial(open, path / HUGECTR_VECTORS, "rb"))
+    keys = Tensor(HUGECTR_KEYS, np.dtype("<i8"), (rows,), partial(_stream_at, path / HUGECTR_KEYS, 0))
+    vectors = Tensor(HUGECTR_VECTORS, np.dtype("<f4"), (rows, spec.dim), partial(_stream_at, path / HUGECTR_VECTORS, 0))
     yield from _blocks(keys, vectors, spec, batch_rows, with_vectors)
 
 
@@ -146,13 +146,14 @@ def _safetensor(path: Path, begin: int, name: str, entry: Any) -> tuple[Tensor, 
             f"tensor {name!r}: expected {expected} bytes for {kind} {shape}, came {offsets[1] - offsets[0]}"
         )
 
-    @contextlib.contextmanager
-    def stream() -> Iterator[IO[bytes]]:
-        with open(path, "rb") as file:
-            file.seek(begin + offsets[0])
-            yield file
+    return Tensor(name, dtype, tuple(shape), partial(_stream_at, path, begin + offsets[0]), kind == "BF16"), offsets[0], offsets[1]
 
-    return Tensor(name, dtype, tuple(shape), stream, kind == "BF16"), offsets[0], offsets[1]
+
+@contextlib.contextmanager
+def _stream_at(path: Path, offset: int) -> Iterator[IO[bytes]]:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        yield file
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:

@@ -109,13 +109,17 @@ class SnapshotWriter:
         return table
 
     def feature(
-        self, name: str, *, table: str, combiner: str | Combiner | None = None, padding_key: int | str | None = None
+        self,
+        name: str,
+        *,
+        table: str,
+        combiner: str | Combiner | None = None,
+        padding_key: int | np.integer | str | None = None,
     ) -> None:
         """A named input of the model that reads `table`; several may read one table."""
         self._open()
-        if isinstance(padding_key, np.integer):
-            padding_key = int(padding_key)
-        self._features.append({"name": name, "table": table, "combiner": combiner, "padding_key": padding_key})
+        padding = int(padding_key) if isinstance(padding_key, np.integer) else padding_key
+        self._features.append({"name": name, "table": table, "combiner": combiner, "padding_key": padding})
 
     def dense(self, model: str | Path | bytes) -> None:
         """The dense part: an ONNX file, or its bytes."""
