@@ -107,6 +107,16 @@ class ClickLog:
             return np.zeros(0, np.int32)
         return self._takedowns[minute * self.size.taken_down : (minute + 1) * self.size.taken_down]
 
+    def users_by_activity(self) -> npt.NDArray[np.int32]:
+        """All users, the most active first."""
+        return self._user_order
+
+    def items_by_popularity(self) -> npt.NDArray[np.int32]:
+        """All items that will ever be shown after the day, roughly the most popular first; the new ones evenly between."""
+        new = np.arange(self.size.items, self.size.all_items, dtype=np.int32)
+        places = np.linspace(10, self.size.items, len(new)).astype(np.int64)
+        return np.insert(self._charts[1], places, new)
+
     def next_slot(self) -> Events:
         """The next slot's events. Clicks fill the histories that later slots show."""
         size, slot = self.size, self.slot
@@ -166,8 +176,8 @@ def item_keys(rows: npt.ArrayLike) -> Keys:
 def zipf_ranks(draw: np.random.Generator, n: int, size: int, exponent: float) -> npt.NDArray[np.int64]:
     """`n` ranks in 0..size, the probability of rank r falling as (r + 1) ** -exponent (by the inverse of its integral)."""
     power = 1.0 - exponent
-    ranks = ((draw.random(n) * ((size + 1.0) ** power - 1.0)) + 1.0) ** (1.0 / power)
-    return np.minimum(ranks.astype(np.int64) - 1, size - 1)
+    places = ((draw.random(n) * ((size + 1.0) ** power - 1.0)) + 1.0) ** (1.0 / power)
+    return np.clip(places, 1, size).astype(np.int64) - 1
 
 
 def _scramble(rows: npt.ArrayLike, salt: int) -> Keys:
@@ -175,7 +185,8 @@ def _scramble(rows: npt.ArrayLike, salt: int) -> Keys:
     x: npt.NDArray[np.uint64] = (np.asarray(rows).astype(np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))).view(np.int64)
+    keys: Keys = (x ^ (x >> np.uint64(31))).view(np.int64)
+    return keys
 
 
 def _population(
