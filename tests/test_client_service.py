@@ -1,0 +1,237 @@
+"""The client and a real service: the same answers and the same errors as the store itself gives."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tierstore
+from tierstore.client import Client, sync
+from tierstore.engine.store import Store
+from tierstore.errors import Conflict, InvalidInput, NotFound, NotReady, SequenceGap, SnapshotError
+from tierstore.service.server import ServerThread
+
+ITEMS, DIM = 2000, 8
+WORDS = ["", "a", "ä", "many words"]
+BIG = np.array([0, 2**63, 2**64 - 1], np.uint64)
+
+
+def write_snapshot(root: Path, version: int) -> Path:
+    where = root / f"ctr-{version}"
+    values = np.random.default_rng(version)
+    with tierstore.SnapshotWriter(where, model="ctr", version=version, delta_seq=5) as snapshot:
+        snapshot.table("item", dim=DIM, default="mean").write(
+            np.arange(ITEMS), values.normal(size=(ITEMS, DIM)).astype(np.float32)
+        )
+        snapshot.table("word", dim=3, key="string").write(WORDS, values.normal(size=(len(WORDS), 3)).astype(np.float32))
+        snapshot.table("big", dim=2, key="uint64").write(BIG, values.normal(size=(len(BIG), 2)).astype(np.float32))
+        snapshot.feature("item_id", table="item")
+        snapshot.feature("clicked", table="item", combiner="mean", padding_key=0)
+        snapshot.feature("query", table="word")
+        snapshot.feature("big_id", table="big")
+    return where
+
+
+def delta(seq: int, keys: list[int]) -> bytes:
+    stream = io.BytesIO()
+    with tierstore.DeltaWriter(stream, model="ctr", seq=seq, event_time=datetime.now(UTC)) as writer:
+        writer.upsert("item", np.array(keys), np.full((len(keys), DIM), seq, np.float32))
+    return stream.getvalue()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    settings: dict[str, Any] = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2, "fold_grace_s": 0.0}
+    with tierstore.open(tmp_path / "data", port=0, source_root=[tmp_path], **settings) as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(store: Store) -> Iterator[Client]:
+    with ServerThread(store) as server, Client(server.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def loaded(client: Client, store: Store, tmp_path: Path) -> Client:
+    store.load_snapshot(write_snapshot(tmp_path, 1))
+    return client
+
+
+def test_a_service_without_models_is_ready(client: Client) -> None:
+    assert client.ready()
+    assert client.models() == []
+    assert not client.model("ctr").ready
+
+
+def same(left: Any, right: Any) -> None:
+    np.testing.assert_array_equal(left, right)
+    assert left.dtype == right.dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("feature", "keys"),
+    [
+        ("item_id", [0, 5, ITEMS, 5, -1]),
+        ("item_id", []),
+        ("item_id", np.arange(ITEMS, dtype=np.int32)),
+        ("item_id", np.array([1, 2], np.uint64)),
+        ("query", [*WORDS, "absent"]),
+        ("query", np.array(WORDS)),
+        ("big_id", BIG),
+        ("big_id", BIG.tolist()),
+        ("big_id", [0, 7]),
+    ],
+)
+def test_rows_and_found_are_those_of_the_store(
+    loaded: Client, store: Store, feature: str, keys: Any, dtype: str
+) -> None:
+    ours, theirs = loaded.model("ctr"), store.model("ctr")
+    same(ours.lookup(feature, keys, dtype=dtype), theirs.lookup(feature, keys, dtype=dtype))
+    for left, right in zip(
+        ours.lookup(feature, keys, dtype=dtype, return_found=True),
+        theirs.lookup(feature, keys, dtype=dtype, return_found=True),
+        strict=True,
+    ):
+        same(left, right)
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 1.0, -1.0, 2.0]])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_bags_are_those_of_the_store(loaded: Client, store: Store, weights: list[float] | None, dtype: str) -> None:
+    arguments: Any = ("clicked", [1, 0, 3, 99999], [0, 2, 2, 3])
+    left = loaded.model("ctr").lookup_bags(*arguments, weights=weights, dtype=dtype, return_found=True)
+    right = store.model("ctr").lookup_bags(*arguments, weights=weights, dtype=dtype, return_found=True)
+    same(left[0], right[0])
+    same(left[1], right[1])
+    same(loaded.lookup_bags("ctr", *arguments, weights=weights, dtype=dtype), right[0])
+
+
+def test_rows_of_a_pooled_feature_are_not_pooled_by_lookup(loaded: Client, store: Store) -> None:
+    keys = [3, 0, 1]
+    same(loaded.lookup("ctr", "clicked", keys), store.model("ctr").lookup("clicked", keys))
+
+
+def test_many_features_come_in_one_answer(loaded: Client, store: Store) -> None:
+    keys = {"item_id": [1, 2, 3], "query": ["a", "b"], "big_id": BIG}
+    left = loaded.lookup_many("ctr", keys, return_found=True)
+    right = store.model("ctr").lookup_many(keys, return_found=True)
+    assert left.keys() == right.keys()
+    for feature in keys:
+        same(left[feature][0], right[feature][0])
+        same(left[feature][1], right[feature][1])
+
+
+def test_a_large_lookup_is_put_together_from_parts(
+    loaded: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "SPLIT_KEYS", 100)
+    keys = np.random.default_rng(0).integers(0, ITEMS + 50, 1234)
+    for left, right in zip(
+        loaded.lookup("ctr", "item_id", keys, return_found=True),
+        store.model("ctr").lookup("item_id", keys, return_found=True),
+        strict=True,
+    ):
+        same(left, right)
+    offsets = np.sort(np.append(0, np.random.default_rng(1).integers(0, 1234, 60)))
+    same(loaded.lookup_bags("ctr", "clicked", keys, offsets), store.model("ctr").lookup_bags("clicked", keys, offsets))
+
+
+def test_an_answer_may_be_written_to(loaded: Client) -> None:
+    rows = loaded.lookup("ctr", "item_id", [1, 2])
+    rows += 1
+    assert rows.flags.aligned
+    assert rows.flags.c_contiguous
+
+
+def test_metadata_names_features_as_the_protocol_does(loaded: Client) -> None:
+    datatypes = {entry["name"]: entry["datatype"] for entry in loaded.model("ctr").metadata()["inputs"]}
+    assert {name: datatypes[name] for name in ("item_id", "query", "big_id")} == {
+        "item_id": "INT64",
+        "query": "BYTES",
+        "big_id": "UINT64",
+    }
+
+
+def test_versions_over_the_network(client: Client, store: Store, tmp_path: Path) -> None:
+    seen = []
+    assert client.load_snapshot(write_snapshot(tmp_path, 1), progress=seen.append) == 1
+    assert seen
+    assert client.load_snapshot(write_snapshot(tmp_path, 2), activate=False) == 2
+    assert client.model("ctr").ready
+    assert store.model("ctr").active_version == 1
+    client.activate("ctr", 2)
+    assert store.model("ctr").active_version == 2
+    assert client.rollback("ctr") == 1
+    client.drop("ctr", 2)
+    ours, theirs = client.status("ctr")["models"]["ctr"], store.status()["models"]["ctr"]
+    assert (ours["active_version"], ours["versions"], ours["tables"].keys()) == (
+        1,
+        theirs["versions"],
+        theirs["tables"].keys(),
+    )
+    assert client.status()["models"].keys() == {"ctr"}
+    assert client.status().keys() >= store.status().keys()
+
+
+def test_deltas_over_the_network(loaded: Client, tmp_path: Path) -> None:
+    first = loaded.apply_delta(delta(6, [1]))
+    assert (first.model, first.seq, first.applied) == ("ctr", 6, True)
+    assert loaded.lookup("ctr", "item_id", [1]).tolist() == [[6.0] * DIM]
+    (tmp_path / "7.arrow").write_bytes(delta(7, [2]))
+    assert loaded.apply_delta(tmp_path / "7.arrow").applied
+    assert not loaded.apply_delta(str(tmp_path / "7.arrow"), model="ctr").applied
+    with pytest.raises(SequenceGap, match="8") as gap:
+        loaded.apply_delta(delta(9, [1]))
+    assert gap.value.expected_seq == 8
+    with pytest.raises(Conflict, match="other content"):
+        loaded.apply_delta(delta(7, [3]))
+    with pytest.raises(InvalidInput):
+        loaded.apply_delta(b"nothing of the kind")
+    with pytest.raises(InvalidInput):
+        loaded.apply_delta(delta(8, [1])[:-20])
+    with pytest.raises(InvalidInput):
+        loaded.apply_delta(delta(8, [1]), model="other")
+
+
+def test_refusals_are_those_of_the_store(loaded: Client, tmp_path: Path) -> None:
+    ctr = loaded.model("ctr")
+    with pytest.raises(NotFound, match="nobody"):
+        loaded.lookup("nobody", "item_id", [1])
+    with pytest.raises(InvalidInput, match="nothing"):
+        ctr.lookup("nothing", [1])
+    with pytest.raises(InvalidInput, match="BYTES"):
+        ctr.lookup("query", [1])
+    with pytest.raises(InvalidInput, match="float64"):
+        ctr.lookup("item_id", [1], dtype="float64")
+    with pytest.raises(InvalidInput, match="combiner"):
+        ctr.lookup_bags("item_id", [1], [0])
+    with pytest.raises(InvalidInput):
+        ctr.lookup("big_id", [-1])
+    with pytest.raises(NotFound, match="version 9"):
+        loaded.activate("ctr", 9)
+    with pytest.raises(Conflict, match="active"):
+        loaded.drop("ctr", 1)
+    with pytest.raises(Conflict):
+        loaded.rollback("ctr")
+    with pytest.raises(NotFound):
+        loaded.status("nobody")
+    with pytest.raises(InvalidInput, match="source"):
+        loaded.load_snapshot("/nowhere", model="ctr")
+    with pytest.raises(SnapshotError):
+        loaded.load_snapshot(write_snapshot(tmp_path, 3), model="other")
+    with pytest.raises(InvalidInput, match="model="):
+        loaded.load_snapshot(tmp_path / "nothing")
+
+
+def test_a_model_that_is_put_to_sleep_is_not_ready(loaded: Client, store: Store) -> None:
+    store.deactivate("ctr")
+    with pytest.raises(NotReady, match="no active version"):
+        loaded.lookup("ctr", "item_id", [1])
