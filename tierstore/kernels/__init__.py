@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 
 
-def _share_one_mtime() -> None:
-    sources = list(Path(__file__).parent.glob("*.py"))
+def share_one_mtime(folder: Path) -> None:
+    """Bring every source in `folder` to the modification time of the newest."""
+    sources = list(folder.glob("*.py"))
     newest_ns = max(source.stat().st_mtime_ns for source in sources)
     for source in sources:
         if source.stat().st_mtime_ns != newest_ns:
@@ -21,4 +22,4 @@ def _share_one_mtime() -> None:
                 os.utime(source, ns=(newest_ns, newest_ns))
 
 
-_share_one_mtime()
+share_one_mtime(Path(__file__).parent)
