@@ -177,7 +177,8 @@ def zipf_ranks(draw: np.random.Generator, n: int, size: int, exponent: float) ->
     """`n` ranks in 0..size, the probability of rank r falling as (r + 1) ** -exponent (by the inverse of its integral)."""
     power = 1.0 - exponent
     places = ((draw.random(n) * ((size + 1.0) ** power - 1.0)) + 1.0) ** (1.0 / power)
-    return np.clip(places, 1, size).astype(np.int64) - 1
+    ranks: npt.NDArray[np.int64] = np.clip(places, 1, size).astype(np.int64) - 1
+    return ranks
 
 
 def _scramble(rows: npt.ArrayLike, salt: int) -> Keys:
