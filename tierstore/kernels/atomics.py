@@ -103,10 +103,10 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """Bit i of the answer says whether `array[index + i] == value`, for i in 0..31 of a uint8 array, in one compare."""
+    """Bit i of the answer says whether `array[index + i] == value`, for i in 0..31, in a vector compare or two."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = ir.VectorType(_I8, 32)
+        vector = ir.VectorType(args[2].type, 32)
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
         loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
         loaded.align = 1
@@ -116,7 +116,7 @@ def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
         )
         return builder.bitcast(builder.icmp_unsigned("==", loaded, wanted), _I32)
 
-    return types.uint32(array, types.intp, types.uint8), codegen
+    return types.uint32(array, types.intp, array.dtype), codegen
 
 
 @intrinsic
@@ -125,6 +125,16 @@ def trailing_zeros(typingctx: Any, word: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.zext(builder.cttz(args[0], ir.Constant(ir.IntType(1), 0)), _I64)
+
+    return types.int64(types.uint32), codegen
+
+
+@intrinsic
+def last_one(typingctx: Any, word: Any) -> Any:
+    """The place of the highest bit that is set in a uint32 (-1 for 0)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sub(_I64(31), builder.zext(builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0)), _I64))
 
     return types.int64(types.uint32), codegen
 

@@ -4,17 +4,14 @@ Free functions of the arrays in `Areas`, which are views of one mapping. Any num
 `lookup` at any time, without a lock and without the GIL; the functions that write (`setwrite`) are
 run by one thread at a time. Memory only: nothing survives the process.
 
-**A set** has 32 ways. Its head is one cache line: version, policy state, a heat counter and a one-byte
-tag a way. Keys and rows lie apart, so that a look-up reads the head, then as a rule one line of keys
+**A set** has 32 ways. Its head is one cache line: version, hands, a heat counter and a one-byte tag a way. Keys and rows lie apart, so that a look-up reads the head, then as a rule one line of keys
 and the row. All-zero memory is an empty set (tag 0 = empty way), so fresh pages need no writing.
 
     head, 64 bytes      0  uint32 version, odd while the set is written
-                        4  uint8 hand of the probation ways   5  uint8 hand of the main ways
-                        6  uint16 evictions since the set's counters were last aged
-                        8  8 bytes, unused
-                       16  32 x 4 bits heat
+                        4  uint8 hand of probation   5  uint8 hand of main   6  uint8 hand of the ghosts
+                        8  32 x 2 bits heat         16  unused
                        32  32 x uint8 tag
-    sketch, 64 bytes    heat of keys that are not resident (`heat.py`)
+    ghosts, 64 bytes    28 x uint16 fingerprints of keys put out lately (`heat.py`)
     absent, 64 bytes    0  uint32 version   4  uint8 which of the 7 are taken   5  uint8 which were asked for lately
                         6  uint8 hand       8  7 x int64 keys known not to exist
 
@@ -44,7 +41,7 @@ from numba import types
 
 from tierstore.kernels.atomics import copy_bytes, fence_acquire, load_acquire, load_relaxed, match32, prefetch, trailing_zeros
 from tierstore.kernels.codec import decode_row
-from tierstore.kernels.heat import bump_heat, sketch_bump
+from tierstore.kernels.heat import bump_heat
 from tierstore.types import Tier
 
 WAYS = 32
@@ -53,7 +50,7 @@ ABSENT_BYTES = 64
 ABSENT_WAYS = 7
 CONTROL_BYTES = 64
 
-HEAT_AT, TAGS_AT = 16, 32  # byte offsets in a head
+HEAT_AT, TAGS_AT = 8, 32  # byte offsets in a head
 GEOMETRY, EPOCH = 0, 1  # words of the control line
 
 _AHEAD = 16  # keys between the stages of a look-up
@@ -73,8 +70,7 @@ class Areas(NamedTuple):
     heads: npt.NDArray[np.uint8]
     heads32: npt.NDArray[np.uint32]  # the same bytes
     keys: npt.NDArray[np.int64]
-    sketch: npt.NDArray[np.uint8]
-    sketch64: npt.NDArray[np.uint64]  # the same bytes
+    ghosts: npt.NDArray[np.uint16]
     absent: npt.NDArray[np.uint8]
     absent32: npt.NDArray[np.uint32]  # the same bytes
     absent_keys: npt.NDArray[np.int64]  # the same bytes
@@ -90,8 +86,8 @@ def _array(element: types.Type, *, readonly: bool = False) -> types.Array:
 _BYTES = _array(types.uint8)
 AREAS = types.NamedTuple(
     (
-        _array(types.int64), _BYTES, _array(types.uint32), _array(types.int64), _BYTES, _array(types.uint64),
-        _BYTES, _array(types.uint32), _array(types.int64), types.int64, types.int64, types.int64,
+        _array(types.int64), _BYTES, _array(types.uint32), _array(types.int64), _array(types.uint16), _BYTES,
+        _array(types.uint32), _array(types.int64), types.int64, types.int64, types.int64,
     ),
     Areas,
 )  # fmt: skip
@@ -110,7 +106,7 @@ def mix(key):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def tag_of(hashed):  # type: ignore[no-untyped-def]
-    """1..255, from bits that choose neither region nor set nor sketch counter."""
+    """1..255, from bits that choose neither region nor set nor fingerprint."""
     tag = nb.uint8(hashed >> nb.uint64(8))
     return tag if tag != 0 else nb.uint8(255)
 
@@ -162,9 +158,9 @@ def lookup(areas, keys, state, code, out_code, out, dim, default):  # type: igno
     """
     n = keys.size
     control, heads, heads32, all_keys = areas.control, areas.heads, areas.heads32, areas.keys
-    sketch, absent, absent32, absent_keys = areas.sketch, areas.absent, areas.absent32, areas.absent_keys
+    absent, absent32, absent_keys = areas.absent, areas.absent32, areas.absent_keys
     rows, row_bytes, sets_per_region = areas.rows, areas.row_bytes, areas.sets_per_region
-    heads_at, keys_at, absent_at, sketch_at = heads.ctypes.data, all_keys.ctypes.data, absent.ctypes.data, sketch.ctypes.data
+    heads_at, keys_at, absent_at = heads.ctypes.data, all_keys.ctypes.data, absent.ctypes.data
     out_bytes = dim * (4 >> out_code)
     epoch = load_acquire(control, EPOCH)
     geometry = load_acquire(control, GEOMETRY)
@@ -188,7 +184,6 @@ def lookup(areas, keys, state, code, out_code, out, dim, default):  # type: igno
                     prefetch(rows + slot * row_bytes + line)
             else:
                 prefetch(absent_at + s * ABSENT_BYTES)
-                prefetch(sketch_at + s * HEAD_BYTES)
         i = step - 2 * _AHEAD
         if i < 0 or state[i] != _PENDING:
             continue
@@ -229,6 +224,4 @@ def lookup(areas, keys, state, code, out_code, out, dim, default):  # type: igno
                     asked = absent[s * ABSENT_BYTES + 5]
                     if not (asked >> place) & 1:
                         absent[s * ABSENT_BYTES + 5] = asked | (1 << place)
-                else:
-                    sketch_bump(sketch, s * HEAD_BYTES, hashed)
                 break

@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels.atomics import fence_acquire, load_acquire, load_relaxed, match32, store_release, trailing_zeros
-from tierstore.kernels.heat import SKETCH_BYTES, get_heat, merge_counters
+from tierstore.kernels.heat import GHOST_BYTES, get_heat
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENT_WAYS,
@@ -30,15 +30,15 @@ from tierstore.kernels.setwrite import (
     EVICTED,
     ROWS,
     close_set,
-    coldest,
     erase,
     forget_absent,
     mark_absent,
     open_set,
     put,
+    rank_of,
 )
 
-_HEATS = 16
+RANKS = 8  # degrees of `rank_of`
 _POSITIONS = types.Array(types.int64, 1, "C")
 
 
@@ -49,7 +49,6 @@ def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     half = (areas.sets_per_region << depth) >> 1
     for low in range(begin, end):
         high = low + half
-        merge_counters(areas.sketch, low * SKETCH_BYTES, high * SKETCH_BYTES, 2 * SKETCH_BYTES)
         for way in range(WAYS):
             tag = areas.heads[high * HEAD_BYTES + TAGS_AT + way]
             if tag == 0:
@@ -61,8 +60,11 @@ def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
             else:
                 counters[ROWS] -= 1
                 counters[EVICTED] += 1
-                target, least = coldest(areas, low)
-                if heat <= least:
+                target = 0
+                for other in range(1, WAYS):
+                    if rank_of(areas, low, other) < rank_of(areas, low, target):
+                        target = other
+                if rank_of(areas, high, way) <= rank_of(areas, low, target):
                     continue
             put(areas, low, target, tag, areas.keys[high * WAYS + way], heat, areas.rows + (high * WAYS + way) * areas.row_bytes)
         taken = nb.int64(areas.absent[high * ABSENT_BYTES + 4])
@@ -86,7 +88,8 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     half = (areas.sets_per_region << depth) >> 1
     for low in range(begin, end):
         high = low + half
-        merge_counters(areas.sketch, high * SKETCH_BYTES, low * SKETCH_BYTES, 2 * SKETCH_BYTES)
+        for i in range(GHOST_BYTES // 2):
+            areas.ghosts[high * (GHOST_BYTES // 2) + i] = areas.ghosts[low * (GHOST_BYTES // 2) + i]
         for way in range(WAYS):
             tag, key = areas.heads[low * HEAD_BYTES + TAGS_AT + way], areas.keys[low * WAYS + way]
             if tag != 0 and set_of(mix(key), depth, areas.sets_per_region) == high:
@@ -103,35 +106,35 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(types.void(AREAS, types.int64, _POSITIONS), nogil=True, cache=True)
-def count_heats(areas, sets, counts):  # type: ignore[no-untyped-def]
-    """Add to counts[heat], int64[16], the resident rows of each heat in the first `sets` sets."""
+def count_ranks(areas, sets, counts):  # type: ignore[no-untyped-def]
+    """Add to counts[rank], int64[8], the resident rows of each rank in the first `sets` sets."""
     for s in range(sets):
         for way in range(WAYS):
             if areas.heads[s * HEAD_BYTES + TAGS_AT + way] != 0:
-                counts[get_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way)] += 1
+                counts[rank_of(areas, s, way)] += 1
 
 
 @nb.njit(types.void(AREAS, types.int64, _POSITIONS, _POSITIONS, _POSITIONS), nogil=True, cache=True)
 def list_keys(areas, sets, out, begin, end):  # type: ignore[no-untyped-def]
-    """Put resident keys of heat h into out[begin[h]:end[h]] while there is room; `begin` comes back advanced.
+    """Put resident keys of rank r into out[begin[r]:end[r]] while there is room; `begin` comes back advanced.
 
     Sets that a writer is in are passed over.
     """
-    heats = np.empty(WAYS, np.int64)
+    ranks = np.empty(WAYS, np.int64)
     found = np.empty(WAYS, np.int64)
     for s in range(sets):
         version = load_acquire(areas.heads32, s * 16)
         n = 0
         for way in range(WAYS):
             if areas.heads[s * HEAD_BYTES + TAGS_AT + way] != 0:
-                heats[n] = get_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way)
+                ranks[n] = rank_of(areas, s, way)
                 found[n] = areas.keys[s * WAYS + way]
                 n += 1
         fence_acquire()
         if version & 1 or load_relaxed(areas.heads32, s * 16) != version:
             continue
         for i in range(n):
-            at = begin[heats[i]]
-            if at < end[heats[i]]:
+            at = begin[ranks[i]]
+            if at < end[ranks[i]]:
                 out[at] = found[i]
-                begin[heats[i]] = at + 1
+                begin[ranks[i]] = at + 1

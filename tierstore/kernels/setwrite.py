@@ -2,17 +2,16 @@
 
 One thread at a time runs these, on one table; readers go on meanwhile. Whatever a reader could take for
 an answer (tag, key, row, absent key) is written between `open_set` and `close_set` of its set. Heat, hands
-and the sketch are advice, and written without.
+and ghosts are advice, and written without.
 """
 
 from __future__ import annotations
 
 import numba as nb
-import numpy as np
 from numba import types
 
-from tierstore.kernels.atomics import copy_bytes, fence_release, match32, prefetch, store_relaxed, store_release, trailing_zeros
-from tierstore.kernels.heat import MAX_HEAT, SKETCH_BYTES, get_heat, halve, set_heat, sketch_count, sketch_raise
+from tierstore.kernels.atomics import copy_bytes, fence_release, last_one, match32, prefetch, store_relaxed, store_release, trailing_zeros
+from tierstore.kernels.heat import GHOST_BYTES, MOVE_AT, PROBATION, add_ghost, get_heat, next_victim, set_heat, take_ghost
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENT_WAYS,
@@ -31,7 +30,7 @@ from tierstore.kernels.setcache import (
     tag_of,
 )
 
-ROWS, ABSENT_KEYS, ADMITTED, REJECTED, EVICTED = range(5)  # of the counters, int64[5]
+ROWS, ABSENT_KEYS, ADMITTED, EVICTED = range(4)  # of the counters, int64[4]
 
 _AHEAD = 8  # keys asked for ahead
 COUNTERS = types.Array(types.int64, 1, "C")
@@ -105,64 +104,68 @@ def erase(areas, s, way):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def coldest(areas, s):  # type: ignore[no-untyped-def]
-    base = s * HEAD_BYTES
-    hand = nb.int64(areas.heads[base + 5])
-    best, best_heat = 0, 99
-    for i in range(WAYS):
-        way = (hand + i) % WAYS
-        heat = get_heat(areas.heads, base + HEAT_AT, way)
-        if heat < best_heat:
-            best, best_heat = way, heat
-    areas.heads[base + 5] = (best + 1) % WAYS
-    return best, best_heat
+def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
+    """0..7: how much a row is worth keeping, by hits, then by queue."""
+    return get_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way) * 2 + (1 if way >= PROBATION else 0)
+
+
+@nb.njit(inline="always")
+def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
+    """Put a row out of the full set `s`, by the rules of `heat`. Returns the way that a new key is to take.
+
+    The row there may be one that still stands elsewhere in the set: `put` the new one at once.
+    """
+    heads, base = areas.heads, s * HEAD_BYTES
+    known = take_ghost(areas.ghosts, s, hashed)
+    way = nb.int64(heads[base + 4]) % PROBATION
+    victim, moves = way, False
+    if known or get_heat(heads, base + HEAT_AT, way) >= MOVE_AT:
+        victim = next_victim(heads, base + HEAT_AT, nb.int64(heads[base + 5]), WAYS)
+        heads[base + 5] = victim + 1 if victim + 1 < WAYS else PROBATION
+        moves = not known
+    heads[base + 6] = add_ghost(areas.ghosts, s, nb.int64(heads[base + 6]), mix(areas.keys[s * WAYS + victim]))
+    if known:
+        return victim
+    heads[base + 4] = (way + 1) % PROBATION
+    if moves:
+        at = areas.rows + (s * WAYS + way) * areas.row_bytes
+        put(areas, s, victim, heads[base + TAGS_AT + way], areas.keys[s * WAYS + way], get_heat(heads, base + HEAT_AT, way), at)
+    return way
 
 
 @nb.njit(types.int64(AREAS, KEYS, types.int64, types.boolean, COUNTERS), nogil=True, cache=True)
-def insert(areas, keys, rows, gated, counters):  # type: ignore[no-untyped-def]
+def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
     """Let in distinct keys with the rows at address `rows`. Returns how many were let in.
 
-    A key that is resident keeps its row: both were read under views that are current. Without `gated` only free ways
-    are filled and nobody is put out.
+    A key that is resident keeps its row: both were read under views that are current. Without `evict`
+    only free ways are filled, main's first, because such keys come hottest first.
     """
     geometry = areas.control[GEOMETRY]
-    heads, sketch = areas.heads, areas.sketch
+    heads = areas.heads
     admitted = 0
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
             ahead = set_of(mix(keys[i + _AHEAD]), geometry, areas.sets_per_region)
             prefetch(heads.ctypes.data + ahead * HEAD_BYTES)
-            prefetch(sketch.ctypes.data + ahead * SKETCH_BYTES)
+            prefetch(areas.ghosts.ctypes.data + ahead * GHOST_BYTES)
+            prefetch(areas.absent.ctypes.data + ahead * ABSENT_BYTES)
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
         tag = tag_of(hashed)
         if find_way(heads, areas.keys, s, tag, key) >= 0:
             continue
-        heat = sketch_count(sketch, s * SKETCH_BYTES, hashed)
         free = match32(heads, s * HEAD_BYTES + TAGS_AT, nb.uint8(0))
         if free != 0:
-            way = trailing_zeros(free)
+            way = trailing_zeros(free) if evict else last_one(free)
             counters[ROWS] += 1
-        elif not gated:
-            continue
-        else:
-            way, least = coldest(areas, s)
-            age = heads[s * HEAD_BYTES + 6] + 1
-            heads[s * HEAD_BYTES + 6] = age
-            if age & 255 == 0:
-                halve(areas.sketch64, s * 8, 8)
-                for w in range(WAYS):
-                    at = get_heat(heads, s * HEAD_BYTES + HEAT_AT, w)
-                    set_heat(heads, s * HEAD_BYTES + HEAT_AT, w, at >> 1)
-            if heat < least:
-                counters[REJECTED] += 1
-                continue
-            old = mix(areas.keys[s * WAYS + way])
-            sketch_raise(sketch, s * SKETCH_BYTES, old, least)
+        elif evict:
+            way = make_room(areas, s, hashed)
             counters[EVICTED] += 1
+        else:
+            continue
         forget_absent(areas, counters, s, key)
-        put(areas, s, way, tag, key, heat, rows + i * areas.row_bytes)
+        put(areas, s, way, tag, key, 0, rows + i * areas.row_bytes)
         admitted += 1
     counters[ADMITTED] += admitted
     return admitted

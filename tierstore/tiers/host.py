@@ -16,6 +16,7 @@ import numpy as np
 
 from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
+from tierstore.kernels.heat import GHOST_BYTES
 from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, HEAD_BYTES, WAYS, Areas
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
@@ -41,15 +42,16 @@ class HostTable:
         # constant after construction
         self.spec, self.budget_bytes = spec, int(budget_bytes)
         self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
-        self._set_bytes = HEAD_BYTES + setwrite.SKETCH_BYTES + ABSENT_BYTES + WAYS * (8 + spec.row_bytes)
+        self._set_bytes = HEAD_BYTES + GHOST_BYTES + ABSENT_BYTES + WAYS * (8 + spec.row_bytes)
         sets = max(0, (self.budget_bytes - CONTROL_BYTES) // self._set_bytes)
-        self._max_depth = min(_MAX_DEPTH, sets.bit_length() - 1) if sets else 0
+        # a deeper table can shrink further, but loses the sets that are left over from whole regions
+        self._max_depth = max(min(2, sets.bit_length() - 1), min(_MAX_DEPTH, (sets // 64).bit_length() - 1), 0)
         self._sets_per_region = sets >> self._max_depth
         self._sets = self._sets_per_region << self._max_depth
         # guarded by _lock
         self._lock = threading.Lock()
         self._floor_seq = -1
-        self._counters = np.zeros(5, np.int64)
+        self._counters = np.zeros(4, np.int64)
         self._dropped_stale = self._dropped_busy = 0
         self._areas: Areas | None = self._map() if self._sets else None
         self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
@@ -69,14 +71,14 @@ class HostTable:
         for size in (CONTROL_BYTES, *(self._sets * n for n in self._area_bytes())):
             parts.append(whole[begin : begin + size])
             begin += size
-        control, heads, sketch, absent, keys, rows = parts
+        control, heads, ghosts, absent, keys, rows = parts
         return Areas(
-            control.view(np.int64), heads, heads.view(np.uint32), keys.view(np.int64), sketch, sketch.view(np.uint64),
-            absent, absent.view(np.uint32), absent.view(np.int64), _address(rows), self.spec.row_bytes, self._sets_per_region,
+            control.view(np.int64), heads, heads.view(np.uint32), keys.view(np.int64), ghosts.view(np.uint16), absent,
+            absent.view(np.uint32), absent.view(np.int64), _address(rows), self.spec.row_bytes, self._sets_per_region,
         )  # fmt: skip
 
     def _area_bytes(self) -> tuple[int, ...]:
-        return HEAD_BYTES, setwrite.SKETCH_BYTES, ABSENT_BYTES, WAYS * 8, WAYS * self.spec.row_bytes
+        return HEAD_BYTES, GHOST_BYTES, ABSENT_BYTES, WAYS * 8, WAYS * self.spec.row_bytes
 
     def _depth_of(self, fraction: float) -> int:
         halvings = 0
@@ -185,20 +187,20 @@ class HostTable:
         return admitted
 
     def hot_keys(self, limit: int) -> Keys:
-        """Resident keys int64[m], m <= limit, hottest first as far as 16 degrees of heat tell; approximate beside writers."""
+        """Resident keys int64[m], m <= limit, hottest first as far as 8 degrees of heat tell; approximate beside writers."""
         with self._resize_lock:  # a key moves to another set only under it: none is listed twice
             areas = self._areas
             if areas is None or limit <= 0:
                 return np.empty(0, np.int64)
             sets = self._sets_per_region << self._depth
-            counts = np.zeros(16, np.int64)
-            setresize.count_heats(areas, sets, counts)
+            counts = np.zeros(setresize.RANKS, np.int64)
+            setresize.count_ranks(areas, sets, counts)
             end = np.minimum(counts[::-1].cumsum(), limit)[::-1].copy()
             first = np.append(end[1:], 0)
             begin = first.copy()
             out = np.empty(end[0], np.int64)
             setresize.list_keys(areas, sets, out, begin, end)
-        return np.concatenate([out[first[heat] : begin[heat]] for heat in range(15, -1, -1)])
+        return np.concatenate([out[first[rank] : begin[rank]] for rank in reversed(range(setresize.RANKS))])
 
     def resize(self, fraction: float) -> None:
         """Use `fraction` (1, 1/2, 1/4 … 1/64) of the mapping, keeping the hottest rows; what is above goes back.
@@ -273,10 +275,10 @@ class HostTable:
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction, and sizes; a snapshot that is taken without the lock."""
-        rows, absent, admitted, rejected, evicted = self._counters.tolist()
+        rows, absent, admitted, evicted = self._counters.tolist()
         return {
             "rows": rows, "capacity_rows": self.capacity_rows, "absent_keys": absent, "bytes": self.bytes_in_use,
-            "budget_bytes": self.budget_bytes, "admitted": admitted, "rejected": rejected, "evicted": evicted,
+            "budget_bytes": self.budget_bytes, "admitted": admitted, "evicted": evicted,
             "dropped_stale": self._dropped_stale, "dropped_busy": self._dropped_busy,
         }  # fmt: skip
 
