@@ -1,0 +1,248 @@
+"""Bulk load: a snapshot to the sorted files of a new version's disk tier.
+
+Two phases over all tables. "read": shards are checked, encoded and left as sorted runs. "write": every
+table is cut into key ranges that fit in memory, and each range is merged from all runs into one file.
+Both are done by helper processes (`helpers.py`); this module plans, and adds up what they report.
+
+Any thread may load, several at once into different directories; the interpreter lock is hardly held.
+A crash leaves a directory that nothing refers to.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import SnapshotError, StorageError
+from tierstore.formats.files import make_dir, remove_tree
+from tierstore.formats.manifest import TableEntry
+from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.helpers import Helpers
+from tierstore.ingest.tasks import KEY_CODE_BYTES, Merged, MergeRuns, Sorted, SortShards, run_keys
+from tierstore.tiers.sst import SstFile
+from tierstore.types import Keys, Progress, ProgressFn
+
+_RUNS = "runs"
+_MIN_RANGE_BYTES = 4 << 20  # below it another file costs more than a second helper gains
+_MAX_RANGE_BYTES = 256 << 20
+_MAX_BATCH_BYTES = 16 << 20
+_SAMPLES_A_RANGE = 16
+_REPORT_EVERY_S = 0.06
+_SST_OVERHEAD = 24  # bytes a row that keys, lengths and indexes take, generously
+
+
+@dataclass(frozen=True, slots=True)
+class TableBuild:
+    """A built table. `mean` float32 [dim] of its vectors (zeros if it is empty); `digest` see `kernels/digest.py`."""
+
+    rows: int
+    mean: npt.NDArray[np.float32]
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class BaseBuild:
+    """Files that overlap in no key, ready to ingest; table ids count from 1 in the order of the manifest.
+
+    `seconds` by phase and `helper_peak_bytes` (the most memory of one helper) are for benchmarks.
+    """
+
+    files: list[SstFile]
+    tables: dict[str, TableBuild]
+    seconds: dict[str, float] = field(default_factory=dict)
+    helper_peak_bytes: int = 0
+
+
+def build_base(
+    snapshot: Snapshot,
+    out_dir: Path,
+    *,
+    memory_bytes: int,
+    workers: int,
+    progress: ProgressFn | None = None,
+    cancelled: threading.Event | None = None,
+) -> BaseBuild:
+    """Build the sorted files of `snapshot` in `out_dir`, which is made, and emptied first.
+
+    `memory_bytes` bounds what all helpers hold together, beyond about 150 MB that each takes to run at
+    all. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
+    second; what it raises ends the load.
+
+    Raises SnapshotError (file, row, reason) for a snapshot that may not be loaded, or when `cancelled`
+    is set; StorageError when the disk or a helper fails. `out_dir` is gone then.
+    """
+    out_dir = Path(out_dir)
+    load = _Load(snapshot, out_dir, memory_bytes, workers, _Reporter(progress, cancelled))
+    try:
+        remove_tree(out_dir)
+        make_dir(out_dir / _RUNS)
+        load.check_room()
+        build = load.build()
+        remove_tree(out_dir / _RUNS)
+    except BaseException:
+        remove_tree(out_dir)
+        raise
+    return build
+
+
+class _Load:
+    def __init__(self, snapshot: Snapshot, out_dir: Path, memory_bytes: int, workers: int, report: _Reporter) -> None:
+        self._snapshot = snapshot
+        self._tables = snapshot.manifest.tables
+        self._out_dir = out_dir
+        self._workers = max(1, workers)
+        self._share = max(8 << 20, memory_bytes // self._workers)  # of one helper
+        self._report = report
+
+    def check_room(self) -> None:
+        """Raise StorageError now rather than after an hour."""
+        rows = sum(table.rows * (2 * table.spec().row_bytes + KEY_CODE_BYTES + _SST_OVERHEAD) for table in self._tables)
+        free = shutil.disk_usage(self._out_dir).free
+        if free < rows:
+            raise StorageError(
+                f"the disk under {self._out_dir} has {free >> 20} MiB free, this load needs about {rows >> 20} MiB: free some space and try again"
+            )
+
+    def build(self) -> BaseBuild:
+        total = sum(table.rows for table in self._tables)
+        began = time.monotonic()
+        reads = [task for table in self._tables for task in self._plan_reads(table)]
+        with Helpers(
+            self._snapshot, max(1, min(self._workers, self._most_tasks(reads))), self._out_dir / _RUNS
+        ) as helpers:
+            self._report.phase("read", total)
+            sorted_ = self._gather(reads, helpers.run(reads, self._report.tick))
+            between = time.monotonic()
+            merges = [task for table in self._tables for task in self._plan_merges(table, sorted_[table.name].runs)]
+            self._report.phase("write", total)
+            merged = helpers.run(merges, self._report.tick)
+            self._report.finish()
+            peak = helpers.peak_bytes
+        seconds = {"read": between - began, "write": time.monotonic() - between}
+        files = [
+            SstFile(Path(m.out), r.xxh3, r.bytes, r.entries) for m, r in zip(merges, merged, strict=True) if r.xxh3
+        ]
+        tables = {table.name: self._sum_up(table, sorted_[table.name], merges, merged) for table in self._tables}
+        return BaseBuild(files, tables, seconds, peak)
+
+    def _most_tasks(self, reads: list[SortShards]) -> int:
+        ranges = sum(self._range_count(table) for table in self._tables)
+        return max(len(reads), ranges)
+
+    def _plan_reads(self, table: TableEntry) -> list[SortShards]:
+        """Small shards are read in one task, as many as fill a run."""
+        run_bytes = self._share // 2
+        groups: list[list[int]] = []
+        room = 0
+        for number, shard in enumerate(table.shards):
+            wanted = shard.rows * _record_bytes(table)
+            if not groups or wanted > room:
+                groups.append([])
+                room = max(run_bytes, 1) if self._workers == 1 else min(run_bytes, self._even_share(table))
+            groups[-1].append(number)
+            room -= wanted
+        batch_bytes = min(_MAX_BATCH_BYTES, self._share // 8)
+        prefix = str(self._out_dir / _RUNS / table.name)
+        return [
+            SortShards(table.name, shards, f"{prefix}-{number}", run_bytes, batch_bytes)
+            for number, shards in enumerate(groups)
+        ]
+
+    def _even_share(self, table: TableEntry) -> int:
+        return max(_MIN_RANGE_BYTES, table.rows * _record_bytes(table) // self._workers)
+
+    def _range_count(self, table: TableEntry) -> int:
+        size = table.rows * _record_bytes(table)
+        fits = max(1 << 20, min(_MAX_RANGE_BYTES, self._share // 4))  # twice that is held while it is merged
+        return max(-(-size // fits), min(self._workers, -(-size // _MIN_RANGE_BYTES)))
+
+    def _plan_merges(self, table: TableEntry, runs: list[tuple[str, int]]) -> list[MergeRuns]:
+        if not runs:
+            return []
+        limits = [None, *_quantiles(runs, self._range_count(table)), None]
+        table_id = 1 + [other.name for other in self._tables].index(table.name)
+        return [
+            MergeRuns(table.name, table_id, runs, low, high, str(self._out_dir / f"base-{table.name}-{number:04}.sst"))
+            for number, (low, high) in enumerate(pairwise(limits))
+        ]
+
+    def _gather(self, tasks: list[SortShards], results: list[Any]) -> dict[str, Sorted]:
+        gathered = {table.name: Sorted([], []) for table in self._tables}
+        for task, result in zip(tasks, results, strict=True):
+            gathered[task.table].runs.extend((path, rows) for path, rows in result.runs)
+            gathered[task.table].sums.extend(result.sums)
+        return gathered
+
+    def _sum_up(self, table: TableEntry, sorted_: Sorted, tasks: list[MergeRuns], results: list[Any]) -> TableBuild:
+        mine: list[Merged] = [r for task, r in zip(tasks, results, strict=True) if task.table == table.name]
+        rows = sum(part.rows for part in mine)
+        if rows != table.rows:
+            raise StorageError(
+                f"table {table.name}: {table.rows} rows were read but {rows} written: the disk under {self._out_dir} is not to be trusted"
+            )
+        mean = np.zeros(table.dim, np.float64)
+        for shard in sorted_.sums:  # in the order of the manifest, so that a load gives the same mean each time
+            mean += np.asarray(shard, np.float64)
+        return TableBuild(rows, (mean / max(1, rows)).astype(np.float32), sum(part.digest for part in mine) % 2**64)
+
+
+def _record_bytes(table: TableEntry) -> int:
+    return table.spec().row_bytes + KEY_CODE_BYTES
+
+
+def _quantiles(runs: list[tuple[str, int]], ranges: int) -> list[int]:
+    """Ascending keys that cut the rows of all runs into about equal ranges, at most `ranges` of them."""
+    if ranges <= 1:
+        return []
+    samples: list[Keys] = []
+    weights: list[npt.NDArray[np.float64]] = []
+    for path, count in runs:
+        step = max(1, count // (_SAMPLES_A_RANGE * ranges))
+        sample = np.array(run_keys(path, count)[step // 2 :: step])
+        samples.append(sample)
+        weights.append(np.full(len(sample), count / len(sample)))
+    keys = np.concatenate(samples)
+    order = np.argsort(keys, kind="stable")
+    reached = np.cumsum(np.concatenate(weights)[order])
+    cuts = np.searchsorted(reached, reached[-1] * np.arange(1, ranges) / ranges)
+    return np.unique(keys[order][cuts]).tolist()  # type: ignore[no-any-return]
+
+
+class _Reporter:
+    """Turns ticks into calls of `progress`, and `cancelled` into an error."""
+
+    def __init__(self, progress: ProgressFn | None, cancelled: threading.Event | None) -> None:
+        self._progress: Callable[[Progress], None] = progress or (lambda _: None)
+        self._cancelled = cancelled
+        self._phase = ""
+        self._done = self._total = 0
+        self._next = 0.0
+
+    def phase(self, name: str, total: int) -> None:
+        self.finish()
+        self._phase, self._done, self._total = name, 0, total
+        self._say()
+
+    def tick(self, rows: int) -> None:
+        if self._cancelled is not None and self._cancelled.is_set():
+            raise SnapshotError("the load was cancelled")
+        self._done += rows
+        if time.monotonic() >= self._next:
+            self._say()
+
+    def finish(self) -> None:
+        if self._phase:
+            self._say()
+
+    def _say(self) -> None:
+        self._next = time.monotonic() + _REPORT_EVERY_S
+        self._progress(Progress(self._phase, self._done, self._total))

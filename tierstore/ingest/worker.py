@@ -1,0 +1,115 @@
+"""The helper process of a bulk load: `python -m tierstore.ingest.worker`, started by `helpers.py`.
+
+It reads JSON lines from stdin and answers on what was stdout when it started:
+
+    in   {"root": …, "manifest": {…}}             once: the snapshot
+         {"task": "SortShards", …fields}          then one at a time
+    out  {"rows": 65536}                          rows done since the last such line
+         {"done": {…}, "peak_bytes": …}           the task's result
+         {"error": kind, …}                       kind: snapshot, storage or internal; the helper goes on
+
+When stdin ends, which it does when the parent dies however it dies, the helper exits at once, in the
+middle of a task if need be. It runs at low priority and on one thread, beside the one that watches stdin.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from tierstore.errors import SnapshotError, StorageError, TierstoreError
+from tierstore.formats.manifest import Manifest
+from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.tasks import TASKS, run_task
+
+NICENESS = 10
+_TELL_EVERY_S = 0.1
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its helpers
+    os.nice(NICENESS)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints must not end up between the answers
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_watch_stdin, args=(lines,), daemon=True).start()
+    hello = json.loads(lines.get())
+    snapshot = Snapshot(Path(hello["root"]), Manifest.parse(json.dumps(hello["manifest"])))
+    while True:
+        fields = json.loads(lines.get())
+        task = TASKS[fields.pop("task")](**fields)
+        teller = _Teller(answers)
+        try:
+            result = run_task(snapshot, task, teller.tell)
+            teller.flush()
+            answer = {"done": asdict(result), "peak_bytes": peak_bytes()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+            answer = _describe(error)
+        _say(answers, answer)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _Teller:
+    """Adds up rows and reports them now and then."""
+
+    def __init__(self, answers: TextIO) -> None:
+        self._answers = answers
+        self._rows = 0
+        self._next = time.monotonic()
+
+    def tell(self, rows: int) -> None:
+        self._rows += rows
+        if time.monotonic() >= self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._rows:
+            _say(self._answers, {"rows": self._rows})
+        self._rows = 0
+        self._next = time.monotonic() + _TELL_EVERY_S
+
+
+def _watch_stdin(lines: queue.Queue[str]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)
+
+
+def _say(answers: TextIO, message: dict[str, Any]) -> None:
+    try:
+        answers.write(json.dumps(message) + "\n")
+    except BrokenPipeError:
+        os._exit(0)
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    if isinstance(error, SnapshotError):
+        return {"error": "snapshot", "reason": error.reason, "file": error.file, "row": error.row}
+    if isinstance(error, MemoryError):
+        return {"error": "storage", "message": "not enough memory for a load helper; lower load_memory or load_workers"}
+    if isinstance(error, StorageError):
+        return {"error": "storage", "message": str(error)}
+    if isinstance(error, OSError) and not isinstance(error, TierstoreError):
+        words = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+        return {"error": "storage", "message": f"{error.filename or 'the build directory'}: {words}"}
+    return {"error": "internal", "message": "".join(traceback.format_exception(error))}
+
+
+if __name__ == "__main__":
+    main()
