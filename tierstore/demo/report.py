@@ -79,6 +79,7 @@ class DemoReport:
     rows_checked: int = 0
     mismatches: int = 0
     steps_s: dict[str, float] = field(default_factory=dict)
+    total_s: float = 0.0
     url: str = ""
 
     @property
@@ -129,6 +130,7 @@ def show(report: DemoReport, console: Console) -> None:
     """Print the figures, compactly."""
     console.print()
     console.print(_latency(report))
+    console.print()
     console.print(_figures(report))
     if report.first_error:
         console.print(f"first failure: {report.first_error}", style="red", markup=False)
@@ -180,7 +182,7 @@ def _figures(report: DemoReport) -> Table:
     table.add_row("answers from two states", _count(report.mixed_answers, report.requests))
     table.add_row("stale answers", _count(report.stale_answers, report.requests))
     table.add_row("rows read back", f"{_count(report.mismatches, report.rows_checked)} differ from the trainer's")
-    table.add_row("took", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.steps_s.items()))
+    table.add_row("took", f"{report.total_s:.0f} s")
     return table
 
 

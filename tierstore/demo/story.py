@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.status import Status
 
 from tierstore.client import Client
 from tierstore.demo import scoring
@@ -91,12 +92,14 @@ class Story:
         self.tiers = TierCounter()
         self.streamed = Streamed()
         self.over = threading.Event()
+        self.line: Status | None = None  # of the step under way, on a terminal
         self.service: Child
         self.client: Client
 
     def tell(self) -> DemoReport:
         """All steps. Returns the report."""
         report, streamed = self.report, self.streamed
+        began = time.monotonic()
         # The service starts while the trainer learns; on a first run both compile their kernels meanwhile.
         self.service = self.stack.enter_context(
             start_service(self.directory, port=self.port, host_budget=report.host_budget)
@@ -114,8 +117,8 @@ class Story:
             report.url = service_url(self.service)
             self.client = self.stack.enter_context(Client(report.url))
             say(f"{report.url}, {report.host_budget} of memory for rows")
-        with self._step("load the snapshot through it") as say, self._progress() as progress:
-            report.load_rows_per_s = rows / load(self.client, source, activate=True, progress=progress)
+        with self._step("load the snapshot through it") as say:
+            report.load_rows_per_s = rows / load(self.client, source, activate=True, progress=self._progress)
             say(f"{report.load_rows_per_s:,.0f} rows a second, checked, caught up and active")
         model = self.client.model(MODEL)
         with self._step("score the newest events"):
@@ -128,7 +131,6 @@ class Story:
             self.over.wait(2 * self.hold_s)
             say(_shares(self.tiers.add(self._status())))
         with self._step("stream deltas, load and switch") as say:
-            self.console.print()
             plan = Plan(self.pace_s, self.hold_s, COMPACTED, self._after_delta, self._note)
             stream(shop, self.client, self.directory, self.over, plan, streamed)
             say(f"{len(streamed.acknowledged)} deltas, {streamed.rows:,} rows")
@@ -146,6 +148,7 @@ class Story:
             checked = scoring.compare_rows(model, shop.trainer, shop.item_exists, CHECKED_ROWS, report.seed)
             report.rows_checked, report.mismatches = checked
             say(f"{report.mismatches} mismatches of {report.rows_checked:,}")
+        report.total_s = round(time.monotonic() - began, 2)
         return report
 
     def stay(self) -> None:
@@ -181,35 +184,31 @@ class Story:
 
     def _after_delta(self, minute: int) -> None:
         shares = self.tiers.add(self._status())
+        ms = self.streamed.freshness_s[-1] * 1e3
+        text = f"minute {minute} of {self.size.minutes}: visible {ms:.0f} ms after its newest event; {_shares(shares)}"
         if minute % max(1, self.size.minutes // 6) == 0:
-            ms = self.streamed.freshness_s[-1] * 1e3
-            self._note(
-                f"minute {minute} of {self.size.minutes}: visible {ms:.0f} ms after its newest event; {_shares(shares)}"
-            )
+            self._note(text)
+        elif self.line is not None:
+            self.line.update(text)
 
     def _note(self, text: str) -> None:
-        self.console.print(f"    [dim]{text}[/]", highlight=False)
+        self.console.print(f"    {text}", style="dim", highlight=False, soft_wrap=True)
 
     @contextmanager
     def _step(self, name: str) -> Iterator[Say]:
         """A step of the story: timed, and told in a line when it is done."""
         said: list[str] = []
         began = time.monotonic()
-        yield said.append
+        with self.console.status(name) if self.console.is_terminal else contextlib.nullcontext() as self.line:
+            yield said.append
         took_s = time.monotonic() - began
         self.report.steps_s[name] = round(took_s, 2)
-        self.console.print(f"[green]✓[/] {name:<32}{took_s:6.1f} s   [dim]{'; '.join(said)}[/]", highlight=False)
+        self.console.print(f"[green]✓[/] {name:<30}{took_s:6.1f} s", highlight=False, end="   ")
+        self.console.print(f"[dim]{'; '.join(said)}[/]", highlight=False, soft_wrap=True)
 
-    @contextmanager
-    def _progress(self) -> Iterator[Callable[[Progress], None]]:
-        """A line that follows a load, on a terminal."""
-        with self.console.status("loading") if self.console.is_terminal else contextlib.nullcontext() as line:
-
-            def note(at: Progress) -> None:
-                if line is not None:
-                    line.update(f"{at.phase} {at.done:,} of {at.total:,}" if at.total else at.phase)
-
-            yield note
+    def _progress(self, at: Progress) -> None:
+        if self.line is not None:
+            self.line.update(f"{at.phase} {at.done:,} of {at.total:,}" if at.total else at.phase)
 
 
 def _shares(shares: dict[str, float]) -> str:
