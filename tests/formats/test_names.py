@@ -35,14 +35,22 @@ def test_delta_files_and_versions_are_read_back(number: int) -> None:
         assert names.parse_version(names.format_version(number)) == number
 
 
-@pytest.mark.parametrize("name", ["", "0", "01", "-1", "1.0", "x", "٣", str(MAX_ORDINAL + 1), "9" * 40, "1\n", ".tmp-1"])
+@pytest.mark.parametrize(
+    "name", ["", "0", "01", "-1", "1.0", "x", "٣", str(MAX_ORDINAL + 1), "9" * 40, "1\n", ".tmp-1"]
+)
 def test_what_is_no_version_is_not_taken_for_one(name: str) -> None:
     assert names.parse_version(name) is None
 
 
 @pytest.mark.parametrize(
     "name",
-    ["1-0123456789abcdef.arrow", f"{5:020d}.arrow", f"{5:020d}-0123456789ABCDEF.arrow", "base.json", "9" * 20 + "-" + "0" * 16 + ".arrow"],
+    [
+        "1-0123456789abcdef.arrow",
+        f"{5:020d}.arrow",
+        f"{5:020d}-0123456789ABCDEF.arrow",
+        "base.json",
+        "9" * 20 + "-" + "0" * 16 + ".arrow",
+    ],
 )
 def test_what_is_no_log_entry_is_not_taken_for_one(name: str) -> None:
     assert names.parse_log_entry(name) is None
@@ -55,7 +63,15 @@ def test_watched_files_may_be_padded_but_not_temporary() -> None:
     assert names.parse_delta_file("x.arrow") is None
 
 
-@pytest.mark.parametrize("call", [lambda: names.format_version(0), lambda: names.format_version(1 << 63), lambda: names.format_delta_file(-1), lambda: names.format_log_entry(1, "xyz")])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: names.format_version(0),
+        lambda: names.format_version(1 << 63),
+        lambda: names.format_delta_file(-1),
+        lambda: names.format_log_entry(1, "xyz"),
+    ],
+)
 def test_numbers_out_of_range_get_no_name(call: object) -> None:
     with pytest.raises(ValueError, match="range|named"):
         call()  # type: ignore[operator]

@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from tierstore.errors import SnapshotError
 from tierstore.formats.files import publish_json
@@ -277,23 +278,18 @@ def _padding_problem(key: int | str | None, key_type: KeyType) -> str | None:
 
 def _translated(error: ValidationError, file: str) -> SnapshotError:
     problems = error.errors(include_url=False, include_context=False)
-    shown = []
-    for problem in problems[:3]:
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
-        reason = problem["msg"].removeprefix("Value error, ")
-        came = problem.get("input")
-        if isinstance(came, (str, int, float)) and repr(came) not in reason and problem["type"] != "json_invalid":
-            reason += f", came {repr(came)[:80]}"
-        # a check over several fields begins its message with the field's own name
-        joint = (
-            ""
-            if not where
-            else "."
-            if problem["type"] == "value_error"
-            and ": " in reason
-            and reason.split(":")[0].split("[")[0] in TableEntry.model_fields
-            else ": "
-        )
-        shown.append(f"{where}{joint}{reason}")
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-    return SnapshotError("; ".join(shown) + more, file=file)
+    return SnapshotError("; ".join(map(_shown, problems[:3])) + more, file=file)
+
+
+def _shown(problem: ErrorDetails) -> str:
+    """One problem as `field: reason, came value`."""
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    reason = problem["msg"].removeprefix("Value error, ")
+    came = problem["input"]
+    if isinstance(came, (str, int, float)) and problem["type"] != "json_invalid" and repr(came) not in reason:
+        reason += f", came {repr(came)[:80]}"
+    if not where:
+        return reason
+    names_its_field = isinstance(came, dict) and problem["type"] == "value_error"  # a check over several fields
+    return f"{where}.{reason}" if names_its_field else f"{where}: {reason}"

@@ -146,7 +146,11 @@ def _safetensor(path: Path, begin: int, name: str, entry: Any) -> tuple[Tensor, 
             f"tensor {name!r}: expected {expected} bytes for {kind} {shape}, came {offsets[1] - offsets[0]}"
         )
 
-    return Tensor(name, dtype, tuple(shape), partial(_stream_at, path, begin + offsets[0]), kind == "BF16"), offsets[0], offsets[1]
+    return (
+        Tensor(name, dtype, tuple(shape), partial(_stream_at, path, begin + offsets[0]), kind == "BF16"),
+        offsets[0],
+        offsets[1],
+    )
 
 
 @contextlib.contextmanager
