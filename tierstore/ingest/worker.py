@@ -54,26 +54,29 @@ def main() -> None:
         try:
             result = run_task(snapshot, task, teller.tell)
             teller.flush()
-            answer = {"done": asdict(result), "peak_bytes": peak_bytes()}
+            answer = {"done": asdict(result), "peak_bytes": teller.peak_bytes}
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
             answer = _describe(error)
         _say(answers, answer)
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def private_bytes() -> int:
+    """Memory that this process holds for itself: pages of mapped files, which the system may take back, left out."""
+    resident, shared = Path("/proc/self/statm").read_bytes().split()[1:3]
+    return (int(resident) - int(shared)) * resource.getpagesize()
 
 
 class _Teller:
-    """Adds up rows and reports them now and then."""
+    """Adds up rows and reports them now and then; watches memory on the way."""
 
     def __init__(self, answers: TextIO) -> None:
+        self.peak_bytes = 0
         self._answers = answers
         self._rows = 0
         self._next = time.monotonic()
 
     def tell(self, rows: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, private_bytes())
         self._rows += rows
         if time.monotonic() >= self._next:
             self.flush()
