@@ -71,6 +71,7 @@ class OipHttp:
         if len(parts) >= 3 and parts[0] == "models" and parts[-1] == "infer":
             _allow(method, "POST")
             name, version = _model_path(parts[1:-1])
+            self._service.dataplane.model(name)  # an unknown one is refused before its body is read
             body = await read_body(receive, headers, self._service.settings.max_request, holding)
             return await self._infer(name, version, body, headers, holding)
         body = memoryview(b"")
