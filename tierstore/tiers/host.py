@@ -97,7 +97,7 @@ class HostTable:
             return
         self._check(keys, out, state)
         half = out_code(out)
-        setcache.lookup(areas, keys, state, self.spec.dtype.code, half, _address(out), self.spec.dim, _address(self._defaults[half]))
+        setcache.lookup(areas, np.ascontiguousarray(keys), state, self.spec.dtype.code, half, _address(out), self.spec.dim, _address(self._defaults[half]))
 
     def _check(self, keys: Keys, out: Vectors, state: States) -> None:
         n = len(keys)
@@ -114,7 +114,7 @@ class HostTable:
             return 0
         try:
             rows = self._check_rows(keys, rows)
-            return int(setwrite.insert(areas, keys, _address(rows), True, self._counters))
+            return int(setwrite.insert(areas, np.ascontiguousarray(keys), _address(rows), True, self._counters))
         finally:
             self._lock.release()
 
@@ -124,7 +124,7 @@ class HostTable:
         if areas is None:
             return 0
         try:
-            return int(setwrite.insert_absent(areas, keys, self._counters))
+            return int(setwrite.insert_absent(areas, np.ascontiguousarray(keys), self._counters))
         finally:
             self._lock.release()
 
@@ -167,6 +167,9 @@ class HostTable:
         or are refused by the floor, and so never bring an older row.
         """
         rows = self._check_rows(keys, rows)
+        keys, deleted = np.ascontiguousarray(keys), np.ascontiguousarray(deleted)
+        if deleted.shape != keys.shape:
+            raise ValueError(f"expected deleted[{len(keys)}], got {list(deleted.shape)}")
         for begin in range(0, len(keys), _CHUNK):
             with self._lock:
                 if self._areas is None:
@@ -176,7 +179,7 @@ class HostTable:
 
     def warm(self, keys: Keys, rows: Rows) -> int:
         """Fill free places with distinct keys, hottest first; nobody is put out. Returns rows let in."""
-        rows = self._check_rows(keys, rows)
+        keys, rows = np.ascontiguousarray(keys), self._check_rows(keys, rows)
         admitted = 0
         for begin in range(0, len(keys), _CHUNK):
             with self._lock:
