@@ -49,7 +49,7 @@ def test_errors_of_the_disk_are_storage_errors_that_name_the_file(tmp_path: Path
         with files.publish(tmp_path / "a"):
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(StorageError, match="cannot write .*a: No space left"):
+    with pytest.raises(StorageError, match=r"cannot write .*a: No space left"):
         disk_full()
 
 
@@ -148,7 +148,7 @@ def test_json_is_read_back_and_bad_json_is_named(tmp_path: Path) -> None:
     assert files.read_json(path) == {"name": "é", "n": 1}
     for content in (b"", b"{", b"\xff", b"[" * 100_000):
         path.write_bytes(content)
-        with pytest.raises(Corruption, match="version.json is not JSON"):
+        with pytest.raises(Corruption, match=r"version\.json is not JSON"):
             files.read_json(path)
     path.write_bytes(b"[1]")
     with pytest.raises(Corruption, match="expected a JSON object, came list"):

@@ -243,7 +243,7 @@ def test_a_manifest_is_written_as_it_will_be_read(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_manifest_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match="snapshot.json: not found in .*not finished"):
+    with pytest.raises(SnapshotError, match=r"snapshot\.json: not found in .*not finished"):
         Manifest.read(tmp_path / "snapshot.json")
 
 

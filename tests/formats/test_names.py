@@ -73,7 +73,7 @@ def test_watched_files_may_be_padded_but_not_temporary() -> None:
     ],
 )
 def test_numbers_out_of_range_get_no_name(call: object) -> None:
-    with pytest.raises(ValueError, match="range|named"):
+    with pytest.raises(ValueError, match=r"range|named"):
         call()  # type: ignore[operator]
 
 

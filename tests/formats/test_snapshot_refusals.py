@@ -256,7 +256,7 @@ def test_a_hugectr_folder_whose_file_is_a_link_out_of_the_snapshot(tmp_path: Pat
     root = snapshot_of(tmp_path / "s", save_hugectr())
     (root / "sparse" / "key").rename(tmp_path / "key")
     (root / "sparse" / "key").symlink_to(tmp_path / "key")
-    with pytest.raises(SnapshotError, match="^sparse/key: leads outside"):
+    with pytest.raises(SnapshotError, match=r"^sparse/key: leads outside"):
         open_snapshot(root)
 
 
@@ -329,7 +329,6 @@ def test_damaged_shards_are_refused_or_read_but_never_worse(tmp_path: Path, name
         (root / name).write_bytes(damaged)
         try:
             load(root)
-        except SnapshotError as error:
-            assert str(error).startswith(name)
-            refused += 1
+        except SnapshotError as refusal:
+            refused += refusal.file == name  # anything else that is raised fails the test
     assert refused > 30

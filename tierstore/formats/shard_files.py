@@ -7,6 +7,7 @@ to a scratch file beside the shard, so memory stays bounded in every format.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zipfile
 from collections.abc import Callable
@@ -44,9 +45,12 @@ class _Hashing:
     def __init__(self, file: BinaryIO, digest: xxhash.xxh3_64) -> None:
         self._file, self._digest, self._reached = file, digest, 0
         self.closed = False
+        self.discarding = False
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        if self.discarding:  # a writer writes its footer when it goes, wanted or not
+            return len(view)
         self._digest.update(view)
         self._file.write(view)
         self._reached += len(view)
@@ -81,7 +85,8 @@ class ArrowShard:
                 pa.field(VECTOR, pa.list_(pa.field("item", value_type, nullable=False), dim), nullable=False),
             ]
         )
-        sink = pa.PythonFile(_Hashing(self._publication.file, self._digest), "w")
+        self._hashing = _Hashing(self._publication.file, self._digest)
+        sink = pa.PythonFile(self._hashing, "w")
         if path.suffix == ".parquet":
             self._writer = pq.ParquetWriter(
                 sink, self._schema, compression="none", use_dictionary=False, write_statistics=False
@@ -100,6 +105,9 @@ class ArrowShard:
         return str(self._digest.hexdigest())
 
     def discard(self) -> None:
+        self._hashing.discarding = True
+        with contextlib.suppress(pa.ArrowException, OSError, ValueError):
+            self._writer.close()
         self._publication.abort()
 
 
