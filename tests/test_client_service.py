@@ -45,23 +45,38 @@ def delta(seq: int, keys: list[int]) -> bytes:
     return stream.getvalue()
 
 
+def opened(root: Path) -> Store:
+    settings: dict[str, Any] = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2, "fold_grace_s": 0.0}
+    return tierstore.open(root / "data", port=0, source_root=[root], **settings)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    settings: dict[str, Any] = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2, "fold_grace_s": 0.0}
-    with tierstore.open(tmp_path / "data", port=0, source_root=[tmp_path], **settings) as opened:
-        yield opened
+    """An empty store, for tests that change it."""
+    with opened(tmp_path) as store:
+        yield store
 
 
 @pytest.fixture
 def client(store: Store) -> Iterator[Client]:
-    with ServerThread(store) as server, Client(server.url) as opened:
-        yield opened
+    with ServerThread(store) as server, Client(server.url) as client:
+        yield client
 
 
-@pytest.fixture
-def loaded(client: Client, store: Store, tmp_path: Path) -> Client:
-    store.load_snapshot(write_snapshot(tmp_path, 1))
-    return client
+@pytest.fixture(scope="module")
+def loaded_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store with version 1, for tests that only ask."""
+    root = tmp_path_factory.mktemp("loaded")
+    with opened(root) as store:
+        store.load_snapshot(write_snapshot(root, 1))
+        yield store
+
+
+@pytest.fixture(scope="module")
+def loaded(loaded_store: Store) -> Iterator[Client]:
+    """A client of a service over `loaded_store`."""
+    with ServerThread(loaded_store) as server, Client(server.url) as client:
+        yield client
 
 
 def test_a_service_without_models_is_ready(client: Client) -> None:
@@ -91,9 +106,9 @@ def same(left: Any, right: Any) -> None:
     ],
 )
 def test_rows_and_found_are_those_of_the_store(
-    loaded: Client, store: Store, feature: str, keys: Any, dtype: str
+    loaded: Client, loaded_store: Store, feature: str, keys: Any, dtype: str
 ) -> None:
-    ours, theirs = loaded.model("ctr"), store.model("ctr")
+    ours, theirs = loaded.model("ctr"), loaded_store.model("ctr")
     same(ours.lookup(feature, keys, dtype=dtype), theirs.lookup(feature, keys, dtype=dtype))
     for left, right in zip(
         ours.lookup(feature, keys, dtype=dtype, return_found=True),
@@ -105,24 +120,26 @@ def test_rows_and_found_are_those_of_the_store(
 
 @pytest.mark.parametrize("weights", [None, [0.5, 1.0, -1.0, 2.0]])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_bags_are_those_of_the_store(loaded: Client, store: Store, weights: list[float] | None, dtype: str) -> None:
+def test_bags_are_those_of_the_store(
+    loaded: Client, loaded_store: Store, weights: list[float] | None, dtype: str
+) -> None:
     arguments: Any = ("clicked", [1, 0, 3, 99999], [0, 2, 2, 3])
     left = loaded.model("ctr").lookup_bags(*arguments, weights=weights, dtype=dtype, return_found=True)
-    right = store.model("ctr").lookup_bags(*arguments, weights=weights, dtype=dtype, return_found=True)
+    right = loaded_store.model("ctr").lookup_bags(*arguments, weights=weights, dtype=dtype, return_found=True)
     same(left[0], right[0])
     same(left[1], right[1])
     same(loaded.lookup_bags("ctr", *arguments, weights=weights, dtype=dtype), right[0])
 
 
-def test_rows_of_a_pooled_feature_are_not_pooled_by_lookup(loaded: Client, store: Store) -> None:
+def test_rows_of_a_pooled_feature_are_not_pooled_by_lookup(loaded: Client, loaded_store: Store) -> None:
     keys = [3, 0, 1]
-    same(loaded.lookup("ctr", "clicked", keys), store.model("ctr").lookup("clicked", keys))
+    same(loaded.lookup("ctr", "clicked", keys), loaded_store.model("ctr").lookup("clicked", keys))
 
 
-def test_many_features_come_in_one_answer(loaded: Client, store: Store) -> None:
+def test_many_features_come_in_one_answer(loaded: Client, loaded_store: Store) -> None:
     keys = {"item_id": [1, 2, 3], "query": ["a", "b"], "big_id": BIG}
     left = loaded.lookup_many("ctr", keys, return_found=True)
-    right = store.model("ctr").lookup_many(keys, return_found=True)
+    right = loaded_store.model("ctr").lookup_many(keys, return_found=True)
     assert left.keys() == right.keys()
     for feature in keys:
         same(left[feature][0], right[feature][0])
@@ -130,18 +147,21 @@ def test_many_features_come_in_one_answer(loaded: Client, store: Store) -> None:
 
 
 def test_a_large_lookup_is_put_together_from_parts(
-    loaded: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+    loaded: Client, loaded_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "SPLIT_KEYS", 100)
     keys = np.random.default_rng(0).integers(0, ITEMS + 50, 1234)
     for left, right in zip(
         loaded.lookup("ctr", "item_id", keys, return_found=True),
-        store.model("ctr").lookup("item_id", keys, return_found=True),
+        loaded_store.model("ctr").lookup("item_id", keys, return_found=True),
         strict=True,
     ):
         same(left, right)
     offsets = np.sort(np.append(0, np.random.default_rng(1).integers(0, 1234, 60)))
-    same(loaded.lookup_bags("ctr", "clicked", keys, offsets), store.model("ctr").lookup_bags("clicked", keys, offsets))
+    same(
+        loaded.lookup_bags("ctr", "clicked", keys, offsets),
+        loaded_store.model("ctr").lookup_bags("clicked", keys, offsets),
+    )
 
 
 def test_an_answer_may_be_written_to(loaded: Client) -> None:
@@ -181,27 +201,33 @@ def test_versions_over_the_network(client: Client, store: Store, tmp_path: Path)
     assert client.status().keys() >= store.status().keys()
 
 
-def test_deltas_over_the_network(loaded: Client, tmp_path: Path) -> None:
-    first = loaded.apply_delta(delta(6, [1]))
+def test_deltas_over_the_network_and_a_model_put_to_sleep(client: Client, store: Store, tmp_path: Path) -> None:
+    store.load_snapshot(write_snapshot(tmp_path, 1))
+    first = client.apply_delta(delta(6, [1]))
     assert (first.model, first.seq, first.applied) == ("ctr", 6, True)
-    assert loaded.lookup("ctr", "item_id", [1]).tolist() == [[6.0] * DIM]
+    assert client.lookup("ctr", "item_id", [1]).tolist() == [[6.0] * DIM]
     (tmp_path / "7.arrow").write_bytes(delta(7, [2]))
-    assert loaded.apply_delta(tmp_path / "7.arrow").applied
-    assert not loaded.apply_delta(str(tmp_path / "7.arrow"), model="ctr").applied
+    assert client.apply_delta(tmp_path / "7.arrow").applied
+    assert not client.apply_delta(str(tmp_path / "7.arrow"), model="ctr").applied
     with pytest.raises(SequenceGap, match="8") as gap:
-        loaded.apply_delta(delta(9, [1]))
+        client.apply_delta(delta(9, [1]))
     assert gap.value.expected_seq == 8
     with pytest.raises(Conflict, match="other content"):
-        loaded.apply_delta(delta(7, [3]))
+        client.apply_delta(delta(7, [3]))
     with pytest.raises(InvalidInput):
-        loaded.apply_delta(b"nothing of the kind")
+        client.apply_delta(b"nothing of the kind")
     with pytest.raises(InvalidInput):
-        loaded.apply_delta(delta(8, [1])[:-20])
+        client.apply_delta(delta(8, [1])[:-20])
     with pytest.raises(InvalidInput):
-        loaded.apply_delta(delta(8, [1]), model="other")
+        client.apply_delta(delta(8, [1]), model="other")
+
+    store.deactivate("ctr")
+    assert not client.model("ctr").ready
+    with pytest.raises(NotReady, match="no active version"):
+        client.lookup("ctr", "item_id", [1])
 
 
-def test_refusals_are_those_of_the_store(loaded: Client, tmp_path: Path) -> None:
+def test_refusals_are_those_of_the_store(loaded: Client, loaded_store: Store) -> None:
     ctr = loaded.model("ctr")
     with pytest.raises(NotFound, match="nobody"):
         loaded.lookup("nobody", "item_id", [1])
@@ -226,12 +252,6 @@ def test_refusals_are_those_of_the_store(loaded: Client, tmp_path: Path) -> None
     with pytest.raises(InvalidInput, match="source"):
         loaded.load_snapshot("/nowhere", model="ctr")
     with pytest.raises(SnapshotError):
-        loaded.load_snapshot(write_snapshot(tmp_path, 3), model="other")
+        loaded.load_snapshot(write_snapshot(loaded_store.root.root.parent, 3), model="other")
     with pytest.raises(InvalidInput, match="model="):
-        loaded.load_snapshot(tmp_path / "nothing")
-
-
-def test_a_model_that_is_put_to_sleep_is_not_ready(loaded: Client, store: Store) -> None:
-    store.deactivate("ctr")
-    with pytest.raises(NotReady, match="no active version"):
-        loaded.lookup("ctr", "item_id", [1])
+        loaded.load_snapshot("nothing")

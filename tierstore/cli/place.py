@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tierstore.errors import Locked, NotFound
-from tierstore.types import KeyType
 
 if TYPE_CHECKING:
     from tierstore.client import Client
     from tierstore.engine.store import Store
+    from tierstore.types import KeyType
 
 TOKEN_VARIABLE = "TIERSTORE_TOKEN"  # not a flag: other users of the machine can read those
 
@@ -62,6 +62,8 @@ def local(data: Path | None, *, create: bool = False) -> Iterator[Store]:
 
 def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:
     """What the keys of a feature are, read from a status document. NotFound for an unknown feature."""
+    from tierstore.types import KeyType
+
     status = document["models"][model]
     if status["active_version"] is None:
         raise NotFound(f"model {model!r} has no active version; load or activate one")
@@ -73,7 +75,7 @@ def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:
 
 def parse_keys(words: list[str], kind: KeyType) -> list[int] | list[str]:
     """Keys as they are typed: numbers for an integer table, and the words themselves for a string table."""
-    if kind is KeyType.STRING:
+    if kind == "string":
         return words
     try:
         return [int(word, 0) for word in words]

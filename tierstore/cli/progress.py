@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from tierstore.types import Progress, ProgressFn
+if TYPE_CHECKING:
+    from tierstore.types import Progress, ProgressFn
 
 LINE_EVERY_S = 5.0
 
@@ -55,10 +57,14 @@ def _bar(what: str) -> Iterator[ProgressFn]:
             nonlocal phase
             if progress.phase != phase:
                 phase = progress.phase
-                bar.reset(task, description=f"{what}: {phase}", total=None)
+                bar.reset(task, description=_label(what, phase), total=None)
             bar.update(task, completed=progress.done, total=progress.total or None)
 
         yield report
+
+
+def _label(what: str, phase: str) -> str:
+    return phase if phase.startswith(what) else f"{what}: {phase}"
 
 
 class _Lines:
@@ -73,5 +79,5 @@ class _Lines:
             return
         self._phase, self._last_s = progress.phase, now_s
         amount = f" {progress.done:,} of {progress.total:,}" if progress.total else ""
-        sys.stderr.write(f"{self._what}: {progress.phase}{amount}\n")
+        sys.stderr.write(f"{_label(self._what, progress.phase)}{amount}\n")
         sys.stderr.flush()
