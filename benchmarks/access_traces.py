@@ -73,21 +73,20 @@ def _alias_table(weights):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(cache=True)
-def _draw(threshold, alias, key_of_rank, n, swaps, seed):  # type: ignore[no-untyped-def]
+def _draw(rng, threshold, alias, key_of_rank, n, swaps):  # type: ignore[no-untyped-def]
     """`swaps` pairs of ranks an access change their keys, so that hot keys cool down and cold ones become hot."""
-    np.random.seed(seed)
     universe = alias.size
     keys = np.empty(n, np.int64)
     due = 0.0
     for i in range(n):
-        rank = np.random.randint(0, universe)
-        if np.random.random() >= threshold[rank]:
+        rank = rng.integers(0, universe)
+        if rng.random() >= threshold[rank]:
             rank = alias[rank]
         keys[i] = key_of_rank[rank]
         due += swaps
         while due >= 1.0:
             due -= 1.0
-            a, b = np.random.randint(0, universe), np.random.randint(0, universe)
+            a, b = rng.integers(0, universe), rng.integers(0, universe)
             key_of_rank[a], key_of_rank[b] = key_of_rank[b], key_of_rank[a]
     return keys
 
@@ -95,5 +94,6 @@ def _draw(threshold, alias, key_of_rank, n, swaps, seed):  # type: ignore[no-unt
 def draw(weights: npt.NDArray[np.float64], n: int, *, drift: float = 0.0, seed: int = 1) -> Trace:
     """n accesses. `drift`: the share of keys that change their rank while as many accesses pass as there are keys."""
     threshold, alias = _alias_table(weights)
-    key_of_rank = np.random.default_rng(seed).permutation(len(weights))
-    return _draw(threshold, alias, key_of_rank, n, drift / 2, seed)
+    rng = np.random.default_rng(seed)
+    key_of_rank = rng.permutation(len(weights))
+    return _draw(rng, threshold, alias, key_of_rank, n, drift / 2)

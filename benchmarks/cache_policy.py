@@ -46,7 +46,11 @@ class Stream:
         return name + (f", drift {self.drift:g}" if self.drift else "")
 
     def draw(self, universe: int, n: int) -> access_traces.Trace:
-        weights = access_traces.meta_weights(universe) if self.alpha is None else access_traces.zipf_weights(universe, self.alpha)
+        weights = (
+            access_traces.meta_weights(universe)
+            if self.alpha is None
+            else access_traces.zipf_weights(universe, self.alpha)
+        )
         return access_traces.draw(weights, n, drift=self.drift)
 
 
@@ -80,7 +84,9 @@ def drive(table: HostTable, keys: npt.NDArray[np.int64], batch: int = BATCH) -> 
     return misses
 
 
-def measure(keys: npt.NDArray[np.int64], universe: int, share: float, models: tuple[str, ...] = tuple(MODELS)) -> dict[str, float]:
+def measure(
+    keys: npt.NDArray[np.int64], universe: int, share: float, models: tuple[str, ...] = tuple(MODELS)
+) -> dict[str, float]:
     """Miss ratios of the second half of the stream, by policy, all with as many rows as the table can hold."""
     table = table_for(int(universe * share))
     misses = drive(table, keys)
@@ -102,7 +108,9 @@ def main() -> None:
     streams = [s for s in STREAMS if s.alpha in (None, 0.8, 1.2)] if options.quick else list(STREAMS)
     results = []
     print(f"{universe:,} keys, {n:,} accesses, batches of {BATCH}; miss ratios, second half\n")
-    print("| stream | rows / keys | LRU | S3-FIFO | W-TinyLFU | Belady | tierstore | of S3-FIFO |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| stream | rows / keys | LRU | S3-FIFO | W-TinyLFU | Belady | tierstore | of S3-FIFO |\n|---|---|---|---|---|---|---|---|"
+    )
     started = time.perf_counter()
     for stream in streams:
         keys = stream.draw(universe, n)
@@ -114,8 +122,17 @@ def main() -> None:
             print(f"| {stream.label} | {share:.0%} | {cells} | {relative:.3f} |", flush=True)
     worst = max(results, key=lambda r: r["of_s3fifo"])
     mean = float(np.mean([r["of_s3fifo"] for r in results]))
-    print(f"\nworst {worst['of_s3fifo']:.3f} of S3-FIFO ({worst['stream']}, {worst['share']:.0%}), mean {mean:.3f}, bar {BAR}; {time.perf_counter() - started:.0f} s")
-    document = {"universe": universe, "accesses": n, "batch": BATCH, "worst_of_s3fifo": worst["of_s3fifo"], "mean_of_s3fifo": mean, "points": results}
+    print(
+        f"\nworst {worst['of_s3fifo']:.3f} of S3-FIFO ({worst['stream']}, {worst['share']:.0%}), mean {mean:.3f}, bar {BAR}; {time.perf_counter() - started:.0f} s"
+    )
+    document = {
+        "universe": universe,
+        "accesses": n,
+        "batch": BATCH,
+        "worst_of_s3fifo": worst["of_s3fifo"],
+        "mean_of_s3fifo": mean,
+        "points": results,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -15,7 +15,7 @@ import pytest
 
 from tierstore.kernels import codec
 from tierstore.tiers.base import CacheTier
-from tierstore.types import KeyType, Keys, Rows, States, StorageDtype, TableSpec, Tier
+from tierstore.types import Keys, KeyType, Rows, States, StorageDtype, TableSpec, Tier
 
 DIM = 6
 LIMITS = np.iinfo(np.int64)
@@ -47,7 +47,9 @@ def no_deletes(keys: Keys) -> npt.NDArray[np.bool_]:
 class CacheTierContract:
     budget = 1 << 20
 
-    def open_cache(self, spec: TableSpec, budget_bytes: int, default: npt.NDArray[np.float32], fraction: float = 1.0) -> CacheTier:
+    def open_cache(
+        self, spec: TableSpec, budget_bytes: int, default: npt.NDArray[np.float32], fraction: float = 1.0
+    ) -> CacheTier:
         raise NotImplementedError
 
     @pytest.fixture
@@ -277,7 +279,9 @@ class CacheTierContract:
         cache.close()
         cache.close()
         assert (ask(cache, keys)[1] == Tier.PENDING).all()
-        assert cache.insert(keys, rows_of(keys), 1) == cache.insert_absent(keys, 1) == cache.warm(keys, rows_of(keys)) == 0
+        assert (
+            cache.insert(keys, rows_of(keys), 1) == cache.insert_absent(keys, 1) == cache.warm(keys, rows_of(keys)) == 0
+        )
         cache.update(keys, rows_of(keys), no_deletes(keys))
         cache.resize(0.5)
         assert cache.rows_resident == cache.capacity_rows == cache.bytes_in_use == len(cache.hot_keys(5)) == 0

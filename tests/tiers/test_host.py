@@ -13,7 +13,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.tiers.cache_contract import DEFAULT, DIM, ODD_KEYS, SPEC, CacheTierContract, ask, no_deletes, rows_of, vectors_of
+from tests.tiers.cache_contract import (
+    DEFAULT,
+    DIM,
+    ODD_KEYS,
+    SPEC,
+    CacheTierContract,
+    ask,
+    no_deletes,
+    rows_of,
+    vectors_of,
+)
 from tierstore.tiers.host import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
@@ -167,7 +177,9 @@ def test_a_reader_from_before_the_memory_went_back_takes_nothing_for_an_answer()
 
 
 POOL = np.concatenate([ODD_KEYS, np.arange(100, 131, dtype=np.int64)])
-some_keys = st.lists(st.sampled_from(POOL.tolist()), min_size=1, max_size=12, unique=True).map(lambda k: np.array(k, np.int64))
+some_keys = st.lists(st.sampled_from(POOL.tolist()), min_size=1, max_size=12, unique=True).map(
+    lambda k: np.array(k, np.int64)
+)
 
 
 class HostAgainstDict(RuleBasedStateMachine):
@@ -251,4 +263,4 @@ class HostAgainstDict(RuleBasedStateMachine):
 TestHostAgainstDict = HostAgainstDict.TestCase
 TestHostAgainstDict.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
-assert DIM == SPEC.dim
+assert SPEC.dim == DIM

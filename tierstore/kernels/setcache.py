@@ -39,7 +39,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from tierstore.kernels.atomics import copy_bytes, fence_acquire, load_acquire, load_relaxed, match32, prefetch, trailing_zeros
+from tierstore.kernels.atomics import (
+    copy_bytes,
+    fence_acquire,
+    load_acquire,
+    load_relaxed,
+    match32,
+    prefetch,
+    trailing_zeros,
+)
 from tierstore.kernels.codec import decode_row
 from tierstore.kernels.heat import bump_heat
 from tierstore.types import Tier

@@ -66,7 +66,15 @@ def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
                         target = other
                 if rank_of(areas, high, way) <= rank_of(areas, low, target):
                     continue
-            put(areas, low, target, tag, areas.keys[high * WAYS + way], heat, areas.rows + (high * WAYS + way) * areas.row_bytes)
+            put(
+                areas,
+                low,
+                target,
+                tag,
+                areas.keys[high * WAYS + way],
+                heat,
+                areas.rows + (high * WAYS + way) * areas.row_bytes,
+            )
         taken = nb.int64(areas.absent[high * ABSENT_BYTES + 4])
         for place in range(ABSENT_WAYS):
             if (taken >> place) & 1:

@@ -10,8 +10,26 @@ from __future__ import annotations
 import numba as nb
 from numba import types
 
-from tierstore.kernels.atomics import copy_bytes, fence_release, last_one, match32, prefetch, store_relaxed, store_release, trailing_zeros
-from tierstore.kernels.heat import GHOST_BYTES, MOVE_AT, PROBATION, add_ghost, get_heat, next_victim, set_heat, take_ghost
+from tierstore.kernels.atomics import (
+    copy_bytes,
+    fence_release,
+    last_one,
+    match32,
+    prefetch,
+    store_relaxed,
+    store_release,
+    trailing_zeros,
+)
+from tierstore.kernels.heat import (
+    GHOST_BYTES,
+    MOVE_AT,
+    PROBATION,
+    add_ghost,
+    get_heat,
+    next_victim,
+    set_heat,
+    take_ghost,
+)
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENT_WAYS,
@@ -129,7 +147,15 @@ def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
     heads[base + 4] = (way + 1) % PROBATION
     if moves:
         at = areas.rows + (s * WAYS + way) * areas.row_bytes
-        put(areas, s, victim, heads[base + TAGS_AT + way], areas.keys[s * WAYS + way], get_heat(heads, base + HEAT_AT, way), at)
+        put(
+            areas,
+            s,
+            victim,
+            heads[base + TAGS_AT + way],
+            areas.keys[s * WAYS + way],
+            get_heat(heads, base + HEAT_AT, way),
+            at,
+        )
     return way
 
 
@@ -179,7 +205,9 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         hashed = mix(keys[i])
         s = set_of(hashed, geometry, areas.sets_per_region)
-        if find_way(areas.heads, areas.keys, s, tag_of(hashed), keys[i]) < 0 and mark_absent(areas, counters, s, keys[i]):
+        if find_way(areas.heads, areas.keys, s, tag_of(hashed), keys[i]) < 0 and mark_absent(
+            areas, counters, s, keys[i]
+        ):
             marked += 1
     return marked
 

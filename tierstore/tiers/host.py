@@ -38,7 +38,9 @@ class HostTable:
     A budget too small for one set holds nothing, and every look-up is left to the next tier.
     """
 
-    def __init__(self, spec: TableSpec, budget_bytes: int, *, default_vector: np.ndarray, fraction: float = 1.0) -> None:
+    def __init__(
+        self, spec: TableSpec, budget_bytes: int, *, default_vector: np.ndarray, fraction: float = 1.0
+    ) -> None:
         # constant after construction
         self.spec, self.budget_bytes = spec, int(budget_bytes)
         self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
@@ -60,7 +62,9 @@ class HostTable:
 
     def _map(self) -> Areas:
         """Reserve the mapping and cut it into areas; the order of areas does not matter, each is halved by itself."""
-        self._memory = mmap.mmap(-1, CONTROL_BYTES + self._sets * self._set_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(
+            -1, CONTROL_BYTES + self._sets * self._set_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         self._huge_advised = True
         try:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -97,12 +101,28 @@ class HostTable:
             return
         self._check(keys, out, state)
         half = out_code(out)
-        setcache.lookup(areas, np.ascontiguousarray(keys), state, self.spec.dtype.code, half, _address(out), self.spec.dim, _address(self._defaults[half]))
+        setcache.lookup(
+            areas,
+            np.ascontiguousarray(keys),
+            state,
+            self.spec.dtype.code,
+            half,
+            _address(out),
+            self.spec.dim,
+            _address(self._defaults[half]),
+        )
 
     def _check(self, keys: Keys, out: Vectors, state: States) -> None:
         n = len(keys)
-        if out.shape != (n, self.spec.dim) or state.shape != (n,) or not out.flags.c_contiguous or not out.flags.writeable:
-            raise ValueError(f"expected contiguous out[{n}, {self.spec.dim}] and state[{n}], got {out.shape} and {state.shape}")
+        if (
+            out.shape != (n, self.spec.dim)
+            or state.shape != (n,)
+            or not out.flags.c_contiguous
+            or not out.flags.writeable
+        ):
+            raise ValueError(
+                f"expected contiguous out[{n}, {self.spec.dim}] and state[{n}], got {out.shape} and {state.shape}"
+            )
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns rows let in.
@@ -151,7 +171,9 @@ class HostTable:
 
     def _check_rows(self, keys: Keys, rows: Rows) -> Rows:
         if rows.shape != (len(keys), self.spec.row_bytes) or rows.dtype != np.uint8:
-            raise ValueError(f"expected rows uint8[{len(keys)}, {self.spec.row_bytes}], got {rows.dtype}{list(rows.shape)}")
+            raise ValueError(
+                f"expected rows uint8[{len(keys)}, {self.spec.row_bytes}], got {rows.dtype}{list(rows.shape)}"
+            )
         return np.ascontiguousarray(rows)
 
     def raise_floor(self, seq: int) -> None:
