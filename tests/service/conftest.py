@@ -22,8 +22,21 @@ DEADLINE_S = 60.0
 
 def settings_for(tmp_path: Path, **overrides: object) -> Settings:
     """Small bounds, a free port, and the test's directory as source root."""
-    options: dict[str, object] = {"data": tmp_path / "data", "port": 0, "drain_s": 0.0, "source_root": [tmp_path], "host_budget": "4MiB"}
-    small = {"lookup_threads": 2, "disk_threads": 2, "load_workers": 1, "max_request": "1MiB", "max_response": "8MiB", "max_delta": "1MiB"}
+    options: dict[str, object] = {
+        "data": tmp_path / "data",
+        "port": 0,
+        "drain_s": 0.0,
+        "source_root": [tmp_path],
+        "host_budget": "4MiB",
+    }
+    small = {
+        "lookup_threads": 2,
+        "disk_threads": 2,
+        "load_workers": 1,
+        "max_request": "1MiB",
+        "max_response": "8MiB",
+        "max_delta": "1MiB",
+    }
     return load_settings(None, **options | small | overrides)
 
 
@@ -82,5 +95,9 @@ def fake(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[tuple[Store, ServerThread, httpx.Client]]:
     """An empty real store behind a server of its own."""
-    with Store(settings_for(tmp_path)) as store, ServerThread(store) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        Store(settings_for(tmp_path)) as store,
+        ServerThread(store) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield store, server, client

@@ -62,11 +62,15 @@ class FakeView:
     def table_of(self, feature: str) -> TableSpec:
         return TABLES[self.features[feature].table]
 
-    def lookup(self, feature: str, keys: Any, *, dtype: str = "float32", out: Any = None, return_found: bool = False) -> Any:
+    def lookup(
+        self, feature: str, keys: Any, *, dtype: str = "float32", out: Any = None, return_found: bool = False
+    ) -> Any:
         self._gate.wait(30)
         table = self.table_of(feature)
         rows = self._rows[table.name]
-        default = np.zeros(table.dim, np.float32) if isinstance(table.default, str) else np.array(table.default, np.float32)
+        default = (
+            np.zeros(table.dim, np.float32) if isinstance(table.default, str) else np.array(table.default, np.float32)
+        )
         codes = as_codes(keys, table.key).tolist()
         answer = np.array([rows.get(code, default) for code in codes], np.float32).reshape(len(codes), table.dim)
         answer = answer.astype(dtype)
@@ -74,7 +78,17 @@ class FakeView:
             out[:] = answer
         return (answer, np.array([code in rows for code in codes], bool)) if return_found else answer
 
-    def lookup_bags(self, feature: str, keys: Any, offsets: Any, *, weights: Any = None, dtype: str = "float32", out: Any = None, return_found: bool = False) -> Any:
+    def lookup_bags(
+        self,
+        feature: str,
+        keys: Any,
+        offsets: Any,
+        *,
+        weights: Any = None,
+        dtype: str = "float32",
+        out: Any = None,
+        return_found: bool = False,
+    ) -> Any:
         rows, found = self.lookup(feature, keys, return_found=True)
         weights = np.ones(len(rows), np.float32) if weights is None else np.asarray(weights).reshape(-1)
         ends = [*offsets[1:], len(rows)] if len(offsets) else []
@@ -114,7 +128,11 @@ class FakeStore:
         self.settings = settings
         self.observers: list[Any] = []
         self.delta_error: TierstoreError | None = None
-        self._models = {"ctr": FakeModel("ctr", FEATURES), "one": FakeModel("one", {"item_id": FEATURES["item_id"]}), "names": FakeModel("names", {"user": FEATURES["user"]})}
+        self._models = {
+            "ctr": FakeModel("ctr", FEATURES),
+            "one": FakeModel("one", {"item_id": FEATURES["item_id"]}),
+            "names": FakeModel("names", {"user": FEATURES["user"]}),
+        }
 
     def models(self) -> list[str]:
         return sorted(self._models)

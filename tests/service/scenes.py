@@ -18,7 +18,15 @@ def rows(table: str, values: list[float]) -> np.ndarray:
     return np.array([row(table, value) for value in values], np.float32).reshape(len(values), TABLES[table].dim)
 
 
-def write_snapshot(root: Path, version: int = VERSION, *, model: str = "ctr", shift: float = 0.0, delta_seq: int = 0, dense: bool = True) -> Path:
+def write_snapshot(
+    root: Path,
+    version: int = VERSION,
+    *,
+    model: str = "ctr",
+    shift: float = 0.0,
+    delta_seq: int = 0,
+    dense: bool = True,
+) -> Path:
     """The model of `fake_store`, every value `shift` higher."""
     where = root / f"{model}-{version}"
     with tierstore.SnapshotWriter(where, model=model, version=version, delta_seq=delta_seq) as writer:
@@ -42,7 +50,9 @@ def write_small(root: Path, model: str, table: str, version: int = VERSION) -> P
     where = root / f"{model}-{version}"
     keys, values = (np.array(list(ITEMS), np.int64), ITEMS) if table == "item" else (list(USERS), USERS)
     with tierstore.SnapshotWriter(where, model=model, version=version) as writer:
-        writer.table(table, dim=TABLES[table].dim, key="int64" if table == "item" else "string").write(keys, rows(table, list(values.values())))
+        writer.table(table, dim=TABLES[table].dim, key="int64" if table == "item" else "string").write(
+            keys, rows(table, list(values.values()))
+        )
         writer.feature("item_id" if table == "item" else "user", table=table)
     return where
 

@@ -33,7 +33,9 @@ def infer(http: httpx.Client, document: Any, tail: bytes = b"", path: str = INFE
     return http.post(path, content=head + tail, headers=headers)
 
 
-def given_input(name: str = "item_id", datatype: str = "INT64", shape: Any = (2,), data: Any = (1, 2), **more: Any) -> dict[str, Any]:
+def given_input(
+    name: str = "item_id", datatype: str = "INT64", shape: Any = (2,), data: Any = (1, 2), **more: Any
+) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": shape, "data": data} | more
 
 
@@ -107,10 +109,19 @@ def refused(response: httpx.Response, status: int, *words: str) -> None:
         ({"inputs": [given_input()], "outputs": [{"name": "clicked"}]}, ["needs an input 'clicked'"]),
         ({"inputs": [given_input()], "outputs": [{"name": "item_id"}] * 2}, ["twice"]),
         ({"inputs": [given_input()], "outputs": [{"name": "item_id.offsets"}]}, ["unknown output"]),
-        ({"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"dtype": "FP64"}}]}, ["FP64", "FP16"]),
+        (
+            {"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"dtype": "FP64"}}]},
+            ["FP64", "FP16"],
+        ),
         ({"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"dtype": 16}}]}, ["FP16"]),
-        ({"inputs": [given_input()], "outputs": [{"name": "item_id.found", "parameters": {"dtype": "FP16"}}]}, ["BOOL"]),
-        ({"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"binary_data": 1}}]}, ["binary_data"]),
+        (
+            {"inputs": [given_input()], "outputs": [{"name": "item_id.found", "parameters": {"dtype": "FP16"}}]},
+            ["BOOL"],
+        ),
+        (
+            {"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"binary_data": 1}}]},
+            ["binary_data"],
+        ),
         ({"inputs": [given_input(name="clicked.offsets", data=[0, 1])]}, ["needs the keys"]),
         ({"inputs": [given_input(), given_input(name="item_id.offsets", data=[0, 1])]}, ["no combiner"]),
         ({"inputs": [given_input(), given_input(name="item_id.weights", datatype="FP32")]}, ["no combiner"]),
@@ -143,12 +154,18 @@ def test_offsets_that_do_not_fit(http: httpx.Client, offsets: list[int], words: 
         ({}, {"name": "clicked.offsets", "shape": [1, 1], "data": [0]}, ["[bags]"]),
         ({}, {"name": "clicked.offsets", "shape": [1], "data": [0], "datatype": "INT32"}, ["INT64"]),
         ({}, {"name": "clicked.weights", "shape": [1], "data": [0], "datatype": "FP32"}, ["one a key"]),
-        ({"shape": [1, 2]}, {"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP32"}, ["one a key"]),
+        (
+            {"shape": [1, 2]},
+            {"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP32"},
+            ["one a key"],
+        ),
         ({}, {"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP64"}, ["FP32"]),
         ({}, {"name": "clicked.weights", "shape": [2], "data": [0, 1e300], "datatype": "FP32"}, ["NaN or infinite"]),
     ],
 )
-def test_parts_of_a_bag_that_do_not_fit(http: httpx.Client, keys: dict[str, Any], part: dict[str, Any], words: list[str]) -> None:
+def test_parts_of_a_bag_that_do_not_fit(
+    http: httpx.Client, keys: dict[str, Any], part: dict[str, Any], words: list[str]
+) -> None:
     inputs = [given_input(name="clicked", **keys), given_input(**{"datatype": "INT64", **part})]
     refused(infer(http, {"inputs": inputs}), 400, part["name"] if "flat" not in words else "clicked", *words)
 
@@ -184,7 +201,9 @@ TWO = struct.pack("<2q", 1, 2)
         (binary_input(6, "user", "BYTES", [1]), struct.pack("<I", 2) + b"\xff\xfe", {}, ["UTF-8"]),
     ],
 )
-def test_a_malformed_binary_part(http: httpx.Client, document: Any, tail: bytes, headers: dict[str, str], words: list[str]) -> None:
+def test_a_malformed_binary_part(
+    http: httpx.Client, document: Any, tail: bytes, headers: dict[str, str], words: list[str]
+) -> None:
     refused(infer(http, document, tail, **headers), 400, *words)
 
 
@@ -199,8 +218,12 @@ def test_a_raw_body_is_the_keys_of_a_models_only_feature(http: httpx.Client) -> 
     assert answer.status_code == 200, answer.text
     split = int(answer.headers[HEADER_LENGTH])
     document = json.loads(answer.content[:split])
-    assert document["outputs"] == [{"name": "item_id", "datatype": "FP32", "shape": [2, 4], "parameters": {"binary_data_size": 32}}]
-    np.testing.assert_array_equal(np.frombuffer(answer.content[split:], np.float32).reshape(2, 4), rows("item", [ITEMS[1], ITEMS[2]]))
+    assert document["outputs"] == [
+        {"name": "item_id", "datatype": "FP32", "shape": [2, 4], "parameters": {"binary_data_size": 32}}
+    ]
+    np.testing.assert_array_equal(
+        np.frombuffer(answer.content[split:], np.float32).reshape(2, 4), rows("item", [ITEMS[1], ITEMS[2]])
+    )
     answer = http.post("/v2/models/names/infer", content=b"u7", headers={HEADER_LENGTH: "0"})
     np.testing.assert_array_equal(np.frombuffer(answer.content[-32:], np.float32), rows("user", [USERS["u7"]])[0])
     refused(http.post("/v2/models/one/infer", content=TWO[:-1], headers={HEADER_LENGTH: "0"}), 400, "multiple of 8")
@@ -214,10 +237,16 @@ def test_bodies_and_answers_have_bounds(http: httpx.Client) -> None:
         refused(infer(http, {"inputs": [given_input(name=feature, shape=shape, data=[])]}), 413, "split it")
     flat = json.dumps({"inputs": [given_input(shape=[530_000], data=[1] * 530_000)]}, separators=(",", ":")).encode()
     refused(http.post(INFER, content=gzip.compress(flat), headers={"Content-Encoding": "gzip"}), 413, "decoded body")
-    # 4.9 MB of keys make 9.8 MB of rows, which is more than an answer may have, be they pooled to one row or not
-    many = json.dumps({"inputs": [given_input("clicked", shape=[1, 500_000], data=[1] * 500_000)]}, separators=(",", ":")).encode()
+    # rows that are held only to be pooled count as well: 16 bytes each, of 8 MiB
+    many = json.dumps(
+        {"inputs": [given_input("clicked", shape=[1, 500_000], data=[1] * 500_000)]}, separators=(",", ":")
+    ).encode()
     assert infer(http, many).status_code == 200
-    keys = gzip.compress(json.dumps({"inputs": [given_input(name, shape=[1, 260_000], data=[1] * 260_000) for name in ("item_id", "clicked")]}).encode())
+    keys = gzip.compress(
+        json.dumps(
+            {"inputs": [given_input(name, shape=[1, 260_000], data=[1] * 260_000) for name in ("item_id", "clicked")]}
+        ).encode()
+    )
     assert infer(http, keys, **{"Content-Encoding": "gzip"}).status_code == 413
 
 
@@ -234,13 +263,22 @@ def test_bodies_and_answers_have_bounds(http: httpx.Client) -> None:
         ("br", b"{}", 415, ["use gzip or deflate"]),
     ],
 )
-def test_compressed_bodies_have_bounds_too(http: httpx.Client, coding: str, body: bytes, status: int, words: list[str]) -> None:
+def test_compressed_bodies_have_bounds_too(
+    http: httpx.Client, coding: str, body: bytes, status: int, words: list[str]
+) -> None:
     refused(http.post(INFER, content=body, headers={"Content-Encoding": coding}), status, *words)
 
 
 def test_json_answers_hold_flat_lists(http: httpx.Client) -> None:
     nested = given_input(name="clicked", shape=[2, 2], data=[[1, 2], [3, 4]])
-    answer = infer(http, {"id": "", "inputs": [nested], "outputs": [{"name": "clicked.found"}, {"name": "clicked", "parameters": {"dtype": "FP16"}}]})
+    answer = infer(
+        http,
+        {
+            "id": "",
+            "inputs": [nested],
+            "outputs": [{"name": "clicked.found"}, {"name": "clicked", "parameters": {"dtype": "FP16"}}],
+        },
+    )
     assert answer.status_code == 200, answer.text
     document = answer.json()
     assert document["id"] == ""
@@ -286,7 +324,11 @@ def test_repository_requests_check_their_body(http: httpx.Client) -> None:
     refused(http.post("/v2/repository/index", content=b"{"), 400, "not valid JSON")
     refused(http.post("/v2/repository/index", json=[]), 400, "JSON object")
     refused(http.post("/v2/repository/models/ctr/load", json={"parameters": 1}), 400, "parameters")
-    refused(http.post("/v2/repository/models/ctr/load", json={"parameters": {"file:1/model.onnx": "AAAA"}}), 400, "overridden")
+    refused(
+        http.post("/v2/repository/models/ctr/load", json={"parameters": {"file:1/model.onnx": "AAAA"}}),
+        400,
+        "overridden",
+    )
     refused(http.post("/v2/repository/index", content=b"[" + b"0," * (1 << 19) + b"0]"), 413)
 
 
@@ -325,17 +367,26 @@ def test_what_is_no_http_is_answered_400_and_closed(server: ServerThread, http: 
 
 
 def test_a_client_that_goes_away_in_the_middle_leaves_nothing_behind(server: ServerThread, http: httpx.Client) -> None:
-    exchange(server, b"POST /v2/models/ctr/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500000\r\n\r\n" + b"x" * 100_000)
+    exchange(
+        server,
+        b"POST /v2/models/ctr/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500000\r\n\r\n" + b"x" * 100_000,
+    )
     assert http.get("/v2/health/live").status_code == 200
     assert server.service.inflight.used_bytes == 0
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 66), 1 << 66) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 66), 1 << 66)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-names = st.sampled_from(["item_id", "clicked", "user", "big", "clicked.offsets", "clicked.weights", "item_id.found", "user.found", "x"])
+names = st.sampled_from(
+    ["item_id", "clicked", "user", "big", "clicked.offsets", "clicked.weights", "item_id.found", "user.found", "x"]
+)
 sizes = st.sampled_from([0, 1, 2, 3, -1, 1 << 31, 1 << 63, 2.0, None])
 tensors = st.fixed_dictionaries(
     {},
@@ -343,8 +394,13 @@ tensors = st.fixed_dictionaries(
         "name": names | json_values,
         "datatype": st.sampled_from(["INT64", "UINT64", "BYTES", "FP32", "FP16", "BOOL", "INT32"]) | json_values,
         "shape": st.lists(sizes, max_size=3) | json_values,
-        "data": st.lists(st.integers(-3, 3) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=3), max_size=4) | json_values,
-        "parameters": st.dictionaries(st.sampled_from(["binary_data_size", "binary_data", "dtype", "classification"]), sizes | json_values, max_size=2),
+        "data": st.lists(st.integers(-3, 3) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=3), max_size=4)
+        | json_values,
+        "parameters": st.dictionaries(
+            st.sampled_from(["binary_data_size", "binary_data", "dtype", "classification"]),
+            sizes | json_values,
+            max_size=2,
+        ),
     },
 )
 documents = st.fixed_dictionaries(
@@ -353,7 +409,8 @@ documents = st.fixed_dictionaries(
         "id": st.text(max_size=4) | json_values,
         "inputs": st.lists(tensors, max_size=4) | json_values,
         "outputs": st.lists(tensors, max_size=3) | json_values,
-        "parameters": st.dictionaries(st.sampled_from(["binary_data_output", "x"]), json_values, max_size=2) | json_values,
+        "parameters": st.dictionaries(st.sampled_from(["binary_data_output", "x"]), json_values, max_size=2)
+        | json_values,
     },
 )
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -369,9 +426,15 @@ def test_no_request_makes_the_server_fail(http: httpx.Client, document: Any, tai
 
 
 @fuzz
-@given(body=st.binary(max_size=200), coding=st.sampled_from(["", "gzip", "deflate", "identity", "x"]), length=st.none() | st.integers(0, 250))
+@given(
+    body=st.binary(max_size=200),
+    coding=st.sampled_from(["", "gzip", "deflate", "identity", "x"]),
+    length=st.none() | st.integers(0, 250),
+)
 def test_no_bytes_make_the_server_fail(http: httpx.Client, body: bytes, coding: str, length: int | None) -> None:
-    headers = ({"Content-Encoding": coding} if coding else {}) | ({} if length is None else {HEADER_LENGTH: str(length)})
+    headers = ({"Content-Encoding": coding} if coding else {}) | (
+        {} if length is None else {HEADER_LENGTH: str(length)}
+    )
     assert 400 <= http.post("/v2/models/ctr/infer", content=body, headers=headers).status_code < 500
     assert http.post("/v2/models/names/infer", content=body, headers=headers).status_code < 500
     assert http.post("/v2/repository/models/nobody/load", content=body, headers=headers).status_code < 500
@@ -386,7 +449,12 @@ def test_no_bytes_make_the_server_fail(http: httpx.Client, body: bytes, coding: 
     width=st.integers(0, 4),
 )
 def test_binary_tensors_of_any_content(
-    http: httpx.Client, feature: str, keys: list[int], offsets: list[int] | None, weights: list[float] | None, width: int
+    http: httpx.Client,
+    feature: str,
+    keys: list[int],
+    offsets: list[int] | None,
+    weights: list[float] | None,
+    width: int,
 ) -> None:
     shape = [len(keys)] if width == 0 else [len(keys) // width, width]
     parts = [(feature, "INT64", shape, struct.pack(f"<{len(keys)}q", *keys))]
@@ -394,9 +462,13 @@ def test_binary_tensors_of_any_content(
         parts.append((f"{feature}.offsets", "INT64", [len(offsets)], struct.pack(f"<{len(offsets)}q", *offsets)))
     if weights is not None:
         parts.append((f"{feature}.weights", "FP32", [len(weights)], struct.pack(f"<{len(weights)}f", *weights)))
-    inputs = [{"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": len(b)}} for n, d, s, b in parts]
+    inputs = [
+        {"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": len(b)}} for n, d, s, b in parts
+    ]
     head = json.dumps({"inputs": inputs}).encode()
-    answer = http.post(INFER, content=head + b"".join(part[3] for part in parts), headers={HEADER_LENGTH: str(len(head))})
+    answer = http.post(
+        INFER, content=head + b"".join(part[3] for part in parts), headers={HEADER_LENGTH: str(len(head))}
+    )
     assert answer.status_code in (200, 400), (answer.status_code, answer.text)
     if answer.status_code == 200:
         (output,) = answer.json()["outputs"]

@@ -48,7 +48,9 @@ KEYS = np.array([5, 0, 99, 100, LOW, HIGH, -1, 5], np.int64)
 @pytest.mark.parametrize("binary_out", [True, False])
 @pytest.mark.parametrize("binary_in", [True, False])
 def test_rows_in_the_order_of_the_keys(client: triton.InferenceServerClient, binary_in: bool, binary_out: bool) -> None:
-    answer = client.infer("ctr", [tensor("item_id", KEYS, "INT64", binary=binary_in)], outputs=[wanted("item_id", binary=binary_out)])
+    answer = client.infer(
+        "ctr", [tensor("item_id", KEYS, "INT64", binary=binary_in)], outputs=[wanted("item_id", binary=binary_out)]
+    )
     assert answer.as_numpy("item_id").dtype == np.float32
     np.testing.assert_array_equal(answer.as_numpy("item_id"), items(KEYS))
     assert answer.get_response()["model_version"] == str(VERSION)
@@ -67,7 +69,9 @@ def test_without_outputs_every_given_feature_is_answered(client: triton.Inferenc
 def test_string_keys(client: triton.InferenceServerClient, binary: bool) -> None:
     keys = ["u3", "", "λ", "u3", "missing", "u49"]
     array = np.array([key.encode() for key in keys], object)
-    answer = client.infer("ctr", [tensor("user", array, "BYTES", binary=binary)], outputs=[wanted("user"), wanted("user.found")])
+    answer = client.infer(
+        "ctr", [tensor("user", array, "BYTES", binary=binary)], outputs=[wanted("user"), wanted("user.found")]
+    )
     np.testing.assert_array_equal(answer.as_numpy("user"), rows("user", [USERS.get(key, 0.0) for key in keys]))
     assert answer.as_numpy("user.found").tolist() == [key in USERS for key in keys]
 
@@ -81,7 +85,12 @@ def test_unsigned_keys(client: triton.InferenceServerClient, binary: bool) -> No
 
 def test_found_has_the_shape_of_the_keys_and_may_stand_anywhere(client: triton.InferenceServerClient) -> None:
     keys = KEYS[:3].reshape(1, 3)  # three bytes of `found` leave what follows them unaligned
-    outputs = [wanted("item_id.found"), wanted("item_id"), wanted("clicked", dtype="FP16"), wanted("clicked.found", binary=False)]
+    outputs = [
+        wanted("item_id.found"),
+        wanted("item_id"),
+        wanted("clicked", dtype="FP16"),
+        wanted("clicked.found", binary=False),
+    ]
     answer = client.infer("ctr", [tensor("item_id", keys, "INT64"), tensor("clicked", keys, "INT64")], outputs=outputs)
     assert answer.as_numpy("item_id.found").tolist() == [[True, True, True]]
     np.testing.assert_array_equal(answer.as_numpy("item_id"), items(keys))
@@ -112,7 +121,12 @@ def test_ragged_bags_with_weights(client: triton.InferenceServerClient) -> None:
     keys, offsets = np.array([1, 2, 3, 4], np.int64), np.array([0, 3, 3], np.int64)
     weights = np.array([1, 2, 1, 5], np.float32)
     answer = client.infer(
-        "ctr", [tensor("clicked.offsets", offsets, "INT64"), tensor("clicked.weights", weights, "FP32"), tensor("clicked", keys, "INT64")]
+        "ctr",
+        [
+            tensor("clicked.offsets", offsets, "INT64"),
+            tensor("clicked.weights", weights, "FP32"),
+            tensor("clicked", keys, "INT64"),
+        ],
     )
     expected = np.stack([(items(keys[:3]) * weights[:3, None]).sum(0) / 4, np.zeros(4), items(keys[3:])[0]])
     np.testing.assert_allclose(answer.as_numpy("clicked"), expected, rtol=1e-6)
@@ -128,7 +142,9 @@ def test_flat_keys_without_offsets_are_bags_of_one(client: triton.InferenceServe
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 @pytest.mark.parametrize("feature", ["item_id", "clicked"])
-def test_empty_requests_have_empty_answers(client: triton.InferenceServerClient, feature: str, shape: tuple[int, ...]) -> None:
+def test_empty_requests_have_empty_answers(
+    client: triton.InferenceServerClient, feature: str, shape: tuple[int, ...]
+) -> None:
     answer = client.infer("ctr", [tensor(feature, np.empty(shape, np.int64), "INT64")])
     lead = shape if feature == "item_id" else shape[:1]
     assert answer.as_numpy(feature).shape == (*lead, 4)
@@ -137,9 +153,14 @@ def test_empty_requests_have_empty_answers(client: triton.InferenceServerClient,
 
 @pytest.mark.parametrize("response", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("request_coding", [None, "gzip", "deflate"])
-def test_compressed_both_ways(client: triton.InferenceServerClient, request_coding: str | None, response: str | None) -> None:
+def test_compressed_both_ways(
+    client: triton.InferenceServerClient, request_coding: str | None, response: str | None
+) -> None:
     answer = client.infer(
-        "ctr", [tensor("item_id", KEYS, "INT64")], request_compression_algorithm=request_coding, response_compression_algorithm=response
+        "ctr",
+        [tensor("item_id", KEYS, "INT64")],
+        request_compression_algorithm=request_coding,
+        response_compression_algorithm=response,
     )
     np.testing.assert_array_equal(answer.as_numpy("item_id"), items(KEYS))
 
@@ -164,7 +185,10 @@ def test_the_aio_client(server: ServerThread) -> None:
             assert await client.is_model_ready("ctr")
             inputs = [tensor("item_id", KEYS, "INT64")]
             answers = await asyncio.gather(
-                *(client.infer("ctr", inputs, response_compression_algorithm=coding) for coding in (None, "gzip", "deflate")),
+                *(
+                    client.infer("ctr", inputs, response_compression_algorithm=coding)
+                    for coding in (None, "gzip", "deflate")
+                ),
                 client.infer("ctr", inputs, str(VERSION), request_compression_algorithm="gzip"),
                 client.infer("ctr", inputs, outputs=[wanted("item_id", binary=False)]),
             )
@@ -235,11 +259,18 @@ def test_shared_memory_is_refused_clearly_and_unregistered_gladly(client: triton
 
 
 def test_what_is_not_served_says_so(client: triton.InferenceServerClient) -> None:
-    for call in (client.get_trace_settings, lambda: client.get_trace_settings("ctr"), client.get_log_settings, lambda: client.update_log_settings({})):
+    for call in (
+        client.get_trace_settings,
+        lambda: client.get_trace_settings("ctr"),
+        client.get_log_settings,
+        lambda: client.update_log_settings({}),
+    ):
         with pytest.raises(InferenceServerException, match="extension is not served"):
             call()
     with pytest.raises(InferenceServerException, match="classification extension is not served"):
-        client.infer("ctr", [tensor("item_id", KEYS, "INT64")], outputs=[triton.InferRequestedOutput("item_id", class_count=2)])
+        client.infer(
+            "ctr", [tensor("item_id", KEYS, "INT64")], outputs=[triton.InferRequestedOutput("item_id", class_count=2)]
+        )
     with pytest.raises(InferenceServerException, match="dense predictor is not available"):
         client.infer("ctr", [tensor("item_id", KEYS, "INT64")], outputs=[wanted("score")])
     with pytest.raises(InferenceServerException, match="cannot be overridden"):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from tierstore import __version__
-from tierstore.errors import Conflict, NotFound, NotReady, Overloaded, SequenceGap, TierstoreError
+from tierstore.errors import Conflict, NotReady, Overloaded, SequenceGap, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.context import Service
 from tierstore.service.http import Disconnected, read_body
@@ -115,9 +115,12 @@ def _add_error_handlers(app: FastAPI) -> None:
         log_failure(error, f"{request.method} {request.url.path}")
         return _answer_error(error)
 
-    async def theirs(_: Request, error: Exception) -> Response:
+    async def theirs(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _problem(error.status_code, str(error.detail), dict(error.headers or {}))
+        detail = str(error.detail)
+        if error.status_code in (404, 405):
+            detail = f"no {request.method[:10]} {request.url.path[:80]}; /docs lists what there is"
+        return _problem(error.status_code, detail, dict(error.headers or {}))
 
     async def malformed(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -243,10 +246,6 @@ def _add_models(app: FastAPI, service: Service) -> None:
         """Delete a version. 409 for the active one."""
         await service.control.run(store.drop, model, version)
         return {"model": model, "dropped": version}
-
-    @app.api_route("/admin/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
-    async def nowhere(path: str) -> None:
-        raise NotFound(f"no such path: /admin/{path[:80]}; /docs lists those there are")
 
 
 def _service_state(service: Service) -> dict[str, Any]:
