@@ -54,10 +54,11 @@ def _bar(what: str) -> Iterator[ProgressFn]:
         phase = ""
 
         def report(progress: Progress) -> None:
-            nonlocal phase
+            nonlocal phase, task
             if progress.phase != phase:
                 phase = progress.phase
-                bar.reset(task, description=_label(what, phase), total=None)
+                bar.remove_task(task)  # a new one, since a task does not forget its total
+                task = bar.add_task(_label(what, phase), total=None)
             bar.update(task, completed=progress.done, total=progress.total or None)
 
         yield report
