@@ -64,18 +64,21 @@ def run(
     if scale <= 0 or seconds <= 0:
         raise ValueError(f"scale and seconds must be above 0; got scale={scale}, seconds={seconds}")
     console = console or Console()
-    with _ended_by_sigterm(), ExitStack() as stack:
+    with _signals() as ignore, ExitStack() as stack:
         if workdir is None:
             directory = Path(tempfile.mkdtemp(prefix="tierstore-demo-"))
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
         else:
             directory = workdir.resolve()
             directory.mkdir(parents=True, exist_ok=True)
-        story = Story(stack, directory, console, seconds=seconds, port=port, seed=seed, scale=scale)
-        report = story.tell()
-        show(report, console)
-        if keep:
-            story.stay()
+        try:
+            story = Story(stack, directory, console, seconds=seconds, port=port, seed=seed, scale=scale)
+            report = story.tell()
+            show(report, console)
+            if keep:
+                story.stay()
+        finally:
+            ignore()  # stopping what runs takes a moment, which a second Ctrl-C must not cut short
     return report
 
 
@@ -166,7 +169,8 @@ class Story:
         """What the load generator saw, window by window and in all."""
         report, streamed = self.report, self.streamed
         windows = zip(streamed.windows, streamed.windows[1:], strict=False)
-        report.windows = [Window.of(name, samples, start, end) for (name, start), (_, end) in windows]
+        measured = [Window.of(name, samples, start, end) for (name, start), (_, end) in windows]
+        report.windows = [window for window in measured if window.requests]
         report.requests, report.failed_requests = len(samples.due), int(samples.failed.sum())
         report.first_error = samples.first_error
         report.mixed_answers = int(samples.mixed.sum())
@@ -216,17 +220,26 @@ def _shares(shares: dict[str, float]) -> str:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit meanwhile, so that what was started is stopped. Outside of the main thread, nothing."""
+def _signals() -> Iterator[Callable[[], None]]:
+    """SIGTERM raises SystemExit meanwhile, so that what was started is stopped. Yields what turns both signals off.
+
+    Outside of the main thread, where no signal arrives, it does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    def ignore() -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        yield ignore
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

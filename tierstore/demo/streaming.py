@@ -49,7 +49,7 @@ class Plan:
 
 
 def stream(shop: Shop, client: Client, directory: Path, over: threading.Event, plan: Plan, streamed: Streamed) -> None:
-    """Send every minute's delta; a third of the way in, write, load and switch to a second snapshot beside it.
+    """Send every minute's delta; a quarter of the way in, write, load and switch to a second snapshot beside it.
 
     It is switched to, back from and to again, all while deltas go on. Raises what failed first.
     """
@@ -59,7 +59,7 @@ def stream(shop: Shop, client: Client, directory: Path, over: threading.Event, p
             streamed.window("deltas coming in")
             due = time.monotonic()
             for minute in range(shop.size.minutes):
-                if minute == shop.size.minutes // 3:
+                if minute == shop.size.minutes // 4:
                     second = executor.submit(_second_snapshot, shop, client, directory, over, plan, streamed)
                 if (second is not None and second.done() and second.exception()) or over.wait(due - time.monotonic()):
                     break
