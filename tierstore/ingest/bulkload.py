@@ -73,8 +73,8 @@ def build_base(
 ) -> BaseBuild:
     """Build the sorted files of `snapshot` in `out_dir`, which is made, and emptied first.
 
-    `memory_bytes` bounds what all helpers hold together, beyond about 150 MB that each takes to run at
-    all. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
+    `memory_bytes` bounds the rows that all helpers hold together; beside it each takes some 90 MB for its
+    libraries, and what the snapshot's reader holds of a batch. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
     second; what it raises ends the load.
 
     Raises SnapshotError (file, row, reason) for a snapshot that may not be loaded, or when `cancelled`

@@ -1,0 +1,139 @@
+"""The helper's tasks in this process: runs, ranges, and how colliding strings are told from repeated ones."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.errors import SnapshotError
+from tierstore.formats.manifest import Manifest
+from tierstore.formats.snapshot import Batch, Snapshot
+from tierstore.ingest.bulkload import _quantiles
+from tierstore.ingest.tasks import MergeRuns, SortShards, merge_runs, run_keys, sort_shards
+from tierstore.ingest.worker import _describe
+from tierstore.types import Keys
+
+
+class FakeSnapshot(Snapshot):
+    """Shards given as lists of (key code, text), so that two strings may be made to collide."""
+
+    @classmethod
+    def of(cls, root: Path, shards: list[list[tuple[int, str]]], *, key: str = "int64") -> FakeSnapshot:
+        entries = tuple({"path": f"part-{i}.arrow", "rows": len(shard)} for i, shard in enumerate(shards))
+        rows = sum(map(len, shards))
+        table = {"name": "t", "key": key, "dim": 2, "dtype": "float32", "rows": rows, "shards": entries}
+        snapshot = cls(root, Manifest.create(model="m", version=1, tables=(table,)))
+        object.__setattr__(snapshot, "shards", shards)
+        return snapshot
+
+    def check_checksum(self, table: str, shard_no: int) -> None:
+        pass
+
+    def batches(self, table: str, shard_no: int, batch_rows: int = 3) -> Iterator[Batch]:
+        shard: Any = self.shards[shard_no]  # type: ignore[attr-defined]
+        for start in range(0, len(shard), 3):
+            part = shard[start : start + 3]
+            keys = np.array([code for code, _ in part], np.int64)
+            vectors = np.stack([keys.astype(np.float32), -keys.astype(np.float32)], axis=1)
+            yield Batch(keys, vectors, start, pa.array([text for _, text in part], pa.large_string()))
+
+    def shard_keys(self, table: str, shard_no: int, batch_rows: int = 3) -> Iterator[Keys]:
+        for batch in self.batches(table, shard_no):
+            yield batch.keys
+
+
+def silent(rows: int) -> None:
+    pass
+
+
+_codes = st.lists(st.integers(-1000, 1000), min_size=1, max_size=60, unique=True)
+
+
+@settings(deadline=None, max_examples=40)
+@given(codes=_codes, cut=st.integers(0, 60), run_rows=st.integers(1, 20), ranges=st.integers(1, 7))
+def test_runs_and_ranges_of_any_size_hold_every_row_once(
+    tmp_path_factory: pytest.TempPathFactory, codes: list[int], cut: int, run_rows: int, ranges: int
+) -> None:
+    directory = tmp_path_factory.mktemp("runs")
+    snapshot = FakeSnapshot.of(directory, [[(c, "") for c in codes[:cut]], [(c, "") for c in codes[cut:]]])
+    told: list[int] = []
+    sorted_ = sort_shards(snapshot, SortShards("t", [0, 1], str(directory / "r"), run_rows * 16, 1024), told.append)
+    assert sum(told) == len(codes)
+    assert max(count for _, count in sorted_.runs) <= run_rows
+    for path, count in sorted_.runs:
+        assert (np.diff(run_keys(path, count)) > 0).all()
+    np.testing.assert_allclose(np.sum(sorted_.sums, axis=0), [sum(codes), -sum(codes)])
+
+    limits = [None, *_quantiles(sorted_.runs, ranges), None]
+    assert len(limits) <= ranges + 1
+    merged = [
+        merge_runs(
+            snapshot, MergeRuns("t", 1, sorted_.runs, limits[i], limits[i + 1], str(directory / f"{i}.sst")), silent
+        )
+        for i in range(len(limits) - 1)
+    ]
+    assert sum(part.rows for part in merged) == len(codes)
+    assert [part.rows for part in merged] == [
+        sum((low is None or low <= c) and (high is None or c < high) for c in codes) for low, high in pairwise(limits)
+    ]
+
+
+def merge_all(snapshot: FakeSnapshot, directory: Path) -> None:
+    shards = list(range(len(snapshot.manifest.tables[0].shards)))
+    runs = sort_shards(snapshot, SortShards("t", shards, str(directory / "r"), 64, 1024), silent).runs
+    merge_runs(snapshot, MergeRuns("t", 1, runs, None, None, str(directory / "out.sst")), silent)
+
+
+def test_two_strings_of_one_hash_are_refused_naming_both(tmp_path: Path) -> None:
+    shards = [[(1, "a"), (2, "b"), (3, "c"), (4, "d")], [(5, "e"), (6, "f"), (7, "g"), (8, "h"), (2, "z")]]
+    with pytest.raises(SnapshotError) as failure:
+        merge_all(FakeSnapshot.of(tmp_path, shards, key="string"), tmp_path)
+    assert (failure.value.file, failure.value.row) == ("part-1.arrow", 4)
+    assert (
+        failure.value.reason == "keys 'z' and 'b' (part-0.arrow, row 1) have the same 64-bit hash: rename one of them"
+    )
+    assert not (tmp_path / "out.sst").exists()
+
+
+def test_one_string_given_twice_is_called_a_duplicate(tmp_path: Path) -> None:
+    shards = [[(1, "a"), (2, "b")], [(3, "c"), (2, "b")]]
+    with pytest.raises(SnapshotError) as failure:
+        merge_all(FakeSnapshot.of(tmp_path, shards, key="string"), tmp_path)
+    assert str(failure.value) == "part-1.arrow, row 1: duplicate key 'b': it is also in part-0.arrow, row 1"
+
+
+@pytest.mark.parametrize("run_bytes", [16, 64, 1 << 20])
+def test_a_number_given_twice_is_found_within_a_run_and_across_runs(tmp_path: Path, run_bytes: int) -> None:
+    snapshot = FakeSnapshot.of(tmp_path, [[(9, ""), (5, ""), (1, ""), (7, ""), (5, "")]])
+    runs = sort_shards(snapshot, SortShards("t", [0], str(tmp_path / "r"), run_bytes, 1024), silent).runs
+    with pytest.raises(SnapshotError, match=r"part-0.arrow, row 4: duplicate key 5.*row 1"):
+        merge_runs(snapshot, MergeRuns("t", 1, runs, None, None, str(tmp_path / "out.sst")), silent)
+
+
+def test_quantiles_weigh_runs_by_their_rows(tmp_path: Path) -> None:
+    """A short run among long ones must not pull the cuts towards its keys."""
+    runs = []
+    for number, keys in enumerate((np.arange(100_000), np.arange(10**6, 10**6 + 50))):
+        path = tmp_path / f"r{number}"
+        path.write_bytes(keys.tobytes())
+        runs.append((str(path), len(keys)))
+    cuts = np.array(_quantiles(runs, 4))
+    assert len(cuts) == 3
+    np.testing.assert_allclose(cuts, [25_000, 50_000, 75_000], atol=5_000)
+
+
+def test_a_full_disk_in_a_helper_is_said_in_words() -> None:
+    answer = _describe(OSError(errno.ENOSPC, "No space left on device", "/data/runs/item-0.0"))
+    assert answer == {"error": "storage", "message": "/data/runs/item-0.0: the disk is full"}
+    assert _describe(MemoryError())["error"] == "storage"
+    assert "load_memory" in _describe(MemoryError())["message"]
+    assert "boom" in _describe(RuntimeError("boom"))["message"]
