@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,21 +62,41 @@ def test_the_report_is_complete_as_a_document_and_for_a_person(told: tuple[DemoR
     assert {"host", "disk"} <= document["tiers"].keys()
     names = [window["name"] for window in document["windows"]]
     assert any("loading" in name for name in names)
-    assert any("switched" in name for name in names)
+    assert any("switching" in name for name in names)
     assert "0 mismatches of" in text
     assert "p99 ms" in text
     assert "\x1b" not in text, "no terminal, no colours"
 
 
+def running_in(directory: Path) -> list[str]:
+    """Command lines of processes that were given a path in `directory`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            line = (process / "cmdline").read_bytes()
+            if bytes(directory) in line and int(process.name) != os.getpid():
+                found.append(line.decode())
+    return found
+
+
 def test_nothing_is_left_running(told: tuple[DemoReport, str, Path]) -> None:
     _, _, directory = told
-    ours = str(directory).encode()
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            try:
-                assert ours not in (process / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
+    assert running_in(directory) == []
+
+
+def test_a_signal_in_the_middle_leaves_neither_processes_nor_files(tmp_path: Path) -> None:
+    story = "from tierstore.demo import run; run(seconds=9, scale=0.02)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, "-c", story], stdout=subprocess.PIPE, text=True, env=environment) as demo:
+        assert demo.stdout is not None
+        told = next((line for line in demo.stdout if "minute" in line), "")
+        assert told, "the deltas must have begun"
+        assert len(running_in(tmp_path)) >= 2, "the service and the load generator"
+        demo.terminate()
+        demo.stdout.read()
+        assert demo.wait(60) == 128 + signal.SIGTERM
+    assert running_in(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_service_that_does_not_come_up_is_told_with_its_own_words(tmp_path: Path) -> None:

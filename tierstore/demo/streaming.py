@@ -56,7 +56,7 @@ def stream(shop: Shop, client: Client, directory: Path, over: threading.Event, p
     second: Future[None] | None = None
     with ThreadPoolExecutor(1, "second-snapshot") as executor:
         try:
-            streamed.window("deltas coming in")
+            streamed.window("deltas")
             due = time.monotonic()
             for minute in range(shop.size.minutes):
                 if minute == shop.size.minutes // 4:
@@ -101,11 +101,11 @@ def _second_snapshot(
     new = plan.second_version
     source = directory / "snapshots" / str(new)
     rows, seq = shop.write_snapshot(source, new)
-    streamed.window("… and a second snapshot loading")
+    streamed.window("deltas, a snapshot loading")
     took_s = load(client, source, activate=False, progress=_checked(over))
     streamed.beside_rows_per_s = rows / took_s
     plan.note(f"snapshot {new}, the state after delta {seq}, loaded beside in {took_s:.1f} s")
-    streamed.window("… and switched forth, back, forth")
+    streamed.window("deltas, switching versions")
     for step in (
         lambda: client.activate(MODEL, new),
         lambda: client.rollback(MODEL),
@@ -117,7 +117,7 @@ def _second_snapshot(
         plan.note(f"switched to {now} in {(time.monotonic() - began) * 1e3:.0f} ms")
         if over.wait(plan.hold_s):
             return
-    streamed.window("deltas coming in, second snapshot")
+    streamed.window("deltas, second snapshot")
 
 
 def _checked(over: threading.Event) -> ProgressFn:
