@@ -36,7 +36,6 @@ MAX_TABLE_ID = 0xFFFF
 BLOOM_BITS = 10
 _SIGN = np.int64(-(2**63))
 _BLOCK = 4096  # entries handed to RocksDB at a time: about a millisecond with the interpreter lock held
-_INDEX_RESTART = 16  # index entries that share a prefix: halves the memory of the index
 _READ_BYTES = 1 << 20
 
 Entries = tuple[int, Keys, Rows, npt.NDArray[np.bool_] | None]
@@ -88,11 +87,10 @@ def record_key(name: str) -> bytes:
 def table_options(*, bloom: bool, block_cache_bytes: int | None = None) -> rocksdict.Options:
     """Options for files and column families: raw bytes, no compression (floats do not shrink), XXH3 checksums.
 
-    Index and filters of open files stay in memory, outside the block cache. `bloom` adds a filter of
+    Index and filters of open files stay in memory, outside the block cache: a third of a byte a row. `bloom` adds a filter of
     10 bits a key, for files that most look-ups miss.
     """
     table = rocksdict.BlockBasedOptions()
-    table.set_index_block_restart_interval(_INDEX_RESTART)
     table.set_checksum_type(rocksdict.ChecksumType.xxh3())
     table.set_format_version(5)
     if bloom:
