@@ -87,8 +87,8 @@ def record_key(name: str) -> bytes:
 def table_options(*, bloom: bool, block_cache_bytes: int | None = None) -> rocksdict.Options:
     """Options for files and column families: raw bytes, no compression (floats do not shrink), XXH3 checksums.
 
-    Index and filters of open files stay in memory, outside the block cache: a third of a byte a row. `bloom` adds a filter of
-    10 bits a key, for files that most look-ups miss.
+    Index and filters of open files stay in memory, outside the block cache: a third of a byte a row.
+    `bloom` adds a filter of 10 bits a key, for files that most look-ups miss.
     """
     table = rocksdict.BlockBasedOptions()
     table.set_checksum_type(rocksdict.ChecksumType.xxh3())
