@@ -16,13 +16,18 @@ _BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=True)
 def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
     """Returns the number of wire bytes used, or -1 - i where element i runs past the end."""
     size = len(wire)
-    at, filled = 0, 0
+    at = filled = np.int64(0)
     offsets[0] = 0
     count = len(offsets) - 1
     for i in range(count):
         if size - at < 4:
             return -1 - i
-        length = np.int64(wire[at]) | np.int64(wire[at + 1]) << 8 | np.int64(wire[at + 2]) << 16 | np.int64(wire[at + 3]) << 24
+        length = (
+            np.int64(wire[at])
+            | np.int64(wire[at + 1]) << 8
+            | np.int64(wire[at + 2]) << 16
+            | np.int64(wire[at + 3]) << 24
+        )
         at += 4
         # room for the prefixes that follow too: `data` has none for more
         if size - at < length + 4 * (count - 1 - i):

@@ -58,7 +58,7 @@ class View(Protocol):
     ) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, see InputTensor
 class RequestedOutput:
     """An output that a client names; `datatype` FP32 or FP16 for vectors, None for the default."""
 
@@ -66,25 +66,18 @@ class RequestedOutput:
     datatype: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class OutputSpec:
     """An output that will be answered. `index` is its place among the requested ones, None for a default output."""
 
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    index: int | None = None
+    __slots__ = ("datatype", "dtype", "index", "name", "nbytes", "shape")
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return NUMPY_DTYPE[self.datatype]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __init__(self, name: str, datatype: str, shape: tuple[int, ...], index: int | None = None) -> None:
+        self.name, self.datatype, self.shape, self.index = name, datatype, shape, index
+        self.dtype: np.dtype[Any] = NUMPY_DTYPE[datatype]
+        self.nbytes = math.prod(shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """Outputs in the order asked for; `arrays` are those that `allocate` gave, filled."""
 

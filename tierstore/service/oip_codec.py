@@ -29,7 +29,7 @@ HEADER_LENGTH = b"inference-header-content-length"
 _NO_SHARED_MEMORY = "shared memory is not enabled on this server: send the tensor's data in the request"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InferRequest:
     """A parsed request. `binary[i]` says whether output i goes binary; `binary_default` for those without a say."""
 
@@ -59,8 +59,8 @@ def parse_request(body: memoryview, header_length: int | None) -> InferRequest:
     request_id = request.get("id")
     if request_id is not None and not isinstance(request_id, str):
         raise InvalidInput(f"id: expected a string, came {shown(request_id)}")
-    parameters = _parameters(request, "the request")
-    default = _flag(parameters, "binary_data_output", "the request")
+    parameters = _parameters(request, "request", "")
+    default = _flag(parameters, "binary_data_output", "request", "")
     outputs, binary = _requested(request)
     return InferRequest(_inputs(request, tail), outputs, binary, bool(default), request_id)
 
@@ -70,7 +70,7 @@ def _inputs(request: dict[str, Any], tail: memoryview | None) -> list[InputTenso
     at = 0
     for item in _objects(request, "inputs"):
         name = _name(item, "input")
-        parameters = _parameters(item, f"input {shown(name)}")
+        parameters = _parameters(item, "input", name)
         datatype = check_datatype(name, item.get("datatype"))
         shape = check_shape(name, item.get("shape"))
         if "shared_memory_region" in parameters:
@@ -107,7 +107,7 @@ def _requested(request: dict[str, Any]) -> tuple[list[RequestedOutput], list[boo
     outputs, binary = [], []
     for item in _objects(request, "outputs", required=False):
         name = _name(item, "output")
-        parameters = _parameters(item, f"output {shown(name)}")
+        parameters = _parameters(item, "output", name)
         if "shared_memory_region" in parameters:
             raise InvalidInput(f"output {shown(name)}: {_NO_SHARED_MEMORY}")
         if parameters.get("classification"):
@@ -116,7 +116,7 @@ def _requested(request: dict[str, Any]) -> tuple[list[RequestedOutput], list[boo
         if datatype is not None and not isinstance(datatype, str):
             raise InvalidInput(f"output {shown(name)}: parameter dtype is {shown(datatype)}, expected FP32 or FP16")
         outputs.append(RequestedOutput(name, datatype))
-        binary.append(_flag(parameters, "binary_data", f"output {shown(name)}"))
+        binary.append(_flag(parameters, "binary_data", "output", name))
     return outputs, binary
 
 
@@ -136,20 +136,24 @@ def _name(item: dict[str, Any], kind: str) -> str:
     return name
 
 
-def _parameters(item: dict[str, Any], where: str) -> dict[str, Any]:
+def _parameters(item: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
     parameters = item.get("parameters")
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
-        raise InvalidInput(f"{where}: expected parameters as an object, came {shown(parameters)}")
+        raise InvalidInput(f"{_place(kind, name)}: expected parameters as an object, came {shown(parameters)}")
     return parameters
 
 
-def _flag(parameters: dict[str, Any], key: str, where: str) -> bool | None:
+def _flag(parameters: dict[str, Any], key: str, kind: str, name: str) -> bool | None:
     value = parameters.get(key)
     if value is not None and not isinstance(value, bool):
-        raise InvalidInput(f"{where}: parameter {key} is {shown(value)}, expected true or false")
+        raise InvalidInput(f"{_place(kind, name)}: parameter {key} is {shown(value)}, expected true or false")
     return value
+
+
+def _place(kind: str, name: str) -> str:
+    return f"{kind} {shown(name)}" if name else f"the {kind}"
 
 
 class AnswerBuffer:
@@ -164,9 +168,12 @@ class AnswerBuffer:
     def allocate(self, version: int, specs: Sequence[OutputSpec]) -> list[npt.NDArray[Any]]:
         """An array a spec. One that would lie unaligned in the buffer is filled apart and copied at the end."""
         request = self._request
-        says = [None if spec.index is None else request.binary[spec.index] for spec in specs]
-        self._binary = [request.binary_default if say is None else say for say in says]
-        total = sum(spec.nbytes for spec, binary in zip(specs, self._binary, strict=True) if binary)
+        total = 0
+        for spec in specs:
+            say = None if spec.index is None else request.binary[spec.index]
+            self._binary.append(binary := request.binary_default if say is None else say)
+            if binary:
+                total += spec.nbytes
         if any(self._binary):
             self.tail = np.empty(total, np.uint8)
         arrays = []

@@ -39,9 +39,9 @@ _MAX_RANK = 8
 _MAX_SIZE = (1 << 31) - 1  # of one dimension
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that makes construction cost several times as much, here at every request
 class InputTensor:
-    """A parsed input: `elements` is flat, row-major; a `large_binary` array for BYTES, else of the datatype's dtype."""
+    """A parsed input, not changed after: `elements` is flat, row-major; a `large_binary` array for BYTES, else of the datatype's dtype."""
 
     name: str
     datatype: str
@@ -89,7 +89,8 @@ def elements_from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: 
         raise InvalidInput(
             f"input {shown(name)}: shape {shown(list(shape))} of {datatype} takes {shown(count * dtype.itemsize)} bytes, came {len(data)}"
         )
-    return np.require(np.frombuffer(data, dtype), requirements="A")
+    elements = np.frombuffer(data, dtype)
+    return elements if elements.flags.aligned else elements.copy()
 
 
 def elements_from_json(name: str, datatype: str, shape: tuple[int, ...], data: object) -> Elements:
