@@ -182,6 +182,7 @@ def test_commands_shown_in_the_docs_exist_with_their_options() -> None:
         (["status", "--data", "d", "--url", "http://x"], "not both"),
         (["delta", "missing.arrow"], "missing.arrow"),
         (["activate", "ctr", "new"], "VERSION"),
+        (["demo", "--seconds", "-1"], "--seconds"),
         (["serve", "--port", "99999"], "port"),
         (["serve", "--host-budget", "much"], "host_budget"),
         (["serve", "--config", "missing.toml"], "missing.toml"),

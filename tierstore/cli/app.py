@@ -222,13 +222,14 @@ def verify(data: Data = None, json: AsJson = False) -> None:
 @app.command()
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the service up at the end, until Ctrl-C.")] = False,
-    seconds: Annotated[float | None, typer.Option(help="How long deltas stream.", show_default=False)] = None,
-    port: Annotated[int, typer.Option(help="Port of the demo's service; 0 picks a free one.")] = 0,
+    seconds: Annotated[float | None, typer.Option(min=1, help="How long deltas stream.", show_default=False)] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the demo's service; 0 picks a free one.")] = 0,
     json: AsJson = False,
 ) -> None:
     """Tell the whole story in a minute.
 
     A click model is trained on the spot and served by a real service, with snapshots, deltas and live traffic.
+    Exit code 1 if a request failed or an answer was wrong.
     """
     from rich.console import Console
 
@@ -238,6 +239,8 @@ def demo(
     report = run(keep=keep, seconds=seconds, port=port, console=Console(stderr=True) if json else None)
     if json:
         show.as_json(report.document())
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 def _say(json: bool, document: dict[str, Any], text: str) -> None:
