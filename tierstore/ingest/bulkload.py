@@ -116,9 +116,7 @@ class _Load:
         total = sum(table.rows for table in self._tables)
         began = time.monotonic()
         reads = [task for table in self._tables for task in self._plan_reads(table)]
-        with Helpers(
-            self._snapshot, max(1, min(self._workers, self._most_tasks(reads))), self._out_dir / _RUNS
-        ) as helpers:
+        with Helpers(self._snapshot, self._helper_count(reads), self._out_dir / _RUNS) as helpers:
             self._report.phase("read", total)
             sorted_ = self._gather(reads, helpers.run(reads, self._report.tick))
             between = time.monotonic()
@@ -134,9 +132,11 @@ class _Load:
         tables = {table.name: self._sum_up(table, sorted_[table.name], merges, merged) for table in self._tables}
         return BaseBuild(files, tables, seconds, peak)
 
-    def _most_tasks(self, reads: list[SortShards]) -> int:
+    def _helper_count(self, reads: list[SortShards]) -> int:
+        """As many as have something to do that is worth the start of a process."""
         ranges = sum(self._range_count(table) for table in self._tables)
-        return max(len(reads), ranges)
+        size = sum(table.rows * _record_bytes(table) for table in self._tables)
+        return min(self._workers, max(len(reads), ranges), 1 + size // _MIN_RANGE_BYTES)
 
     def _plan_reads(self, table: TableEntry) -> list[SortShards]:
         """Small shards are read in one task, as many as fill a run."""
@@ -147,7 +147,7 @@ class _Load:
             wanted = shard.rows * _record_bytes(table)
             if not groups or wanted > room:
                 groups.append([])
-                room = max(run_bytes, 1) if self._workers == 1 else min(run_bytes, self._even_share(table))
+                room = min(run_bytes, self._even_share(table))
             groups[-1].append(number)
             room -= wanted
         batch_bytes = min(_MAX_BATCH_BYTES, self._share // 8)
