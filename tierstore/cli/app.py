@@ -229,7 +229,7 @@ def demo(
     """Tell the whole story in a minute.
 
     A click model is trained on the spot and served by a real service, with snapshots, deltas and live traffic.
-    Exit code 1 if a request failed or an answer was wrong.
+    Exit code 1 if a request failed, an answer was wrong, or the deltas were of no use.
     """
     from rich.console import Console
 
