@@ -73,7 +73,7 @@ class Keeper:
                     return
             try:
                 self._free_retired()
-                self._serving.fold_oldest(lambda: self._stopping)
+                self._serving.fold_oldest(lambda: self._stopping or self._may_free())
                 if time.monotonic() - self._house_kept_s >= HOUSE_KEEPING_S:
                     self._house_kept_s = time.monotonic()
                     self._keep_house()
@@ -84,8 +84,11 @@ class Keeper:
                 log.exception("model %s: background work failed; next try in %.1f s", self._serving.name, backoff_s)
 
     def _due(self) -> bool:
+        return self._serving.fold_due() or self._may_free()
+
+    def _may_free(self) -> bool:
         publisher = self._serving.publisher
-        return self._serving.fold_due() or any(not publisher.reads(version) for version in self._retiring)
+        return any(not publisher.reads(version) for version in self._retiring)
 
     def _free_retired(self) -> None:
         with self._changed:

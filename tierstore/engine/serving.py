@@ -67,11 +67,12 @@ class Serving:
                 encode_delta(delta, specs, for_this_version=True)
             self._budget.take(overlay.nbytes)
             try:
+                # all that may fail comes before the log: what is in it must become visible
+                overlays = stack(view.overlays, overlay, frozen=self._folding)
                 self.deltas.append(delta.seq, data, delta.digest)
             except BaseException:
                 self._budget.give(overlay.nbytes)
                 raise
-            overlays = stack(view.overlays, overlay, frozen=self._folding)
             # rows that a newer delta in the same overlay replaced are gone
             self._budget.give(_bytes(view.overlays) + overlay.nbytes - _bytes(overlays))
             self.publisher.publish(View(view.holder, overlays, delta.seq))
@@ -117,16 +118,25 @@ class Serving:
             and not self.publisher.read_below(view.holder, view.overlays[-1].hi)
         )
 
-    def fold_oldest(self, stopping: Callable[[], bool]) -> None:
-        """Fold the oldest overlay into the tiers, then publish a view without it. Producers and look-ups go on."""
+    def fold_oldest(self, interrupted: Callable[[], bool]) -> None:
+        """Fold the oldest overlay into the tiers, then publish a view without it. Producers and look-ups go on.
+
+        Waits for those who read beneath it, until the version is replaced or `interrupted` (called under the
+        publisher's condition) is true: one slow reader must not keep the caller from everything else.
+        """
         changed = self.publisher.changed
         view = self.current
         if view is None or not view.overlays:
             return
         version = view.holder
         wait_s = view.overlays[-1].born_s + self._grace_s - time.monotonic()
+
+        def off() -> bool:
+            current = self.current
+            return current is None or current.holder is not version or interrupted()
+
         with changed:
-            if wait_s > 0 and changed.wait_for(stopping, timeout=wait_s):
+            if wait_s > 0 and changed.wait_for(off, timeout=wait_s):
                 return
         with self.write:
             view = self.current
@@ -135,8 +145,8 @@ class Serving:
             oldest = self._folding = view.overlays[-1]  # from here on no delta merges into it
         try:
             with changed:
-                changed.wait_for(lambda: stopping() or not self.publisher.read_below(version, oldest.hi))
-                if stopping():
+                changed.wait_for(lambda: off() or not self.publisher.read_below(version, oldest.hi))
+                if off():
                     return
             version.fold(oldest)
             with self.write:
