@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 
 import xxhash
 
@@ -25,7 +26,9 @@ class DeltaLog:
     def __init__(self, where: ModelDirectory) -> None:
         self._where = where
         self.start: int | None = None
+        self.last: int | None = None  # the newest seq held, or None where the log has not begun
         self._entries: dict[int, str] = {}  # seq → digest, ascending and contiguous
+        self._base_in_doubt = False  # base.json may say something else than `start`
         files.make_dir(where.log)
         files.sweep(where.log)
         if where.log_base.exists():
@@ -37,24 +40,21 @@ class DeltaLog:
             self.start = start
         for seq, digest, path in where.log_on_disk():
             if self.start is None or seq <= self.start:
-                path.unlink()  # below a restart or a prune that was cut off
+                _remove(path)  # below a restart or a prune that was cut off
             elif seq != self._start + len(self._entries) + 1:
                 raise Corruption(
                     f"delta log {where.log}: expected entry {self._start + len(self._entries) + 1}, came {path.name}; restore what is missing"
                 )
             else:
                 self._entries[seq] = digest
+        if self.start is not None:
+            self.last = self.start + len(self._entries)
 
     @property
     def _start(self) -> int:
         if self.start is None:
             raise NotFound(f"delta log {self._where.log} has not begun: no version was active yet")
         return self.start
-
-    @property
-    def last(self) -> int | None:
-        """The newest sequence number held, or None where the log has not begun."""
-        return self.start if self.start is None else self.start + len(self._entries)
 
     @property
     def entries(self) -> int:
@@ -68,15 +68,17 @@ class DeltaLog:
         """Make an entry durable. `seq` must be `last + 1`; on return it survives a crash."""
         if seq != self._start + len(self._entries) + 1:
             raise AssertionError(f"append of {seq} after {self.last}")
+        if self._base_in_doubt:
+            self._publish_start(self._start)
         path = self._where.log_entry(seq, digest)
         try:
             files.publish_bytes(path, data)
-        except StorageError:
+        except BaseException:
             # not acknowledged, so it must not come back at the next start beside another delta of that seq
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+            _remove(path)
             raise
         self._entries[seq] = digest
+        self.last = seq
 
     def read(self, seq: int) -> bytes:
         """The bytes of an entry, checked against their digest."""
@@ -87,6 +89,8 @@ class DeltaLog:
         try:
             data = path.read_bytes()
         except OSError as error:
+            if seq not in self._entries:
+                raise NotFound(f"delta {seq} was pruned from the log") from error
             raise StorageError(f"cannot read delta {seq} from {path}: {error}") from error
         if xxhash.xxh3_64_hexdigest(data) != digest:
             raise Corruption(
@@ -97,6 +101,7 @@ class DeltaLog:
     def restart(self, seq: int) -> None:
         """Begin anew after `seq`; every entry held is forgotten."""
         self._forget_to(seq, list(self._entries))
+        self.last = seq
 
     def prune(self, upto: int, *, min_age_s: float = 0.0) -> int:
         """Forget entries up to `upto` that are at least `min_age_s` old. Returns how many."""
@@ -112,7 +117,27 @@ class DeltaLog:
 
     def _forget_to(self, start: int, drop: list[int]) -> None:
         # base.json first: a crash in between leaves files that the next start removes, never a gap
-        files.publish_json(self._where.log_base, {"start": start})
+        try:
+            self._publish_start(start)
+        except BaseException:
+            # it may have its name all the same, and the next start would then drop what is acknowledged
+            with contextlib.suppress(StorageError):
+                if self.start is None:
+                    files.remove_file(self._where.log_base)
+                else:
+                    self._publish_start(self.start)
+            raise
         self.start = start
-        for seq in drop:
-            self._where.log_entry(seq, self._entries.pop(seq)).unlink(missing_ok=True)
+        for path in [self._where.log_entry(seq, self._entries.pop(seq)) for seq in drop]:
+            _remove(path)
+
+    def _publish_start(self, start: int) -> None:
+        self._base_in_doubt = True
+        files.publish_json(self._where.log_base, {"start": start})
+        self._base_in_doubt = False
+
+
+def _remove(path: Path) -> None:
+    # what stays behind is removed at the next start
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
