@@ -8,8 +8,10 @@ there, and a leftover otherwise; RocksDB holds the watermark in the same atomic 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from tierstore.ingest.bulkload import BaseBuild
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable
 from tierstore.types import FeatureSpec, Keys, TableSpec
+
+log = logging.getLogger(__name__)
 
 RECORD_FORMAT = 1
 WATERMARK = "watermark"
@@ -60,6 +64,17 @@ def write_record(where: VersionDirectory, manifest: Manifest, build: BaseBuild) 
         where.record,
         {"format": RECORD_FORMAT, "loaded_at_s": time.time(), "manifest": manifest.to_document(), "tables": tables},
     )
+
+
+def _load_keys(path: Path) -> list[Keys]:
+    """The keys in a file, or nothing: they only say what to warm, so a bad file is no reason not to serve."""
+    try:
+        return [np.load(path, allow_pickle=False).astype(np.int64, copy=False).reshape(-1)]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, EOFError) as error:
+        log.warning("%s is passed over: %s", path, error)
+        return []
 
 
 class VersionInfo:
@@ -131,7 +146,9 @@ class Version:
 
     @property
     def host_reserved_bytes(self) -> int:
-        return int(self._host_reserved * self.host_fraction)
+        # a table of few, large sets cannot always be halved as far as is asked
+        used = sum(table.host.bytes_in_use for table in self.tables.values() if table.host is not None)
+        return max(used, int(self._host_reserved * self.host_fraction))
 
     def _table_needs(self) -> list[int]:
         # 16 bytes of bookkeeping a row at most, and a quarter of slack so that sets seldom overflow
@@ -155,8 +172,12 @@ class Version:
                 ]
         for table, share in zip(self.tables.values(), deal(budget_bytes, needs, weights), strict=True):
             if share * fraction >= MIN_TABLE_BUDGET / 2:
-                table.host = HostTable(table.spec, share, default_vector=table.default, fraction=fraction)
-                table.host.raise_floor(self.watermark)
+                host = HostTable(table.spec, share, default_vector=table.default, fraction=fraction)
+                if host.bytes_in_use > share * fraction:  # of sets so large that they cannot be halved that far
+                    host.close()
+                    continue
+                host.raise_floor(self.watermark)
+                table.host = host
         self._host_reserved, self.host_fraction = budget_bytes, fraction
 
     def resize_host(self, fraction: float) -> None:
@@ -180,8 +201,7 @@ class Version:
                 and (host := like.tables[name].host)
             ):
                 sources.append(host.hot_keys(table.host.capacity_rows))
-            saved = (self.info.where.hot(name), self.info.where.warmup(name))
-            sources += [np.load(path, allow_pickle=False).astype(np.int64, copy=False) for path in saved if path.exists()]
+            sources += [*_load_keys(self.info.where.hot(name)), *_load_keys(self.info.where.warmup(name))]
             if sources:
                 keys = np.concatenate(sources)
                 first = np.sort(np.unique(keys, return_index=True)[1])  # distinct, hottest first
@@ -223,7 +243,11 @@ class Version:
             tables=[(number, t.keys, t.rows, t.deleted) for number, name in parts for t in (overlay.tables[name],)],
             delta=True,
         )
-        self.disk.ingest([sst])
+        try:
+            self.disk.ingest([sst])
+        except BaseException:
+            sst.path.unlink(missing_ok=True)  # the next try may have another name
+            raise
         for name, rows in overlay.tables.items():
             self.tables[name].update_host(rows.keys, rows.rows, rows.deleted)
         self.watermark = self.info.watermark = overlay.hi
