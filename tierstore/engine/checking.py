@@ -18,14 +18,17 @@ def verify_store(models: Sequence[Model], progress: ProgressFn) -> VerifyReport:
     versions = rows = nbytes = deltas = 0
     problems: list[str] = []
     for model in models:
+        problems += [f"{model.name} version {number}: {why}" for number, why in sorted(model.damaged.items())]
         for number in model.versions:
-            versions += 1
             try:
                 with model.opened(number) as version:
                     rows += _check_version(model.name, version, progress, problems)
                     nbytes += version.disk.bytes_on_disk()
             except TierstoreError as error:
+                if number not in model.versions:
+                    continue  # dropped meanwhile
                 problems.append(f"{model.name} version {number}: {error}")
+            versions += 1
         read, wrong = model.check_log()
         deltas += read
         problems += wrong
@@ -39,7 +42,8 @@ def _check_version(model: str, version: Version, progress: ProgressFn, problems:
     content = version.disk.verify(lengths, lambda done: progress(Progress(phase, done, max(done, total))))
     for name, table in version.tables.items():
         got = content[table.table_id]
-        untouched = version.watermark == version.info.manifest.delta_seq
+        # of the disk, which moves with the rows; that of the version moves a little later
+        untouched = version.disk.watermark() == version.info.manifest.delta_seq
         if untouched and (got.rows != table.rows or f"{got.digest:016x}" != version.info.tables[name]["digest"]):
             problems.append(
                 f"{model} version {version.number}: table {name!r} reads back as {got.rows} rows, {table.rows} were loaded"

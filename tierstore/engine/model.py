@@ -27,6 +27,7 @@ from tierstore.engine.serving import Serving
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import Lease
 from tierstore.errors import (
+    Closed,
     Conflict,
     Corruption,
     DeltaError,
@@ -77,6 +78,8 @@ class Model:
         self._keeper = Keeper(self._serving, self._freed, self._keep_house)
         self._switch = threading.RLock()
         self._start_problem: str | None = None
+        self._closed = False
+        self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
         # guarded by serving.write; replaced whole, so that readers need no lock
         self._infos: dict[int, VersionInfo] = {}
         self._loading: dict[int, tuple[int, Progress]] = {}  # version → (delta_seq, how far)
@@ -150,8 +153,8 @@ class Model:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no version, complete or coming."""
-        return not self._infos and not self._loading
+        """Whether there is nothing to keep: no version, complete or coming, and no log."""
+        return not self._infos and not self._loading and self._deltas.start is None
 
     @property
     def problem(self) -> str | None:
@@ -198,16 +201,20 @@ class Model:
         infos = {}
         for number in self.where.versions_on_disk():
             where = self.where.version(number)
-            if where.record.exists():
-                infos[number] = VersionInfo(where)
-            else:
+            if not where.record.exists():
                 files.remove_tree(where.root)  # a load that was cut off
+                continue
+            try:
+                infos[number] = VersionInfo(where)
+            except TierstoreError as error:
+                self.damaged[number] = str(error)
+                log.error("model %s: version %d is damaged: %s", self.name, number, error)
         self._infos = infos
         try:
             current = self._read_current()
             for info in infos.values():
                 if info.number != current:
-                    self._open(info).close()  # which learns its watermark
+                    self._learn_watermark(info)
             if current is not None:
                 if current not in infos:
                     raise Corruption(
@@ -219,10 +226,17 @@ class Model:
             log.exception("model %s does not serve", self.name)
         self._keeper.start()
 
+    def _learn_watermark(self, info: VersionInfo) -> None:
+        try:
+            self._open(info).close()
+        except TierstoreError as error:  # `verify` says so too; the others serve
+            log.error("model %s: version %d cannot be opened: %s", self.name, info.number, error)
+
     def close(self) -> None:
         """Stop the background thread, wait for look-ups under way, and close what is open."""
         retired = self._keeper.stop()
         with self._switch, self._serving.write:
+            self._closed = True
             version = self._serving.switch(None)
             publisher = self._serving.publisher
             open_ = [*retired, *([] if version is None else [version])]
@@ -259,7 +273,10 @@ class Model:
             if active is not None and active.number == number:
                 yield active
                 return
-        with self._switch:
+        with self._switch, self._serving.publisher.pinned() as active:
+            if active is not None and active.number == number:  # switched to meanwhile
+                yield active
+                return
             self._wait_retired(number)
             version = self._open(self._info(number))
             try:
@@ -288,6 +305,7 @@ class Model:
             self._loading[number] = delta_seq, Progress("start")
 
         def note(progress: Progress) -> None:
+            self._check_open()
             self._loading[number] = delta_seq, progress
 
         where = self.where.version(number)
@@ -301,7 +319,9 @@ class Model:
                 files.remove_tree(where.root)
             raise
         finally:
-            self._loading.pop(number, None)
+            with self._serving.write:
+                self._loading.pop(number, None)
+                self.damaged.pop(number, None)  # its directory was replaced, or removed
 
     def adopt(self, info: VersionInfo, *, activate: bool, progress: ProgressFn) -> None:
         """Count a version whose directory is complete, and switch to it if asked."""
@@ -315,6 +335,10 @@ class Model:
             self._infos = {key: info for key, info in self._infos.items() if key != number}
 
     # --- which version serves
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the store of model {self.name!r} was closed")
 
     def _info(self, number: int) -> VersionInfo:
         info = self._infos.get(number)
@@ -344,6 +368,7 @@ class Model:
             )
 
     def _serve(self, info: VersionInfo, *, force: bool, progress: ProgressFn) -> None:
+        self._check_open()
         if self.is_stale(info) and not force:
             raise Conflict(
                 f"version {info.number} of {self.name!r} is stale: it holds deltas up to {info.watermark}, and the log begins after "
@@ -360,9 +385,7 @@ class Model:
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force)
             with self._serving.write:
                 catch_up(version, self._deltas, lenient=force)
-                if self._deltas.last is None or version.watermark > self._deltas.last:
-                    self._deltas.restart(version.watermark)
-                files.publish_bytes(self.where.current, format_version(version.number).encode())
+                self._point_to(version)
                 self._serving.switch(version)
                 self._start_problem = None
         except BaseException:
@@ -370,6 +393,34 @@ class Model:
             raise
         if old is not None:
             self._keeper.retire(old)
+
+    def _point_to(self, version: Version) -> None:
+        """Make `version` the one that the next start serves, and have the log go on from it.
+
+        CURRENT comes first: after a crash in between, the next start restarts the log. The other way round, the
+        version before would be served without the deltas that the log has just forgotten.
+        """
+        wanted = format_version(version.number).encode()
+        with self._current_restored_on_error() as before:
+            if before != wanted:
+                files.publish_bytes(self.where.current, wanted)
+            if self._deltas.last is None or version.watermark > self._deltas.last:
+                self._deltas.restart(version.watermark)
+
+    @contextlib.contextmanager
+    def _current_restored_on_error(self) -> Iterator[bytes | None]:
+        """A change of CURRENT that fails may have taken its name all the same; put back what the block began with."""
+        path = self.where.current
+        before = path.read_bytes() if path.exists() else None
+        try:
+            yield before
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                if before is None:
+                    files.remove_file(path)
+                else:
+                    files.publish_bytes(path, before)
+            raise
 
     def rollback(self, *, force: bool = False, progress: ProgressFn = _ignore) -> int:
         """Go back to the newest kept version older than the active one. Returns its number."""
@@ -389,7 +440,8 @@ class Model:
         """Stop serving; the version is kept."""
         with self._switch:
             with self._serving.write:
-                files.remove_file(self.where.current)
+                with self._current_restored_on_error():
+                    files.remove_file(self.where.current)
                 old = self._serving.switch(None)
             if old is not None:
                 self._keeper.retire(old)
@@ -406,8 +458,11 @@ class Model:
             if number == self.active_version:
                 raise Conflict(f"version {number} of {self.name!r} is active; activate another one first")
             self._wait_retired(number)
-            self._forget(number)
-            files.remove_tree(info.where.root)
+            try:
+                files.remove_tree(info.where.root)
+            finally:
+                if not info.where.record.exists():  # what is left of it has lost its name, and goes at the next start
+                    self._forget(number)
 
     # --- background
 

@@ -6,11 +6,13 @@ directory (an flock on LOCK, which the kernel drops with the process).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import threading
 import urllib.parse
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -61,14 +63,26 @@ class Store:
             )
             self._models_lock = threading.Lock()
             self._models: dict[str, Model] = {}
+            self._loads: Counter[str] = Counter()  # under way, by model; guarded by _models_lock
             self._closed = False
-            for name in self.root.models_on_disk():
-                model = Model(name, self.root.model(name), self._shared)
-                self._models[name] = model
-                model.start()
+            try:
+                for name in self.root.models_on_disk():
+                    self._models[name] = self._start_model(name)
+            except BaseException:
+                self._close_models()
+                raise
         except BaseException:
             os.close(self._lock_file)
             raise
+
+    def _start_model(self, name: str) -> Model:
+        model = Model(name, self.root.model(name), self._shared)
+        try:
+            model.start()
+        except BaseException:
+            model.close()
+            raise
+        return model
 
     @property
     def observers(self) -> list[Observer]:
@@ -110,28 +124,31 @@ class Store:
                 f"expected a snapshot of model {model!r}, came one of {manifest.model!r}", file="snapshot.json"
             )
         with self._models_lock:
-            held = self._models.get(manifest.model)
-            if held is None:
-                where = self.root.model(manifest.model)
-                files.make_dir(where.root)
-                held = Model(manifest.model, where, self._shared)
-                held.start()
-                self._models[manifest.model] = held
+            held = self._models.get(manifest.model) or self._begin_model(manifest.model)
+            self._loads[held.name] += 1
         try:
             return load(
                 held, snapshot, self._shared, activate=activate, progress=progress or _ignore, cancelled=cancelled
             )
-        except BaseException:
-            self._forget_if_empty(held)
-            raise
+        finally:
+            with self._models_lock:
+                self._loads[held.name] -= 1
+                if held.is_empty and not self._loads[held.name]:
+                    # a first load that failed leaves no trace of the model, unless another one is coming
+                    del self._models[held.name]
+                    held.close()
+                    files.remove_tree(held.where.root)
 
-    def _forget_if_empty(self, model: Model) -> None:
-        # a first load that failed leaves no trace of the model
-        with self._models_lock:
-            if model.is_empty and self._models.get(model.name) is model:
-                del self._models[model.name]
-                model.close()
-                files.remove_tree(model.where.root)
+    def _begin_model(self, name: str) -> Model:
+        root = self.root.model(name).root
+        try:
+            files.make_dir(root)
+            self._models[name] = self._start_model(name)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                files.remove_tree(root)
+            raise
+        return self._models[name]
 
     def apply_delta(
         self, source: bytes | bytearray | memoryview | str | Path, *, model: str | None = None
@@ -186,10 +203,16 @@ class Store:
         if self._closed:
             return
         self._closed = True
-        for model in self._models.values():
-            model.close()
-        self._shared.readers.close()
-        os.close(self._lock_file)
+        try:
+            self._close_models()
+        finally:
+            os.close(self._lock_file)
+
+    def _close_models(self) -> None:
+        with contextlib.ExitStack() as stack:  # one that fails keeps no other from being closed
+            stack.callback(self._shared.readers.close)
+            for model in self._models.values():
+                stack.callback(model.close)
 
     def _check_open(self) -> None:
         if self._closed:
