@@ -1,0 +1,46 @@
+"""A bulk load of small snapshots without helper processes, for tests of the engine that load many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tierstore.engine import loading
+from tierstore.formats import files
+from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.bulkload import BaseBuild, TableBuild
+from tierstore.kernels import codec
+from tierstore.kernels.digest import digest_rows
+from tierstore.tiers.disk import write_sst
+from tierstore.types import Progress
+
+
+def build(snapshot: Snapshot, out_dir: Path, *, progress: Any = None, **_: Any) -> BaseBuild:
+    """What `build_base` does, with all rows in memory and on the caller's thread."""
+    files.make_dir(out_dir)
+    built, tables = [], {}
+    for number, table in enumerate(snapshot.manifest.tables, 1):
+        batches = [batch for shard in range(len(table.shards)) for batch in snapshot.batches(table.name, shard)]
+        keys = np.concatenate([batch.keys for batch in batches])
+        vectors = np.ascontiguousarray(np.concatenate([batch.vectors for batch in batches]))
+        order = np.argsort(keys)
+        keys, rows = keys[order], codec.encode(vectors, table.dtype)[order]
+        built.append(write_sst(out_dir / f"base-{table.name}.sst", tables=[(number, keys, rows, None)], delta=False))
+        tables[table.name] = TableBuild(
+            len(keys), vectors.mean(0, np.float64).astype(np.float32), digest_rows(keys, rows)
+        )
+        progress(Progress("write", number, len(snapshot.manifest.tables)))
+    return BaseBuild(built, tables)
+
+
+@contextmanager
+def in_process() -> Iterator[None]:
+    """Within the block, loads build in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "build_base", build)
+        yield
