@@ -132,6 +132,8 @@ def show(report: DemoReport, console: Console) -> None:
     console.print(_latency(report))
     console.print()
     console.print(_figures(report))
+    if not report.ok:
+        console.print("Something is wrong: a count above is not zero, or the deltas did not help.", style="bold red")
     if report.first_error:
         console.print(f"first failure: {report.first_error}", style="red", markup=False)
 
