@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import time
 
@@ -107,7 +108,7 @@ def test_frames_are_split_where_the_writer_ended_them() -> None:
     parts = split_streams(memoryview(first), 1 << 20)
     assert parts[0][0] == 0
     assert parts[-1][1] == len(first)
-    assert all(before[1] == after[0] for before, after in zip(parts, parts[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
     assert len(split_streams(memoryview(first + second), 1 << 20)) == len(parts) + 1
 
 

@@ -161,6 +161,20 @@ def test_strings_end_to_end_in_one_buffer_are_hashed_in_place() -> None:
         hash_utf8(data, np.array([0, 5]))  # cuts é in two
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
+def test_a_long_string_named_many_times_is_not_spelled_out(kind: pa.DataType) -> None:
+    """4 MiB here, 4 TiB there: a few bytes from the network must not take all of the memory."""
+    bomb = pa.DictionaryArray.from_arrays(np.zeros(1 << 20, np.int32), pa.array(["x" * (4 << 20)], kind))
+    with pytest.raises(InvalidInput, match="string keys of 4398046511104 bytes together: expected at most"):
+        as_codes(bomb, STRING)
+    text = pa.py_buffer(b"x" * (4 << 20))
+    view = np.zeros((1 << 20, 4), np.int32)
+    view[:, 0], view[:, 1] = 4 << 20, int.from_bytes(b"xxxx", "little")
+    views = pa.Array.from_buffers(pa.string_view(), len(view), [None, pa.py_buffer(view), text])
+    with pytest.raises(InvalidInput, match="string keys of 4398046511104 bytes together"):
+        as_codes(views, STRING)
+
+
 def test_arrow_strings_are_kept_for_messages() -> None:
     strings = as_arrow_strings(pa.array(["x", "y"]).dictionary_encode())
     assert strings.type == pa.large_string()

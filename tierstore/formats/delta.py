@@ -33,6 +33,7 @@ from tierstore.formats.columns import (
     vector_column,
 )
 from tierstore.formats.frames import BadFrames, split_streams
+from tierstore.formats.keys import validate
 from tierstore.formats.manifest import MAX_DIM
 from tierstore.formats.names import DENSE_TABLE, MAX_ORDINAL
 from tierstore.formats.times import parse_time
@@ -126,7 +127,6 @@ def _read(view: memoryview, max_decoded_bytes: int) -> Delta:
                 batch, metadata = reader.read_next_batch_with_custom_metadata()
             except StopIteration:
                 break
-            batch.validate(full=True)
             name = _table_name(metadata)
             if name == DENSE_TABLE:
                 dense = _onnx(batch)
@@ -199,6 +199,7 @@ def _onnx(batch: pa.RecordBatch) -> bytes:
     kind = batch.schema.field(0).type if batch.num_columns else None
     if batch.schema.names != [ONNX] or not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         raise DeltaError(f"table {DENSE_TABLE}: expected one binary column {ONNX!r}, came {_shown(batch.schema)}")
+    batch.validate(full=True)
     if len(batch) != 1 or batch.column(0).null_count:
         raise DeltaError(f"table {DENSE_TABLE}: expected one row that is not null, came {len(batch)} rows")
     return bytes(batch.column(0)[0].as_py())
@@ -238,6 +239,12 @@ class _Collected:
         if key_type is None or self.key not in (None, key_type):
             raise Malformed(f"column {KEY!r}: expected {self.key or 'int64, uint64 or string'}, came {key.type}")
         self.key = key_type
+        if not pa.types.is_null(vector.type):
+            check_vector_kind(vector.type, None)
+            if value_kind(vector.type) not in (pa.float32(), pa.float16()):
+                raise Malformed(f"column {VECTOR!r}: expected float32 or float16, came {value_kind(vector.type)}")
+        validate(key)
+        vector.validate(full=True)
         codes, strings = key_column(key, key_type)
         kept = np.zeros(len(batch), np.bool_)
         if not pa.types.is_null(vector.type):
@@ -250,9 +257,6 @@ class _Collected:
         self.rows += len(batch)
 
     def _add_vectors(self, vector: pa.Array, kept: npt.NDArray[np.bool_]) -> None:
-        check_vector_kind(vector.type, None)
-        if value_kind(vector.type) not in (pa.float32(), pa.float16()):
-            raise Malformed(f"column {VECTOR!r}: expected float32 or float16, came {value_kind(vector.type)}")
         if not kept.any():
             return
         if self.dim is None:

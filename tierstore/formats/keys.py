@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tierstore.errors import InvalidInput
 from tierstore.kernels.xxh3 import hash_strings
 from tierstore.types import Keys, KeyType
 
 _INT64_MAX = (1 << 63) - 1
+_MAX_TEXT_BYTES = 1 << 30
 _STRING_KINDS = (
     pa.types.is_large_string,
     pa.types.is_string,
@@ -101,11 +103,47 @@ def _decoded(array: pa.Array | pa.ChunkedArray) -> pa.Array:
             array = array.cast(pa.large_binary())  # 32-bit offsets might not reach across all the chunks
         array = array.combine_chunks()
     if isinstance(array, pa.DictionaryArray):
+        _check_text(_lengths(array.dictionary)[array.indices.fill_null(0).to_numpy(zero_copy_only=False)])
         array = array.dictionary_decode()
     if array.null_count:
         row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         raise InvalidInput(f"key {row} is null: every row needs a key")
     return array
+
+
+def validate(array: pa.Array) -> None:
+    """Arrow's own full check of foreign data, in a time that its size bounds. Raises InvalidInput, pa.ArrowException.
+
+    Nothing else may be asked of an array that came from outside before this.
+    """
+    array.validate()
+    if isinstance(array, pa.DictionaryArray):
+        validate(array.dictionary)
+    if _is_view(array.type):
+        _check_text(_lengths(array))  # the full check would read a text as often as it is named
+    array.validate(full=True)
+
+
+def _is_view(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _lengths(array: pa.Array) -> npt.NDArray[Any]:
+    """Bytes of each string; zeros where the array holds something else, or nothing."""
+    lengths: npt.NDArray[Any] = np.zeros(max(1, len(array)), np.int32)
+    if _is_view(array.type) and len(array):
+        views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # length, then where the text is
+        lengths = np.maximum(views[array.offset : array.offset + len(array), 0], 0)
+    elif len(array) and any(is_kind(array.type) for is_kind in _STRING_KINDS):
+        lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False)
+    return lengths
+
+
+def _check_text(lengths: npt.NDArray[Any]) -> None:
+    """Dictionaries and views can name one long string any number of times: small here, huge when spelled out."""
+    total = int(lengths.sum(dtype=np.int64))
+    if total > _MAX_TEXT_BYTES:
+        raise InvalidInput(f"string keys of {total} bytes together: expected at most {_MAX_TEXT_BYTES} at a time")
 
 
 def _arrow_ints(array: pa.Array, key_type: KeyType) -> npt.NDArray[Any]:
@@ -160,7 +198,7 @@ def _checked_strings(array: pa.Array) -> pa.Array:
     if len(array) and not any(is_kind(kind) for is_kind in _STRING_KINDS):
         raise InvalidInput(f"expected string keys, came Arrow {kind}")
     try:
-        array.validate(full=True)  # offsets too: what is hashed in place must lie within its buffer
+        validate(array)  # offsets too: what is hashed in place must lie within its buffer
         return array if pa.types.is_large_string(kind) else array.cast(pa.large_string())
     except pa.ArrowException as error:
         raise InvalidInput(f"string keys must be UTF-8: {error}") from error
