@@ -143,8 +143,6 @@ class TableEntry(_Entry):
         for i, value in enumerate(default):
             if not math.isfinite(value) or overflows(value, self.dtype):
                 raise ValueError(f"default[{i}]: {value} is not a finite {self.dtype} number")
-        if self.dtype is StorageDtype.INT8 and max(default) - min(default) >= _OVERFLOW_FLOAT32:
-            raise ValueError("default: its numbers lie too far apart for a float32 scale")
 
     def spec(self) -> TableSpec:
         return TableSpec(self.name, self.key, self.dim, self.dtype, self.default)
