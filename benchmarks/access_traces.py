@@ -79,14 +79,14 @@ def _draw(rng, threshold, alias, key_of_rank, n, swaps):  # type: ignore[no-unty
     keys = np.empty(n, np.int64)
     due = 0.0
     for i in range(n):
-        rank = rng.integers(0, universe)
+        rank = nb.int64(rng.random() * universe)
         if rng.random() >= threshold[rank]:
             rank = alias[rank]
         keys[i] = key_of_rank[rank]
         due += swaps
         while due >= 1.0:
             due -= 1.0
-            a, b = rng.integers(0, universe), rng.integers(0, universe)
+            a, b = nb.int64(rng.random() * universe), nb.int64(rng.random() * universe)
             key_of_rank[a], key_of_rank[b] = key_of_rank[b], key_of_rank[a]
     return keys
 

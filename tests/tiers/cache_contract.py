@@ -179,9 +179,14 @@ class CacheTierContract:
         cache.insert_absent(key, 1)
         out, _ = ask(cache, key)
         np.testing.assert_array_equal(out, vectors_of(key))
-        cache.update(key, rows_of(key), np.ones(1, np.bool_))
-        cache.update(key, rows_of(key), no_deletes(key))
-        assert ask(cache, key)[1][0] == Tier.PENDING
+        some = np.arange(100, 200, dtype=np.int64)
+        cache.insert_absent(some, 1)
+        cache.insert(some, rows_of(some), 1)
+        others = np.arange(200, 200 + 4 * cache.capacity_rows, dtype=np.int64)
+        cache.insert(others, rows_of(others), 1)
+        _, state = ask(cache, some)
+        assert (state == Tier.PENDING).any()  # put out, and no claim is left that they do not exist
+        assert not (state == Tier.ABSENT).any()
 
     def test_inserting_again_takes_no_second_place(self, cache: CacheTier) -> None:
         keys = np.arange(50, dtype=np.int64)
@@ -287,47 +292,51 @@ class CacheTierContract:
         assert cache.rows_resident == cache.capacity_rows == cache.bytes_in_use == len(cache.hot_keys(5)) == 0
 
     def test_no_reader_sees_a_torn_or_foreign_row_while_rows_are_rewritten_moved_and_put_out(self) -> None:
-        """All numbers of a row are equal, and tell its key: what is read must be one number, of that key."""
-        spec = TableSpec("t", KeyType.INT64, 64, StorageDtype.FLOAT32)
-        cache = self.open_cache(spec, 1 << 17, np.zeros(64, np.float32))
-        keys = np.arange(2 * cache.capacity_rows, dtype=np.int64)
+        """All numbers of a row are equal, and tell its key: what is read must be one number, of that key.
 
-        def rows(generation: int) -> Rows:
-            numbers = (keys + generation * len(keys)).astype(np.float32)
-            return np.repeat(numbers[:, None], 64, 1).view(np.uint8).reshape(len(keys), -1)
-
-        generations = [rows(g) for g in range(4)]
-        ended = threading.Event()
+        Rows are long and few, so that a reader which did not check would meet the writer all the time.
+        """
+        dim, batches = 2048, 2500
+        spec = TableSpec("t", KeyType.INT64, dim, StorageDtype.FLOAT32)
+        cache = self.open_cache(spec, 4 * 33 * 8192, np.zeros(dim, np.float32))
+        assert 64 <= cache.capacity_rows <= 128
+        keys = np.arange(cache.capacity_rows * 5 // 4, dtype=np.int64)
+        count = len(keys)
+        generations = [
+            np.repeat((keys + generation * count).astype(np.float32)[:, None], dim, 1).view(np.uint8)
+            for generation in range(4)
+        ]
         faults: list[str] = []
-        answered = [0, 0]
+        answered, done = [0, 0], [0, 0]
 
         def read(number: int) -> None:
-            out, rng = np.empty((512, 64), np.float32), np.random.default_rng(number)
-            while not ended.is_set():
-                wanted = rng.choice(keys, 512)
-                state = np.zeros(512, np.uint8)
+            out, rng = np.empty((64, dim), np.float32), np.random.default_rng(number)
+            while done[number] < batches and not faults:
+                wanted = rng.choice(keys, 64)
+                state = np.zeros(64, np.uint8)
                 cache.lookup(wanted, out, state)
-                got = out[state != Tier.PENDING]
-                answered[number] += len(got)
+                there = state != Tier.PENDING
+                got = out[there]
                 if (got != got[:, :1]).any():
                     faults.append("torn")
-                if (got[:, 0].astype(np.int64) % len(keys) != wanted[state != Tier.PENDING]).any():
+                if (got[:, 0].astype(np.int64) % count != wanted[there]).any():
                     faults.append("of another key")
+                answered[number] += len(got)
+                done[number] += 1
 
         readers = [threading.Thread(target=read, args=(number,)) for number in (0, 1)]
         for reader in readers:
             reader.start()
-        try:
-            for round_ in range(120):
-                cache.update(keys, generations[round_ % 4], no_deletes(keys))
-                part = slice(round_ % 4, None, 4)
-                cache.insert(keys[part], generations[round_ % 4][part], round_)
-                if round_ % 10 == 0:
-                    cache.resize((1.0, 0.5, 0.25)[round_ // 10 % 3])
-        finally:
-            ended.set()
-            for reader in readers:
-                reader.join(timeout=30)
+        step = 0
+        while any(reader.is_alive() for reader in readers):
+            step += 1
+            rows = generations[step % 4]
+            cache.update(keys, rows, no_deletes(keys))
+            cache.insert(keys[step % 4 :: 4], rows[step % 4 :: 4], step)
+            if step % 50 == 0:
+                cache.resize((1.0, 0.5)[step // 50 % 2])
+        for reader in readers:
+            reader.join()
         assert faults == []
-        assert min(answered) > 0
+        assert min(answered) > 10 * batches
         cache.close()
