@@ -1,3 +1,5 @@
+"""Stores that close themselves."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

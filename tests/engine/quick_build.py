@@ -20,8 +20,26 @@ from tierstore.tiers.disk import write_sst
 from tierstore.types import Progress
 
 
-def build(snapshot: Snapshot, out_dir: Path, *, progress: Any = None, **_: Any) -> BaseBuild:
-    """What `build_base` does, with all rows in memory and on the caller's thread."""
+class QuickLoad:
+    """What `BulkLoad` does but for reading back, with all rows in memory and on the caller's thread."""
+
+    def __init__(self, snapshot: Snapshot, out_dir: Path, *, progress: Any = None, **_: Any) -> None:
+        self._build = lambda: build(snapshot, out_dir, progress)
+
+    def __enter__(self) -> QuickLoad:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def build(self) -> BaseBuild:
+        return self._build()
+
+    def read_back(self, db: Path) -> None:
+        pass
+
+
+def build(snapshot: Snapshot, out_dir: Path, progress: Any) -> BaseBuild:
     files.make_dir(out_dir)
     built, tables = [], {}
     for number, table in enumerate(snapshot.manifest.tables, 1):
@@ -42,5 +60,5 @@ def build(snapshot: Snapshot, out_dir: Path, *, progress: Any = None, **_: Any) 
 def in_process() -> Iterator[None]:
     """Within the block, loads build in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "build_base", build)
+        patch.setattr(loading, "BulkLoad", QuickLoad)
         yield

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierstore.errors import SnapshotError, StorageError
+from tierstore.errors import Corruption, SnapshotError, StorageError
 from tierstore.formats.keys import as_codes
 from tierstore.formats.snapshot import open_snapshot
 from tierstore.formats.writers import SnapshotWriter
 from tierstore.ingest import bulkload
-from tierstore.ingest.bulkload import BaseBuild, build_base
+from tierstore.ingest.bulkload import BaseBuild, BulkLoad, build_base
 from tierstore.ingest.helpers import Helpers
-from tierstore.tiers.disk import DiskTier, ReaderPool, file_xxh3
+from tierstore.tiers.disk import DiskTier, ReaderPool, file_xxh3, write_sst
 from tierstore.types import KeyType, Progress
 
 MEMORY = 64 << 20
@@ -375,3 +375,21 @@ print(build.tables["item"].rows)
         check=False,
     )
     assert done.stdout.strip() == "400000", done.stderr
+
+
+def test_what_was_ingested_is_read_back_and_compared(tmp_path: Path, out: Path, readers: ReaderPool):
+    root, db = tmp_path / "snapshot", tmp_path / "db"
+    with SnapshotWriter(root, model="ctr", version=1) as writer:
+        keys = np.arange(3000, dtype=np.int64)
+        writer.table("item", dim=4).write(keys, np.ones((3000, 4), np.float32))
+    with BulkLoad(open_snapshot(root), out, memory_bytes=MEMORY, workers=1) as bulk:
+        disk = DiskTier.create(db, block_cache_bytes=1 << 20, reader=readers)
+        disk.ingest(bulk.build().files)
+        disk.close()
+        bulk.read_back(db)
+        disk = DiskTier.open(db, block_cache_bytes=1 << 20, reader=readers)
+        other = np.zeros((1, 16), np.uint8)  # as many entries as before, one row another
+        disk.ingest([write_sst(tmp_path / "other.sst", tables=[(1, keys[7:8], other, None)], delta=True)])
+        disk.close()
+        with pytest.raises(Corruption, match=r"base-item-0000\.sst"):
+            bulk.read_back(db)

@@ -14,11 +14,11 @@ import numpy as np
 
 from tierstore.engine.model import Model, Shared
 from tierstore.engine.version import VersionInfo, watermark_record, write_record
-from tierstore.errors import Corruption, SnapshotError, StorageError
+from tierstore.errors import SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import VersionDirectory
 from tierstore.formats.snapshot import Snapshot
-from tierstore.ingest.bulkload import BaseBuild, build_base
+from tierstore.ingest.bulkload import BaseBuild, BulkLoad
 from tierstore.tiers.disk import DiskTier, write_sst
 from tierstore.types import Progress, ProgressFn
 
@@ -45,15 +45,18 @@ def load(
 
         where = model.where.version(number)
         settings = shared.settings
-        build = build_base(
+        with BulkLoad(
             snapshot,
             where.build,
             memory_bytes=settings.load_memory,
             workers=settings.load_workers,
             progress=tell,
             cancelled=cancelled,
-        )
-        _ingest_and_verify(build, snapshot, where, shared, tell)
+        ) as bulk:
+            build = bulk.build()
+            tell(Progress("ingest"))
+            _ingest(build, manifest.delta_seq, where, shared)
+            bulk.read_back(where.db)
         _keep_the_rest(snapshot, where)
         files.remove_tree(where.build)
         write_record(where, manifest, build)
@@ -61,30 +64,11 @@ def load(
     return number
 
 
-def _ingest_and_verify(
-    build: BaseBuild, snapshot: Snapshot, where: VersionDirectory, shared: Shared, progress: ProgressFn
-) -> None:
-    specs = snapshot.manifest.table_specs()
+def _ingest(build: BaseBuild, delta_seq: int, where: VersionDirectory, shared: Shared) -> None:
+    records = write_sst(where.build / "records.sst", records=watermark_record(delta_seq), delta=True)
     disk = DiskTier.create(where.db, block_cache_bytes=shared.settings.block_cache, reader=shared.readers)
     try:
-        records = write_sst(
-            where.build / "records.sst", records=watermark_record(snapshot.manifest.delta_seq), tables=[], delta=True
-        )
-        progress(Progress("ingest"))
         disk.ingest([*build.files, records])
-        total = sum(table.rows for table in build.tables.values())
-        ids = {name: number for number, name in enumerate(specs, 1)}
-        content = disk.verify(
-            {ids[name]: spec.row_bytes for name, spec in specs.items()},
-            lambda done: progress(Progress("verify", done, total)),
-        )
-        for name, table in build.tables.items():
-            got = content[ids[name]]
-            if (got.rows, got.deleted, got.digest) != (table.rows, 0, table.digest):
-                raise Corruption(
-                    f"table {name!r} reads back as {got.rows} rows with digest {got.digest:016x}, built were {table.rows} with "
-                    f"{table.digest:016x}: the disk under {where.db} is not to be trusted"
-                )
     finally:
         disk.close()
 

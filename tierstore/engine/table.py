@@ -13,19 +13,18 @@ import numpy as np
 
 from tierstore.engine.overlay import OverlayTable
 from tierstore.kernels import codec
-from tierstore.tiers.disk import DiskTier
-from tierstore.tiers.host import HostTable
+from tierstore.tiers.base import CacheTier, RowStore
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
 READ_BATCH = 8192  # keys of one read while warming up
 
 
 class Table:
-    """One table of one version: host tier over disk tier. `default` is float32[dim]."""
+    """One table of one version: a cache over a row store. `default` is float32[dim]."""
 
-    def __init__(self, spec: TableSpec, table_id: int, default: np.ndarray, rows: int, disk: DiskTier) -> None:
+    def __init__(self, spec: TableSpec, table_id: int, default: np.ndarray, rows: int, disk: RowStore) -> None:
         self.spec, self.table_id, self.default, self.rows, self.disk = spec, table_id, default, rows, disk
-        self.host: HostTable | None = None
+        self.host: CacheTier | None = None
         self._counts_lock = threading.Lock()
         self._counts = np.zeros(len(Tier), np.int64)
 

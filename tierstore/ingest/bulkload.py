@@ -1,8 +1,9 @@
-"""Bulk load: a snapshot to the sorted files of a new version's disk tier.
+"""Bulk load: a snapshot to the sorted files of a new version's disk tier, and the proof that they arrived there.
 
-Two phases over all tables. "read": shards are checked, encoded and left as sorted runs. "write": every
+Three phases over all tables. "read": shards are checked, encoded and left as sorted runs. "write": every
 table is cut into key ranges that fit in memory, and each range is merged from all runs into one file.
-Both are done by helper processes (`helpers.py`); this module plans, and adds up what they report.
+"verify", once the files are ingested: every range is read back and its digest compared. All are done by
+helper processes (`helpers.py`); this module plans, and adds up what they report.
 
 Any thread may load, several at once into different directories; the interpreter lock is hardly held.
 A crash leaves a directory that nothing refers to.
@@ -17,21 +18,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import SnapshotError, StorageError
+from tierstore.errors import Corruption, SnapshotError, StorageError
 from tierstore.formats.files import make_dir, remove_tree
 from tierstore.formats.manifest import TableEntry
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.helpers import Helpers
-from tierstore.ingest.tasks import KEY_CODE_BYTES, Merged, MergeRuns, Sorted, SortShards, run_keys
+from tierstore.ingest.tasks import KEY_CODE_BYTES, Merged, MergeRuns, ReadBack, Sorted, SortShards, run_keys
 from tierstore.tiers.sst import SstFile
 from tierstore.types import Keys, Progress, ProgressFn
 
 _RUNS = "runs"
+_HELPERS = "helpers"
 _MIN_RANGE_BYTES = 4 << 20  # below it another file costs more than a second helper gains
 _MAX_RANGE_BYTES = 256 << 20
 _MAX_BATCH_BYTES = 16 << 20
@@ -71,39 +74,93 @@ def build_base(
     progress: ProgressFn | None = None,
     cancelled: threading.Event | None = None,
 ) -> BaseBuild:
-    """Build the sorted files of `snapshot` in `out_dir`, which is made, and emptied first.
+    """`BulkLoad.build` for a caller who ingests the files without reading them back."""
+    with BulkLoad(
+        snapshot, out_dir, memory_bytes=memory_bytes, workers=workers, progress=progress, cancelled=cancelled
+    ) as load:
+        return load.build()
 
-    `memory_bytes` bounds the rows that all helpers hold together; beside it each takes some 90 MB for its
-    libraries, and what the snapshot's reader holds of a batch. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
+
+class BulkLoad:
+    """One load, into the directory `out_dir`, which is made, and emptied first. A context manager that ends its helpers.
+
+    `memory_bytes` bounds what all helpers hold together, beyond about 150 MB that each takes to run at
+    all. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
     second; what it raises ends the load.
 
-    Raises SnapshotError (file, row, reason) for a snapshot that may not be loaded, or when `cancelled`
-    is set; StorageError when the disk or a helper fails. `out_dir` is gone then.
+    Both steps raise StorageError when the disk or a helper fails, and SnapshotError when `cancelled` is
+    set. Once the block has raised, `out_dir` is gone.
     """
-    out_dir = Path(out_dir)
-    load = _Load(snapshot, out_dir, memory_bytes, workers, _Reporter(progress, cancelled))
-    try:
-        remove_tree(out_dir)
-        make_dir(out_dir / _RUNS)
-        load.check_room()
-        build = load.build()
-        remove_tree(out_dir / _RUNS)
-    except BaseException:
-        remove_tree(out_dir)
-        raise
-    return build
 
-
-class _Load:
-    def __init__(self, snapshot: Snapshot, out_dir: Path, memory_bytes: int, workers: int, report: _Reporter) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        out_dir: Path,
+        *,
+        memory_bytes: int,
+        workers: int,
+        progress: ProgressFn | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> None:
         self._snapshot = snapshot
         self._tables = snapshot.manifest.tables
-        self._out_dir = out_dir
+        self._out_dir = Path(out_dir)
         self._workers = max(1, workers)
         self._share = max(8 << 20, memory_bytes // self._workers)  # of one helper
-        self._report = report
+        self._report = _Reporter(progress, cancelled)
+        self._helpers: Helpers | None = None
+        self._written: list[tuple[MergeRuns, Merged]] = []
 
-    def check_room(self) -> None:
+    def __enter__(self) -> BulkLoad:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._helpers is not None:
+            self._helpers.end()
+        remove_tree(self._out_dir if error is not None else self._out_dir / _HELPERS)
+
+    def build(self) -> BaseBuild:
+        """Build the sorted files. Raises SnapshotError (file, row, reason) for a snapshot that may not be loaded."""
+        remove_tree(self._out_dir)
+        make_dir(self._out_dir / _RUNS)
+        make_dir(self._out_dir / _HELPERS)
+        self._check_room()
+        total = sum(table.rows for table in self._tables)
+        began = time.monotonic()
+        reads = [task for table in self._tables for task in self._plan_reads(table)]
+        self._helpers = helpers = Helpers(self._snapshot, self._helper_count(reads), self._out_dir / _HELPERS)
+        self._report.phase("read", total)
+        sorted_ = self._gather(reads, helpers.run(reads, self._report.tick))
+        between = time.monotonic()
+        merges = [task for table in self._tables for task in self._plan_merges(table, sorted_[table.name].runs)]
+        self._report.phase("write", total)
+        merged = helpers.run(merges, self._report.tick)
+        self._report.finish()
+        remove_tree(self._out_dir / _RUNS)
+        self._written = list(zip(merges, merged, strict=True))
+        seconds = {"read": between - began, "write": time.monotonic() - between}
+        files = [SstFile(Path(m.out), r.xxh3, r.bytes, r.entries) for m, r in self._written if r.xxh3]
+        tables = {table.name: self._sum_up(table, sorted_[table.name]) for table in self._tables}
+        return BaseBuild(files, tables, seconds, helpers.peak_bytes)
+
+    def read_back(self, db: Path) -> None:
+        """Compare what the disk tier in `db`, closed by now, holds with what was built. Raises Corruption."""
+        assert self._helpers is not None
+        lengths = {table.name: table.spec().row_bytes for table in self._tables}
+        tasks = [ReadBack(str(db), m.table_id, lengths[m.table], m.low, m.high) for m, _ in self._written]
+        self._report.phase("verify", sum(table.rows for table in self._tables))
+        found = self._helpers.run(tasks, self._report.tick)
+        self._report.finish()
+        for (merge, built), content in zip(self._written, found, strict=True):
+            if (content.rows, content.deleted, content.digest) != (built.rows, 0, built.digest):
+                raise Corruption(
+                    f"table {merge.table!r}, {Path(merge.out).name}: {content.rows} rows with digest {content.digest:016x} were read "
+                    f"back, {built.rows} with {built.digest:016x} were built: the disk under {db} is not to be trusted"
+                )
+
+    def _check_room(self) -> None:
         """Raise StorageError now rather than after an hour."""
         rows = sum(table.rows * (2 * table.spec().row_bytes + KEY_CODE_BYTES + _SST_OVERHEAD) for table in self._tables)
         free = shutil.disk_usage(self._out_dir).free
@@ -111,26 +168,6 @@ class _Load:
             raise StorageError(
                 f"the disk under {self._out_dir} has {free >> 20} MiB free, this load needs about {rows >> 20} MiB: free some space and try again"
             )
-
-    def build(self) -> BaseBuild:
-        total = sum(table.rows for table in self._tables)
-        began = time.monotonic()
-        reads = [task for table in self._tables for task in self._plan_reads(table)]
-        with Helpers(self._snapshot, self._helper_count(reads), self._out_dir / _RUNS) as helpers:
-            self._report.phase("read", total)
-            sorted_ = self._gather(reads, helpers.run(reads, self._report.tick))
-            between = time.monotonic()
-            merges = [task for table in self._tables for task in self._plan_merges(table, sorted_[table.name].runs)]
-            self._report.phase("write", total)
-            merged = helpers.run(merges, self._report.tick)
-            self._report.finish()
-            peak = helpers.peak_bytes
-        seconds = {"read": between - began, "write": time.monotonic() - between}
-        files = [
-            SstFile(Path(m.out), r.xxh3, r.bytes, r.entries) for m, r in zip(merges, merged, strict=True) if r.xxh3
-        ]
-        tables = {table.name: self._sum_up(table, sorted_[table.name], merges, merged) for table in self._tables}
-        return BaseBuild(files, tables, seconds, peak)
 
     def _helper_count(self, reads: list[SortShards]) -> int:
         """As many as have something to do that is worth the start of a process."""
@@ -182,8 +219,8 @@ class _Load:
             gathered[task.table].sums.extend(result.sums)
         return gathered
 
-    def _sum_up(self, table: TableEntry, sorted_: Sorted, tasks: list[MergeRuns], results: list[Any]) -> TableBuild:
-        mine: list[Merged] = [r for task, r in zip(tasks, results, strict=True) if task.table == table.name]
+    def _sum_up(self, table: TableEntry, sorted_: Sorted) -> TableBuild:
+        mine = [merged for task, merged in self._written if task.table == table.name]
         rows = sum(part.rows for part in mine)
         if rows != table.rows:
             raise StorageError(

@@ -27,8 +27,9 @@ from typing import Any
 
 from tierstore.errors import SnapshotError, StorageError, TierstoreError
 from tierstore.formats.snapshot import Snapshot
-from tierstore.ingest.tasks import RESULTS, MergeRuns, SortShards
+from tierstore.ingest.tasks import RESULTS, Task
 
+NICENESS = 19
 _TICK_S = 0.1
 _STDERR_TAIL = 2000
 
@@ -55,7 +56,7 @@ class Helpers:
     def pids(self) -> list[int]:
         return [helper.process.pid for helper in self._helpers]
 
-    def run(self, tasks: Iterable[SortShards | MergeRuns], tick: Callable[[int], None]) -> list[Any]:
+    def run(self, tasks: Iterable[Task], tick: Callable[[int], None]) -> list[Any]:
         """Have all tasks done, in any order; their results in the order of `tasks`.
 
         Calls `tick(rows)` with the rows done since the last call, at least every 0.1 s; what it raises
@@ -118,6 +119,7 @@ class _Helper:
                 )
         except OSError as error:
             raise StorageError(f"cannot start a load helper ({sys.executable}): {error.strerror or error}") from error
+        _step_back(self.process.pid)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin = self.process.stdin
@@ -130,7 +132,7 @@ class _Helper:
         except BrokenPipeError:
             raise self._died() from None
 
-    def take(self, waiting: deque[tuple[int, SortShards | MergeRuns]]) -> None:
+    def take(self, waiting: deque[tuple[int, Task]]) -> None:
         """Start on the next of the waiting tasks, if there is one."""
         if waiting:
             number, task = waiting.popleft()
@@ -169,6 +171,13 @@ class _Helper:
         self.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
+
+
+def _step_back(pid: int) -> None:
+    """Let a helper run on what look-ups leave of the processors, from its first import on."""
+    with contextlib.suppress(OSError):  # a system that does not allow it loses smoothness, not the load
+        os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
+        os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _error(answer: dict[str, Any]) -> TierstoreError:

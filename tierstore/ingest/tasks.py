@@ -1,6 +1,6 @@
-"""The work of a bulk load's helper: shards to sorted runs, runs to one SST file a key range.
+"""The work of a bulk load's helper: shards to sorted runs, runs to one SST file a key range, and reading it back.
 
-    shards --sort_shards--> runs --merge_runs--> base-<table>-<nnnn>.sst
+    shards --sort_shards--> runs --merge_runs--> base-<table>-<nnnn>.sst --(ingested)--> disk tier --read_back--> digest
 
 A run is a scratch file of rows that fit in memory, sorted: n key codes (int64), then n rows in the
 storage dtype. A merge takes the same key range out of every run, so that its output is one file that
@@ -25,12 +25,13 @@ from tierstore.errors import SnapshotError, StorageError
 from tierstore.formats.snapshot import Snapshot
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.sst import write_sst
+from tierstore.tiers.disk import DiskTier, ReaderPool, TableContent, write_sst
 from tierstore.types import Keys, KeyType, Rows, TableSpec
 
 KEY_CODE_BYTES = 8
 _BLOCK_ROWS = 1 << 16
 _MIN_BATCH_ROWS = 256
+_BLOCK_CACHE_BYTES = 8 << 20
 
 Tell = Callable[[int], None]  # how many more rows are done
 
@@ -59,6 +60,17 @@ class MergeRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadBack:
+    """Sum up the keys in [low, high) of a table in the disk tier `db`, which nobody writes."""
+
+    db: str
+    table_id: int
+    row_bytes: int
+    low: int | None
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Sorted:
     """What SortShards made. `sums` are the sums of the vectors, one list a shard."""
 
@@ -77,15 +89,18 @@ class Merged:
     entries: int
 
 
-TASKS: dict[str, Any] = {"SortShards": SortShards, "MergeRuns": MergeRuns}
-RESULTS: dict[str, Any] = {"SortShards": Sorted, "MergeRuns": Merged}
+Task = SortShards | MergeRuns | ReadBack
+TASKS: dict[str, Any] = {"SortShards": SortShards, "MergeRuns": MergeRuns, "ReadBack": ReadBack}
+RESULTS: dict[str, Any] = {"SortShards": Sorted, "MergeRuns": Merged, "ReadBack": TableContent}
 
 
-def run_task(snapshot: Snapshot, task: SortShards | MergeRuns, tell: Tell) -> Sorted | Merged:
+def run_task(snapshot: Snapshot, task: Task, tell: Tell) -> Sorted | Merged | TableContent:
     """Do a task. Raises SnapshotError for a snapshot that may not be loaded, StorageError and OSError for the disk."""
     if isinstance(task, SortShards):
         return sort_shards(snapshot, task, tell)
-    return merge_runs(snapshot, task, tell)
+    if isinstance(task, MergeRuns):
+        return merge_runs(snapshot, task, tell)
+    return read_back(task, tell)
 
 
 def sort_shards(snapshot: Snapshot, task: SortShards, tell: Tell) -> Sorted:
@@ -168,6 +183,17 @@ def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
     built = write_sst(Path(task.out), tables=[(task.table_id, keys, rows, None)], delta=False)
     tell(len(keys))
     return Merged(len(keys), digest_rows(keys, rows), built.xxh3, built.bytes, built.entries)
+
+
+def read_back(task: ReadBack, tell: Tell) -> TableContent:
+    """Read what was ingested, every block against its checksum."""
+    reader = ReaderPool(1)
+    disk = DiskTier.open(Path(task.db), block_cache_bytes=_BLOCK_CACHE_BYTES, reader=reader, read_only=True)
+    try:
+        return disk.sum_up(task.table_id, task.row_bytes, task.low, task.high, tell=tell)
+    finally:
+        disk.close()
+        reader.close()
 
 
 def run_keys(path: str, count: int) -> Keys:

@@ -9,7 +9,7 @@ It reads JSON lines from stdin and answers on what was stdout when it started:
          {"error": kind, …}                       kind: snapshot, storage or internal; the helper goes on
 
 When stdin ends, which it does when the parent dies however it dies, the helper exits at once, in the
-middle of a task if need be. It runs at low priority and on one thread, beside the one that watches stdin.
+middle of a task if need be. It runs on one thread, beside the one that watches stdin.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ from tierstore.formats.manifest import Manifest
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.tasks import TASKS, run_task
 
-NICENESS = 10
 _TELL_EVERY_S = 0.1
 
 
 def main() -> None:
     """Serve until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its helpers
-    os.nice(NICENESS)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints must not end up between the answers
     lines: queue.Queue[str] = queue.Queue()

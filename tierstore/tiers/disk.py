@@ -102,18 +102,24 @@ class DiskTier:
         return cls._open(path, block_cache_bytes, reader, new=True)
 
     @classmethod
-    def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool) -> DiskTier:
-        """Open the tier in `path`. Raises StorageError if there is none, Locked if it is open already, Corruption."""
-        return cls._open(path, block_cache_bytes, reader, new=False)
+    def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> DiskTier:
+        """Open the tier in `path`. Raises StorageError if there is none, Locked if it is open already, Corruption.
+
+        Any number of processes may open a tier that nobody writes `read_only`; nothing can be ingested then.
+        """
+        return cls._open(path, block_cache_bytes, reader, read_only=read_only)
 
     @classmethod
-    def _open(cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool) -> DiskTier:
+    def _open(
+        cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool = False, read_only: bool = False
+    ) -> DiskTier:
         family = _options(block_cache_bytes)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
+        access = rocksdict.AccessType.read_only() if read_only else rocksdict.AccessType.read_write()
         with driver_errors(f"opening {path}"):
             # the family's options must be given as such: on reopen RocksDB would take its defaults for it
-            db = rocksdict.Rdict(str(path), family, column_families={"default": family})
+            db = rocksdict.Rdict(str(path), family, column_families={"default": family}, access_type=access)
         return cls(path, db, reader)
 
     def ingest(self, files: Sequence[SstFile | Path]) -> None:
@@ -186,18 +192,33 @@ class DiskTier:
         self.check_background()
         for _ in self._blocks(META_TABLE, _SCAN_BLOCK):
             pass  # records are small; reading them checks their blocks
-        content: dict[int, TableContent] = {}
         seen = 0
-        for table_id, length in row_bytes.items():
-            rows = deleted = digest = 0
-            for keys, live, gone in self._live_blocks(table_id, length, _DIGEST_BLOCK):
-                block = np.frombuffer(b"".join(live), np.uint8).reshape(len(live), length)
-                digest = (digest + digest_rows(keys, block)) % 2**64
-                rows, deleted, seen = rows + len(live), deleted + gone, seen + len(live) + gone
-                if progress is not None:
-                    progress(seen)
-            content[table_id] = TableContent(rows, deleted, digest)
-        return content
+
+        def tell(entries: int) -> None:
+            nonlocal seen
+            seen += entries
+            if progress is not None:
+                progress(seen)
+
+        return {table_id: self.sum_up(table_id, length, tell=tell) for table_id, length in row_bytes.items()}
+
+    def sum_up(
+        self,
+        table_id: int,
+        row_bytes: int,
+        low: int | None = None,
+        high: int | None = None,
+        *,
+        tell: Callable[[int], None],
+    ) -> TableContent:
+        """What a table holds of the keys in [low, high) (None: no limit), read as by `verify`; `tell(more entries)`."""
+        rows = deleted = digest = 0
+        for keys, live, gone in self._live_blocks(table_id, row_bytes, _DIGEST_BLOCK, low, high):
+            block = np.frombuffer(b"".join(live), np.uint8).reshape(len(live), row_bytes)
+            digest = (digest + digest_rows(keys, block)) % 2**64
+            rows, deleted = rows + len(live), deleted + gone
+            tell(len(live) + gone)
+        return TableContent(rows, deleted, digest)
 
     def compact(self) -> None:
         """Merge everything down and wait for it. Raises StorageError if a merge failed in the background."""
@@ -264,9 +285,11 @@ class DiskTier:
                 if not self._inside:
                     self._gate.notify_all()
 
-    def _live_blocks(self, table_id: int, row_bytes: int, entries: int) -> Iterator[tuple[Keys, list[bytes], int]]:
+    def _live_blocks(
+        self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
+    ) -> Iterator[tuple[Keys, list[bytes], int]]:
         """Keys and rows that are not deleted, and how many deleted keys lay between them."""
-        for stored, values in self._blocks(table_id, entries):
+        for stored, values in self._blocks(table_id, entries, low, high):
             keys = unpack_keys(stored)
             live = list(filter(None, values))
             if len(live) < len(values):
@@ -280,13 +303,16 @@ class DiskTier:
                 )
             yield keys, live, len(values) - len(live)
 
-    def _blocks(self, table_id: int, entries: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """All entries of a table as (stored keys, values), at most `entries` at a time."""
+    def _blocks(
+        self, table_id: int, entries: int, low: int | None = None, high: int | None = None
+    ) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """Entries of a table, those with keys in [low, high) if given, as (stored keys, values); at most `entries` at a time."""
         doing = f"scanning table {table_id} of {self.path}"
-        cursor = _Cursor(_prefix(table_id + 1))
+        first = _prefix(table_id) if low is None else _stored(table_id, low)
+        cursor = _Cursor(_prefix(table_id + 1) if high is None else _stored(table_id, high))
         with self._entered() as db, driver_errors(doing):
             cursor.iterator = db.iter(_scan_options())
-            cursor.iterator.seek(_prefix(table_id))
+            cursor.iterator.seek(first)
             self._cursors.add(cursor)
         try:
             more = True
@@ -363,6 +389,11 @@ def _options(block_cache_bytes: int) -> rocksdict.Options:
 def _prefix(table_id: int) -> bytes:
     """Where a table's keys begin; for one past the last table, where all keys end."""
     return table_id.to_bytes(2, "big") if table_id <= MAX_TABLE_ID else b"\xff" * (KEY_BYTES + 1)
+
+
+def _stored(table_id: int, key: int) -> bytes:
+    (stored,) = sst_keys(table_id, np.array([key], np.int64))
+    return stored
 
 
 def _open_files() -> int:
