@@ -1,0 +1,334 @@
+"""The store against plain dictionaries: any order of loads, deltas, switches, drops and restarts gives the same rows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import tierstore
+from tests.engine import quick_build, scenes
+from tests.engine.test_store import settled
+from tierstore.errors import Conflict, NotFound, NotReady, SequenceGap, SnapshotError
+
+DIM = {"user": 2, "item": 3}
+KEYS = [-(2**63), 2**63 - 1, -1, 0, 1, 2, 3, 7, 64, 1 << 40]
+ALL_KEYS = np.array([*KEYS, 12345, -777])
+DEFAULT = {"user": np.zeros(2, np.float32), "item": np.array([9, 8, 7], np.float32)}
+
+Rows = dict[str, dict[int, np.ndarray]]
+keys_of_a_table = st.lists(st.sampled_from(KEYS), max_size=6)
+
+
+def row(table: str, stamp: int, key: int) -> np.ndarray:
+    return (np.arange(DIM[table]) + (stamp * 100 + KEYS.index(key))).astype(np.float32)
+
+
+class Delta:
+    """A delta that was accepted."""
+
+    def __init__(self, data: bytes, base_version: int | None, changes: dict[str, dict[int, np.ndarray | None]]) -> None:
+        self.data, self.base_version, self.changes = data, base_version, changes
+
+
+class Version:
+    """What a version should hold: its snapshot, and of the deltas after it all but those in `holes`."""
+
+    def __init__(self, number: int, delta_seq: int, rows: Rows) -> None:
+        self.number, self.delta_seq, self.rows = number, delta_seq, rows
+        self.holes: list[tuple[int, int]] = []
+
+    def at(self, seq: int, deltas: dict[int, Delta]) -> Rows:
+        rows = {table: dict(of) for table, of in self.rows.items()}
+        for number in sorted(deltas):
+            delta = deltas[number]
+            if not self.delta_seq < number <= seq or any(low < number <= high for low, high in self.holes):
+                continue
+            if delta.base_version not in (None, self.number):
+                continue
+            for table, changes in delta.changes.items():
+                for key, new in changes.items():
+                    if new is None:
+                        rows[table].pop(key, None)
+                    else:
+                        rows[table][key] = new
+        return rows
+
+
+class StoreAgainstDicts(RuleBasedStateMachine):
+    versions_seen = Bundle("versions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="model-based-"))
+        self._quick = quick_build.in_process()
+        self._quick.__enter__()
+        self.versions: dict[int, Version] = {}
+        self.active: int | None = None
+        self.last: int | None = None
+        self.deltas: dict[int, Delta] = {}
+        self._snapshots = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.store = tierstore.open(
+            self.root / "data",
+            host_budget="1MiB",
+            disk_threads=1,
+            fold_grace_s=0.0,
+            keep_versions=99,
+            log_retention_s=0.0,
+        )
+
+    @property
+    def start(self) -> int | None:
+        """Where the log begins. The store prunes it in its own time, so the model does not foretell it."""
+        if "ctr" not in self.store.models():
+            return None
+        start: int | None = self.store.status()["models"]["ctr"]["log"]["start"]
+        return start
+
+    def teardown(self) -> None:
+        self.store.close()
+        self._quick.__exit__(None, None, None)
+        shutil.rmtree(self.root)
+
+    # --- versions
+
+    @initialize(target=versions_seen)
+    def first_load(self) -> int:
+        return self.load(1, 0, dict.fromkeys(DIM, KEYS[:5]), True)
+
+    @rule(
+        target=versions_seen,
+        number=st.integers(1, 5),
+        ahead=st.sampled_from([-6, -2, 0, 0, 3]),
+        keys=st.fixed_dictionaries(dict.fromkeys(DIM, keys_of_a_table)),
+        activate=st.booleans(),
+    )
+    def load(self, number: int, ahead: int, keys: dict[str, list[int]], activate: bool) -> int:
+        self._snapshots += 1
+        delta_seq = max(0, (self.last or 0) + ahead)
+        where = self.root / f"snapshot-{self._snapshots}"
+        before = self.start or 0
+        rows: Rows = {}
+        with tierstore.SnapshotWriter(where, model="ctr", version=number, delta_seq=delta_seq) as writer:
+            for table, dim in DIM.items():
+                distinct = sorted({*keys[table]}, key=lambda key: (key % 7, key)) or [2]  # in no order
+                rows[table] = {key: row(table, self._snapshots, key) for key in distinct}
+                default: Any = "zeros" if table == "user" else DEFAULT["item"].tolist()
+                writer.table(table, dim=dim, default=default).write(
+                    np.array(distinct, np.int64), np.stack([*rows[table].values()])
+                )
+                writer.feature(f"{table}_id", table=table)
+            writer.feature("bag", table="item", combiner="sum", padding_key=7)
+        if number in self.versions:
+            self._refused(Conflict, lambda: self.store.load_snapshot(where, activate=activate))
+            return number
+        try:
+            assert self.store.load_snapshot(where, activate=activate) == number
+        except SnapshotError:
+            assert delta_seq < (self.start or 0)
+            return number
+        assert delta_seq >= before, "what the log has forgotten is missing"
+        self.versions[number] = Version(number, delta_seq, rows)
+        if activate:
+            self._activated(number)
+        return number
+
+    def _activated(self, number: int) -> None:
+        self.active = number
+        version = self.versions[number]
+        if self.last is None or version.delta_seq > self.last:
+            self.last = version.delta_seq
+
+    def _stale(self, number: int) -> tuple[int, int] | None:
+        """What the version lacks: depends on how far it was folded, which is not for the model to know."""
+        entries = self.store.status()["models"]["ctr"]["versions"]
+        watermark = next(entry["watermark"] for entry in entries if entry["version"] == number)
+        start = self.start
+        return None if start is None or watermark >= start else (watermark, start)
+
+    @rule(number=versions_seen, force=st.booleans())
+    def activate(self, number: int, force: bool) -> None:
+        if number not in self.versions:
+            self._refused(NotFound, lambda: self.store.activate("ctr", number))
+            return
+        hole = None if number == self.active else self._stale(number)
+        if hole is not None and not force:
+            self._refused(Conflict, lambda: self.store.activate("ctr", number))
+            return
+        self.store.activate("ctr", number, force=force)
+        if hole is not None:
+            self.versions[number].holes.append(hole)
+        self._activated(number)
+
+    @precondition(lambda self: self.versions)
+    @rule()
+    def rollback(self) -> None:
+        older = [number for number in self.versions if self.active is not None and number < self.active]
+        if not older or self._stale(max(older)) is not None:
+            self._refused(Conflict, lambda: self.store.rollback("ctr"))
+            return
+        assert self.store.rollback("ctr") == max(older)
+        self._activated(max(older))
+
+    @rule(number=versions_seen)
+    def drop(self, number: int) -> None:
+        if number not in self.versions:
+            self._refused(NotFound, lambda: self.store.drop("ctr", number))
+        elif number == self.active:
+            self._refused(Conflict, lambda: self.store.drop("ctr", number))
+        else:
+            self.store.drop("ctr", number)
+            del self.versions[number]
+
+    @precondition(lambda self: self.active is not None)
+    @rule()
+    def deactivate(self) -> None:
+        self.store.deactivate("ctr")
+        self.active = None
+
+    @staticmethod
+    def _refused(kind: type[Exception], verb: Any) -> None:
+        try:
+            verb()
+        except kind:
+            return
+        raise AssertionError(f"expected {kind.__name__}")
+
+    # --- deltas
+
+    @rule(
+        upserts=st.fixed_dictionaries(dict.fromkeys(DIM, keys_of_a_table)),
+        deletes=st.fixed_dictionaries(dict.fromkeys(DIM, keys_of_a_table)),
+        base_version=st.sampled_from([None, None, None, 1, 2, 3]),
+    )
+    def delta(self, upserts: dict[str, list[int]], deletes: dict[str, list[int]], base_version: int | None) -> None:
+        seq = (self.last or 0) + 1
+        changes: dict[str, dict[int, np.ndarray | None]] = {table: {} for table in DIM}
+        written = {}
+        for table, keys in upserts.items():
+            if keys:  # later rows win
+                rows = np.stack([row(table, seq, key) + at / 8 for at, key in enumerate(keys)])
+                written[table] = (keys, rows)
+                changes[table] |= dict(zip(keys, rows, strict=True))
+        for table, keys in deletes.items():
+            changes[table] |= dict.fromkeys(keys)
+        gone = {table: keys for table, keys in deletes.items() if keys}
+        data = scenes.delta(seq, written, gone, base_version=base_version)
+        if self.active is None:
+            self._refused(NotReady, lambda: self.store.apply_delta(data))
+            return
+        result = self.store.apply_delta(data)
+        assert (result.seq, result.applied) == (seq, True)
+        self.last = seq
+        self.deltas[seq] = Delta(data, base_version, changes)
+
+    @precondition(lambda self: self.deltas and self.start is not None and max(self.deltas) > self.start)
+    @rule()
+    def the_same_delta_again(self) -> None:
+        seq = max(self.deltas)
+        assert not self.store.apply_delta(self.deltas[seq].data).applied
+        other = scenes.delta(seq, {"user": ([1], np.full((1, 2), -5, np.float32))})
+        try:
+            assert not self.store.apply_delta(other).applied
+            assert (self.start or 0) >= seq, "only what is pruned cannot be compared"
+        except Conflict:
+            pass
+
+    @precondition(lambda self: self.last is not None)
+    @rule(beyond=st.integers(2, 9))
+    def a_delta_out_of_turn(self, beyond: int) -> None:
+        assert self.last is not None
+        with pytest.raises(SequenceGap) as gap:
+            self.store.apply_delta(scenes.delta(self.last + beyond, {"user": ([1], np.zeros((1, 2), np.float32))}))
+        assert gap.value.expected_seq == self.last + 1
+
+    @precondition(lambda self: self.active is not None)
+    @rule()
+    def wait_for_folding(self) -> None:
+        settled(self.store)
+
+    # --- the rest
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self._open()
+
+    @precondition(lambda self: self.versions)
+    @rule()
+    def keep_house(self) -> None:
+        stale = {number for number in self.versions if number != self.active and self._stale(number)}
+        self.store.model("ctr")._keep_house()
+        assert stale == {number for number in self.versions if number != self.active and self._stale(number)}
+        assert (self.start or 0) <= (self.last or 0)
+
+    @rule()
+    def verify(self) -> None:
+        report = self.store.verify()
+        assert report.ok, report.problems
+        assert report.versions == len(self.versions)
+
+    @precondition(lambda self: self.active is not None)
+    @rule(bags=st.lists(st.lists(st.sampled_from([*KEYS, 12345]), max_size=4), max_size=4), data=st.data())
+    def pooled(self, bags: list[list[int]], data: st.DataObject) -> None:
+        keys = np.array([key for bag in bags for key in bag], np.int64)
+        offsets = np.cumsum([0, *map(len, bags)])[:-1]
+        weights = np.array([data.draw(st.sampled_from([0, 1, 2])) for _ in keys], np.float32)
+        pooled = self.store.model("ctr").lookup_bags("bag", keys, offsets, weights=weights)
+        item = self._expected()["item"]
+        of_key = lambda key: np.zeros(3) if key == 7 else item.get(key, DEFAULT["item"])  # noqa: E731
+        rows = np.array([weight * of_key(int(key)) for key, weight in zip(keys, weights, strict=True)]).reshape(-1, 3)
+        expected = [part.sum(0) for part in np.split(rows, offsets[1:])] if bags else np.zeros((0, 3))
+        np.testing.assert_allclose(pooled, expected, rtol=1e-6)
+
+    def _expected(self) -> Rows:
+        assert self.active is not None
+        assert self.last is not None
+        return self.versions[self.active].at(self.last, self.deltas)
+
+    @invariant()
+    def rows_are_as_in_the_dictionaries(self) -> None:
+        if "ctr" not in self.store.models():
+            return
+        model = self.store.model("ctr")
+        assert model.active_version == self.active
+        assert model.versions == sorted(self.versions)
+        if self.active is None:
+            return
+        expected = self._expected()
+        with model.view() as view:
+            for table in DIM:
+                rows, found = view.lookup(f"{table}_id", ALL_KEYS, return_found=True)
+                want = np.stack([expected[table].get(key, DEFAULT[table]) for key in ALL_KEYS.tolist()])
+                np.testing.assert_array_equal(rows, want, err_msg=table)
+                assert found.tolist() == [key in expected[table] for key in ALL_KEYS.tolist()]
+
+
+def test_the_store_does_as_dictionaries_do():
+    """Set STORE_MODEL_EXAMPLES to look for longer, in another place each time."""
+    longer = int(os.environ.get("STORE_MODEL_EXAMPLES", 0))
+    run_state_machine_as_test(
+        StoreAgainstDicts,
+        settings=settings(
+            max_examples=longer or 25, stateful_step_count=30, deadline=None, derandomize=not longer, database=None
+        ),
+    )
