@@ -45,7 +45,10 @@ def write(where: Path, rows: int, dim: int, dtype: str) -> float:
         table = writer.table("item", dim=dim, dtype=dtype)
         for first in range(0, rows, BATCH):
             count = min(BATCH, rows - first)
-            table.write(keys_of(np.arange(first, first + count)), rng.standard_normal((count, dim), dtype=np.float32).astype(np.float16))
+            table.write(
+                keys_of(np.arange(first, first + count)),
+                rng.standard_normal((count, dim), dtype=np.float32).astype(np.float16),
+            )
         writer.feature("item_id", table="item")
     return time.perf_counter() - began
 
@@ -68,7 +71,9 @@ def check_absent(model: tierstore.Model, rows: int, count: int) -> int:
     """Look up keys that no row has. Returns how many were answered as if they existed."""
     wrong = 0
     for first in range(0, count, BATCH):
-        answer, found = model.lookup("item_id", keys_of(rows + np.arange(first, min(first + BATCH, count))), return_found=True)
+        answer, found = model.lookup(
+            "item_id", keys_of(rows + np.arange(first, min(first + BATCH, count))), return_found=True
+        )
         wrong += int(np.count_nonzero(found)) + int(np.count_nonzero(answer))
     return wrong
 
@@ -97,7 +102,7 @@ def zipf_traffic(model: tierstore.Model, rows: int, calls: int) -> dict[str, flo
 
 def lookup_keys(model: tierstore.Model) -> dict[str, int]:
     with model.view() as view:
-        return view.holder.tables["item"].lookup_keys()
+        return view.holder.tables["item"].counts.as_dict()
 
 
 def measure(root: Path, rows: int, dim: int, dtype: str, host_budget: str, zipf_calls: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
 from tierstore.engine.replay import catch_up
 from tierstore.engine.serving import Serving
+from tierstore.engine.table import LookupCounts
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import Lease
 from tierstore.errors import (
@@ -78,6 +79,7 @@ class Model:
         self._keeper = Keeper(self._serving, self._freed, self._keep_house)
         self._switch = threading.RLock()
         self._start_problem: str | None = None
+        self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
         self._closed = False
         self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
         # guarded by serving.write; replaced whole, so that readers need no lock
@@ -259,7 +261,10 @@ class Model:
         return number
 
     def _open(self, info: VersionInfo) -> Version:
-        return Version.open(info, self._shared.settings, self._shared.readers)
+        return Version.open(info, self._shared.settings, self._shared.readers, self._counts_of)
+
+    def _counts_of(self, table: str) -> LookupCounts:
+        return self._counts.setdefault(table, LookupCounts())
 
     def _freed(self, version: Version) -> None:
         version.close()

@@ -16,17 +16,41 @@ from tierstore.kernels import codec
 from tierstore.tiers.base import CacheTier, RowStore
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
+_ANSWERING = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier.ABSENT)
 READ_BATCH = 8192  # keys of one read while warming up
+
+
+class LookupCounts:
+    """How many keys each tier has answered, for one table of a model, over all its versions. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = np.zeros(len(Tier), np.int64)
+
+    def add(self, counts: np.ndarray) -> None:
+        with self._lock:
+            self._counts += counts
+
+    def as_dict(self) -> dict[str, int]:
+        """`{tier label: keys}`; only ever grows."""
+        with self._lock:
+            counts = self._counts.tolist()
+        return {tier.label: counts[tier] for tier in _ANSWERING}
+
+    @property
+    def total(self) -> int:
+        return int(self._counts.sum())
 
 
 class Table:
     """One table of one version: a cache over a row store. `default` is float32[dim]."""
 
-    def __init__(self, spec: TableSpec, table_id: int, default: np.ndarray, rows: int, disk: RowStore) -> None:
+    def __init__(
+        self, spec: TableSpec, table_id: int, default: np.ndarray, rows: int, disk: RowStore, counts: LookupCounts
+    ) -> None:
         self.spec, self.table_id, self.default, self.rows, self.disk = spec, table_id, default, rows, disk
         self.host: CacheTier | None = None
-        self._counts_lock = threading.Lock()
-        self._counts = np.zeros(len(Tier), np.int64)
+        self.counts = counts
 
     def lookup(self, overlays: Sequence[OverlayTable], seq: int, keys: Keys, out: Vectors, state: States) -> None:
         """Answer every key whose state is PENDING: `out[i]` is its row or the default, `state[i]` the tier.
@@ -44,8 +68,7 @@ class Table:
             self._read_disk(seq, keys, pending, out, state)
         counts = np.bincount(state, minlength=len(Tier))
         counts[Tier.ABSENT] -= already  # padding keys were settled before and are no look-up
-        with self._counts_lock:
-            self._counts += counts
+        self.counts.add(counts)
 
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
         distinct, inverse = np.unique(keys[pending], return_inverse=True)
@@ -87,12 +110,3 @@ class Table:
         """Bring resident rows and absent marks up to a delta that the disk tier holds already."""
         if self.host is not None:
             self.host.update(keys, rows, deleted)
-
-    def lookup_keys(self) -> dict[str, int]:
-        """How many keys each tier has answered so far."""
-        with self._counts_lock:
-            counts = self._counts.tolist()
-        return {
-            tier.label: counts[tier]
-            for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier.ABSENT)
-        }

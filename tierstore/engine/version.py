@@ -19,7 +19,7 @@ import numpy as np
 from tierstore.config import Settings
 from tierstore.engine.budget import Holder, deal
 from tierstore.engine.overlay import Overlay
-from tierstore.engine.table import Table
+from tierstore.engine.table import LookupCounts, Table
 from tierstore.errors import Corruption
 from tierstore.formats import files
 from tierstore.formats.keys import as_codes
@@ -99,7 +99,7 @@ class VersionInfo:
 class Version:
     """An open version."""
 
-    def __init__(self, info: VersionInfo, disk: DiskTier) -> None:
+    def __init__(self, info: VersionInfo, disk: DiskTier, counts: Callable[[str], LookupCounts]) -> None:
         self.info, self.disk = info, disk
         self.number = info.number
         self.specs, self.features = info.specs, info.features
@@ -110,6 +110,7 @@ class Version:
                 np.asarray(info.tables[name]["default"], np.float32),
                 info.tables[name]["rows"],
                 disk,
+                counts(name),
             )
             for name, spec in info.specs.items()
         }
@@ -128,11 +129,13 @@ class Version:
         self._host_reserved = 0
 
     @classmethod
-    def open(cls, info: VersionInfo, settings: Settings, readers: ReaderPool) -> Version:
-        """Open the disk tier; host tables come by `attach_host`."""
+    def open(
+        cls, info: VersionInfo, settings: Settings, readers: ReaderPool, counts: Callable[[str], LookupCounts]
+    ) -> Version:
+        """Open the disk tier; host tables come by `attach_host`. `counts` gives the model's counts for a table."""
         disk = DiskTier.open(info.where.db, block_cache_bytes=settings.block_cache, reader=readers)
         try:
-            return cls(info, disk)
+            return cls(info, disk, counts)
         except BaseException:
             disk.close()
             raise
@@ -163,7 +166,7 @@ class Version:
         weights = [float(need) for need in needs]
         if isinstance(like, Version):
             asked = [
-                sum(like.tables[name].lookup_keys().values()) * t.spec.row_bytes if name in like.tables else 0
+                like.tables[name].counts.total * t.spec.row_bytes if name in like.tables else 0
                 for name, t in self.tables.items()
             ]
             if sum(asked) > 100_000:
@@ -279,7 +282,7 @@ class Version:
                 "dim": table.spec.dim,
                 "dtype": table.spec.dtype.value,
                 "rows": table.rows,
-                "lookup_keys": table.lookup_keys(),
+                "lookup_keys": table.counts.as_dict(),
                 "tier_bytes": {
                     "host": host.bytes_in_use if host else 0,
                     "disk": int(on_disk * table.rows * table.spec.row_bytes / all_rows),
