@@ -107,7 +107,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("build/host_lookup.json"))
     options = parser.parse_args()
     print(f"{describe()}; dim {DIM} float32, {KEYS_A_CALL} keys a call, medians of {options.rounds} rounds\n")
-    print("| rows | threads | host tier, M keys/s | numpy.take, M keys/s | ratio | two threads over one |\n|---|---|---|---|---|---|")
+    print(
+        "| rows | threads | host tier, M keys/s | numpy.take, M keys/s | ratio | two threads over one |\n|---|---|---|---|---|---|"
+    )
     results = {}
     for rows in options.rows:
         got = results[rows] = measure(rows, options.rounds)

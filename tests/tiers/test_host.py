@@ -24,6 +24,7 @@ from tests.tiers.cache_contract import (
     rows_of,
     vectors_of,
 )
+from tierstore.errors import ConfigError
 from tierstore.tiers.host import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
@@ -91,6 +92,30 @@ def test_memory_is_taken_on_touch_and_given_back_by_resize_and_close() -> None:
     table._areas, table._memory = areas, memory
     assert resident_bytes(table) <= pages
     table.close()
+
+
+def test_a_fraction_is_never_exceeded_but_for_tables_of_few_sets() -> None:
+    table = HostTable(SPEC, 1 << 22, default_vector=DEFAULT)
+    full = table.bytes_in_use
+    for wanted, got in ((0.3, 0.25), (0.5, 0.5), (0.7, 0.5), (1.0, 1.0), (0.0, table.smallest_fraction)):
+        table.resize(wanted)
+        assert table.bytes_in_use == pytest.approx(full * got, rel=0.001)
+    assert table.smallest_fraction <= 1 / 16
+    table.close()
+
+
+def test_huge_pages_are_told_and_lie_within_what_is_resident() -> None:
+    table = HostTable(SPEC, 1 << 23, default_vector=DEFAULT)
+    keys = np.arange(table.capacity_rows, dtype=np.int64)
+    table.warm(keys, rows_of(keys))
+    assert 0 <= table.huge_page_bytes() <= resident_bytes(table) + (4 << 20)
+    table.close()
+    assert table.huge_page_bytes() == 0
+
+
+def test_a_budget_that_cannot_be_reserved_names_the_setting() -> None:
+    with pytest.raises(ConfigError, match="host_budget"):
+        HostTable(SPEC, 1 << 60, default_vector=DEFAULT)
 
 
 def test_a_promotion_does_not_wait_for_a_writer() -> None:

@@ -54,7 +54,7 @@ _AHEAD = 8  # keys asked for ahead
 COUNTERS = types.Array(types.int64, 1, "C")
 
 
-@nb.njit(inline="always")
+@nb.njit
 def open_set(words, s):  # type: ignore[no-untyped-def]
     """Make a set's version odd, before anything in the set changes. Returns the version to close with."""
     version = words[s * 16]
@@ -63,12 +63,12 @@ def open_set(words, s):  # type: ignore[no-untyped-def]
     return nb.uint32(version + 2)
 
 
-@nb.njit(inline="always")
+@nb.njit
 def close_set(words, s, version):  # type: ignore[no-untyped-def]
     store_release(words, s * 16, version)
 
 
-@nb.njit(inline="always")
+@nb.njit
 def forget_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
     if areas.absent[s * ABSENT_BYTES + 4] == 0:
         return
@@ -80,7 +80,7 @@ def forget_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
         counters[ABSENT_KEYS] -= 1
 
 
-@nb.njit(inline="always")
+@nb.njit
 def mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
     """Clock: the first place from the hand that was not asked for since the hand last passed makes room."""
     if find_absent(areas.absent, areas.absent_keys, s, key) >= 0:
@@ -103,7 +103,7 @@ def mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
     return True
 
 
-@nb.njit(inline="always")
+@nb.njit
 def put(areas, s, way, tag, key, heat, source):  # type: ignore[no-untyped-def]
     """Let `way` of set `s` hold this key and the row at address `source`."""
     version = open_set(areas.heads32, s)
@@ -114,20 +114,20 @@ def put(areas, s, way, tag, key, heat, source):  # type: ignore[no-untyped-def]
     set_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way, heat)
 
 
-@nb.njit(inline="always")
+@nb.njit
 def erase(areas, s, way):  # type: ignore[no-untyped-def]
     version = open_set(areas.heads32, s)
     areas.heads[s * HEAD_BYTES + TAGS_AT + way] = 0
     close_set(areas.heads32, s, version)
 
 
-@nb.njit(inline="always")
+@nb.njit
 def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
     """0..7: how much a row is worth keeping, by hits, then by queue."""
     return get_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way) * 2 + (1 if way >= PROBATION else 0)
 
 
-@nb.njit(inline="always")
+@nb.njit
 def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
     """Put a row out of the full set `s`, by the rules of `heat`. Returns the way that a new key is to take.
 

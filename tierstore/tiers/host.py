@@ -3,10 +3,12 @@
 Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Everything that
 writes takes the table's own lock for a short while: `insert` and `insert_absent` not at all if it is
 taken (a promotion is worth nobody's wait), the others by waiting. Nothing survives the process.
+Linux only: that given-back pages come back as zeros is what makes them empty sets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.errors import ConfigError
 from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
 from tierstore.kernels.heat import GHOST_BYTES
@@ -23,6 +26,7 @@ from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
 _CHUNK_BYTES = 1 << 20  # and of sets, their bytes
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
 _HAND_OVER_S = 50e-6  # a thread that waits for the lock wakes in this time; without it, who releases takes it again
 
 
@@ -62,14 +66,15 @@ class HostTable:
 
     def _map(self) -> Areas:
         """Reserve the mapping and cut it into areas; the order of areas does not matter, each is halved by itself."""
-        self._memory = mmap.mmap(
-            -1, CONTROL_BYTES + self._sets * self._set_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        self._huge_advised = True
+        size = CONTROL_BYTES + self._sets * self._set_bytes
         try:
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot reserve {size} bytes for table {self.spec.name}: {error}; lower host_budget"
+            ) from error
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is only slower
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        except (OSError, AttributeError):
-            self._huge_advised = False
         whole = np.frombuffer(self._memory, np.uint8)
         parts, begin = [], 0
         for size in (CONTROL_BYTES, *(self._sets * n for n in self._area_bytes())):
@@ -230,8 +235,8 @@ class HostTable:
     def resize(self, fraction: float) -> None:
         """Use `fraction` (1, 1/2, 1/4 … 1/64) of the mapping, keeping the hottest rows; what is above goes back.
 
-        Readers and writers go on meanwhile; only another resize waits. A fraction between goes up to
-        the next; one that is too small for the table becomes the smallest possible.
+        Readers and writers go on meanwhile; only another resize waits. A fraction between two goes down
+        to the smaller. A table of few sets cannot shrink below `smallest_fraction`, and stays there.
         """
         with self._resize_lock:
             if self._areas is None:
@@ -283,6 +288,27 @@ class HostTable:
     @property
     def _depth(self) -> int:
         return 0 if self._areas is None else int(self._areas.control[GEOMETRY]) & 255
+
+    @property
+    def smallest_fraction(self) -> float:
+        return 0.5**self._max_depth
+
+    def huge_page_bytes(self) -> int:
+        """Bytes of the mapping that the kernel backs with huge pages (0 where it does not tell). Takes milliseconds."""
+        areas = self._areas
+        if areas is None:
+            return 0
+        first = _address(areas.control)
+        last, total, inside = first + CONTROL_BYTES + self._sets * self._set_bytes, 0, False
+        with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                word, _, rest = line.partition(" ")
+                if word.endswith(":"):
+                    total += int(rest.split()[0]) << 10 if inside and word == "AnonHugePages:" else 0
+                else:
+                    begin, end = (int(address, 16) for address in word.split("-"))
+                    inside = begin < last and end > first
+        return total
 
     @property
     def capacity_rows(self) -> int:
