@@ -84,14 +84,15 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         self.last: int | None = None
         self.deltas: dict[int, Delta] = {}
         self._snapshots = 0
-        self._open()
+        self._open(60.0)
 
-    def _open(self) -> None:
+    def _open(self, grace_s: float) -> None:
+        self._grace_s = grace_s  # 0: folded at once; 60: deltas pile up in overlays
         self.store = tierstore.open(
             self.root / "data",
             host_budget="1MiB",
             disk_threads=1,
-            fold_grace_s=0.0,
+            fold_grace_s=grace_s,
             keep_versions=99,
         )
 
@@ -265,17 +266,17 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             self.store.apply_delta(scenes.delta(self.last + beyond, {"user": ([1], np.zeros((1, 2), np.float32))}))
         assert gap.value.expected_seq == self.last + 1
 
-    @precondition(lambda self: self.active is not None)
+    @precondition(lambda self: self.active is not None and not self._grace_s)
     @rule()
     def wait_for_folding(self) -> None:
         settled(self.store)
 
     # --- the rest
 
-    @rule()
-    def reopen(self) -> None:
+    @rule(grace_s=st.sampled_from([0.0, 60.0]))
+    def reopen(self, grace_s: float) -> None:
         self.store.close()
-        self._open()
+        self._open(grace_s)
 
     @precondition(lambda self: self.versions)
     @rule()

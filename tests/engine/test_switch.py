@@ -225,6 +225,28 @@ def test_a_view_that_is_held_keeps_its_version_until_it_is_left(open_store, tmp_
     assert stamps(store) == ({1.0}, {3.0})
 
 
+def test_a_fold_waits_for_readers_beneath_it_and_takes_no_later_delta_in(open_store, tmp_path):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path, 1))
+    ctr, stream = store.model("ctr"), Stream(store)
+    ctr._keeper.stop()  # its part is played here
+    stream.send()
+    with ctr.view() as slow:
+        stream.send()
+        fold = threading.Thread(target=ctr._serving.fold_oldest, args=(lambda: False,), daemon=True)
+        fold.start()
+        fold.join(0.2)
+        assert fold.is_alive()
+        for _ in range(3):
+            stream.send()
+        assert {*slow.lookup("item_id", STREAMED).ravel().tolist()} == {1.0}
+    fold.join(20)
+    assert not fold.is_alive()
+    with ctr.view() as view:
+        assert (view.holder.watermark, view.seq, len(view.overlays)) == (2, 5, 1)
+    assert stamps(store) == ({1.0}, {5.0})
+
+
 def test_a_slow_reader_of_one_version_holds_nothing_else_back(open_store, tmp_path):
     """The keeper has picked an overlay to fold and waits for a reader beneath it, when the version is replaced."""
     store = open_store(fold_grace_s=0.1, keep_versions=9)
