@@ -280,6 +280,14 @@ def test_a_fold_that_fails_is_tried_again_and_nothing_is_wrong_meanwhile(tmp_pat
     assert store.status()["models"]["ctr"]["folded_watermark"] == 2
 
 
+def test_verify_of_a_table_whose_rows_are_all_deleted(tmp_path, store):
+    store.load_snapshot(scenes.write_snapshot(tmp_path, rows={"user": 3, "item": 3}))
+    store.apply_delta(scenes.delta(1, deletes={"user": range(3)}))
+    settled(store)
+    report = store.verify()
+    assert (report.ok, report.rows) == (True, 3)
+
+
 # --- damage
 
 

@@ -29,7 +29,7 @@ def digest_rows(keys: Keys, rows: Rows) -> int:
         padded = np.zeros((len(rows), row_bytes + 8 - row_bytes % 8), np.uint8)
         padded[:, :row_bytes] = rows
         rows = padded
-    words = rows.reshape(-1).view(np.uint64).reshape(len(rows), -1)
+    words = rows.reshape(-1).view(np.uint64).reshape(len(rows), rows.shape[1] // 8)
     return int(_digest(np.ascontiguousarray(keys).view(np.uint64), words, np.uint64(row_bytes)))
 
 
