@@ -2,17 +2,21 @@
 #   make demo    the whole story on a model trained on the spot
 #   make test    the tests
 #   make check   what must be green: format, lint, types, layers, tests
-#   make bench   measure this machine
+#   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes an hour
+#   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
 #   make format  rewrite the code in the house format
 
 PYTHON ?= python3
 VENV   := $(CURDIR)/.venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BENCH  ?=
+TFRA   := $(CURDIR)/.bench/tfra
+TFRA_PYTHON ?= $(PYTHON)
 SOURCES := tierstore tests $(wildcard benchmarks tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers bench format clean
+.PHONY: help venv demo test check format-check lint types layers bench bench-tools bench-tfra format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -45,9 +49,21 @@ types: $(STAMP)
 layers: $(STAMP)
 	$(BIN)/python -m pytest tests/test_layers.py tests/test_tidy.py
 
-bench: $(STAMP)
+bench: bench-tools
+	$(BIN)/python -m benchmarks $(BENCH)
+
+bench-tools: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
-	$(BIN)/python -m benchmarks
+
+# TensorFlow wants other versions of packages than tierstore. Where it cannot be installed (it has wheels for few
+# versions of Python), the benchmark runs without it and says so.
+bench-tfra: bench-tools
+	@test -e $(TFRA)/.installed || { $(TFRA_PYTHON) -m venv --clear $(TFRA) \
+	  && $(TFRA)/bin/python -m pip install --quiet --disable-pip-version-check \
+	       'tensorflow-recommenders-addons==0.8.1' 'tensorflow-cpu==2.16.2' 'tf-keras==2.16.0' \
+	  && touch $(TFRA)/.installed; } \
+	  || { rm -rf $(TFRA); echo 'TFRA cannot be installed with $(TFRA_PYTHON); Python 3.11 can: set TFRA_PYTHON'; }
+	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only $(SOURCES)

@@ -22,10 +22,11 @@ Block = Callable[[int, int], "Taken"]  # (first batch, batches) → what they to
 
 @dataclass(frozen=True)
 class Taken:
-    """One block: seconds of all of it, from the first call's start to the last one's end, and of each call."""
+    """One block: seconds of all of it, of each call, and of processor time that the process got meanwhile."""
 
     whole: float
     calls: list[float]
+    cpu: float
 
 
 @dataclass
@@ -35,17 +36,20 @@ class Samples:
     keys_a_call: int
     rounds: list[float] = field(default_factory=list)  # of the whole block, divided by its calls
     calls: list[float] = field(default_factory=list)
+    cores: list[float] = field(default_factory=list)  # that the process had, of each round
 
     def add(self, taken: Taken) -> None:
         self.rounds.append(taken.whole / len(taken.calls))
         self.calls.extend(taken.calls)
+        self.cores.append(taken.cpu / taken.whole)
 
     def as_dict(self) -> dict[str, float]:
-        """Median keys a second, and what a call took (p50, p99, microseconds)."""
+        """Median keys a second, what a call took (p50, p99, microseconds), and how many cores it ran on."""
         return {
             "keys_per_s": self.keys_a_call / statistics.median(self.rounds),
             "p50_us": float(np.percentile(self.calls, 50)) * 1e6,
             "p99_us": float(np.percentile(self.calls, 99)) * 1e6,
+            "cores_had": statistics.median(self.cores),
         }
 
 
@@ -54,13 +58,14 @@ def one_thread(work: Work) -> Block:
 
     def block(first: int, calls: int) -> Taken:
         took = []
+        cpu = time.process_time()
         began = last = time.perf_counter()
         for number in range(first, first + calls):
             work(number)
             now = time.perf_counter()
             took.append(now - last)
             last = now
-        return Taken(last - began, took)
+        return Taken(last - began, took, time.process_time() - cpu)
 
     return block
 
@@ -86,15 +91,15 @@ def threads(works: list[Work]) -> Block:
         for runner in runners:
             runner.start()
         barrier.wait()
-        began = time.perf_counter()
+        cpu, began = time.process_time(), time.perf_counter()
         barrier.wait()
-        whole = time.perf_counter() - began
+        whole, cpu = time.perf_counter() - began, time.process_time() - cpu
         for runner in runners:
             runner.join()
         if any(len(of) != calls for of in took):
             raise RuntimeError("a thread of the benchmark failed; its error is above")
         calls_taken = [seconds for of in took for seconds in of]
-        return Taken(whole, calls_taken)
+        return Taken(whole, calls_taken, cpu)
 
     return block
 
