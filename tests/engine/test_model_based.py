@@ -338,6 +338,6 @@ def test_the_store_does_as_dictionaries_do():
     run_state_machine_as_test(
         StoreAgainstDicts,
         settings=settings(
-            max_examples=longer or 25, stateful_step_count=30, deadline=None, derandomize=not longer, database=None
+            max_examples=longer or 40, stateful_step_count=30, deadline=None, derandomize=not longer, database=None
         ),
     )
