@@ -67,12 +67,6 @@ class Rows:
             end = min(self.count, begin + CHUNK)
             yield keys_of(np.arange(begin, end)), self.stored[begin:end]
 
-    def by_key(self) -> tuple[npt.NDArray[np.int64], Positions]:
-        """All keys in ascending order, and their positions."""
-        keys = keys_of(np.arange(self.count))
-        order = np.argsort(keys)
-        return keys[order], order
-
 
 def decoded(stored: npt.NDArray[np.uint8], spec: TableSpec) -> npt.NDArray[np.float32]:
     """Stored rows as float32[n, dim], by NumPy alone."""

@@ -1,0 +1,193 @@
+"""The benchmarks run, and say what they promise. No test here looks at how fast anything was."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as suite
+from benchmarks import report
+from benchmarks.alternation import Samples, Taken, alternate, one_thread, ratio, threads
+from benchmarks.contenders import Rows, Take, Tierstore, keys_of
+from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
+from tierstore.types import StorageDtype
+
+ROOT = Path(__file__).parents[1]
+TINY = [benchmark.name for benchmark in suite.discover() if benchmark.arguments("tiny") is not None]
+TIMED = {"contender", "workload", "rows", "dim", "dtype", "batch", "threads", "keys_per_s", "p50_us", "p99_us", "ratio"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of a whole tiny run."""
+    folder = tmp_path_factory.mktemp("bench")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--tiny", "--json", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    document: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    document["markdown"] = (folder / "report.md").read_text(encoding="utf-8")
+    return document
+
+
+def of(run: dict[str, Any], name: str) -> dict[str, Any]:
+    (document,) = (one for one in run["benchmarks"] if one["benchmark"] == name)
+    return dict(document)
+
+
+def test_the_suite_finds_what_is_there() -> None:
+    assert {"host_lookup", "lookup_peers", "ten_million", "cache_policy"} <= {b.name for b in suite.discover()}
+    assert {"lookup_peers", "host_lookup", "ten_million"} <= set(TINY)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_benchmark_runs_and_is_in_the_report(run: dict[str, Any], name: str) -> None:
+    document = of(run, name)
+    assert "failed" not in document
+    assert document["machine"]
+    assert document["seconds"] > 0
+    assert len(document["load_before"]) == len(document["load_after"]) == 3
+    assert f"## {name}\n" in run["markdown"]
+
+
+def test_look_ups_beside_peers_say_what_they_promise(run: dict[str, Any]) -> None:
+    document = of(run, "lookup_peers")
+    timed = [row for row in document["results"] if row["part"] != "memory"]
+    assert {row["part"] for row in document["results"]} == {
+        "large table", "threads", "bags", "peers", "shapes", "growth", "memory",
+    }  # fmt: skip
+    for row in timed:
+        assert row.keys() >= TIMED, row
+        assert 0 < row["p50_us"] <= row["p99_us"], row
+        assert row["keys_per_s"] > 0, row
+        assert 0 < row["ratio"] < math.inf, row
+    assert {row["workload"] for row in timed} == set(WORKLOADS)
+    assert {row["dtype"] for row in timed} == {"float32", "float16", "int8"}
+
+
+def test_every_peer_is_measured_or_said_to_be_left_out(run: dict[str, Any]) -> None:
+    document = of(run, "lookup_peers")
+    measured = {row["contender"] for row in document["results"] if row["part"] == "peers"}
+    assert {"tierstore", "numpy.take", "dict of arrays", "cachetools.LRUCache", "rocksdict"} <= measured
+    for name in ("LMDB", "TFRA CPU table"):
+        assert name in measured or any(name in reason for reason in document["skipped"]), name
+
+
+def test_marks_agree_with_the_figures_beside_them(run: dict[str, Any]) -> None:
+    headlines = run["headlines"]
+    against = " ".join(row["against"] for row in headlines)
+    for word in ("numpy.take", "cachetools.LRUCache", "one thread", "np.add.reduceat"):
+        assert word in against
+    for row in headlines:
+        low, high = row["at_least"], row["at_most"]
+        assert row["met"] == ((low is None or row["value"] >= low) and (high is None or row["value"] <= high)), row
+        assert row["measured"] in run["markdown"]
+    take = next(row for row in headlines if row["against"] == "numpy.take")
+    table = [row for row in of(run, "lookup_peers")["results"] if row["part"] == "large table"]
+    assert take["value"] == next(
+        row["ratio"] for row in table if (row["contender"], row["workload"]) == ("numpy.take", "uniform")
+    )
+
+
+def test_memory_of_a_full_cache_is_that_of_its_rows_and_a_little_more() -> None:
+    bench = Bench(PLANS["tiny"], Path("."), None)
+    bench.memory()
+    (row,) = bench.found.results
+    assert row["filled"] > 0.99
+    assert row["beyond_the_vector"] == max(row["memory_bytes_a_row"], row["bound_bytes_a_row"]) - 32 * 4
+    assert 10 < row["bound_bytes_a_row"] - 32 * 4 < 20
+
+
+def test_a_benchmark_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
+    document = suite.run(suite.Benchmark("host_lookup", ""), "tiny", ["--no-such-option"], tmp_path)
+    assert "no-such-option" in document["failed"]
+    text = suite.markdown(suite.combined([document], "tiny", 0.0))
+    assert "**Failed**" in text
+    assert "no-such-option" in text
+
+
+def test_a_document_of_an_unknown_shape_is_shown_too() -> None:
+    text = report.markdown({"benchmark": "x", "seen": {"a": 1.5}, "points": [{"p": 7, "q": {"r": True}}, {"p": 8}]})
+    assert "| seen.a | 1.50 |" in text
+    assert "| p | q.r |" in text
+    assert "| 7 | yes |" in text
+
+
+def test_what_all_rows_share_stands_above_the_table() -> None:
+    lines = report.table([{"dim": 16, "ratio": 1.0}, {"dim": 16, "ratio": 2.0}])
+    assert lines[0] == "dim 16."
+    assert lines[2] == "| ratio |"
+
+
+def test_contenders_take_turns_and_get_as_many_calls_as_fit() -> None:
+    turns: list[tuple[str, int, int]] = []
+
+    def block(name: str, seconds: float) -> Any:
+        def run_block(first: int, calls: int) -> Taken:
+            turns.append((name, first, calls))
+            return Taken(seconds * calls, [seconds] * calls, seconds * calls)
+
+        return run_block
+
+    samples = alternate({"quick": block("quick", 0.001), "slow": block("slow", 0.3)}, 100, 3, 0.01)
+    assert [name for name, _, _ in turns[4:]] == ["quick", "slow"] * 3
+    assert {calls for name, _, calls in turns[4:] if name == "quick"} == {10}
+    assert {calls for name, _, calls in turns[4:] if name == "slow"} == {1}
+    assert len({first for _, first, _ in turns[4:]}) == 6, "no two blocks begin with the same batches"
+    assert samples["quick"].as_dict()["keys_per_s"] == pytest.approx(100 / 0.001)
+    assert ratio(samples["quick"], samples["slow"]) == pytest.approx(300)
+
+
+def test_the_ratio_is_the_median_of_ratios_of_rounds() -> None:
+    ours, theirs = Samples(1, [1.0, 2.0, 10.0]), Samples(1, [2.0, 6.0, 10.0])
+    assert ratio(ours, theirs) == 2.0  # of 2, 3 and 1; that of the medians would be 3
+
+
+def test_calls_of_all_threads_share_the_wall_time() -> None:
+    done: list[list[int]] = [[], []]
+    taken = threads([done[0].append, done[1].append])(10, 5)
+    assert done == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    assert len(taken.calls) == 10
+    samples = Samples(1)
+    samples.add(taken)
+    assert samples.rounds == [taken.whole / 10]
+
+
+def test_one_thread_times_every_call() -> None:
+    done: list[int] = []
+    taken = one_thread(done.append)(3, 4)
+    assert done == [3, 4, 5, 6]
+    assert sum(taken.calls) == pytest.approx(taken.whole)
+
+
+def test_keys_are_distinct_and_spread() -> None:
+    keys = keys_of(np.arange(100_000))
+    assert len(np.unique(keys)) == 100_000
+    assert 0.49 < np.mean(keys < 0) < 0.51
+
+
+@pytest.mark.parametrize("dtype", [StorageDtype.FLOAT32, StorageDtype.FLOAT16, StorageDtype.INT8])
+def test_a_wrong_answer_stops_the_benchmark(dtype: StorageDtype) -> None:
+    rows = Rows(500, 8, dtype)
+    ours = Tierstore(rows)
+    positions = ours.resident(rows)[:100]
+    session, out = ours.session(), np.empty((100, 8), np.float32)
+    check("tierstore", rows, positions, lambda _: session(keys_of(positions), out), out)
+    with pytest.raises(AssertionError, match="other rows"):
+        check("tierstore", rows, positions, lambda _: session(keys_of(positions[::-1].copy()), out), out)
+    ours.close()
+
+
+def test_taking_and_decoding_with_numpy_is_what_answers_are_compared_with() -> None:
+    rows = Rows(50, 4, StorageDtype.INT8)
+    out = np.empty((3, 4), np.float32)
+    Take(rows, decode=True).session()(np.array([4, 40, 4]), out)
+    np.testing.assert_array_equal(out, rows.answer(np.array([4, 40, 4])))
