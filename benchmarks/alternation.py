@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_CALLS = 256  # a block; more would only make rounds long
+MOST_CALLS = 1024  # a block; more would only make rounds long
 Work = Callable[[int], Any]  # does one batch, given its number; numbers run on for ever
 Block = Callable[[int, int], "Taken"]  # (first batch, batches) → what they took
 
@@ -42,6 +42,10 @@ class Samples:
         self.rounds.append(taken.whole / len(taken.calls))
         self.calls.extend(taken.calls)
         self.cores.append(taken.cpu / taken.whole)
+
+    def per_cpu_second(self) -> Samples:
+        """The same in processor time: what remains comparable when something else takes the cores away."""
+        return Samples(self.keys_a_call, [wall * cores for wall, cores in zip(self.rounds, self.cores, strict=True)])
 
     def as_dict(self) -> dict[str, float]:
         """Median keys a second, what a call took (p50, p99, microseconds), and how many cores it ran on."""
