@@ -2,7 +2,7 @@
 #   make demo    the whole story on a model trained on the spot
 #   make test    the tests
 #   make check   what must be green: format, lint, types, layers, tests
-#   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes an hour
+#   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
 #   make format  rewrite the code in the house format
 

@@ -139,7 +139,7 @@ def main() -> int:
     benchmarks = {benchmark.name: benchmark for benchmark in discover()}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--full", action="store_const", const="full", dest="size", help="everything; an hour or so")
+    size.add_argument("--full", action="store_const", const="full", dest="size", help="everything; tens of minutes")
     size.add_argument(
         "--tiny", action="store_const", const="tiny", dest="size", help="to see that it runs; its figures mean nothing"
     )
