@@ -1,6 +1,6 @@
 """Look-ups in process: tierstore, what users would pick instead, and numpy.take, in turn on the same keys and rows.
 
-    python -m benchmarks.lookup_peers [--full | --tiny] [--tfra PYTHON] [--json FILE]
+    python -m benchmarks.lookup_peers [--full | --tiny] [--rows N] [--part NAME …] [--tfra PYTHON] [--json FILE]
 
 Before anything is timed every contender must answer the rows that NumPy says. docs/benchmarks.md tells how to read
 the result. Needs up to 10 GiB of memory; parts that do not fit into what is available are left out, and named.
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -377,13 +377,15 @@ def main() -> None:
         "--tiny", action="store_const", const="tiny", dest="plan", help="a few seconds, to see that it runs"
     )
     parser.add_argument("--tfra", type=Path, help="a Python that has tensorflow-recommenders-addons")
+    parser.add_argument("--rows", type=int, help="rows of the larger table")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path, default=Path("build/bench/lookup_peers.json"))
     options = parser.parse_args()
     name = options.plan or "default"
     began, load_before = time.perf_counter(), load()
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")) as folder:
-        bench = Bench(PLANS[name], Path(folder), options.tfra)
+        plan = replace(PLANS[name], large=options.rows) if options.rows else PLANS[name]
+        bench = Bench(plan, Path(folder), options.tfra)
         for part in PARTS:
             if part in options.part:
                 bench.say(f"{part}: {getattr(Bench, part).__doc__.splitlines()[0]}")
