@@ -71,7 +71,12 @@ def http_frame(header: dict[str, object], tail: bytes = b"") -> bytes:
 
 
 def http_request(keys: np.ndarray) -> bytes:
-    given = {"name": FEATURE, "datatype": "INT64", "shape": [len(keys)], "parameters": {"binary_data_size": keys.nbytes}}
+    given = {
+        "name": FEATURE,
+        "datatype": "INT64",
+        "shape": [len(keys)],
+        "parameters": {"binary_data_size": keys.nbytes},
+    }
     wanted = {"name": FEATURE, "parameters": {"binary_data": True}}
     return http_frame({"inputs": [given], "outputs": [wanted]}, keys.tobytes())
 
@@ -185,7 +190,11 @@ class Regions:
                                 "name": FEATURE,
                                 "datatype": "INT64",
                                 "shape": [n],
-                                "parameters": {**where, "shared_memory_offset": at, "shared_memory_byte_size": keys.nbytes},
+                                "parameters": {
+                                    **where,
+                                    "shared_memory_offset": at,
+                                    "shared_memory_byte_size": keys.nbytes,
+                                },
                             }
                         ],
                         "outputs": [
@@ -311,7 +320,9 @@ def measure(servers: list[Server], rows: int, sizes: list[int], rounds: int, req
                         "wall_us": statistics.median(wall[name]),
                         "cpu_over_echo": statistics.median(a / b for a, b in zip(cpu[name], cpu["echo"], strict=True)),
                         "cpu_over_http": statistics.median(a / b for a, b in zip(cpu[name], cpu["http"], strict=True)),
-                        "wall_over_http": statistics.median(a / b for a, b in zip(wall[name], wall["http"], strict=True)),
+                        "wall_over_http": statistics.median(
+                            a / b for a, b in zip(wall[name], wall["http"], strict=True)
+                        ),
                     }
                 )
                 print(

@@ -101,7 +101,6 @@ def test_loopback(host: str, expected: bool) -> None:
         ({"host": "example.com"}, ConfigError, "loopback"),
         ({"workers": 2}, ConfigError, "workers"),
         ({"grpc_port": 8001}, MissingExtra, "gRPC"),
-        ({"allow_client_shm": True}, ConfigError, "shared memory"),
         ({"watch": "/nothing/here"}, ConfigError, "watch"),
     ],
 )

@@ -58,16 +58,26 @@ class Table:
         `overlays` (newest first) and `seq` are those of the view that the request works on; the caller
         keeps that view for as long as this runs, which is what makes the promotion at the end safe.
         """
-        already = len(keys) - np.count_nonzero(state == Tier.PENDING) if state.any() else 0
+        settled = int(np.count_nonzero(state)) if state.any() else 0
+        self.finish(seq, keys, self.probe(overlays, keys, out, state), out, state, settled)
+
+    def probe(self, overlays: Sequence[OverlayTable], keys: Keys, out: Vectors, state: States) -> np.ndarray:
+        """The part of `lookup` that never waits: answer from memory alone. Returns the positions that are left.
+
+        It must be followed by `finish`, once, under the same view; the keys are counted there.
+        """
         for overlay in overlays:
             overlay.lookup(keys, out, state, self.default)
         if self.host is not None:
             self.host.lookup(keys, out, state)
-        pending = np.flatnonzero(state == Tier.PENDING)
+        return np.flatnonzero(state == Tier.PENDING)
+
+    def finish(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States, settled: int) -> None:
+        """Read what `probe` has left from disk, promote it, and count. `settled` keys were not looked up at all."""
         if pending.size:
             self._read_disk(seq, keys, pending, out, state)
         counts = np.bincount(state, minlength=len(Tier))
-        counts[Tier.ABSENT] -= already  # padding keys were settled before and are no look-up
+        counts[Tier.ABSENT] -= settled  # padding keys are no look-up
         self.counts.add(counts)
 
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
