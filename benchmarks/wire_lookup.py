@@ -161,15 +161,16 @@ class Regions:
             path.unlink(missing_ok=True)
 
     def frames(self, connection: int, batches: list[np.ndarray]) -> list[Frame]:
-        """Every variant has its place in a region of its own."""
+        """The keys of every variant have a place of their own, all answers the same one."""
         n = len(batches[0])
+        out = n * 8 * len(batches)
         name = f"wire-{os.getpid()}-{connection}-{n}"
-        slot = n * (8 + ROW_BYTES)
+        size = out + n * ROW_BYTES
         path = Path("/dev/shm") / name
         self._paths.append(path)
         with open(path, "w+b") as file:
-            file.truncate(slot * len(batches))
-            memory = mmap.mmap(file.fileno(), slot * len(batches))
+            file.truncate(size)
+            memory = mmap.mmap(file.fileno(), size)
         made = []
         with connect(self._port) as link:
             register = json.dumps({"key": name, "offset": 0, "byte_size": len(memory)}).encode()
@@ -180,8 +181,8 @@ class Regions:
             )
             read_http(link)
             for i, keys in enumerate(batches):
-                at, out = i * slot, i * slot + keys.nbytes
-                memory[at:out] = keys.tobytes()
+                at = i * keys.nbytes
+                memory[at : at + keys.nbytes] = keys.tobytes()
                 where = {"shared_memory_region": name}
                 request = http_frame(
                     {

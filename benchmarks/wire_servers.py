@@ -53,21 +53,20 @@ async def echo(scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[
     request = orjson.loads(memoryview(body)[:length])
     keys = np.frombuffer(body, np.uint8)[length:].copy().view(np.int64)
     assert request["inputs"][0]["shape"] == [len(keys)]
-    header, rows = _ready(len(keys))
+    header_bytes, ready = _ready(len(keys))
     answer = [
-        (b"content-length", b"%d" % (len(header) + len(rows))),
-        (HEADER_LENGTH, b"%d" % len(header)),
+        (b"content-length", b"%d" % len(ready)),
+        (HEADER_LENGTH, b"%d" % header_bytes),
         (b"content-type", b"application/octet-stream"),
     ]
     await send({"type": "http.response.start", "status": 200, "headers": answer})
-    await send({"type": "http.response.body", "body": header, "more_body": True})
-    await send({"type": "http.response.body", "body": rows, "more_body": False})
+    await send({"type": "http.response.body", "body": ready, "more_body": False})
 
 
-_READY: dict[int, tuple[bytes, bytes]] = {}
+_READY: dict[int, tuple[int, bytes]] = {}
 
 
-def _ready(n: int) -> tuple[bytes, bytes]:
+def _ready(n: int) -> tuple[int, bytes]:
     if n not in _READY:
         output = {
             "name": FEATURE,
@@ -75,7 +74,8 @@ def _ready(n: int) -> tuple[bytes, bytes]:
             "shape": [n, DIM],
             "parameters": {"binary_data_size": n * ROW_BYTES},
         }
-        _READY[n] = orjson.dumps({"model_name": MODEL, "model_version": "1", "outputs": [output]}), bytes(n * ROW_BYTES)
+        header = orjson.dumps({"model_name": MODEL, "model_version": "1", "outputs": [output]})
+        _READY[n] = len(header), header + bytes(n * ROW_BYTES)
     return _READY[n]
 
 

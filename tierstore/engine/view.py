@@ -23,6 +23,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.kernels.pool import check_offsets, pool_bags
 from tierstore.types import Combiner, FeatureSpec, Keys, TableSpec, Tier, Vectors
 
+_ABSENT = np.uint8(Tier.ABSENT)
 ANSWER_DTYPES = {"float32": np.float32, "float16": np.float16}
 
 
@@ -200,7 +201,7 @@ class Lookup:
     @property
     def found(self) -> np.ndarray:
         """bool[n], False where the table's default was answered. After `finish`."""
-        found: np.ndarray = self._state != Tier.ABSENT
+        found: np.ndarray = self._state != _ABSENT
         return found
 
     def finish(self) -> Vectors:

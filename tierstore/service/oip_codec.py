@@ -28,6 +28,7 @@ from tierstore.service.tensors import (
 )
 
 HEADER_LENGTH = b"inference-header-content-length"
+_ALIGNMENT = 16  # of what malloc gives
 
 
 @dataclass(slots=True)
@@ -235,10 +236,11 @@ def _place(kind: str, name: str) -> str:
 class Layout:
     """Where the outputs of a plan go, and what of the answer is known before its data. Not changed once made.
 
-    Binary outputs lie end to end in one buffer that goes out as it is. The JSON is ready where no data goes into it.
+    Binary outputs lie end to end in one buffer that goes out as it is. Where no data goes into the JSON, that is ready
+    and goes into the buffer before them, so that an answer is one piece of memory.
     """
 
-    __slots__ = ("_document", "_in_json", "_places", "_specs", "header", "json_bytes", "spans", "tail_bytes")
+    __slots__ = ("_document", "_in_json", "_places", "_specs", "begin", "header", "json_bytes", "spans", "tail_bytes")
 
     def __init__(self, asked: InferRequest, model: str, plan: Plan) -> None:
         self._specs: list[OutputSpec] = plan.specs
@@ -271,6 +273,8 @@ class Layout:
         if asked.id is not None:
             self._document["id"] = asked.id
         self.header = None if self._in_json else orjson.dumps(self._document)
+        # where the JSON begins in the buffer: the outputs behind it lie aligned, as far as malloc aligns the buffer itself
+        self.begin = -len(self.header) % _ALIGNMENT if self.header is not None else 0
 
     def check_spans(self, regions: Regions) -> None:
         """InvalidInput where an output does not fit the place that the client gave it."""
@@ -285,6 +289,11 @@ class Layout:
     def allocate(self) -> AnswerBuffer:
         return AnswerBuffer(self, self._specs, self._places)
 
+    @property
+    def tail_begin(self) -> int:
+        """Where the outputs begin in the buffer."""
+        return 0 if self.header is None else self.begin + len(self.header)
+
     def json(self, arrays: list[npt.NDArray[Any]]) -> bytes:
         """The JSON before the binary outputs."""
         if self.header is not None:
@@ -298,14 +307,18 @@ class Layout:
 class AnswerBuffer:
     """Memory of one answer, filled in place. One thread at a time."""
 
-    __slots__ = ("_late", "_layout", "_tail", "arrays")
+    __slots__ = ("_late", "_layout", "_memory", "_tail", "arrays")
 
     def __init__(self, layout: Layout, specs: list[OutputSpec], places: list[int | None]) -> None:
         """`arrays`: one a spec. One that would lie unaligned in the buffer is filled apart and copied at the end."""
         self._layout = layout
         self._late: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
-        self._tail = None if layout.tail_bytes is None else np.empty(layout.tail_bytes, np.uint8)
         self.arrays: list[npt.NDArray[Any]] = []
+        self._memory = self._tail = None
+        if layout.tail_bytes is not None:
+            begin = layout.tail_begin
+            self._memory = memory = np.empty(begin + layout.tail_bytes, np.uint8)
+            self._tail = memory[begin:]
         for spec, at in zip(specs, places, strict=True):
             if at is None or self._tail is None:
                 self.arrays.append(np.empty(spec.shape, spec.dtype))
@@ -318,10 +331,21 @@ class AnswerBuffer:
                 self._late.append((part, array))
                 self.arrays.append(array)
 
-    def encode(self, regions: Regions) -> tuple[bytes, memoryview | None]:
-        """Write what goes to shared memory; the answer's JSON and, where any output goes binary, the bytes behind it."""
+    def encode(self, regions: Regions) -> tuple[list[bytes | memoryview], int | None]:
+        """Write what goes to shared memory, and give the answer's body in pieces.
+
+        With it the length of its JSON, if any output goes binary behind that.
+        """
         for part, array in self._late:
             part[:] = array.reshape(-1).view(np.uint8)
-        for i, span in self._layout.spans:
+        layout = self._layout
+        for i, span in layout.spans:
             regions.write(span, self.arrays[i].reshape(-1).view(np.uint8))
-        return self._layout.json(self.arrays), None if self._tail is None else self._tail.data
+        header = layout.json(self.arrays)
+        if self._memory is None or self._tail is None:
+            return [header], None
+        if layout.header is None:
+            return [header, self._tail.data], len(header)
+        answer = self._memory.data[layout.begin :]
+        answer[: len(header)] = header
+        return [answer], len(header)

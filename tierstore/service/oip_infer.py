@@ -170,11 +170,11 @@ class InferCall:
         self._close()
         answered_ns = time.perf_counter_ns()
         self.spent.infer_ns += answered_ns - finishing_ns
-        header, tail = self._buffer.encode(self.service.regions)
-        response = Response(200, [header] if tail is None else [header, tail])
-        if tail is not None:
+        chunks, header_bytes = self._buffer.encode(self.service.regions)
+        response = Response(200, chunks)
+        if header_bytes is not None:
             response.content_type = b"application/octet-stream"
-            response.headers.append((HEADER_LENGTH, b"%d" % len(header)))
+            response.headers.append((HEADER_LENGTH, b"%d" % header_bytes))
         if accept := self.headers.get(b"accept-encoding"):
             wish = wanted_coding(accept)
             if wish is not None:
