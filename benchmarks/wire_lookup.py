@@ -12,6 +12,7 @@ which sends on all connections and then reads them all; it decodes nothing but t
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import mmap
 import os
@@ -334,6 +335,54 @@ def measure(servers: list[Server], rows: int, sizes: list[int], rounds: int, req
     return results
 
 
+def with_tritonclient(port: int, rows: int, n: int, rounds: int, calls: int) -> dict[str, object]:
+    """What an unchanged client sees, one request at a time: µs from keys to rows as an array, over HTTP and over regions."""
+    import tritonclient.http as triton
+    import tritonclient.utils.shared_memory as shm
+
+    rng = np.random.default_rng(2)
+    batches = [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)]
+    name = f"client-{os.getpid()}-{n}"
+    region = shm.create_shared_memory_region(name, f"/{name}", n * (8 + ROW_BYTES))
+    try:
+        with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            client.register_system_shared_memory(name, f"/{name}", n * (8 + ROW_BYTES))
+
+            def over_http(keys: np.ndarray) -> np.ndarray:
+                given = triton.InferInput(FEATURE, [n], "INT64")
+                given.set_data_from_numpy(keys)
+                return client.infer(MODEL, [given], outputs=[triton.InferRequestedOutput(FEATURE)]).as_numpy(FEATURE)
+
+            def over_regions(keys: np.ndarray) -> np.ndarray:
+                shm.set_shared_memory_region(region, [keys])
+                given, output = triton.InferInput(FEATURE, [n], "INT64"), triton.InferRequestedOutput(FEATURE)
+                given.set_shared_memory(name, n * 8)
+                output.set_shared_memory(name, n * ROW_BYTES, n * 8)
+                client.infer(MODEL, [given], outputs=[output])
+                return shm.get_contents_as_numpy(region, np.float32, (n, DIM), n * 8)
+
+            spent: dict[str, list[float]] = {"http": [], "shared memory": []}
+            for _ in range(rounds):
+                for way, call in (("http", over_http), ("shared memory", over_regions)):
+                    np.testing.assert_array_equal(call(batches[0]), vectors_of(batches[0]))
+                    began = time.perf_counter()
+                    for i in range(calls):
+                        call(batches[i % VARIANTS])
+                    spent[way].append((time.perf_counter() - began) / calls * 1e6)
+            client.unregister_system_shared_memory(name)
+    finally:
+        shm.destroy_shared_memory_region(region)
+    ratio = statistics.median(a / b for a, b in zip(spent["http"], spent["shared memory"], strict=True))
+    result = {
+        "keys": n,
+        "http_us": statistics.median(spent["http"]),
+        "shared_memory_us": statistics.median(spent["shared memory"]),
+        "ratio": ratio,
+    }
+    print("| {keys:,} | {http_us:.0f} | {shared_memory_us:.0f} | {ratio:.2f} |".format(**result), flush=True)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, fewer rows")
@@ -372,8 +421,20 @@ def main() -> None:
             "|---|---|---|---|---|---|---|---|"
         )
         results = measure(servers, rows, options.keys, rounds, requests)
+        clients: list[dict[str, object]] = []
+        if shared and importlib.util.find_spec("tritonclient") is not None:
+            print("\ntritonclient, one request at a time, from keys to rows:\n")
+            print("| keys | http, µs | shared memory, µs | ratio |\n|---|---|---|---|")
+            clients = [with_tritonclient(port, rows, n, rounds, requests // 4) for n in options.keys]
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    document = {"machine": describe(), "rows": rows, "rounds": rounds, "skipped": skipped, "results": results}
+    document = {
+        "machine": describe(),
+        "rows": rows,
+        "rounds": rounds,
+        "skipped": skipped,
+        "results": results,
+        "tritonclient": clients,
+    }
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -205,7 +205,8 @@ class Inference:
             if call.rows:
                 place = call.rows[0]
                 options["dtype"] = _ANSWERS[self.plan.specs[place].datatype]
-                options["out"] = arrays[place].reshape(math.prod(call.lead), call.table.dim)
+                out = arrays[place]
+                options["out"] = out if out.ndim == 2 else out.reshape(math.prod(call.lead), call.table.dim)
                 if call.pooled:
                     options["offsets"] = call.starts() if offsets is None else offsets
                     options["weights"] = weights

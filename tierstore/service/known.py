@@ -6,7 +6,7 @@ that answers whenever it is used, so a switch of versions needs no clearing.
 
 from __future__ import annotations
 
-from cachetools import LRUCache
+from collections import OrderedDict
 
 from tierstore.service.oip_codec import InferRequest, parse_request
 
@@ -15,20 +15,24 @@ KNOWN_BYTES = 16 << 10  # of the JSON of one
 
 
 class KnownRequests:
-    """Parsed requests, with their latest plans, by their JSON's own bytes. Event loop only."""
+    """Parsed requests, with their latest plans, by their JSON's own bytes; the least recently used makes room."""
 
     def __init__(self) -> None:
-        self._cache: LRUCache[tuple[str, int, bytes], InferRequest] = LRUCache(KNOWN_REQUESTS)
+        self._kept: OrderedDict[tuple[str, int, bytes], InferRequest] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._cache)
+        return len(self._kept)
 
     def parse(self, model: str, header: memoryview, tail_bytes: int | None) -> InferRequest:
         """`parse_request`, or what it gave for the same bytes before."""
         key = (model, -1 if tail_bytes is None else tail_bytes, bytes(header))
-        asked = self._cache.get(key)
-        if asked is None:
-            asked = parse_request(header, tail_bytes)
-            if asked.reusable:
-                self._cache[key] = asked
+        asked = self._kept.get(key)
+        if asked is not None:
+            self._kept.move_to_end(key)
+            return asked
+        asked = parse_request(header, tail_bytes)
+        if asked.reusable:
+            self._kept[key] = asked
+            if len(self._kept) > KNOWN_REQUESTS:
+                self._kept.popitem(last=False)
         return asked

@@ -240,7 +240,18 @@ class Layout:
     and goes into the buffer before them, so that an answer is one piece of memory.
     """
 
-    __slots__ = ("_document", "_in_json", "_places", "_specs", "begin", "header", "json_bytes", "spans", "tail_bytes")
+    __slots__ = (
+        "_document",
+        "_in_json",
+        "_places",
+        "_specs",
+        "begin",
+        "header",
+        "json_bytes",
+        "spans",
+        "tail_begin",
+        "tail_bytes",
+    )
 
     def __init__(self, asked: InferRequest, model: str, plan: Plan) -> None:
         self._specs: list[OutputSpec] = plan.specs
@@ -275,6 +286,7 @@ class Layout:
         self.header = None if self._in_json else orjson.dumps(self._document)
         # where the JSON begins in the buffer: the outputs behind it lie aligned, as far as malloc aligns the buffer itself
         self.begin = -len(self.header) % _ALIGNMENT if self.header is not None else 0
+        self.tail_begin = 0 if self.header is None else self.begin + len(self.header)
 
     def check_spans(self, regions: Regions) -> None:
         """InvalidInput where an output does not fit the place that the client gave it."""
@@ -289,11 +301,6 @@ class Layout:
     def allocate(self) -> AnswerBuffer:
         return AnswerBuffer(self, self._specs, self._places)
 
-    @property
-    def tail_begin(self) -> int:
-        """Where the outputs begin in the buffer."""
-        return 0 if self.header is None else self.begin + len(self.header)
-
     def json(self, arrays: list[npt.NDArray[Any]]) -> bytes:
         """The JSON before the binary outputs."""
         if self.header is not None:
@@ -307,28 +314,25 @@ class Layout:
 class AnswerBuffer:
     """Memory of one answer, filled in place. One thread at a time."""
 
-    __slots__ = ("_late", "_layout", "_memory", "_tail", "arrays")
+    __slots__ = ("_late", "_layout", "_memory", "arrays")
 
     def __init__(self, layout: Layout, specs: list[OutputSpec], places: list[int | None]) -> None:
         """`arrays`: one a spec. One that would lie unaligned in the buffer is filled apart and copied at the end."""
         self._layout = layout
-        self._late: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
+        self._late: list[tuple[int, npt.NDArray[Any]]] = []  # where in the buffer, what
         self.arrays: list[npt.NDArray[Any]] = []
-        self._memory = self._tail = None
+        self._memory: npt.NDArray[np.uint8] | None = None
+        begin = layout.tail_begin
         if layout.tail_bytes is not None:
-            begin = layout.tail_begin
-            self._memory = memory = np.empty(begin + layout.tail_bytes, np.uint8)
-            self._tail = memory[begin:]
+            self._memory = np.empty(begin + layout.tail_bytes, np.uint8)
         for spec, at in zip(specs, places, strict=True):
-            if at is None or self._tail is None:
+            if at is None:
                 self.arrays.append(np.empty(spec.shape, spec.dtype))
-                continue
-            part = self._tail[at : at + spec.nbytes]
-            if at % spec.dtype.itemsize == 0:
-                self.arrays.append(part.view(spec.dtype).reshape(spec.shape))
+            elif at % spec.dtype.itemsize == 0:
+                self.arrays.append(np.ndarray(spec.shape, spec.dtype, self._memory, begin + at))
             else:
                 array = np.empty(spec.shape, spec.dtype)
-                self._late.append((part, array))
+                self._late.append((begin + at, array))
                 self.arrays.append(array)
 
     def encode(self, regions: Regions) -> tuple[list[bytes | memoryview], int | None]:
@@ -336,16 +340,18 @@ class AnswerBuffer:
 
         With it the length of its JSON, if any output goes binary behind that.
         """
-        for part, array in self._late:
-            part[:] = array.reshape(-1).view(np.uint8)
+        memory = self._memory
+        for at, array in self._late:
+            assert memory is not None
+            memory[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
         layout = self._layout
         for i, span in layout.spans:
             regions.write(span, self.arrays[i].reshape(-1).view(np.uint8))
         header = layout.json(self.arrays)
-        if self._memory is None or self._tail is None:
+        if memory is None:
             return [header], None
         if layout.header is None:
-            return [header, self._tail.data], len(header)
-        answer = self._memory.data[layout.begin :]
+            return [header, memory.data], len(header)
+        answer = memory.data[layout.begin :]
         answer[: len(header)] = header
         return [answer], len(header)

@@ -122,9 +122,9 @@ class Regions:
 
     def read(self, span: Span, what: str) -> memoryview:
         """A copy of the bytes of `span`, which start at an address that suits every datatype."""
+        if span.nbytes > self._max_read:
+            raise TooLarge(f"{what}: takes {span.nbytes} bytes, {self._max_read} are allowed")
         with self._using(span, what) as region:
-            if span.nbytes > self._max_read:
-                raise TooLarge(f"{what}: takes {span.nbytes} bytes, {self._max_read} are allowed")
             data = np.empty(span.nbytes, np.uint8)
             got = 0
             while got < span.nbytes:
