@@ -12,6 +12,7 @@ which sends on all connections and then reads them all; it decodes nothing but t
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import mmap
@@ -35,7 +36,7 @@ from benchmarks.wire_servers import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vec
 VARIANTS = 16  # requests with different keys, sent in turn
 CONNECTIONS = (1, 8)
 START_S = 300.0
-Frame = tuple[bytes, int]  # what is sent, and how many bytes come back
+Frame = tuple[bytes, int, Callable[[], None]]  # what is sent, how many bytes come back, what the client does before
 
 
 def cpu_s(pid: int) -> float:
@@ -47,6 +48,10 @@ def connect(port: int) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port), timeout=60)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def nothing() -> None:
+    """What most clients do before they send."""
 
 
 def read_exactly(connection: socket.socket, into: memoryview) -> None:
@@ -144,7 +149,7 @@ def over_http(port: int, *, checked: bool) -> Callable[[int, list[np.ndarray]], 
                 if checked:
                     rows = np.frombuffer(body[-len(keys) * ROW_BYTES :], np.float32).reshape(-1, DIM)
                     np.testing.assert_array_equal(rows, vectors_of(keys))
-                made.append((request, len(head) + 4 + len(body)))
+                made.append((request, len(head) + 4 + len(body), nothing))
         return made
 
     return frames
@@ -162,60 +167,38 @@ class Regions:
             path.unlink(missing_ok=True)
 
     def frames(self, connection: int, batches: list[np.ndarray]) -> list[Frame]:
-        """The keys of every variant have a place of their own, all answers the same one."""
+        """A region a connection: its keys, which the client writes before it sends, and its rows."""
         n = len(batches[0])
-        out = n * 8 * len(batches)
+        size = n * (8 + ROW_BYTES)
         name = f"wire-{os.getpid()}-{connection}-{n}"
-        size = out + n * ROW_BYTES
         path = Path("/dev/shm") / name
         self._paths.append(path)
         with open(path, "w+b") as file:
             file.truncate(size)
-            memory = mmap.mmap(file.fileno(), size)
+            memory = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+        places = {"keys": (0, n * 8), "rows": (n * 8, n * ROW_BYTES)}
+        at = {
+            what: {"shared_memory_region": name, "shared_memory_offset": offset, "shared_memory_byte_size": nbytes}
+            for what, (offset, nbytes) in places.items()
+        }
+        given = {"name": FEATURE, "datatype": "INT64", "shape": [n], "parameters": at["keys"]}
+        request = http_frame({"inputs": [given], "outputs": [{"name": FEATURE, "parameters": at["rows"]}]})
         made = []
         with connect(self._port) as link:
-            register = json.dumps({"key": name, "offset": 0, "byte_size": len(memory)}).encode()
-            link.sendall(
+            register = json.dumps({"key": name, "offset": 0, "byte_size": size}).encode()
+            head = (
                 f"POST /v2/systemsharedmemory/region/{name}/register HTTP/1.1\r\nHost: localhost\r\n"
-                f"Content-Length: {len(register)}\r\n\r\n".encode()
-                + register
+                f"Content-Length: {len(register)}\r\n\r\n"
             )
+            link.sendall(head.encode() + register)
             read_http(link)
-            for i, keys in enumerate(batches):
-                at = i * keys.nbytes
-                memory[at : at + keys.nbytes] = keys.tobytes()
-                where = {"shared_memory_region": name}
-                request = http_frame(
-                    {
-                        "inputs": [
-                            {
-                                "name": FEATURE,
-                                "datatype": "INT64",
-                                "shape": [n],
-                                "parameters": {
-                                    **where,
-                                    "shared_memory_offset": at,
-                                    "shared_memory_byte_size": keys.nbytes,
-                                },
-                            }
-                        ],
-                        "outputs": [
-                            {
-                                "name": FEATURE,
-                                "parameters": {
-                                    **where,
-                                    "shared_memory_offset": out,
-                                    "shared_memory_byte_size": n * ROW_BYTES,
-                                },
-                            }
-                        ],
-                    }
-                )
+            for keys in batches:
+                write = functools.partial(np.copyto, memory[: n * 8].view(np.int64), keys)
+                write()
                 link.sendall(request)
-                head, body = read_http(link)
-                rows = np.frombuffer(memory[out : out + n * ROW_BYTES], np.float32).reshape(-1, DIM)
-                np.testing.assert_array_equal(rows, vectors_of(keys))
-                made.append((request, len(head) + 4 + len(body)))
+                answer, body = read_http(link)
+                np.testing.assert_array_equal(memory[n * 8 :].view(np.float32).reshape(-1, DIM), vectors_of(keys))
+                made.append((request, len(answer) + 4 + len(body), write))
         return made
 
 
@@ -267,7 +250,7 @@ def redis(rows: int) -> Iterator[Server]:
                     answer = bytearray(len(wanted))
                     read_exactly(connection, memoryview(answer))
                     assert answer == wanted
-                    made.append((mget(keys), len(wanted)))
+                    made.append((mget(keys), len(wanted), nothing))
             return made
 
         yield Server("redis", process.pid, port, frames)
@@ -282,7 +265,7 @@ def redis(rows: int) -> Iterator[Server]:
 def turn(server: Server, batches: list[np.ndarray], connections: int, requests: int) -> tuple[float, float]:
     """(CPU µs of the server, µs of wall time) a request."""
     frames = [server.frames(i, batches) for i in range(connections)]
-    space = memoryview(bytearray(max(size for mine in frames for _, size in mine)))
+    space = memoryview(bytearray(max(size for mine in frames for _, size, _ in mine)))
     with ExitStack() as stack:
         links = [stack.enter_context(connect(server.port)) for _ in range(connections)]
         rounds = max(1, requests // connections)
@@ -290,7 +273,9 @@ def turn(server: Server, batches: list[np.ndarray], connections: int, requests: 
             if i == 0:
                 cpu, began = cpu_s(server.pid), time.perf_counter()
             for link, mine in zip(links, frames, strict=True):
-                link.sendall(mine[i % len(mine)][0])
+                request, _, prepare = mine[i % len(mine)]
+                prepare()
+                link.sendall(request)
             for link, mine in zip(links, frames, strict=True):
                 read_exactly(link, space[: mine[i % len(mine)][1]])
         elapsed, used = time.perf_counter() - began, cpu_s(server.pid) - cpu

@@ -69,6 +69,7 @@ class FakeView:
         *,
         offsets: Any = None,
         weights: Any = None,
+        combiner: str | None = None,
         dtype: str = "float32",
         out: Any = None,
     ) -> FakeLookup:

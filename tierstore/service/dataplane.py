@@ -14,7 +14,8 @@ client sends wrong is InvalidInput, NotFound, NotReady or TooLarge, and nothing 
     <feature>             FP32 or FP16                 [n, dim], [batch, k, dim]; pooled: [bags | batch | n, dim]
     <feature>.found       BOOL                         that of the keys
 
-A feature with a combiner is pooled: a bag an offset, a bag a row of [batch, k], or n bags of one.
+A feature with a combiner, its own or one that the request names, is pooled: a bag an offset, a bag a row of [batch, k],
+or n bags of one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tierstore.service.tensors import (
     shown,
     string_element,
 )
-from tierstore.types import NAME, FeatureSpec, KeyType, TableSpec
+from tierstore.types import NAME, Combiner, FeatureSpec, KeyType, TableSpec
 
 KEY_DATATYPES = {KeyType.INT64: ("INT64", "UINT64"), KeyType.UINT64: ("UINT64", "INT64"), KeyType.STRING: (BYTES,)}
 _ANSWERS = {"FP32": "float32", "FP16": "float16"}
@@ -61,6 +62,7 @@ class View(Protocol):
         *,
         offsets: Any = ...,
         weights: Any = ...,
+        combiner: str | None = ...,
         dtype: str = ...,
         out: Any = ...,
     ) -> Lookup: ...
@@ -78,10 +80,11 @@ class Lookup(Protocol):
 
 @dataclass(slots=True)  # not frozen, see TensorSpec
 class RequestedOutput:
-    """An output that a client names; `datatype` FP32 or FP16 for vectors, None for the default."""
+    """An output that a client names; `datatype` FP32 or FP16 for vectors, `combiner` of its bags; None for the defaults."""
 
     name: str
     datatype: str | None = None
+    combiner: str | None = None
 
 
 class OutputSpec:
@@ -102,6 +105,7 @@ class _Call:
     feature: FeatureSpec
     table: TableSpec
     spec: TensorSpec
+    combiner: Combiner | None
     keys: int
     offsets: int | None = None
     weights: int | None = None
@@ -114,12 +118,12 @@ class _Call:
         """Shape of the answer before its last dimension."""
         if self.offsets is not None:
             return (self.bags,)
-        return self.spec.shape if self.feature.combiner is None else self.spec.shape[:1]
+        return self.spec.shape if self.combiner is None else self.spec.shape[:1]
 
     @property
     def pooled(self) -> bool:
         """Whether bags must be pooled: one unweighted key a bag is that key's row."""
-        if self.feature.combiner is None:
+        if self.combiner is None:
             return False
         return self.offsets is not None or self.weights is not None or len(self.spec.shape) == 2
 
@@ -147,10 +151,14 @@ class Plan:
 
 @dataclass(slots=True)
 class Request:
-    """What is asked, without the data: inputs in the order of their elements, outputs or none for the default ones."""
+    """What is asked, without the data: inputs in the order of their elements, outputs or none for the default ones.
+
+    `combiner` is for every feature whose output does not name one.
+    """
 
     inputs: Sequence[TensorSpec]
     outputs: Sequence[RequestedOutput]
+    combiner: str | None = None
     plan: Plan | None = None  # of the latest version it was asked of; threads may race to set it to equal ones
 
 
@@ -210,6 +218,7 @@ class Inference:
                 if call.pooled:
                     options["offsets"] = call.starts() if offsets is None else offsets
                     options["weights"] = weights
+                    options["combiner"] = call.combiner
             elif not call.found:
                 continue
             self._lookups.append((call, self._view.begin(call.feature.name, elements[call.keys], **options)))
@@ -245,7 +254,7 @@ class DataPlane:
 
 
 def _plan(view: View, request: Request) -> Plan:
-    calls = _calls(view, request.inputs)
+    calls = _calls(view, request.inputs, _combiners(view, request))
     specs = _outputs(view, calls, request.outputs)
     keys = sum(math.prod(call.spec.shape) for call in calls.values())
     return Plan(view.version, view.features, list(calls.values()), specs, _work_bytes(calls, specs), keys)
@@ -260,7 +269,27 @@ def _parts(
     return offsets, weights
 
 
-def _calls(view: View, inputs: Sequence[TensorSpec]) -> dict[str, _Call]:
+def _combiners(view: View, request: Request) -> dict[str, Combiner | None]:
+    """How each feature's bags are combined in this request; None: they are none."""
+    default = None if request.combiner is None else _combiner("the request", request.combiner)
+    combiners = {name: default or feature.combiner for name, feature in view.features.items()}
+    for output in request.outputs:
+        if output.combiner is not None:
+            where = f"output {shown(output.name)}"
+            if output.name not in combiners:
+                raise InvalidInput(f"{where}: only a feature's vectors have a combiner; {_known(view)}")
+            combiners[output.name] = _combiner(where, output.combiner)
+    return combiners
+
+
+def _combiner(where: str, name: str) -> Combiner:
+    try:
+        return Combiner(name)
+    except ValueError:
+        raise InvalidInput(f"{where}: combiner {shown(name)} is not known; ask for sum, mean or sqrtn") from None
+
+
+def _calls(view: View, inputs: Sequence[TensorSpec], combiners: dict[str, Combiner | None]) -> dict[str, _Call]:
     """The look-ups that the inputs add up to, by feature."""
     by_name: dict[str, int] = {}
     for place, tensor in enumerate(inputs):
@@ -275,7 +304,7 @@ def _calls(view: View, inputs: Sequence[TensorSpec]) -> dict[str, _Call]:
         if feature not in view.features or part not in ("", "offsets", "weights"):
             raise InvalidInput(f"unknown input {shown(name)}; {_known(view)}")
         if not part:
-            calls[name] = _keys(view, view.features[feature], inputs[place], place)
+            calls[name] = _keys(view, view.features[feature], inputs[place], combiners[feature], place)
         elif feature not in by_name:
             raise InvalidInput(f"input {shown(name)} needs the keys too: an input {feature!r}")
     for name, place in by_name.items():
@@ -289,7 +318,7 @@ def _calls(view: View, inputs: Sequence[TensorSpec]) -> dict[str, _Call]:
     return calls
 
 
-def _keys(view: View, feature: FeatureSpec, tensor: TensorSpec, place: int) -> _Call:
+def _keys(view: View, feature: FeatureSpec, tensor: TensorSpec, combiner: Combiner | None, place: int) -> _Call:
     table = view.table_of(feature.name)
     expected = KEY_DATATYPES[table.key]
     if tensor.datatype not in expected:
@@ -298,13 +327,13 @@ def _keys(view: View, feature: FeatureSpec, tensor: TensorSpec, place: int) -> _
         )
     if len(tensor.shape) > 2:
         raise InvalidInput(f"input {feature.name!r}: expected shape [n] or [batch, k], came {list(tensor.shape)}")
-    return _Call(feature, table, tensor, place)
+    return _Call(feature, table, tensor, combiner, place)
 
 
 def _bags(call: _Call, tensor: TensorSpec) -> int:
     """How many bags the offsets are for."""
     name = call.feature.name
-    if call.feature.combiner is None:
+    if call.combiner is None:
         raise InvalidInput(f"input '{name}.offsets': feature {name!r} has no combiner, so its keys form no bags")
     if tensor.datatype != "INT64" or len(tensor.shape) != 1:
         raise InvalidInput(
@@ -330,7 +359,7 @@ def _check_offsets(call: _Call, offsets: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 def _weights_spec(call: _Call, tensor: TensorSpec) -> None:
     name = call.feature.name
-    if call.feature.combiner is None:
+    if call.combiner is None:
         raise InvalidInput(f"input '{name}.weights': feature {name!r} has no combiner, so nothing is weighted")
     if tensor.datatype != "FP32" or tensor.shape != call.spec.shape:
         raise InvalidInput(

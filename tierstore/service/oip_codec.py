@@ -29,6 +29,7 @@ from tierstore.service.tensors import (
 
 HEADER_LENGTH = b"inference-header-content-length"
 _ALIGNMENT = 16  # of what malloc gives
+_WORDS = {"dtype": "FP32 or FP16", "combiner": "sum, mean or sqrtn"}
 
 
 @dataclass(slots=True)
@@ -100,7 +101,8 @@ def parse_request(header: memoryview, tail_bytes: int | None) -> InferRequest:
     default = _flag(parameters, "binary_data_output", "request", "")
     outputs, targets = _requested(request)
     inputs, sources = _inputs(request, tail_bytes)
-    return InferRequest(Request(inputs, outputs), sources, targets, bool(default), request_id)
+    combiner = _text(parameters, "combiner", "request", "")
+    return InferRequest(Request(inputs, outputs, combiner), sources, targets, bool(default), request_id)
 
 
 def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[TensorSpec], list[InBody | InJson | Span]]:
@@ -187,10 +189,8 @@ def _requested(request: dict[str, Any]) -> tuple[list[RequestedOutput], list[Spa
         parameters = _parameters(item, "output", name)
         if parameters.get("classification"):
             raise InvalidInput(f"output {shown(name)}: the classification extension is not served")
-        datatype = parameters.get("dtype")
-        if datatype is not None and not isinstance(datatype, str):
-            raise InvalidInput(f"output {shown(name)}: parameter dtype is {shown(datatype)}, expected FP32 or FP16")
-        outputs.append(RequestedOutput(name, datatype))
+        datatype = _text(parameters, "dtype", "output", name)
+        outputs.append(RequestedOutput(name, datatype, _text(parameters, "combiner", "output", name)))
         binary = _flag(parameters, "binary_data", "output", name)
         span = _span(parameters, "output", name)
         targets.append(binary if span is None else span)
@@ -226,6 +226,13 @@ def _flag(parameters: dict[str, Any], key: str, kind: str, name: str) -> bool | 
     value = parameters.get(key)
     if value is not None and not isinstance(value, bool):
         raise InvalidInput(f"{_place(kind, name)}: parameter {key} is {shown(value)}, expected true or false")
+    return value
+
+
+def _text(parameters: dict[str, Any], key: str, kind: str, name: str) -> str | None:
+    value = parameters.get(key)
+    if value is not None and not isinstance(value, str):
+        raise InvalidInput(f"{_place(kind, name)}: parameter {key} is {shown(value)}, expected {_WORDS[key]}")
     return value
 
 
