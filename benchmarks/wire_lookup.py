@@ -5,7 +5,8 @@
 Servers run as processes of their own on loopback: the service over rows that are all in memory, the same HTTP stack
 that parses the request and answers ready bytes ("echo"), and `redis-server` answering a pipelined MGET of the same
 keys. They take turns, a round each, so that whatever else the machine does meets all of them alike; figures are medians
-over the rounds, ratios medians of each round's ratio. CPU is the server process's own clock. The client is one thread
+over the rounds, ratios medians of each round's ratio. "take" is no server: the CPU that `numpy.take` needs in this
+process to gather as many rows of a table as large, into as many buffers in turn, as the floor under any look-up. CPU is the server process's own clock. The client is one thread
 which sends on all connections and then reads them all; it decodes nothing but the first answer, which it checks.
 """
 
@@ -31,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.report import headline
 from benchmarks.wire_servers import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 
 VARIANTS = 16  # requests with different keys, sent in turn
@@ -283,15 +285,53 @@ def turn(server: Server, batches: list[np.ndarray], connections: int, requests: 
     return used / total * 1e6, elapsed / total * 1e6
 
 
+class Gather:
+    """`numpy.take` of random rows of a table in this process."""
+
+    def __init__(self, rows: int) -> None:
+        self._table = vectors_of(keys_of(np.arange(rows)))
+        self._rng = np.random.default_rng(3)
+
+    def turn(self, n: int, connections: int, requests: int) -> float:
+        """CPU µs a gather of `n` rows."""
+        wanted = [self._rng.integers(0, len(self._table), n) for _ in range(VARIANTS)]
+        outs = [np.empty((n, DIM), np.float32) for _ in range(connections)]
+        began = time.thread_time()
+        for i in range(requests):
+            np.take(self._table, wanted[i % VARIANTS], axis=0, out=outs[i % connections], mode="clip")
+        return (time.thread_time() - began) / requests * 1e6
+
+
+def headlines(results: list[dict[str, object]], clients: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The figures that have a mark, of 4,096 keys on 8 connections."""
+    at = {row["server"]: row for row in results if row["keys"] == 4096 and row["connections"] == 8}
+    made = []
+    if "http" in at:
+        name = "look-up over HTTP, 4,096 keys, server CPU a request"
+        made.append(headline(name, "same stack, echo", float(str(at["http"]["cpu_over_echo"])), at_most=2.2))
+        made.append(headline(name, "echo plus numpy.take", float(str(at["http"]["cpu_over_echo_and_take"]))))
+    if "redis" in at:
+        name = "look-ups over HTTP, 4,096 keys, a second"
+        made.append(headline(name, "Redis MGET", float(str(at["redis"]["wall_over_http"])), at_least=8))
+    for row in clients:
+        if row["keys"] == 4096:
+            name = "tritonclient, 4,096 keys, over shared memory"
+            made.append(headline(name, "over HTTP", float(str(row["ratio"])), at_least=1.5))
+    return made
+
+
 def measure(servers: list[Server], rows: int, sizes: list[int], rounds: int, requests: int) -> list[dict[str, object]]:
     rng = np.random.default_rng(1)
-    results = []
+    results: list[dict[str, object]] = []
+    gather = Gather(rows)
     for n in sizes:
         batches = [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)]
         for connections in CONNECTIONS:
             cpu: dict[str, list[float]] = {server.name: [] for server in servers}
             wall: dict[str, list[float]] = {server.name: [] for server in servers}
+            take: list[float] = []
             for _ in range(rounds):
+                take.append(gather.turn(n, connections, requests))
                 for server in servers:
                     used, elapsed = turn(server, batches, connections, requests)
                     cpu[server.name].append(used)
@@ -306,6 +346,10 @@ def measure(servers: list[Server], rows: int, sizes: list[int], rounds: int, req
                         "cpu_us": statistics.median(cpu[name]),
                         "wall_us": statistics.median(wall[name]),
                         "cpu_over_echo": statistics.median(a / b for a, b in zip(cpu[name], cpu["echo"], strict=True)),
+                        "take_us": statistics.median(take),
+                        "cpu_over_echo_and_take": statistics.median(
+                            a / (b + c) for a, b, c in zip(cpu[name], cpu["echo"], take, strict=True)
+                        ),
                         "cpu_over_http": statistics.median(a / b for a, b in zip(cpu[name], cpu["http"], strict=True)),
                         "wall_over_http": statistics.median(
                             a / b for a, b in zip(wall[name], wall["http"], strict=True)
@@ -313,7 +357,7 @@ def measure(servers: list[Server], rows: int, sizes: list[int], rounds: int, req
                     }
                 )
                 print(
-                    "| {keys:,} | {connections} | {server} | {cpu_us:.0f} | {cpu_over_echo:.2f} | {cpu_over_http:.2f} "
+                    "| {keys:,} | {connections} | {server} | {cpu_us:.0f} | {cpu_over_echo:.2f} | {take_us:.0f} | {cpu_over_echo_and_take:.2f} | {cpu_over_http:.2f} "
                     "| {wall_us:.0f} | {wall_over_http:.2f} |".format(**results[-1]),
                     flush=True,
                 )
@@ -402,8 +446,8 @@ def main() -> None:
         for name, why in skipped.items():
             print(f"{name} is left out: {why}\n")
         print(
-            "| keys | connections | server | server CPU, µs | over echo | over http | wall, µs | over http |\n"
-            "|---|---|---|---|---|---|---|---|"
+            "| keys | connections | server | server CPU, µs | over echo | take, µs | over echo + take | over http | wall, µs | over http |\n"
+            "|---|---|---|---|---|---|---|---|---|---|"
         )
         results = measure(servers, rows, options.keys, rounds, requests)
         clients: list[dict[str, object]] = []
