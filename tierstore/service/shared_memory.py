@@ -12,10 +12,9 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -50,6 +49,27 @@ class _Region:
 
     def document(self) -> dict[str, Any]:
         return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.nbytes}
+
+
+class _Use:
+    """One use of a region; the last one of a region that was dropped closes its file. (A class: a generator costs more.)"""
+
+    __slots__ = ("_lock", "_region")
+
+    def __init__(self, lock: threading.Lock, region: _Region) -> None:
+        self._lock, self._region = lock, region
+
+    def __enter__(self) -> _Region:
+        return self._region
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        region = self._region
+        with self._lock:
+            region.users -= 1
+            if region.dropped and not region.users:
+                os.close(region.descriptor)
 
 
 class Regions:
@@ -150,19 +170,12 @@ class Regions:
                     f"{what}: region {shown(region.name)} cannot be written: {error.strerror}"
                 ) from error
 
-    @contextmanager
-    def _using(self, span: Span, what: str) -> Iterator[_Region]:
-        """The region of `span`, whose file stays open for the length of the block."""
+    def _using(self, span: Span, what: str) -> _Use:
+        """`with` this for the region of `span`, whose file stays open for the length of the block."""
         with self._lock:
             region = self._within(span, what)
             region.users += 1
-        try:
-            yield region
-        finally:
-            with self._lock:
-                region.users -= 1
-                if region.dropped and not region.users:
-                    os.close(region.descriptor)
+        return _Use(self._lock, region)
 
     def _within(self, span: Span, what: str) -> _Region:
         self._check_enabled()
