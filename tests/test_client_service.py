@@ -131,6 +131,23 @@ def test_bags_are_those_of_the_store(
     same(loaded.lookup_bags("ctr", *arguments, weights=weights, dtype=dtype), right[0])
 
 
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("feature", ["item_id", "clicked"])
+def test_a_caller_may_choose_the_combiner(loaded: Client, loaded_store: Store, feature: str, combiner: str) -> None:
+    keys, offsets, weights = [0, 5, 7, ITEMS, 5], [0, 3, 3], [1.0, 2.0, 0.5, 1.0, 3.0]
+    ours, theirs = loaded.model("ctr"), loaded_store.model("ctr")
+    for more in ({}, {"weights": weights}):
+        options: dict[str, Any] = {"combiner": combiner, **more}
+        same(ours.lookup_bags(feature, keys, offsets, **options), theirs.lookup_bags(feature, keys, offsets, **options))
+
+
+def test_a_combiner_that_is_not_known(loaded: Client) -> None:
+    with pytest.raises(InvalidInput, match="sum, mean or sqrtn"):
+        loaded.lookup_bags("ctr", "clicked", [1], [0], combiner="max")
+    with pytest.raises(InvalidInput, match="no combiner"):
+        loaded.lookup_bags("ctr", "item_id", [1], [0])
+
+
 def test_rows_of_a_pooled_feature_are_not_pooled_by_lookup(loaded: Client, loaded_store: Store) -> None:
     keys = [3, 0, 1]
     same(loaded.lookup("ctr", "clicked", keys), loaded_store.model("ctr").lookup("clicked", keys))

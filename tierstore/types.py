@@ -31,7 +31,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 def check_name(kind: str, name: object) -> str:
     """Return `name` if it may name a model, table or feature; it becomes a path and a metric label."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise InvalidInput(f"{kind} name {name!r} is not allowed: use 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit")
+        raise InvalidInput(
+            f"{kind} name {name!r} is not allowed: use 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit"
+        )
     return name
 
 

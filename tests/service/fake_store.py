@@ -62,43 +62,64 @@ class FakeView:
     def table_of(self, feature: str) -> TableSpec:
         return TABLES[self.features[feature].table]
 
-    def lookup(
-        self, feature: str, keys: Any, *, dtype: str = "float32", out: Any = None, return_found: bool = False
-    ) -> Any:
-        self._gate.wait(30)
-        table = self.table_of(feature)
-        rows = self._rows[table.name]
-        default = (
-            np.zeros(table.dim, np.float32) if isinstance(table.default, str) else np.array(table.default, np.float32)
-        )
-        codes = as_codes(keys, table.key).tolist()
-        answer = np.array([rows.get(code, default) for code in codes], np.float32).reshape(len(codes), table.dim)
-        answer = answer.astype(dtype)
-        if out is not None:
-            out[:] = answer
-        return (answer, np.array([code in rows for code in codes], bool)) if return_found else answer
-
-    def lookup_bags(
+    def begin(
         self,
         feature: str,
         keys: Any,
-        offsets: Any,
         *,
+        offsets: Any = None,
         weights: Any = None,
+        combiner: str | None = None,
         dtype: str = "float32",
         out: Any = None,
-        return_found: bool = False,
-    ) -> Any:
-        rows, found = self.lookup(feature, keys, return_found=True)
-        weights = np.ones(len(rows), np.float32) if weights is None else np.asarray(weights).reshape(-1)
-        ends = [*offsets[1:], len(rows)] if len(offsets) else []
-        pooled = np.zeros((len(offsets), rows.shape[1]), np.float32)
-        for i, (start, end) in enumerate(zip(offsets, ends, strict=True)):
-            total = weights[start:end].sum()
-            if total:
-                pooled[i] = (rows[start:end] * weights[start:end, None]).sum(0) / total
-        out[:] = pooled.astype(dtype)
-        return (out, found) if return_found else out
+    ) -> FakeLookup:
+        table = self.table_of(feature)
+        codes = as_codes(keys, table.key).tolist()
+        return FakeLookup(self._gate, self._rows[table.name], table, codes, offsets, weights, dtype, out)
+
+
+class FakeLookup:
+    """A look-up that waits for the gate, if that is closed when it begins."""
+
+    def __init__(
+        self,
+        gate: threading.Event,
+        rows: dict[int, np.ndarray],
+        table: TableSpec,
+        codes: list[int],
+        offsets: Any,
+        weights: Any,
+        dtype: str,
+        out: Any,
+    ) -> None:
+        self._gate, self._rows, self._table, self._codes = gate, rows, table, codes
+        self._bags, self._dtype, self._out = (offsets, weights), dtype, out
+        self.pending = not gate.is_set()
+        self.found = np.array([code in rows for code in codes], bool)
+
+    def finish(self) -> Any:
+        self._gate.wait(30)
+        table, codes = self._table, self._codes
+        default = (
+            np.zeros(table.dim, np.float32) if isinstance(table.default, str) else np.array(table.default, np.float32)
+        )
+        rows = np.array([self._rows.get(code, default) for code in codes], np.float32).reshape(len(codes), table.dim)
+        offsets, weights = self._bags
+        answer = rows if offsets is None else _pooled(rows, offsets, weights)
+        if self._out is not None:
+            self._out[:] = answer.astype(self._dtype)
+        return self._out
+
+
+def _pooled(rows: np.ndarray, offsets: Any, weights: Any) -> np.ndarray:
+    weights = np.ones(len(rows), np.float32) if weights is None else np.asarray(weights).reshape(-1)
+    ends = [*offsets[1:], len(rows)] if len(offsets) else []
+    pooled = np.zeros((len(offsets), rows.shape[1]), np.float32)
+    for i, (start, end) in enumerate(zip(offsets, ends, strict=True)):
+        total = weights[start:end].sum()
+        if total:
+            pooled[i] = (rows[start:end] * weights[start:end, None]).sum(0) / total
+    return pooled
 
 
 class FakeModel:

@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -101,7 +102,6 @@ def test_loopback(host: str, expected: bool) -> None:
         ({"host": "example.com"}, ConfigError, "loopback"),
         ({"workers": 2}, ConfigError, "workers"),
         ({"grpc_port": 8001}, MissingExtra, "gRPC"),
-        ({"allow_client_shm": True}, ConfigError, "shared memory"),
         ({"watch": "/nothing/here"}, ConfigError, "watch"),
     ],
 )
@@ -122,6 +122,22 @@ def test_an_open_network_answers_under_any_name_but_to_no_foreign_page(tmp_path:
         assert httpx.get(url, headers={"Host": "store.example:8000"}).status_code == 200
         assert httpx.get(url, headers={"Host": "store.example", "Origin": "https://store.example"}).status_code == 200
         assert httpx.get(url, headers={"Host": "store.example", "Origin": "https://evil.example"}).status_code == 403
+
+
+def test_answers_without_a_body_leave_too_and_in_their_order(server: ServerThread) -> None:
+    requests = [
+        b"HEAD /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v2/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}",
+        b"HEAD /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    ]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"".join(requests[:3]))
+        connection.sendall(requests[3])
+        connection.sendall(requests[4])
+        answers = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"200", b"404", b"100", b"200", b"200"]
 
 
 def test_a_port_in_use_is_an_error_at_start(server: ServerThread, tmp_path: Path) -> None:

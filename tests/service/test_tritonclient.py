@@ -132,6 +132,24 @@ def test_ragged_bags_with_weights(client: triton.InferenceServerClient) -> None:
     np.testing.assert_allclose(answer.as_numpy("clicked"), expected, rtol=1e-6)
 
 
+def test_a_request_may_name_the_combiner(client: triton.InferenceServerClient) -> None:
+    keys = np.array([[1, 2, 3], [4, 100, 6]], np.int64)
+    inputs = [tensor("clicked", keys, "INT64"), tensor("item_id", keys, "INT64")]
+    answer = client.infer("ctr", inputs, outputs=[wanted("clicked", combiner="sum"), wanted("item_id")])
+    np.testing.assert_allclose(answer.as_numpy("clicked"), items(keys).sum(1), rtol=1e-6)
+    np.testing.assert_array_equal(answer.as_numpy("item_id"), items(keys))
+    answer = client.infer("ctr", inputs, parameters={"combiner": "sqrtn"})
+    for name in ("clicked", "item_id"):
+        np.testing.assert_allclose(answer.as_numpy(name), items(keys).sum(1) / np.sqrt(3), rtol=1e-6)
+    for outputs, words in (
+        ([wanted("clicked", combiner="max")], "sum, mean or sqrtn"),
+        ([wanted("clicked", combiner=1)], "expected sum, mean or sqrtn"),
+        ([wanted("clicked.found", combiner="sum")], "only a feature's vectors"),
+    ):
+        with pytest.raises(InferenceServerException, match=words):
+            client.infer("ctr", inputs, outputs=outputs)
+
+
 def test_flat_keys_without_offsets_are_bags_of_one(client: triton.InferenceServerClient) -> None:
     inputs = [tensor("clicked", KEYS, "INT64")]
     np.testing.assert_array_equal(client.infer("ctr", inputs).as_numpy("clicked"), items(KEYS))

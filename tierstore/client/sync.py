@@ -239,19 +239,21 @@ class RemoteModel:
         offsets: Any,
         *,
         weights: Any = None,
+        combiner: str | None = None,
         dtype: str = "float32",
         return_found: bool = False,
     ) -> Any:
-        """Embedding bags, pooled by the feature's combiner.
+        """Embedding bags, pooled.
 
         Args:
             keys: n keys, as in `lookup`.
             offsets: int64[bags], the start of each bag in `keys`: the first 0, never descending, no end entry.
             weights: float32[n], 1 each if not given.
+            combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
 
         Returns vectors [bags, dim], zeros for an empty bag; with `return_found` also found bool[n].
         """
-        return self._ask(feature, Batch.of(feature, keys, offsets, weights), dtype, return_found)
+        return self._ask(feature, Batch.of(feature, keys, offsets, weights), dtype, return_found, combiner)
 
     def lookup_many(
         self, keys: Mapping[str, Any], *, dtype: str = "float32", return_found: bool = False
@@ -261,8 +263,8 @@ class RemoteModel:
         answer = self._infer(inputs, _outputs(list(keys), dtype, return_found))
         return {feature: _result(answer, feature, return_found) for feature in keys}
 
-    def _ask(self, feature: str, batch: Batch, dtype: str, return_found: bool) -> Any:
-        outputs = _outputs([feature], dtype, return_found)
+    def _ask(self, feature: str, batch: Batch, dtype: str, return_found: bool, combiner: str | None = None) -> Any:
+        outputs = _outputs([feature], dtype, return_found, combiner)
         parts = split(batch, SPLIT_KEYS)
         if len(parts) == 1:
             return _result(self._infer(batch.inputs(), outputs), feature, return_found)
@@ -315,10 +317,12 @@ def _forced(force: bool) -> dict[str, bool]:
     return {"force": True} if force else {}
 
 
-def _outputs(features: list[str], dtype: str, return_found: bool) -> list[wire.Output]:
+def _outputs(features: list[str], dtype: str, return_found: bool, combiner: str | None = None) -> list[wire.Output]:
     parameters = _ANSWERS.get(dtype)
     if parameters is None:
         raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")
+    if combiner is not None:
+        parameters = {**parameters, "combiner": combiner}
     # BOOL last: what follows it in the answer would lie askew.
     vectors = [wire.Output(feature, dict(parameters)) for feature in features]
     return vectors + [wire.Output(f"{feature}.found", {}) for feature in features if return_found]

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.engine.overlay import Overlay
+from tierstore.engine.overlay import Overlay, OverlayTable
 from tierstore.engine.table import Table
 from tierstore.engine.version import Version
 from tierstore.errors import InvalidInput, NotFound, NotReady
 from tierstore.formats.keys import as_codes
 from tierstore.kernels.pool import check_offsets, pool_bags
-from tierstore.types import Combiner, FeatureSpec, Keys, States, TableSpec, Tier, Vectors
+from tierstore.types import Combiner, FeatureSpec, Keys, TableSpec, Tier, Vectors
 
+_ABSENT = np.uint8(Tier.ABSENT)
 ANSWER_DTYPES = {"float32": np.float32, "float16": np.float16}
 
 
@@ -85,11 +86,9 @@ class View:
         Raises:
             NotFound: no such feature. InvalidInput: keys, dtype or out that do not fit. StorageError: the disk failed.
         """
-        spec, table = self._feature(feature)
-        codes = as_codes(keys, table.spec.key)
-        answer = _answer((len(codes), table.spec.dim), dtype, out)
-        state, _ = self._resolve(spec, table, codes, answer)
-        return (answer, state != Tier.ABSENT) if return_found else answer
+        work = self.begin(feature, keys, dtype=dtype, out=out)
+        answer = work.finish()
+        return (answer, work.found) if return_found else answer
 
     def lookup_bags(
         self,
@@ -115,20 +114,38 @@ class View:
         Returns:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
         """
+        work = self.begin(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out)
+        answer = work.finish()
+        return (answer, work.found) if return_found else answer
+
+    def begin(
+        self,
+        feature: str,
+        keys: Any,
+        *,
+        offsets: Any = None,
+        weights: Any = None,
+        combiner: str | None = None,
+        dtype: str = "float32",
+        out: Vectors | None = None,
+    ) -> Lookup:
+        """Start a look-up, pooled if `offsets` are given: what memory can answer is answered, without waiting.
+
+        Arguments and errors as for `lookup` and `lookup_bags`. The view must be held until `Lookup.finish`.
+        """
         spec, table = self._feature(feature)
-        how = self._combiner(spec, combiner)
         codes = as_codes(keys, table.spec.key)
-        starts = check_offsets(offsets, len(codes))
-        weight = None if weights is None else _weights(weights, len(codes))
-        answer = _answer((len(starts), table.spec.dim), dtype, out)
-        rows = np.empty((len(codes), table.spec.dim), np.float32)
-        state, padding = self._resolve(spec, table, codes, rows)
-        counts = None if padding is None else ~padding
-        if answer.dtype == np.float32:
-            pool_bags(rows, starts, weight, counts, how, answer)  # type: ignore[arg-type]
+        bags = None
+        if offsets is None:
+            rows = answer = _answer((len(codes), table.spec.dim), dtype, out)
         else:
-            answer[:] = pool_bags(rows, starts, weight, counts, how)
-        return (answer, state != Tier.ABSENT) if return_found else answer
+            how = self._combiner(spec, combiner)
+            starts = check_offsets(offsets, len(codes))
+            bags = (starts, None if weights is None else _weights(weights, len(codes)), how)
+            answer = _answer((len(starts), table.spec.dim), dtype, out)
+            rows = np.empty((len(codes), table.spec.dim), np.float32)
+        padding = None if spec.padding_key is None else codes == self._version.padding[feature]
+        return Lookup(table, self._by_table[spec.table], self.seq, codes, rows, padding, answer, bags)
 
     def _combiner(self, feature: FeatureSpec, asked: str | None) -> Combiner:
         if asked is None:
@@ -142,19 +159,63 @@ class View:
         except ValueError:
             raise InvalidInput(f"combiner {asked!r} is not known: use 'sum', 'mean' or 'sqrtn'") from None
 
-    def _resolve(
-        self, feature: FeatureSpec, table: Table, codes: Keys, out: Vectors
-    ) -> tuple[States, np.ndarray | None]:
-        state = np.zeros(len(codes), np.uint8)
-        padding = None
-        if feature.padding_key is not None:
-            mask = codes == self._version.padding[feature.name]
-            if mask.any():
-                padding = mask
-                out[mask] = 0
-                state[mask] = Tier.ABSENT
-        table.lookup(self._by_table[feature.table], self.seq, codes, out, state)
-        return state, padding
+
+class Lookup:
+    """A look-up under way, made by `View.begin`. One thread at a time; another one may finish it."""
+
+    __slots__ = ("_answer", "_bags", "_codes", "_left", "_padding", "_rows", "_seq", "_settled", "_state", "_table")
+
+    def __init__(
+        self,
+        table: Table,
+        overlays: tuple[OverlayTable, ...],
+        seq: int,
+        codes: Keys,
+        rows: Vectors,
+        padding: np.ndarray | None,
+        answer: Vectors,
+        bags: tuple[np.ndarray, np.ndarray | None, Combiner] | None,
+    ) -> None:
+        self._table, self._seq, self._codes, self._rows, self._answer, self._bags = (
+            table,
+            seq,
+            codes,
+            rows,
+            answer,
+            bags,
+        )
+        self._state = np.zeros(len(codes), np.uint8)
+        self._padding = None
+        self._settled = 0
+        if padding is not None and padding.any():
+            self._padding, self._settled = padding, int(np.count_nonzero(padding))
+            rows[padding] = 0
+            self._state[padding] = Tier.ABSENT
+        self._left = table.probe(overlays, codes, rows, self._state)
+
+    @property
+    def pending(self) -> bool:
+        """Whether rows are left that only the disk tier can answer: then `finish` waits for it."""
+        return bool(self._left.size)
+
+    @property
+    def found(self) -> np.ndarray:
+        """bool[n], False where the table's default was answered. After `finish`."""
+        found: np.ndarray = self._state != _ABSENT
+        return found
+
+    def finish(self) -> Vectors:
+        """The answer, complete: vectors [n, dim], or [bags, dim]. To be called once."""
+        self._table.finish(self._seq, self._codes, self._left, self._rows, self._state, self._settled)
+        if self._bags is not None:
+            starts, weights, how = self._bags
+            rows: np.ndarray = self._rows
+            counts = None if self._padding is None else ~self._padding
+            if self._answer.dtype == np.float32:
+                pool_bags(rows, starts, weights, counts, how, self._answer)  # type: ignore[arg-type]
+            else:
+                self._answer[:] = pool_bags(rows, starts, weights, counts, how)
+        return self._answer
 
 
 def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:

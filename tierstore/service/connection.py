@@ -1,15 +1,52 @@
-"""uvicorn's HTTP/1.1 protocol with a bound on a request's head, which its parser lacks.
+"""uvicorn's HTTP/1.1 protocol with a bound on a request's head, and with answers that leave in one piece.
 
 Event loop only, an object a connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 << 10
+
+
+class _JoiningTransport:
+    """Lets an answer's head wait for what is written next: one system call and one packet where there were two.
+
+    What waits goes out at the next write, when the answer is complete (`flush`), or when the connection is closed.
+    """
+
+    __slots__ = ("_head", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.writelines((head, data))
+        elif (
+            type(data) is bytes and data.startswith(b"HTTP/1.1 ") and data[9:10] != b"1"
+        ):  # 1xx: the client waits for it
+            self._head = data
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -19,6 +56,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
         self._in_head = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
+
+    def on_response_complete(self) -> None:
+        self.transport.flush()  # type: ignore[attr-defined]
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.

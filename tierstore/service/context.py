@@ -14,7 +14,9 @@ from tierstore.config import Settings
 from tierstore.service.dataplane import DataPlane
 from tierstore.service.figures import Freshness, InferStats, RequestTimes
 from tierstore.service.jobs import Jobs
+from tierstore.service.known import KnownRequests
 from tierstore.service.pool import ByteBudget, WorkerPool
+from tierstore.service.shared_memory import Regions
 
 if TYPE_CHECKING:
     from tierstore.service.watch import Watcher
@@ -37,6 +39,8 @@ class Service:
         self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
+        self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
+        self.known_requests = KnownRequests()
         self.request_times = RequestTimes()
         self.infer_stats = InferStats()
         self.freshness = Freshness()
@@ -53,5 +57,6 @@ class Service:
             self.jobs.close()
             self.lookups.close()
             self.control.close()
+            self.regions.close()
             if self.freshness in self.store.observers:
                 self.store.observers.remove(self.freshness)

@@ -13,6 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tierstore.service.context import Service
+from tierstore.service.known import KNOWN_REQUESTS
+from tierstore.service.shared_memory import MAX_REGIONS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("active", "kept", "stale", "loading")
@@ -168,5 +170,11 @@ class _ServiceCollector(Collector):
                 f"Requests refused as that bound on {budget.name} was reached.",
                 value=budget.rejected,
             )
+        yield _gauge(
+            "tierstore_known_requests", "Request headers kept parsed and planned.", len(service.known_requests)
+        )
+        yield _gauge("tierstore_known_requests_limit", "Request headers that may be kept.", KNOWN_REQUESTS)
+        yield _gauge("tierstore_shared_memory_regions", "Regions of clients that are registered.", len(service.regions))
+        yield _gauge("tierstore_shared_memory_regions_limit", "Regions that may be registered.", MAX_REGIONS)
         yield _gauge("tierstore_jobs", "Loads that run or wait.", service.jobs.waiting)
         yield _gauge("tierstore_jobs_limit", "Loads that may run or wait.", service.jobs.limit)

@@ -1,12 +1,11 @@
-"""Inference requests and answers of the Open Inference Protocol over HTTP: JSON, with tensors in it or behind it.
+"""Inference requests and answers of the Open Inference Protocol over HTTP: JSON, with tensors in it, behind it, or elsewhere.
 
-Knows the bytes of a body and the headers that describe it, not how they travel. Pure functions; any thread.
-A malformed request is InvalidInput.
+Knows the bytes of a body and the headers that describe it, not how they travel. Pure functions and values that are not
+changed once made; any thread. A malformed request is InvalidInput.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,41 +14,80 @@ import numpy.typing as npt
 import orjson
 
 from tierstore.errors import InvalidInput
-from tierstore.service.dataplane import Answer, OutputSpec, RequestedOutput
+from tierstore.service.dataplane import OutputSpec, Plan, Request, RequestedOutput
+from tierstore.service.shared_memory import Regions, Span
 from tierstore.service.tensors import (
-    InputTensor,
+    Elements,
+    TensorSpec,
     check_datatype,
     check_shape,
+    check_size,
     elements_from_bytes,
     elements_from_json,
     shown,
 )
 
 HEADER_LENGTH = b"inference-header-content-length"
-_NO_SHARED_MEMORY = "shared memory is not enabled on this server: send the tensor's data in the request"
+_ALIGNMENT = 16  # of what malloc gives
+_WORDS = {"dtype": "FP32 or FP16", "combiner": "sum, mean or sqrtn"}
+
+
+@dataclass(slots=True)
+class InBody:
+    """Elements that are bytes [begin, end) of what follows the JSON."""
+
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class InJson:
+    """Elements that came in the JSON."""
+
+    elements: Elements
 
 
 @dataclass(slots=True)
 class InferRequest:
-    """A parsed request. `binary[i]` says whether output i goes binary; `binary_default` for those without a say."""
+    """A request's JSON, parsed. Nothing of a body is in it unless it came in the JSON (`reusable` false).
 
-    inputs: list[InputTensor] | memoryview
-    outputs: list[RequestedOutput]
-    binary: list[bool | None]
+    `sources` say where each input's elements are, `targets` where each requested output goes: a place in shared memory,
+    binary or not, or None for `binary_default`.
+    """
+
+    request: Request | memoryview
+    sources: list[InBody | InJson | Span]
+    targets: list[Span | bool | None]
     binary_default: bool
     id: str | None
 
+    @property
+    def reusable(self) -> bool:
+        """Whether the same JSON before as many bytes means the same request."""
+        return self.id is None and not any(type(source) is InJson for source in self.sources)
 
-def parse_request(body: memoryview, header_length: int | None) -> InferRequest:
-    """Parse a body whose JSON takes the first `header_length` bytes (None: all of it; 0: raw keys without any JSON)."""
-    if header_length == 0:
-        return InferRequest(body, [], [], True, None)
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of the inputs that lie in shared memory."""
+        return sum(source.nbytes for source in self.sources if isinstance(source, Span))
+
+
+def parse_raw(body: memoryview) -> InferRequest:
+    """A body that is raw keys without any JSON."""
+    return InferRequest(body, [], [], True, None)
+
+
+def split_body(body: memoryview, header_length: int | None) -> tuple[memoryview, memoryview | None]:
+    """(JSON, what follows it) of a body whose JSON takes the first `header_length` bytes; None: all of it."""
     if header_length is None:
-        header, tail = body, None
-    elif header_length <= len(body):
-        header, tail = body[:header_length], body[header_length:]
-    else:
+        return body, None
+    if header_length > len(body):
         raise InvalidInput(f"Inference-Header-Content-Length is {header_length}, but the body has {len(body)} bytes")
+    return body[:header_length], body[header_length:]
+
+
+def parse_request(header: memoryview, tail_bytes: int | None) -> InferRequest:
+    """Parse the JSON that stands before `tail_bytes` bytes of binary data; None: nothing can follow it."""
     try:
         request = orjson.loads(header)
     except orjson.JSONDecodeError as error:
@@ -61,25 +99,32 @@ def parse_request(body: memoryview, header_length: int | None) -> InferRequest:
         raise InvalidInput(f"id: expected a string, came {shown(request_id)}")
     parameters = _parameters(request, "request", "")
     default = _flag(parameters, "binary_data_output", "request", "")
-    outputs, binary = _requested(request)
-    return InferRequest(_inputs(request, tail), outputs, binary, bool(default), request_id)
+    outputs, targets = _requested(request)
+    inputs, sources = _inputs(request, tail_bytes)
+    combiner = _text(parameters, "combiner", "request", "")
+    return InferRequest(Request(inputs, outputs, combiner), sources, targets, bool(default), request_id)
 
 
-def _inputs(request: dict[str, Any], tail: memoryview | None) -> list[InputTensor]:
-    inputs = []
+def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[TensorSpec], list[InBody | InJson | Span]]:
+    inputs: list[TensorSpec] = []
+    sources: list[InBody | InJson | Span] = []
     at = 0
     for item in _objects(request, "inputs"):
         name = _name(item, "input")
         parameters = _parameters(item, "input", name)
         datatype = check_datatype(name, item.get("datatype"))
         shape = check_shape(name, item.get("shape"))
-        if "shared_memory_region" in parameters:
-            raise InvalidInput(f"input {shown(name)}: {_NO_SHARED_MEMORY}")
+        inputs.append(TensorSpec(name, datatype, shape))
         size = parameters.get("binary_data_size")
-        if size is None:
+        if (span := _span(parameters, "input", name)) is not None:
+            if "data" in item or size is not None:
+                raise InvalidInput(f"input {shown(name)} has both a shared memory region and data")
+            check_size(name, datatype, shape, span.nbytes)
+            sources.append(span)
+        elif size is None:
             if "data" not in item:
                 raise InvalidInput(f"input {shown(name)} has neither data nor binary_data_size")
-            elements = elements_from_json(name, datatype, shape, item["data"])
+            sources.append(InJson(elements_from_json(name, datatype, shape, item["data"])))
         else:
             if "data" in item:
                 raise InvalidInput(f"input {shown(name)} has both data and binary_data_size")
@@ -87,37 +132,69 @@ def _inputs(request: dict[str, Any], tail: memoryview | None) -> list[InputTenso
                 raise InvalidInput(
                     f"input {shown(name)}: binary_data_size is {shown(size)}, expected a number of bytes"
                 )
-            if tail is None:
+            if tail_bytes is None:
                 raise InvalidInput(
                     f"input {shown(name)} has binary_data_size, but the header Inference-Header-Content-Length is missing"
                 )
-            if size > len(tail) - at:
+            if size > tail_bytes - at:
                 raise InvalidInput(
-                    f"input {shown(name)}: binary_data_size is {shown(size)}, but {len(tail) - at} bytes are left in the body"
+                    f"input {shown(name)}: binary_data_size is {shown(size)}, but {tail_bytes - at} bytes are left in the body"
                 )
-            elements = elements_from_bytes(name, datatype, shape, tail[at : at + size])
+            check_size(name, datatype, shape, size)
+            sources.append(InBody(at, at + size))
             at += size
-        inputs.append(InputTensor(name, datatype, shape, elements))
-    if tail is not None and at != len(tail):
-        raise InvalidInput(f"the inputs take {at} bytes of binary data, the body has {len(tail)}")
-    return inputs
+    if tail_bytes is not None and at != tail_bytes:
+        raise InvalidInput(f"the inputs take {at} bytes of binary data, the body has {tail_bytes}")
+    return inputs, sources
 
 
-def _requested(request: dict[str, Any]) -> tuple[list[RequestedOutput], list[bool | None]]:
-    outputs, binary = [], []
+def _span(parameters: dict[str, Any], kind: str, name: str) -> Span | None:
+    """Where in shared memory a tensor lies, if it does."""
+    region = parameters.get("shared_memory_region")
+    if region is None:
+        return None
+    if not isinstance(region, str) or not region:
+        raise InvalidInput(f"{kind} {shown(name)}: shared_memory_region is {shown(region)}, expected a name")
+    sizes = parameters.get("shared_memory_offset", 0), parameters.get("shared_memory_byte_size")
+    for key, value in zip(("shared_memory_offset", "shared_memory_byte_size"), sizes, strict=True):
+        if type(value) is not int or value < 0:
+            raise InvalidInput(f"{kind} {shown(name)}: {key} is {shown(value)}, expected a number of bytes")
+    offset, nbytes = sizes
+    assert isinstance(nbytes, int)
+    return Span(region, offset, nbytes)
+
+
+def read_elements(asked: InferRequest, tail: memoryview | None, regions: Regions) -> list[Elements]:
+    """The elements of the inputs. Those in shared memory are copied out of it, so that no client can change them later."""
+    assert isinstance(asked.request, Request)
+    elements: list[Elements] = []
+    for spec, source in zip(asked.request.inputs, asked.sources, strict=True):
+        if isinstance(source, InJson):
+            elements.append(source.elements)
+            continue
+        if isinstance(source, Span):
+            data = regions.read(source, f"input {shown(spec.name)}")
+        else:
+            assert tail is not None
+            data = tail[source.begin : source.end]
+        elements.append(elements_from_bytes(spec.name, spec.datatype, spec.shape, data))
+    return elements
+
+
+def _requested(request: dict[str, Any]) -> tuple[list[RequestedOutput], list[Span | bool | None]]:
+    outputs: list[RequestedOutput] = []
+    targets: list[Span | bool | None] = []
     for item in _objects(request, "outputs", required=False):
         name = _name(item, "output")
         parameters = _parameters(item, "output", name)
-        if "shared_memory_region" in parameters:
-            raise InvalidInput(f"output {shown(name)}: {_NO_SHARED_MEMORY}")
         if parameters.get("classification"):
             raise InvalidInput(f"output {shown(name)}: the classification extension is not served")
-        datatype = parameters.get("dtype")
-        if datatype is not None and not isinstance(datatype, str):
-            raise InvalidInput(f"output {shown(name)}: parameter dtype is {shown(datatype)}, expected FP32 or FP16")
-        outputs.append(RequestedOutput(name, datatype))
-        binary.append(_flag(parameters, "binary_data", "output", name))
-    return outputs, binary
+        datatype = _text(parameters, "dtype", "output", name)
+        outputs.append(RequestedOutput(name, datatype, _text(parameters, "combiner", "output", name)))
+        binary = _flag(parameters, "binary_data", "output", name)
+        span = _span(parameters, "output", name)
+        targets.append(binary if span is None else span)
+    return outputs, targets
 
 
 def _objects(request: dict[str, Any], key: str, *, required: bool = True) -> list[dict[str, Any]]:
@@ -152,60 +229,136 @@ def _flag(parameters: dict[str, Any], key: str, kind: str, name: str) -> bool | 
     return value
 
 
+def _text(parameters: dict[str, Any], key: str, kind: str, name: str) -> str | None:
+    value = parameters.get(key)
+    if value is not None and not isinstance(value, str):
+        raise InvalidInput(f"{_place(kind, name)}: parameter {key} is {shown(value)}, expected {_WORDS[key]}")
+    return value
+
+
 def _place(kind: str, name: str) -> str:
     return f"{kind} {shown(name)}" if name else f"the {kind}"
 
 
-class AnswerBuffer:
-    """Memory of one answer: binary outputs lie end to end in one buffer, filled in place. One thread at a time."""
+class Layout:
+    """Where the outputs of a plan go, and what of the answer is known before its data. Not changed once made.
 
-    def __init__(self, request: InferRequest) -> None:
-        self._request = request
-        self._binary: list[bool] = []
-        self._late: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
-        self.tail: npt.NDArray[np.uint8] | None = None
+    Binary outputs lie end to end in one buffer that goes out as it is. Where no data goes into the JSON, that is ready
+    and goes into the buffer before them, so that an answer is one piece of memory.
+    """
 
-    def allocate(self, version: int, specs: Sequence[OutputSpec]) -> list[npt.NDArray[Any]]:
-        """An array a spec. One that would lie unaligned in the buffer is filled apart and copied at the end."""
-        request = self._request
-        total = 0
-        for spec in specs:
-            say = None if spec.index is None else request.binary[spec.index]
-            self._binary.append(binary := request.binary_default if say is None else say)
-            if binary:
-                total += spec.nbytes
-        if any(self._binary):
-            self.tail = np.empty(total, np.uint8)
-        arrays = []
+    __slots__ = (
+        "_document",
+        "_in_json",
+        "_places",
+        "_specs",
+        "begin",
+        "header",
+        "json_bytes",
+        "spans",
+        "tail_begin",
+        "tail_bytes",
+    )
+
+    def __init__(self, asked: InferRequest, model: str, plan: Plan) -> None:
+        self._specs: list[OutputSpec] = plan.specs
+        self._places: list[int | None] = []  # in the buffer; None: elsewhere
+        self._in_json: list[int] = []
+        self.spans: list[tuple[int, Span]] = []
+        self.json_bytes = 0  # of elements that go into the JSON
         at = 0
-        for spec, binary in zip(specs, self._binary, strict=True):
-            if not binary or self.tail is None:
-                arrays.append(np.empty(spec.shape, spec.dtype))
-                continue
-            part = self.tail[at : at + spec.nbytes]
-            if at % spec.dtype.itemsize == 0:
-                arrays.append(part.view(spec.dtype).reshape(spec.shape))
+        binary_any = False
+        outputs: list[dict[str, Any]] = []
+        for i, spec in enumerate(plan.specs):
+            target = None if spec.index is None else asked.targets[spec.index]
+            if target is None:
+                target = asked.binary_default
+            output: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}
+            place = None
+            if isinstance(target, Span):  # neither data nor parameters: clients take either for data that is sent
+                self.spans.append((i, target))
+            elif target:
+                output["parameters"] = {"binary_data_size": spec.nbytes}
+                binary_any, place = True, at
+                at += spec.nbytes
+            else:
+                self._in_json.append(i)
+                self.json_bytes += spec.nbytes
+            self._places.append(place)
+            outputs.append(output)
+        self.tail_bytes = at if binary_any else None
+        self._document: dict[str, Any] = {"model_name": model, "model_version": str(plan.version), "outputs": outputs}
+        if asked.id is not None:
+            self._document["id"] = asked.id
+        self.header = None if self._in_json else orjson.dumps(self._document)
+        # where the JSON begins in the buffer: the outputs behind it lie aligned, as far as malloc aligns the buffer itself
+        self.begin = -len(self.header) % _ALIGNMENT if self.header is not None else 0
+        self.tail_begin = 0 if self.header is None else self.begin + len(self.header)
+
+    def check_spans(self, regions: Regions) -> None:
+        """InvalidInput where an output does not fit the place that the client gave it."""
+        for i, span in self.spans:
+            spec = self._specs[i]
+            regions.check(span, f"output {shown(spec.name)}")
+            if span.nbytes < spec.nbytes:
+                raise InvalidInput(
+                    f"output {shown(spec.name)}: takes {spec.nbytes} bytes, shared_memory_byte_size is {span.nbytes}"
+                )
+
+    def allocate(self) -> AnswerBuffer:
+        return AnswerBuffer(self, self._specs, self._places)
+
+    def json(self, arrays: list[npt.NDArray[Any]]) -> bytes:
+        """The JSON before the binary outputs."""
+        if self.header is not None:
+            return self.header
+        outputs = [dict(output) for output in self._document["outputs"]]
+        for i in self._in_json:
+            outputs[i]["data"] = arrays[i].reshape(-1)
+        return orjson.dumps({**self._document, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+class AnswerBuffer:
+    """Memory of one answer, filled in place. One thread at a time."""
+
+    __slots__ = ("_late", "_layout", "_memory", "arrays")
+
+    def __init__(self, layout: Layout, specs: list[OutputSpec], places: list[int | None]) -> None:
+        """`arrays`: one a spec. One that would lie unaligned in the buffer is filled apart and copied at the end."""
+        self._layout = layout
+        self._late: list[tuple[int, npt.NDArray[Any]]] = []  # where in the buffer, what
+        self.arrays: list[npt.NDArray[Any]] = []
+        self._memory: npt.NDArray[np.uint8] | None = None
+        begin = layout.tail_begin
+        if layout.tail_bytes is not None:
+            self._memory = np.empty(begin + layout.tail_bytes, np.uint8)
+        for spec, at in zip(specs, places, strict=True):
+            if at is None:
+                self.arrays.append(np.empty(spec.shape, spec.dtype))
+            elif at % spec.dtype.itemsize == 0:
+                self.arrays.append(np.ndarray(spec.shape, spec.dtype, self._memory, begin + at))
             else:
                 array = np.empty(spec.shape, spec.dtype)
-                self._late.append((part, array))
-                arrays.append(array)
-            at += spec.nbytes
-        return arrays
+                self._late.append((begin + at, array))
+                self.arrays.append(array)
 
-    def encode(self, model: str, answer: Answer) -> tuple[bytes, memoryview | None]:
-        """The answer's JSON and, where any output goes binary, the bytes behind it."""
-        for part, array in self._late:
-            part[:] = array.reshape(-1).view(np.uint8)
-        outputs: list[dict[str, Any]] = []
-        for spec, array, binary in zip(answer.specs, answer.arrays, self._binary, strict=True):
-            output: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}
-            if binary:
-                output["parameters"] = {"binary_data_size": spec.nbytes}
-            else:
-                output["data"] = array.reshape(-1)
-            outputs.append(output)
-        document: dict[str, Any] = {"model_name": model, "model_version": str(answer.version), "outputs": outputs}
-        if self._request.id is not None:
-            document["id"] = self._request.id
-        header = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-        return header, None if self.tail is None else self.tail.data
+    def encode(self, regions: Regions) -> tuple[list[bytes | memoryview], int | None]:
+        """Write what goes to shared memory, and give the answer's body in pieces.
+
+        With it the length of its JSON, if any output goes binary behind that.
+        """
+        memory = self._memory
+        for at, array in self._late:
+            assert memory is not None
+            memory[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+        layout = self._layout
+        for i, span in layout.spans:
+            regions.write(span, self.arrays[i].reshape(-1).view(np.uint8))
+        header = layout.json(self.arrays)
+        if memory is None:
+            return [header], None
+        if layout.header is None:
+            return [header, memory.data], len(header)
+        answer = memory.data[layout.begin :]
+        answer[: len(header)] = header
+        return [answer], len(header)

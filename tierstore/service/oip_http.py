@@ -1,7 +1,7 @@
 """The Open Inference Protocol v2 over HTTP, as a raw ASGI application below `/v2`.
 
-Runs on one event loop, which only gathers bodies and sends answers: look-ups, from the parsing of their body to the
-encoding of their answer, run on the look-up pool, whatever may block for long on the control pool.
+Runs on one event loop, which gathers bodies, sends answers, and answers small look-ups itself (`oip_infer.py`); other
+look-ups run on the look-up pool, whatever may block for long on the control pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import orjson
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service import oip_models
 from tierstore.service.context import Service
-from tierstore.service.figures import Timings
 from tierstore.service.http import (
     Disconnected,
     Headers,
@@ -23,14 +22,12 @@ from tierstore.service.http import (
     Response,
     Scope,
     Send,
-    compress,
     decode_body,
     error_response,
     json_response,
     read_body,
-    wanted_coding,
 )
-from tierstore.service.oip_codec import HEADER_LENGTH, AnswerBuffer, parse_request
+from tierstore.service.oip_infer import InferCall
 from tierstore.service.pool import Holding
 from tierstore.service.status import HttpError, log_failure, outcome_of
 from tierstore.service.tensors import shown
@@ -38,7 +35,6 @@ from tierstore.service.tensors import shown
 PROTOCOL = "oip_http"
 _CONTROL_BODY_BYTES = 1 << 20
 _VERSION = re.compile(r"[0-9]{1,19}")
-_SHARED_MEMORY = {"systemsharedmemory": "system", "cudasharedmemory": "CUDA"}
 
 
 class OipHttp:
@@ -86,10 +82,9 @@ class OipHttp:
     ) -> Response:
         service = self._service
         began_ns = time.perf_counter_ns()
+        call = InferCall(service, name, version, body, headers, holding)
         try:
-            response, served, spent = await service.lookups.run(
-                self._infer_blocking, name, version, body, headers, holding, began_ns
-            )
+            response, served = await call.run(service.known_requests)
         except TierstoreError:
             try:
                 active = service.dataplane.model(name).active_version
@@ -98,37 +93,8 @@ class OipHttp:
             if active is not None:
                 service.infer_stats.failed(name, active, time.perf_counter_ns() - began_ns)
             raise
-        service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, spent)
+        service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response
-
-    def _infer_blocking(
-        self, name: str, version: int | None, body: memoryview, headers: Headers, holding: Holding, began_ns: int
-    ) -> tuple[Response, int, Timings]:
-        """Body in, answer out, on a thread of the look-up pool."""
-        clock = time.perf_counter_ns
-        started_ns = clock()
-        if coding := headers.get(b"content-encoding"):
-            body = decode_body(body, coding.strip().lower(), self._service.settings.max_request)
-            holding.take(len(body))
-        request = parse_request(body, _header_length(headers))
-        parsed_ns = clock()
-        buffer = AnswerBuffer(request)
-        answer = self._service.dataplane.infer(
-            name, version, request.inputs, request.outputs, allocate=buffer.allocate, reserve=holding.take
-        )
-        answered_ns = clock()
-        header, tail = buffer.encode(name, answer)
-        response = Response(200, [header] if tail is None else [header, tail])
-        if tail is not None:
-            response.content_type = b"application/octet-stream"
-            response.headers.append((HEADER_LENGTH, b"%d" % len(header)))
-        if accept := headers.get(b"accept-encoding"):
-            wish = wanted_coding(accept)
-            if wish is not None:
-                response.chunks = [compress(response.chunks, wish)]
-                response.headers.append((b"content-encoding", wish))
-        spent = Timings(started_ns - began_ns, parsed_ns - started_ns, answered_ns - parsed_ns, clock() - answered_ns)
-        return response, answer.version, spent
 
     # --- documents
 
@@ -136,7 +102,7 @@ class OipHttp:
         match parts:
             case []:
                 _allow(method, "GET")
-                return json_response(oip_models.server_metadata())
+                return json_response(oip_models.server_metadata(shared_memory=self._service.regions.enabled))
             case ["health", ("live" | "ready") as kind]:
                 _allow(method, "GET")
                 return Response(200 if kind == "live" or self._service.ready else 400)
@@ -156,8 +122,14 @@ class OipHttp:
             case ["repository", "models", name, ("load" | "unload") as verb]:
                 _allow(method, "POST")
                 return await self._repository(name, verb, _json_object(body, headers))
-            case [("systemsharedmemory" | "cudasharedmemory") as kind, *rest] if rest:
-                return _shared_memory(kind, rest[-1])
+            case ["systemsharedmemory", "region", name, verb] if name:
+                return await self._region(method, name, verb, body, headers)
+            case ["systemsharedmemory", ("status" | "unregister") as verb]:
+                return await self._region(method, None, verb, body, headers)
+            case ["cudasharedmemory", *rest] if rest:
+                if rest[-1] == "unregister":  # nothing is registered; benchmarks ask for it unconditionally
+                    return Response(200)
+                raise InvalidInput("CUDA shared memory is not enabled on this server")
         raise NotFound(f"no such path: /v2/{shown('/'.join(parts))[1:-1]}")
 
     async def _model(self, method: str, rest: list[str]) -> Response:
@@ -198,6 +170,23 @@ class OipHttp:
                 )
         return json_response({"model_stats": stats})
 
+    async def _region(self, method: str, name: str | None, verb: str, body: memoryview, headers: Headers) -> Response:
+        """System shared memory: one region, or with `name` None all of them."""
+        regions = self._service.regions
+        if verb == "status":
+            _allow(method, "GET")
+            return json_response(regions.status(name))
+        _allow(method, "POST")
+        if verb == "unregister":
+            await self._service.control.run(regions.unregister, name)
+        elif verb == "register" and name is not None:
+            asked = _json_object(body, headers)
+            place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
+            await self._service.control.run(regions.register, name, *place)
+        else:
+            raise NotFound(f"no such path: a region has no {shown(verb)}; expected register, unregister or status")
+        return Response(200)
+
     async def _repository(self, name: str, verb: str, request: dict[str, Any]) -> Response:
         self._service.dataplane.model(name)
         parameters = request.get("parameters") or {}
@@ -215,12 +204,6 @@ class OipHttp:
         return Response(200)
 
 
-def _shared_memory(kind: str, verb: str) -> Response:
-    if verb == "unregister":  # nothing is registered, so nothing is left to do; benchmarks ask for it unconditionally
-        return Response(200)
-    raise InvalidInput(f"{_SHARED_MEMORY[kind]} shared memory is not enabled on this server")
-
-
 def _allow(method: str, allowed: str) -> None:
     if method != allowed and not (allowed == "GET" and method == "HEAD"):
         raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")
@@ -235,15 +218,6 @@ def _model_path(parts: list[str]) -> tuple[str, int | None]:
     if _VERSION.fullmatch(parts[2]) is None:
         raise InvalidInput(f"a version is a number, came {shown(parts[2])}")
     return parts[0], int(parts[2])
-
-
-def _header_length(headers: Headers) -> int | None:
-    value = headers.get(HEADER_LENGTH)
-    if value is None:
-        return None
-    if not value.isdigit() or len(value) > 18:
-        raise InvalidInput(f"Inference-Header-Content-Length is {shown(value)}, expected a number of bytes")
-    return int(value)
 
 
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:

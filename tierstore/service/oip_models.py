@@ -45,8 +45,9 @@ def outputs_of(view: View) -> Iterator[TensorInfo]:
         yield TensorInfo(f"{name}.found", "BOOL", (-1,))
 
 
-def server_metadata() -> dict[str, Any]:
-    return {"name": "tierstore", "version": __version__, "extensions": list(EXTENSIONS)}
+def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
+    extensions = [*EXTENSIONS, *(["system_shared_memory"] if shared_memory else [])]
+    return {"name": "tierstore", "version": __version__, "extensions": extensions}
 
 
 def model_metadata(model: Any, version: int | None) -> dict[str, Any]:

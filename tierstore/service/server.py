@@ -47,8 +47,6 @@ def check_settings(settings: Settings) -> None:
         raise MissingExtra(
             "grpc_port: gRPC is not available in this release; use the HTTP port, which speaks the same protocol"
         )
-    if settings.allow_client_shm:
-        raise ConfigError("allow_client_shm: the shared memory extension is not available yet")
     check_listen_address(settings)
     if settings.watch is not None and not settings.watch.is_dir():
         raise ConfigError(f"watch: {settings.watch} is not a directory")

@@ -39,14 +39,16 @@ _MAX_RANK = 8
 _MAX_SIZE = (1 << 31) - 1  # of one dimension
 
 
-@dataclass(slots=True)  # not frozen: that makes construction cost several times as much, here at every request
-class InputTensor:
-    """A parsed input, not changed after: `elements` is flat, row-major; a `large_binary` array for BYTES, else of the datatype's dtype."""
+@dataclass(slots=True)  # not frozen: that makes construction cost several times as much
+class TensorSpec:
+    """What an input is said to be; not changed after. Its elements go beside it, flat and row-major.
+
+    Elements are a `large_binary` array for BYTES, else an array of the datatype's dtype.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    elements: Elements
 
 
 def shown(value: object) -> str:
@@ -76,19 +78,27 @@ def check_shape(name: str, shape: object) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def check_size(name: str, datatype: str, shape: tuple[int, ...], nbytes: int) -> None:
+    """InvalidInput unless elements of `shape` take `nbytes`; BYTES may take any number."""
+    dtype = NUMPY_DTYPE.get(datatype)
+    if dtype is None:
+        return
+    takes = math.prod(shape) * dtype.itemsize  # of Python integers: no shape overflows
+    if takes != nbytes:
+        raise InvalidInput(
+            f"input {shown(name)}: shape {shown(list(shape))} of {datatype} takes {shown(takes)} bytes, came {nbytes}"
+        )
+
+
 def elements_from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: memoryview) -> Elements:
     """Elements of a tensor in its binary form (little-endian; BYTES: u32 length before each).
 
     A view of `data` where its address allows, else a copy: compiled kernels take aligned arrays alone.
     """
-    count = math.prod(shape)  # of Python integers: no shape overflows
+    check_size(name, datatype, shape, len(data))
     dtype = NUMPY_DTYPE.get(datatype)
     if dtype is None:
-        return _strings_from_bytes(name, count, data)
-    if count * dtype.itemsize != len(data):
-        raise InvalidInput(
-            f"input {shown(name)}: shape {shown(list(shape))} of {datatype} takes {shown(count * dtype.itemsize)} bytes, came {len(data)}"
-        )
+        return _strings_from_bytes(name, math.prod(shape), data)
     elements = np.frombuffer(data, dtype)
     return elements if elements.flags.aligned else elements.copy()
 

@@ -1,0 +1,471 @@
+"""Look-ups over the wire: what a request costs the server, beside the transport's own limit and beside Redis.
+
+    python -m benchmarks.wire_lookup [--quick] [--rows 1_000_000] [--json FILE]
+
+Servers run as processes of their own on loopback: the service over rows that are all in memory, the same HTTP stack
+that parses the request and answers ready bytes ("echo"), and `redis-server` answering a pipelined MGET of the same
+keys. They take turns, a round each, so that whatever else the machine does meets all of them alike; figures are medians
+over the rounds, ratios medians of each round's ratio. "take" is no server: the CPU that `numpy.take` needs in this
+process to gather as many rows of a table as large, into as many buffers in turn, as the floor under any look-up. CPU is the server process's own clock. The client is one thread
+which sends on all connections and then reads them all; it decodes nothing but the first answer, which it checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import mmap
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import describe
+from benchmarks.report import headline
+from benchmarks.wire_servers import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
+
+VARIANTS = 16  # requests with different keys, sent in turn
+CONNECTIONS = (1, 8)
+START_S = 300.0
+Frame = tuple[bytes, int, Callable[[], None]]  # what is sent, how many bytes come back, what the client does before
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of another process: Linux gives every process a clock of its own (`clock_getcpuclockid`)."""
+    return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
+
+
+def connect(port: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def nothing() -> None:
+    """What most clients do before they send."""
+
+
+def read_exactly(connection: socket.socket, into: memoryview) -> None:
+    got = 0
+    while got < len(into):
+        count = connection.recv_into(into[got:])
+        if not count:
+            raise ConnectionError("the server closed the connection")
+        got += count
+
+
+# --- frames
+
+
+def http_frame(header: dict[str, object], tail: bytes = b"") -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    length = f"Inference-Header-Content-Length: {len(text)}\r\n" if tail else ""
+    head = (
+        f"POST /v2/models/{MODEL}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Length: {len(text) + len(tail)}\r\n{length}\r\n"
+    )
+    return head.encode() + text + tail
+
+
+def http_request(keys: np.ndarray) -> bytes:
+    given = {
+        "name": FEATURE,
+        "datatype": "INT64",
+        "shape": [len(keys)],
+        "parameters": {"binary_data_size": keys.nbytes},
+    }
+    wanted = {"name": FEATURE, "parameters": {"binary_data": True}}
+    return http_frame({"inputs": [given], "outputs": [wanted]}, keys.tobytes())
+
+
+def read_http(connection: socket.socket) -> tuple[bytes, bytes]:
+    """One answer of unknown size: its head and its body."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(1 << 16)
+    head, _, body = data.partition(b"\r\n\r\n")
+    lines = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    while len(body) < int(lines[b"content-length"]):
+        body += connection.recv(1 << 20)
+    if not head.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(f"{head!r}: {body[:300]!r}")
+    return head, body
+
+
+def mget(keys: np.ndarray) -> bytes:
+    return b"*%d\r\n$4\r\nMGET\r\n" % (len(keys) + 1) + b"".join(b"$8\r\n%b\r\n" % key.tobytes() for key in keys)
+
+
+# --- servers
+
+
+class Server:
+    """A process, its port, and what to send it. `frames` is called once a size and gives a frame a variant."""
+
+    def __init__(self, name: str, pid: int, port: int, frames: Callable[[int, list[np.ndarray]], list[Frame]]) -> None:
+        self.name, self.pid, self.port, self._make = name, pid, port, frames
+        self._frames: dict[tuple[int, int], list[Frame]] = {}
+
+    def frames(self, connection: int, batches: list[np.ndarray]) -> list[Frame]:
+        """The frames for one connection; `batches` are always the same for a size."""
+        at = (connection, len(batches[0]))
+        if at not in self._frames:
+            self._frames[at] = self._make(connection, batches)
+        return self._frames[at]
+
+
+@contextmanager
+def child(*command: str) -> Iterator[tuple[int, int]]:
+    """(process id, port) of a server that prints its port."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{' '.join(command)} did not start")
+        yield process.pid, int(line)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def over_http(port: int, *, checked: bool) -> Callable[[int, list[np.ndarray]], list[Frame]]:
+    def frames(_: int, batches: list[np.ndarray]) -> list[Frame]:
+        made = []
+        with connect(port) as connection:
+            for keys in batches:
+                request = http_request(keys)
+                connection.sendall(request)
+                head, body = read_http(connection)
+                if checked:
+                    rows = np.frombuffer(body[-len(keys) * ROW_BYTES :], np.float32).reshape(-1, DIM)
+                    np.testing.assert_array_equal(rows, vectors_of(keys))
+                made.append((request, len(head) + 4 + len(body), nothing))
+        return made
+
+    return frames
+
+
+class Regions:
+    """Keys and answers of one connection in shared memory, registered with the service."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._paths: list[Path] = []
+
+    def close(self) -> None:
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def frames(self, connection: int, batches: list[np.ndarray]) -> list[Frame]:
+        """A region a connection: its keys, which the client writes before it sends, and its rows."""
+        n = len(batches[0])
+        size = n * (8 + ROW_BYTES)
+        name = f"wire-{os.getpid()}-{connection}-{n}"
+        path = Path("/dev/shm") / name
+        self._paths.append(path)
+        with open(path, "w+b") as file:
+            file.truncate(size)
+            memory = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+        places = {"keys": (0, n * 8), "rows": (n * 8, n * ROW_BYTES)}
+        at = {
+            what: {"shared_memory_region": name, "shared_memory_offset": offset, "shared_memory_byte_size": nbytes}
+            for what, (offset, nbytes) in places.items()
+        }
+        given = {"name": FEATURE, "datatype": "INT64", "shape": [n], "parameters": at["keys"]}
+        request = http_frame({"inputs": [given], "outputs": [{"name": FEATURE, "parameters": at["rows"]}]})
+        made = []
+        with connect(self._port) as link:
+            register = json.dumps({"key": name, "offset": 0, "byte_size": size}).encode()
+            head = (
+                f"POST /v2/systemsharedmemory/region/{name}/register HTTP/1.1\r\nHost: localhost\r\n"
+                f"Content-Length: {len(register)}\r\n\r\n"
+            )
+            link.sendall(head.encode() + register)
+            read_http(link)
+            for keys in batches:
+                write = functools.partial(np.copyto, memory[: n * 8].view(np.int64), keys)
+                write()
+                link.sendall(request)
+                answer, body = read_http(link)
+                np.testing.assert_array_equal(memory[n * 8 :].view(np.float32).reshape(-1, DIM), vectors_of(keys))
+                made.append((request, len(answer) + 4 + len(body), write))
+        return made
+
+
+@contextmanager
+def redis(rows: int) -> Iterator[Server]:
+    """A Redis that holds the same rows under the keys' eight bytes, and keeps nothing on disk."""
+    program = shutil.which("redis-server")
+    assert program is not None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                connection = connect(port)
+                break
+            except OSError:
+                if time.monotonic() > until or process.poll() is not None:
+                    raise
+                time.sleep(0.05)
+        with connection:
+            for first in range(0, rows, 10_000):
+                keys = keys_of(np.arange(first, min(rows, first + 10_000)))
+                values = vectors_of(keys)
+                connection.sendall(
+                    b"*%d\r\n$4\r\nMSET\r\n" % (2 * len(keys) + 1)
+                    + b"".join(
+                        b"$8\r\n%b\r\n$%d\r\n%b\r\n" % (key.tobytes(), ROW_BYTES, value.tobytes())
+                        for key, value in zip(keys, values, strict=True)
+                    )
+                )
+                answer = bytearray(5)
+                read_exactly(connection, memoryview(answer))
+                assert answer == b"+OK\r\n"
+
+        def frames(_: int, batches: list[np.ndarray]) -> list[Frame]:
+            made = []
+            with connect(port) as connection:
+                for keys in batches:
+                    wanted = b"*%d\r\n" % len(keys) + b"".join(
+                        b"$%d\r\n%b\r\n" % (ROW_BYTES, row.tobytes()) for row in vectors_of(keys)
+                    )
+                    connection.sendall(mget(keys))
+                    answer = bytearray(len(wanted))
+                    read_exactly(connection, memoryview(answer))
+                    assert answer == wanted
+                    made.append((mget(keys), len(wanted), nothing))
+            return made
+
+        yield Server("redis", process.pid, port, frames)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+# --- measuring
+
+
+def turn(server: Server, batches: list[np.ndarray], connections: int, requests: int) -> tuple[float, float]:
+    """(CPU µs of the server, µs of wall time) a request."""
+    frames = [server.frames(i, batches) for i in range(connections)]
+    space = memoryview(bytearray(max(size for mine in frames for _, size, _ in mine)))
+    with ExitStack() as stack:
+        links = [stack.enter_context(connect(server.port)) for _ in range(connections)]
+        rounds = max(1, requests // connections)
+        for i in range(-2, rounds):  # two to warm up
+            if i == 0:
+                cpu, began = cpu_s(server.pid), time.perf_counter()
+            for link, mine in zip(links, frames, strict=True):
+                request, _, prepare = mine[i % len(mine)]
+                prepare()
+                link.sendall(request)
+            for link, mine in zip(links, frames, strict=True):
+                read_exactly(link, space[: mine[i % len(mine)][1]])
+        elapsed, used = time.perf_counter() - began, cpu_s(server.pid) - cpu
+    total = rounds * connections
+    return used / total * 1e6, elapsed / total * 1e6
+
+
+class Gather:
+    """`numpy.take` of random rows of a table in this process."""
+
+    def __init__(self, rows: int) -> None:
+        self._table = vectors_of(keys_of(np.arange(rows)))
+        self._rng = np.random.default_rng(3)
+
+    def turn(self, n: int, connections: int, requests: int) -> float:
+        """CPU µs a gather of `n` rows."""
+        wanted = [self._rng.integers(0, len(self._table), n) for _ in range(VARIANTS)]
+        outs = [np.empty((n, DIM), np.float32) for _ in range(connections)]
+        began = time.thread_time()
+        for i in range(requests):
+            np.take(self._table, wanted[i % VARIANTS], axis=0, out=outs[i % connections], mode="clip")
+        return (time.thread_time() - began) / requests * 1e6
+
+
+def headlines(results: list[dict[str, object]], clients: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The figures that have a mark, of 4,096 keys on 8 connections."""
+    at = {row["server"]: row for row in results if row["keys"] == 4096 and row["connections"] == 8}
+    made = []
+    if "http" in at:
+        name = "look-up over HTTP, 4,096 keys, server CPU a request"
+        made.append(headline(name, "same stack, echo", float(str(at["http"]["cpu_over_echo"])), at_most=2.2))
+        made.append(headline(name, "echo plus numpy.take", float(str(at["http"]["cpu_over_echo_and_take"]))))
+    if "redis" in at:
+        name = "look-ups over HTTP, 4,096 keys, a second"
+        made.append(headline(name, "Redis MGET", float(str(at["redis"]["wall_over_http"])), at_least=8))
+    for row in clients:
+        if row["keys"] == 4096:
+            name = "tritonclient, 4,096 keys, over shared memory"
+            made.append(headline(name, "over HTTP", float(str(row["ratio"])), at_least=1.5))
+    return made
+
+
+def measure(servers: list[Server], rows: int, sizes: list[int], rounds: int, requests: int) -> list[dict[str, object]]:
+    rng = np.random.default_rng(1)
+    results: list[dict[str, object]] = []
+    gather = Gather(rows)
+    for n in sizes:
+        batches = [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)]
+        for connections in CONNECTIONS:
+            cpu: dict[str, list[float]] = {server.name: [] for server in servers}
+            wall: dict[str, list[float]] = {server.name: [] for server in servers}
+            take: list[float] = []
+            for _ in range(rounds):
+                take.append(gather.turn(n, connections, requests))
+                for server in servers:
+                    used, elapsed = turn(server, batches, connections, requests)
+                    cpu[server.name].append(used)
+                    wall[server.name].append(elapsed)
+            for server in servers:
+                name = server.name
+                results.append(
+                    {
+                        "keys": n,
+                        "connections": connections,
+                        "server": name,
+                        "cpu_us": statistics.median(cpu[name]),
+                        "wall_us": statistics.median(wall[name]),
+                        "cpu_over_echo": statistics.median(a / b for a, b in zip(cpu[name], cpu["echo"], strict=True)),
+                        "take_us": statistics.median(take),
+                        "cpu_over_echo_and_take": statistics.median(
+                            a / (b + c) for a, b, c in zip(cpu[name], cpu["echo"], take, strict=True)
+                        ),
+                        "cpu_over_http": statistics.median(a / b for a, b in zip(cpu[name], cpu["http"], strict=True)),
+                        "wall_over_http": statistics.median(
+                            a / b for a, b in zip(wall[name], wall["http"], strict=True)
+                        ),
+                    }
+                )
+                print(
+                    "| {keys:,} | {connections} | {server} | {cpu_us:.0f} | {cpu_over_echo:.2f} | {take_us:.0f} | {cpu_over_echo_and_take:.2f} | {cpu_over_http:.2f} "
+                    "| {wall_us:.0f} | {wall_over_http:.2f} |".format(**results[-1]),
+                    flush=True,
+                )
+    return results
+
+
+def with_tritonclient(port: int, rows: int, n: int, rounds: int, calls: int) -> dict[str, object]:
+    """What an unchanged client sees, one request at a time: µs from keys to rows as an array, over HTTP and over regions."""
+    import tritonclient.http as triton
+    import tritonclient.utils.shared_memory as shm
+
+    rng = np.random.default_rng(2)
+    batches = [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)]
+    name = f"client-{os.getpid()}-{n}"
+    region = shm.create_shared_memory_region(name, f"/{name}", n * (8 + ROW_BYTES))
+    try:
+        with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            client.register_system_shared_memory(name, f"/{name}", n * (8 + ROW_BYTES))
+
+            def over_http(keys: np.ndarray) -> np.ndarray:
+                given = triton.InferInput(FEATURE, [n], "INT64")
+                given.set_data_from_numpy(keys)
+                return client.infer(MODEL, [given], outputs=[triton.InferRequestedOutput(FEATURE)]).as_numpy(FEATURE)
+
+            def over_regions(keys: np.ndarray) -> np.ndarray:
+                shm.set_shared_memory_region(region, [keys])
+                given, output = triton.InferInput(FEATURE, [n], "INT64"), triton.InferRequestedOutput(FEATURE)
+                given.set_shared_memory(name, n * 8)
+                output.set_shared_memory(name, n * ROW_BYTES, n * 8)
+                client.infer(MODEL, [given], outputs=[output])
+                return shm.get_contents_as_numpy(region, np.float32, (n, DIM), n * 8)
+
+            spent: dict[str, list[float]] = {"http": [], "shared memory": []}
+            for _ in range(rounds):
+                for way, call in (("http", over_http), ("shared memory", over_regions)):
+                    np.testing.assert_array_equal(call(batches[0]), vectors_of(batches[0]))
+                    began = time.perf_counter()
+                    for i in range(calls):
+                        call(batches[i % VARIANTS])
+                    spent[way].append((time.perf_counter() - began) / calls * 1e6)
+            client.unregister_system_shared_memory(name)
+    finally:
+        shm.destroy_shared_memory_region(region)
+    ratio = statistics.median(a / b for a, b in zip(spent["http"], spent["shared memory"], strict=True))
+    result = {
+        "keys": n,
+        "http_us": statistics.median(spent["http"]),
+        "shared_memory_us": statistics.median(spent["shared memory"]),
+        "ratio": ratio,
+    }
+    print("| {keys:,} | {http_us:.0f} | {shared_memory_us:.0f} | {ratio:.2f} |".format(**result), flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, fewer rows")
+    parser.add_argument("--rows", type=int, default=0)
+    parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024, 4096])
+    parser.add_argument("--json", type=Path, default=Path("build/wire_lookup.json"))
+    parser.add_argument("--no-shared-memory", action="store_true")
+    parser.add_argument("--no-redis", action="store_true")
+    options = parser.parse_args()
+    rows = options.rows or (200_000 if options.quick else 1_000_000)
+    rounds, requests = (5, 160) if options.quick else (15, 400)
+    python = [sys.executable, "-m", "benchmarks.wire_servers"]
+    skipped = {}
+    with ExitStack() as stack:
+        where = stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-"))
+        pid, port = stack.enter_context(child(*python, "echo"))
+        servers = [Server("echo", pid, port, over_http(port, checked=False))]
+        shared = [] if options.no_shared_memory else ["--shared-memory"]
+        pid, port = stack.enter_context(child(*python, "store", "--where", where, "--rows", str(rows), *shared))
+        servers.append(Server("http", pid, port, over_http(port, checked=True)))
+        if shared:
+            regions = Regions(port)
+            stack.callback(regions.close)
+            servers.append(Server("shared memory", pid, port, regions.frames))
+        if options.no_redis:
+            skipped["redis"] = "left out"
+        elif shutil.which("redis-server") is None:
+            skipped["redis"] = "redis-server is not installed"
+        else:
+            servers.append(stack.enter_context(redis(rows)))
+        print(f"{describe()}; {rows:,} rows of {ROW_BYTES} bytes, all in memory; medians of {rounds} rounds\n")
+        for name, why in skipped.items():
+            print(f"{name} is left out: {why}\n")
+        print(
+            "| keys | connections | server | server CPU, µs | over echo | take, µs | over echo + take | over http | wall, µs | over http |\n"
+            "|---|---|---|---|---|---|---|---|---|---|"
+        )
+        results = measure(servers, rows, options.keys, rounds, requests)
+        clients: list[dict[str, object]] = []
+        if shared and importlib.util.find_spec("tritonclient") is not None:
+            print("\ntritonclient, one request at a time, from keys to rows:\n")
+            print("| keys | http, µs | shared memory, µs | ratio |\n|---|---|---|---|")
+            clients = [with_tritonclient(port, rows, n, rounds, requests // 4) for n in options.keys]
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "machine": describe(),
+        "rows": rows,
+        "rounds": rounds,
+        "skipped": skipped,
+        "results": results,
+        "tritonclient": clients,
+    }
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

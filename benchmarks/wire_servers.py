@@ -1,0 +1,128 @@
+"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|store …`.
+
+`echo` is the limit of the transport: the service's own HTTP stack, settings and request parser, answering ready bytes.
+`store` is the service as it is, over a table whose rows are all in memory. Both print their port when they answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import uvicorn
+
+import tierstore
+from tierstore.config import load_settings
+from tierstore.service.allocator import tune_allocator
+from tierstore.service.connection import BoundedHttpProtocol
+
+DIM = 32
+ROW_BYTES = 4 * DIM
+MODEL, FEATURE = "wire", "item_id"
+HEADER_LENGTH = b"inference-header-content-length"
+
+
+def keys_of(rows: np.ndarray) -> np.ndarray:
+    """Keys of these rows: distinct, spread over all 64 bits."""
+    with np.errstate(over="ignore"):
+        return rows.astype(np.int64) * np.int64(-7046029254386353131)
+
+
+def vectors_of(keys: np.ndarray) -> np.ndarray:
+    """float32[n, DIM], known from the key, so that answers can be checked."""
+    return (keys & 0xFFFF).astype(np.float32)[:, None] + np.arange(DIM, dtype=np.float32)
+
+
+async def echo(scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[Any]], send: Any) -> None:
+    """Parse a request (its JSON, its keys as an array) and answer as many ready bytes as its rows would take."""
+    headers = dict(scope["headers"])
+    message = await receive()
+    body = message["body"]
+    while message.get("more_body"):
+        message = await receive()
+        body += message["body"]
+    length = int(headers[HEADER_LENGTH])
+    request = orjson.loads(memoryview(body)[:length])
+    keys = np.frombuffer(body, np.uint8)[length:].copy().view(np.int64)
+    assert request["inputs"][0]["shape"] == [len(keys)]
+    header_bytes, ready = _ready(len(keys))
+    answer = [
+        (b"content-length", b"%d" % len(ready)),
+        (HEADER_LENGTH, b"%d" % header_bytes),
+        (b"content-type", b"application/octet-stream"),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": answer})
+    await send({"type": "http.response.body", "body": ready, "more_body": False})
+
+
+_READY: dict[int, tuple[int, bytes]] = {}
+
+
+def _ready(n: int) -> tuple[int, bytes]:
+    if n not in _READY:
+        output = {
+            "name": FEATURE,
+            "datatype": "FP32",
+            "shape": [n, DIM],
+            "parameters": {"binary_data_size": n * ROW_BYTES},
+        }
+        header = orjson.dumps({"model_name": MODEL, "model_version": "1", "outputs": [output]})
+        _READY[n] = len(header), header + bytes(n * ROW_BYTES)
+    return _READY[n]
+
+
+def serve_echo() -> None:
+    tune_allocator()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            echo, http=BoundedHttpProtocol, loop="uvloop", ws="none", lifespan="off", log_config=None,
+            access_log=False, proxy_headers=False, server_header=False,
+        )  # fmt: skip
+        print(listener.getsockname()[1], flush=True)
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+def serve_store(where: Path, rows: int, shared_memory: bool) -> None:
+    """Load `rows` rows, all of them into memory, and serve them."""
+    from tierstore.service.server import serve
+
+    budget = f"{max(64, rows * (ROW_BYTES + 16) * 2 >> 20)}MiB"
+    source, data = where / "snapshot", where / "data"
+    keys = keys_of(np.arange(rows))
+    with tierstore.SnapshotWriter(source, model=MODEL, version=1) as writer:
+        writer.table("item", dim=DIM).write(keys, vectors_of(keys))
+        writer.feature(FEATURE, table="item")
+        writer.warmup("item", keys)
+    with tierstore.open(data, host_budget=budget) as store:
+        store.load_snapshot(source)
+    settings = load_settings(None, data=data, host_budget=budget, port=0, drain_s=0, allow_client_shm=shared_memory)
+    logging.disable(logging.INFO)
+    serve(settings, announce=lambda url: print(url.rpartition(":")[2], flush=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("server", choices=["echo", "store"])
+    parser.add_argument("--where", type=Path)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--shared-memory", action="store_true")
+    options = parser.parse_args()
+    if options.server == "echo":
+        serve_echo()
+    else:
+        serve_store(options.where, options.rows, options.shared_memory)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What is known of requests that came before: most clients send the same JSON again and again, with other data behind it.
+
+Event loop only. Nothing of a request's data is kept. A plan that is kept with a request is checked against the version
+that answers whenever it is used, so a switch of versions needs no clearing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tierstore.service.oip_codec import InferRequest, parse_request
+
+KNOWN_REQUESTS = 256
+KNOWN_BYTES = 16 << 10  # of the JSON of one
+
+
+class KnownRequests:
+    """Parsed requests, with their latest plans, by their JSON's own bytes; the least recently used makes room."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, int, bytes], InferRequest] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def parse(self, model: str, header: memoryview, tail_bytes: int | None) -> InferRequest:
+        """`parse_request`, or what it gave for the same bytes before."""
+        key = (model, -1 if tail_bytes is None else tail_bytes, bytes(header))
+        asked = self._kept.get(key)
+        if asked is not None:
+            self._kept.move_to_end(key)
+            return asked
+        asked = parse_request(header, tail_bytes)
+        if asked.reusable:
+            self._kept[key] = asked
+            if len(self._kept) > KNOWN_REQUESTS:
+                self._kept.popitem(last=False)
+        return asked
