@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tierstore
@@ -69,7 +70,7 @@ class Holding:
 
     @property
     def host_reserved_bytes(self) -> int:
-        return int(self.budget_bytes * self.host_fraction)
+        return math.ceil(self.budget_bytes * self.host_fraction)
 
     def attach_host(self, budget_bytes, fraction, like):
         self.budget_bytes, self.host_fraction, self.like = budget_bytes, fraction, like
@@ -126,6 +127,7 @@ def test_another_model_makes_room_for_a_new_one():
 
 
 @in_ci
+@example(total=3, steps=[("load", 3, 0), ("load", 2, 0)])
 @given(
     total=st.integers(1, 5000),
     steps=st.lists(

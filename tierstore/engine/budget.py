@@ -5,6 +5,7 @@ Both are bounds: what they hand out never adds up to more. Any thread may call; 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -39,7 +40,7 @@ class Holder(Protocol):
     @property
     def host_need_bytes(self) -> int: ...
     @property
-    def host_reserved_bytes(self) -> int: ...
+    def host_reserved_bytes(self) -> int: ...  # rounded up, so that doubling never takes more than this again
     @property
     def host_fraction(self) -> float: ...
     def attach_host(self, budget_bytes: int, fraction: float, like: Holder | None) -> None: ...
@@ -73,7 +74,7 @@ class HostBudget:
             else:
                 fraction = 0.5
                 final = min(need, self.total - sum(h.host_reserved_bytes for h in others))
-            while self.total - self.used < final * fraction:
+            while self.total - self.used < math.ceil(final * fraction):
                 victim = self._victim(replacing)
                 if victim is None:
                     final = int((self.total - self.used) / fraction)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +152,7 @@ class Version:
     def host_reserved_bytes(self) -> int:
         # a table of few, large sets cannot always be halved as far as is asked
         used = sum(table.host.bytes_in_use for table in self.tables.values() if table.host is not None)
-        return max(used, int(self._host_reserved * self.host_fraction))
+        return max(used, math.ceil(self._host_reserved * self.host_fraction))
 
     def _table_needs(self) -> list[int]:
         # 16 bytes of bookkeeping a row at most, and a quarter of slack so that sets seldom overflow
