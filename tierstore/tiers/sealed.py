@@ -39,7 +39,7 @@ from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.readers import ReaderPool
 from tierstore.tiers.sealed_file import Opened, SealedFile, open_sealed, read_blocks
 from tierstore.tiers.sst import SstFile
-from tierstore.types import Keys, Rows, States, Tier
+from tierstore.types import BaseKind, Keys, Rows, States, Tier
 
 BASE = "base"
 _CHUNK_KEYS = 1024  # of one task: 2 ms warm
@@ -47,8 +47,8 @@ _WINDOW = 32  # blocks a task has on their way
 _READ_BYTES = 4 << 20  # of a scan
 
 
-def base_record(files: Sequence[SealedFile]) -> dict[str, bytes]:
-    """The record by which a tier knows the files of its base."""
+def base_record(files: Sequence[SealedFile | SstFile]) -> dict[str, bytes]:
+    """The record by which a tier knows the sealed files of its base."""
     entries = [{"name": file.path.name, "bytes": file.bytes, "xxh3": file.xxh3} for file in files]
     return {BASE: json.dumps(entries).encode()}
 
@@ -210,6 +210,9 @@ class SealedTier(DiskTier):
             for start in range(begin, end, entries):
                 part = slice(start, min(start + entries, end))
                 yield keys[part], rows[part]
+
+
+BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTier}
 
 
 class SealedTable:
