@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -307,8 +308,10 @@ def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
     if record is None:
         raise Corruption(f"{path}: the record of its base is missing; drop the version and load its snapshot again")
     opened: list[Opened] = []
+    entries = _entries_of(record, path)
+    _allow_descriptors(len(entries))
     try:
-        for entry in _entries_of(record, path):
+        for entry in entries:
             opened.append(open_sealed(path / BASE / entry["name"], xxh3=entry["xxh3"], size=entry["bytes"]))  # noqa: PERF401
         of_table: dict[int, list[Opened]] = {}
         for file in opened:
@@ -318,6 +321,15 @@ def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
         for file in opened:
             os.close(file.fd)
         raise
+
+
+def _allow_descriptors(more: int) -> None:
+    """Raise this process's own limit of open files, within what it may have, if so many more would not fit into half."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and more > soft // 2:
+        wanted = soft + 2 * more
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _entries_of(record: bytes, path: Path) -> list[dict[str, Any]]:
