@@ -41,7 +41,8 @@ _MAX_RANGE_BYTES = 256 << 20
 _MAX_BATCH_BYTES = 16 << 20
 _SAMPLES_A_RANGE = 16
 _REPORT_EVERY_S = 0.06
-_SST_OVERHEAD = 24  # bytes a row that keys, lengths and indexes take, generously
+_OVERHEAD = 16  # bytes a row that lengths, indexes and checksums take, generously
+_UNUSED = 7  # of rows' bytes, at most one in so many is what they leave free in a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class BulkLoad:
 
     def _check_room(self) -> None:
         """Raise StorageError now rather than after an hour."""
-        rows = sum(table.rows * (2 * table.spec().row_bytes + KEY_CODE_BYTES + _SST_OVERHEAD) for table in self._tables)
+        rows = sum(table.rows * (2 * _record_bytes(table) + _overhead(table)) for table in self._tables)
         free = shutil.disk_usage(self._out_dir).free
         if free < rows:
             raise StorageError(
@@ -247,6 +248,10 @@ class BulkLoad:
 
 def _record_bytes(table: TableEntry) -> int:
     return table.spec().row_bytes + KEY_CODE_BYTES
+
+
+def _overhead(table: TableEntry) -> int:
+    return _OVERHEAD + table.spec().row_bytes // _UNUSED
 
 
 def _quantiles(runs: list[tuple[str, int]], ranges: int) -> list[int]:
