@@ -36,6 +36,7 @@ _EINTR = 4
 _DISK, _ABSENT = np.uint8(Tier.DISK), np.uint8(Tier.ABSENT)
 
 _KEYS = types.Array(types.int64, 1, "C", readonly=True)
+_WANTED = types.Array(types.boolean, 1, "C", readonly=True)
 _I64S = types.int64[::1]
 
 
@@ -123,17 +124,17 @@ def _last_at_most(sorted_keys: Any, key: Any, start: Any) -> Any:
 
 @njit(
     types.int64(
-        _KEYS, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
+        _KEYS, _WANTED, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
         types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64,
     ),
     cache=True,
     nogil=True,
 )  # fmt: skip
 def _answer(
-    keys: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
+    keys: Any, wanted: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
     first: Any, last: Any, buffer: Any, per_block: Any, block_bytes: Any, number: Any, count: Any, fence: Any,
 ) -> Any:  # fmt: skip
-    """Answer keys[first:last], which belong into the block in `buffer`. Returns how many could not be."""
+    """Answer keys[first:last], which belong into the block in `buffer`. Returns 1 if they cannot be, 0 otherwise."""
     wrong = 0
     if load_u64(buffer, (block_bytes >> 3) - 1) != _checksum(buffer, block_bytes, number):
         wrong = DAMAGED
@@ -141,9 +142,11 @@ def _answer(
         wrong = MISPLACED
     if wrong != 0:
         trouble[first:last] = wrong
-        return last - first
+        return 1
     at = 0
     for i in range(first, last):
+        if not wanted[i]:
+            continue
         key, high = keys[i], count  # keys ascend, so that each is searched for from where the last one was
         while high - at > 1:
             middle = (at + high) >> 1
@@ -161,22 +164,26 @@ def _answer(
 
 @njit(
     types.int64(
-        _KEYS, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
+        _KEYS, _WANTED, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
         _KEYS, _KEYS, _KEYS, _KEYS, types.int64, types.int64, types.int64, types.int64,
     ),
     cache=True,
     nogil=True,
 )  # fmt: skip
 def _look_up(
-    keys: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
+    keys: Any, wanted: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
     fences: Any, file_ends: Any, file_rows: Any, fds: Any, per_block: Any, block_bytes: Any, buffer: Any, window: Any,
 ) -> Any:  # fmt: skip
     waiting = np.empty((len(keys), 4), np.int64)  # first key, last key, block, file: of blocks that are not in memory
     waits, failed, first, block, file = 0, 0, 0, 0, 0
     while first < len(keys) and (len(fences) == 0 or keys[first] < fences[0]):
-        state[first] = _ABSENT
+        if wanted[first]:
+            state[first] = _ABSENT
         first += 1
     while first < len(keys):
+        if not wanted[first]:
+            first += 1
+            continue
         block = _last_at_most(fences, keys[first], block)
         last = first + 1
         while last < len(keys) and (block + 1 == len(fences) or keys[last] < fences[block + 1]):
@@ -188,7 +195,7 @@ def _look_up(
         if read_at(fds[file], buffer, block_bytes, offset, NOWAIT) == block_bytes:
             count = min(per_block, file_rows[file] - (block - start) * per_block)
             failed += _answer(
-                keys, rows, stride, row_bytes, state, trouble,
+                keys, wanted, rows, stride, row_bytes, state, trouble,
                 first, last, buffer, per_block, block_bytes, block - start, count, fences[block],
             )  # fmt: skip
         else:  # whatever the reason is, the read that waits will tell
@@ -208,11 +215,11 @@ def _look_up(
         wrong = _read_whole(fds[file], buffer, block_bytes, HEADER_BYTES + (block - start) * block_bytes)
         if wrong != 0:
             trouble[first:last] = wrong
-            failed += last - first
+            failed += 1
         else:
             count = min(per_block, file_rows[file] - (block - start) * per_block)
             failed += _answer(
-                keys, rows, stride, row_bytes, state, trouble,
+                keys, wanted, rows, stride, row_bytes, state, trouble,
                 first, last, buffer, per_block, block_bytes, block - start, count, fences[block],
             )  # fmt: skip
     return failed
@@ -258,6 +265,7 @@ def unpack(
 
 def look_up(
     keys: Keys,
+    wanted: npt.NDArray[np.bool_],
     rows: Rows,
     state: States,
     fences: Keys,
@@ -266,19 +274,22 @@ def look_up(
     block_bytes: int,
     window: int,
 ) -> npt.NDArray[np.int32] | None:
-    """Answer `keys` (int64 [n], ascending, distinct): rows[i] and state[i] DISK, or ABSENT.
+    """Answer the `wanted` of `keys` (int64 [n], ascending, distinct): rows[i] and state[i] DISK, or ABSENT.
 
     `fences` is the first key of each block of all files in order; `files` are, one for each: the blocks up to its end,
     counted over all files, its rows, its descriptor. `rows` is uint8 [n, row_bytes], a row without gaps.
 
     Blocks that are in the system's cache are read at once; the others afterwards, `window` of them on their way at a
-    time. Returns None if every key was answered, else int32 [n]: 0, or what was wrong with the key's block.
+    time. Returns None if every wanted key was answered, else int32 [n]: 0, or what was wrong with the key's block.
     """
     trouble = np.zeros(len(keys), np.int32)
     buffer = np.empty(block_bytes, np.uint8)
     ends, counts, fds = files
     failed = _look_up(
-        keys, rows.ctypes.data, rows.strides[0], rows.shape[1], state, trouble,
+        keys, wanted, rows.ctypes.data, rows.strides[0], rows.shape[1], state, trouble,
         fences, ends, counts, fds, per_block, block_bytes, buffer.ctypes.data, window,
     )  # fmt: skip
-    return trouble if failed else None
+    if not failed:
+        return None
+    trouble[~wanted] = 0
+    return trouble

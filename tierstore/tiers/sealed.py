@@ -112,7 +112,7 @@ class SealedTier(DiskTier):
             elif table is None:
                 super().get(table_id, keys, rows, state)
             elif perhaps is None:
-                failures += table.get(keys, rows, state, self._readers)
+                failures += table.get(keys, rows, state, self._readers, wanted=np.ones(len(keys), np.bool_))
             else:
                 failures += self._get_both(table, table_id, keys, rows, state, perhaps)
         if failures:
@@ -133,11 +133,7 @@ class SealedTier(DiskTier):
             lost = np.isin(keys[asked], error.keys)
         _scatter(asked, got, found, rows, state)
         perhaps[asked[(found == Tier.PENDING) & ~lost]] = False  # RocksDB does not know them
-        left = np.flatnonzero(~perhaps)
-        found, got = np.zeros(len(left), np.uint8), np.empty((len(left), rows.shape[1]), np.uint8)
-        failures += table.get(keys[left], got, found, self._readers)
-        _scatter(left, got, found, rows, state)
-        return failures
+        return failures + table.get(keys, rows, state, self._readers, wanted=~perhaps)
 
     def stats(self) -> dict[str, int]:
         """RocksDB's, whose `bytes` and `files` are of deltas, and the base's; `…_memory_bytes` are held for good."""
@@ -244,22 +240,27 @@ class SealedTable:
                 keys=keys.tolist(),
             )
 
-    def get(self, keys: Keys, rows: Rows, state: States, readers: ReaderPool) -> list[StorageError]:
-        """Answer `keys` (ascending, distinct). An error, if any, names those that could not be; they stay as they were."""
+    def get(
+        self, keys: Keys, rows: Rows, state: States, readers: ReaderPool, *, wanted: npt.NDArray[np.bool_]
+    ) -> list[StorageError]:
+        """Answer the `wanted` (bool [n]) of `keys` (int64 [n], ascending, distinct).
+
+        An error, if any, names those that could not be; they and the unwanted ones stay as they were.
+        """
         self.check_row_bytes(rows.shape[1], keys)
         if not len(keys):
             return []
         keys = np.ascontiguousarray(keys)
         if rows.strides[1] != 1:  # the kernel copies whole rows
             whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
-            failures = self.get(keys, whole, found, readers)
+            failures = self.get(keys, whole, found, readers, wanted=wanted)
             _scatter(np.arange(len(keys)), whole, found, rows, state)
             return failures
         lost: list[tuple[int, npt.NDArray[np.int32]]] = []
 
         def read(start: int, stop: int) -> None:
             trouble = kernel.look_up(
-                keys[start:stop], rows[start:stop], state[start:stop],
+                keys[start:stop], wanted[start:stop], rows[start:stop], state[start:stop],
                 self.fences, self._numbers, self.per_block, self.block_bytes, _WINDOW,
             )  # fmt: skip
             if trouble is not None:
