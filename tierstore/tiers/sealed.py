@@ -103,6 +103,7 @@ class SealedTier(DiskTier):
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """As DiskTier.get. A table whose rows are of another length than `rows` is Corruption, for all keys."""
+        keys = np.ascontiguousarray(keys)
         with self._entered():
             changed, table = self._changed.get(table_id), self._base.get(table_id)
             perhaps = None if changed is None else changed.perhaps(keys)
@@ -250,7 +251,6 @@ class SealedTable:
         self.check_row_bytes(rows.shape[1], keys)
         if not len(keys):
             return []
-        keys = np.ascontiguousarray(keys)
         if rows.strides[1] != 1:  # the kernel copies whole rows
             whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
             failures = self.get(keys, whole, found, readers, wanted=wanted)
