@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ByteSize, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tierstore.errors import ConfigError
+from tierstore.types import BaseKind
 
 CONFIG_FILE = "tierstore.toml"
 ENV_PREFIX = "TIERSTORE_"
@@ -53,6 +54,10 @@ class Settings(BaseSettings):
     )
     block_cache: Size = Field(
         ByteSize(32 << 20), description="RocksDB's block cache an open version (index blocks, mostly)"
+    )
+    base: BaseKind = Field(
+        "sealed",
+        description="what holds the rows of versions that are loaded from now on: files of our own (`sealed`), or RocksDB alone (`rocksdb`)",
     )
     load_memory: Size = Field(
         ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together"

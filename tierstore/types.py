@@ -25,6 +25,8 @@ Rows = npt.NDArray[np.uint8]
 States = npt.NDArray[np.uint8]
 Vectors = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
+BaseKind = Literal["sealed", "rocksdb"]  # what holds a version's rows as loaded; its deltas are RocksDB's in any case
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 

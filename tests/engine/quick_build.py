@@ -17,14 +17,15 @@ from tierstore.ingest.bulkload import BaseBuild, TableBuild
 from tierstore.kernels import codec
 from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.disk import write_sst
-from tierstore.types import Progress
+from tierstore.tiers.sealed_file import write_sealed
+from tierstore.types import BaseKind, Progress
 
 
 class QuickLoad:
     """What `BulkLoad` does but for reading back, with all rows in memory and on the caller's thread."""
 
-    def __init__(self, snapshot: Snapshot, out_dir: Path, *, progress: Any = None, **_: Any) -> None:
-        self._build = lambda: build(snapshot, out_dir, progress)
+    def __init__(self, snapshot: Snapshot, out_dir: Path, *, base: BaseKind, progress: Any = None, **_: Any) -> None:
+        self._build = lambda: build(snapshot, out_dir, base, progress)
 
     def __enter__(self) -> QuickLoad:
         return self
@@ -39,21 +40,26 @@ class QuickLoad:
         pass
 
 
-def build(snapshot: Snapshot, out_dir: Path, progress: Any) -> BaseBuild:
+def build(snapshot: Snapshot, out_dir: Path, base: BaseKind, progress: Any) -> BaseBuild:
     files.make_dir(out_dir)
-    built, tables = [], {}
+    built: list[Any] = []
+    tables = {}
     for number, table in enumerate(snapshot.manifest.tables, 1):
         batches = [batch for shard in range(len(table.shards)) for batch in snapshot.batches(table.name, shard)]
         keys = np.concatenate([batch.keys for batch in batches])
         vectors = np.ascontiguousarray(np.concatenate([batch.vectors for batch in batches]))
         order = np.argsort(keys)
         keys, rows = keys[order], codec.encode(vectors, table.dtype)[order]
-        built.append(write_sst(out_dir / f"base-{table.name}.sst", tables=[(number, keys, rows, None)], delta=False))
+        name = out_dir / f"base-{table.name}"
+        if base == "sealed":
+            built.append(write_sealed(name, number, keys, rows))
+        else:
+            built.append(write_sst(name, tables=[(number, keys, rows, None)], delta=False))
         tables[table.name] = TableBuild(
             len(keys), vectors.mean(0, np.float64).astype(np.float32), digest_rows(keys, rows)
         )
         progress(Progress("write", number, len(snapshot.manifest.tables)))
-    return BaseBuild(built, tables)
+    return BaseBuild(built, tables, base)
 
 
 @contextmanager

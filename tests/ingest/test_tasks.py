@@ -77,7 +77,9 @@ def test_runs_and_ranges_of_any_size_hold_every_row_once(
     assert len(limits) <= ranges + 1
     merged = [
         merge_runs(
-            snapshot, MergeRuns("t", 1, sorted_.runs, limits[i], limits[i + 1], str(directory / f"{i}.sst")), silent
+            snapshot,
+            MergeRuns("t", 1, sorted_.runs, limits[i], limits[i + 1], str(directory / f"{i}.sst"), "rocksdb"),
+            silent,
         )
         for i in range(len(limits) - 1)
     ]
@@ -90,7 +92,7 @@ def test_runs_and_ranges_of_any_size_hold_every_row_once(
 def merge_all(snapshot: FakeSnapshot, directory: Path) -> None:
     shards = list(range(len(snapshot.manifest.tables[0].shards)))
     runs = sort_shards(snapshot, SortShards("t", shards, str(directory / "r"), 64, 1024), silent).runs
-    merge_runs(snapshot, MergeRuns("t", 1, runs, None, None, str(directory / "out.sst")), silent)
+    merge_runs(snapshot, MergeRuns("t", 1, runs, None, None, str(directory / "out.sst"), "rocksdb"), silent)
 
 
 def test_two_strings_of_one_hash_are_refused_naming_both(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_a_number_given_twice_is_found_within_a_run_and_across_runs(tmp_path: Pa
     snapshot = FakeSnapshot.of(tmp_path, [[(9, ""), (5, ""), (1, ""), (7, ""), (5, "")]])
     runs = sort_shards(snapshot, SortShards("t", [0], str(tmp_path / "r"), run_bytes, 1024), silent).runs
     with pytest.raises(SnapshotError, match=r"part-0.arrow, row 4: duplicate key 5.*row 1"):
-        merge_runs(snapshot, MergeRuns("t", 1, runs, None, None, str(tmp_path / "out.sst")), silent)
+        merge_runs(snapshot, MergeRuns("t", 1, runs, None, None, str(tmp_path / "out.sst"), "rocksdb"), silent)
 
 
 def test_quantiles_weigh_runs_by_their_rows(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from tierstore.formats import files
 from tierstore.formats.names import VersionDirectory
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.bulkload import BaseBuild, BulkLoad
-from tierstore.tiers.disk import DiskTier, write_sst
+from tierstore.tiers.disk import write_sst
+from tierstore.tiers.sealed import BASES, base_record
 from tierstore.types import Progress, ProgressFn
 
 
@@ -50,6 +51,7 @@ def load(
             where.build,
             memory_bytes=settings.load_memory,
             workers=settings.load_workers,
+            base=settings.base,
             progress=tell,
             cancelled=cancelled,
         ) as bulk:
@@ -65,10 +67,13 @@ def load(
 
 
 def _ingest(build: BaseBuild, delta_seq: int, where: VersionDirectory, shared: Shared) -> None:
-    records = write_sst(where.build / "records.sst", records=watermark_record(delta_seq), delta=True)
-    disk = DiskTier.create(where.db, block_cache_bytes=shared.settings.block_cache, reader=shared.readers)
+    records = watermark_record(delta_seq)
+    if build.base == "sealed":
+        records |= base_record(build.files)
+    last = write_sst(where.build / "records.sst", records=records, delta=True)
+    disk = BASES[build.base].create(where.db, block_cache_bytes=shared.settings.block_cache, reader=shared.readers)
     try:
-        disk.ingest([*build.files, records])
+        disk.ingest([*build.files, last])
     finally:
         disk.close()
 

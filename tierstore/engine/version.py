@@ -29,11 +29,12 @@ from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable
-from tierstore.types import FeatureSpec, Keys, TableSpec
+from tierstore.tiers.sealed import BASES
+from tierstore.types import BaseKind, FeatureSpec, Keys, TableSpec
 
 log = logging.getLogger(__name__)
 
-RECORD_FORMAT = 1
+RECORD_FORMATS: dict[int, BaseKind] = {1: "rocksdb", 2: "sealed"}  # an older release must not take one for the other
 WATERMARK = "watermark"
 MIN_TABLE_BUDGET = 128 << 10
 
@@ -63,7 +64,13 @@ def write_record(where: VersionDirectory, manifest: Manifest, build: BaseBuild) 
     }
     files.publish_json(
         where.record,
-        {"format": RECORD_FORMAT, "loaded_at_s": time.time(), "manifest": manifest.to_document(), "tables": tables},
+        {
+            "format": next(form for form, base in RECORD_FORMATS.items() if base == build.base),
+            "base": build.base,
+            "loaded_at_s": time.time(),
+            "manifest": manifest.to_document(),
+            "tables": tables,
+        },
     )
 
 
@@ -83,11 +90,12 @@ class VersionInfo:
 
     def __init__(self, where: VersionDirectory) -> None:
         record = files.read_json(where.record)
-        if record.get("format") != RECORD_FORMAT:
+        if record.get("format") not in RECORD_FORMATS:
             raise Corruption(
-                f"{where.record}: expected format {RECORD_FORMAT}, came {record.get('format')!r}; it was written by another release"
+                f"{where.record}: expected format {' or '.join(map(str, RECORD_FORMATS))}, came {record.get('format')!r}; it was written by another release"
             )
         self.where = where
+        self.base = RECORD_FORMATS[record["format"]]
         self.manifest = Manifest.parse(json.dumps(record["manifest"]), file=str(where.record))
         self.number = self.manifest.version
         self.tables: dict[str, dict[str, Any]] = record["tables"]
@@ -134,7 +142,7 @@ class Version:
         cls, info: VersionInfo, settings: Settings, readers: ReaderPool, counts: Callable[[str], LookupCounts]
     ) -> Version:
         """Open the disk tier; host tables come by `attach_host`. `counts` gives the model's counts for a table."""
-        disk = DiskTier.open(info.where.db, block_cache_bytes=settings.block_cache, reader=readers)
+        disk = BASES[info.base].open(info.where.db, block_cache_bytes=settings.block_cache, reader=readers)
         try:
             return cls(info, disk, counts)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Bulk load: a snapshot to the sorted files of a new version's disk tier, and the proof that they arrived there.
+"""Bulk load: a snapshot to the files of a new version's disk tier, and the proof that they arrived there.
 
 Three phases over all tables. "read": shards are checked, encoded and left as sorted runs. "write": every
 table is cut into key ranges that fit in memory, and each range is merged from all runs into one file.
@@ -30,8 +30,9 @@ from tierstore.formats.manifest import TableEntry
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.tasks import KEY_CODE_BYTES, Merged, MergeRuns, ReadBack, Sorted, SortShards, run_keys
+from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import SstFile
-from tierstore.types import Keys, Progress, ProgressFn
+from tierstore.types import BaseKind, Keys, Progress, ProgressFn
 
 _RUNS = "runs"
 _HELPERS = "helpers"
@@ -40,7 +41,8 @@ _MAX_RANGE_BYTES = 256 << 20
 _MAX_BATCH_BYTES = 16 << 20
 _SAMPLES_A_RANGE = 16
 _REPORT_EVERY_S = 0.06
-_SST_OVERHEAD = 24  # bytes a row that keys, lengths and indexes take, generously
+_OVERHEAD = 16  # bytes a row that lengths, indexes and checksums take, generously
+_UNUSED = 7  # of rows' bytes, at most one in so many is what they leave free in a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,14 @@ class TableBuild:
 
 @dataclass(frozen=True, slots=True)
 class BaseBuild:
-    """Files that overlap in no key, ready to ingest; table ids count from 1 in the order of the manifest.
+    """Files of the kind `base` that overlap in no key, ready to ingest; table ids count from 1 in the order of the manifest.
 
     `seconds` by phase and `helper_peak_bytes` (the most memory of one helper) are for benchmarks.
     """
 
-    files: list[SstFile]
+    files: list[SstFile | SealedFile]
     tables: dict[str, TableBuild]
+    base: BaseKind
     seconds: dict[str, float] = field(default_factory=dict)
     helper_peak_bytes: int = 0
 
@@ -71,12 +74,19 @@ def build_base(
     *,
     memory_bytes: int,
     workers: int,
+    base: BaseKind,
     progress: ProgressFn | None = None,
     cancelled: threading.Event | None = None,
 ) -> BaseBuild:
     """`BulkLoad.build` for a caller who ingests the files without reading them back."""
     with BulkLoad(
-        snapshot, out_dir, memory_bytes=memory_bytes, workers=workers, progress=progress, cancelled=cancelled
+        snapshot,
+        out_dir,
+        memory_bytes=memory_bytes,
+        workers=workers,
+        base=base,
+        progress=progress,
+        cancelled=cancelled,
     ) as load:
         return load.build()
 
@@ -99,6 +109,7 @@ class BulkLoad:
         *,
         memory_bytes: int,
         workers: int,
+        base: BaseKind,
         progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
@@ -106,6 +117,7 @@ class BulkLoad:
         self._tables = snapshot.manifest.tables
         self._out_dir = Path(out_dir)
         self._workers = max(1, workers)
+        self._base: BaseKind = base
         self._share = max(8 << 20, memory_bytes // self._workers)  # of one helper
         self._report = _Reporter(progress, cancelled)
         self._helpers: Helpers | None = None
@@ -141,15 +153,16 @@ class BulkLoad:
         remove_tree(self._out_dir / _RUNS)
         self._written = list(zip(merges, merged, strict=True))
         seconds = {"read": between - began, "write": time.monotonic() - between}
-        files = [SstFile(Path(m.out), r.xxh3, r.bytes, r.entries) for m, r in self._written if r.xxh3]
+        kind = SealedFile if self._base == "sealed" else SstFile
+        files = [kind(Path(m.out), r.xxh3, r.bytes, r.entries) for m, r in self._written if r.xxh3]
         tables = {table.name: self._sum_up(table, sorted_[table.name]) for table in self._tables}
-        return BaseBuild(files, tables, seconds, helpers.peak_bytes)
+        return BaseBuild(files, tables, self._base, seconds, helpers.peak_bytes)
 
     def read_back(self, db: Path) -> None:
         """Compare what the disk tier in `db`, closed by now, holds with what was built. Raises Corruption."""
         assert self._helpers is not None
         lengths = {table.name: table.spec().row_bytes for table in self._tables}
-        tasks = [ReadBack(str(db), m.table_id, lengths[m.table], m.low, m.high) for m, _ in self._written]
+        tasks = [ReadBack(str(db), m.table_id, lengths[m.table], m.low, m.high, m.base) for m, _ in self._written]
         self._report.phase("verify", sum(table.rows for table in self._tables))
         found = self._helpers.run(tasks, self._report.tick)
         self._report.finish()
@@ -162,7 +175,7 @@ class BulkLoad:
 
     def _check_room(self) -> None:
         """Raise StorageError now rather than after an hour."""
-        rows = sum(table.rows * (2 * table.spec().row_bytes + KEY_CODE_BYTES + _SST_OVERHEAD) for table in self._tables)
+        rows = sum(table.rows * (2 * _record_bytes(table) + _overhead(table)) for table in self._tables)
         free = shutil.disk_usage(self._out_dir).free
         if free < rows:
             raise StorageError(
@@ -206,9 +219,10 @@ class BulkLoad:
         if not runs:
             return []
         limits = [None, *_quantiles(runs, self._range_count(table)), None]
+        out, suffix = self._out_dir / f"base-{table.name}", "sealed" if self._base == "sealed" else "sst"
         table_id = 1 + [other.name for other in self._tables].index(table.name)
         return [
-            MergeRuns(table.name, table_id, runs, low, high, str(self._out_dir / f"base-{table.name}-{number:04}.sst"))
+            MergeRuns(table.name, table_id, runs, low, high, f"{out}-{number:04}.{suffix}", self._base)
             for number, (low, high) in enumerate(pairwise(limits))
         ]
 
@@ -234,6 +248,10 @@ class BulkLoad:
 
 def _record_bytes(table: TableEntry) -> int:
     return table.spec().row_bytes + KEY_CODE_BYTES
+
+
+def _overhead(table: TableEntry) -> int:
+    return _OVERHEAD + table.spec().row_bytes // _UNUSED
 
 
 def _quantiles(runs: list[tuple[str, int]], ranges: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""The work of a bulk load's helper: shards to sorted runs, runs to one SST file a key range, and reading it back.
+"""The work of a bulk load's helper: shards to sorted runs, runs to one file a key range, and reading it back.
 
-    shards --sort_shards--> runs --merge_runs--> base-<table>-<nnnn>.sst --(ingested)--> disk tier --read_back--> digest
+    shards --sort_shards--> runs --merge_runs--> base-<table>-<nnnn>.<kind> --(ingested)--> disk tier --read_back--> digest
 
 A run is a scratch file of rows that fit in memory, sorted: n key codes (int64), then n rows in the
 storage dtype. A merge takes the same key range out of every run, so that its output is one file that
@@ -25,8 +25,10 @@ from tierstore.errors import SnapshotError, StorageError
 from tierstore.formats.snapshot import Snapshot
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.disk import DiskTier, ReaderPool, TableContent, write_sst
-from tierstore.types import Keys, KeyType, Rows, TableSpec
+from tierstore.tiers.disk import ReaderPool, SstFile, TableContent, write_sst
+from tierstore.tiers.sealed import BASES
+from tierstore.tiers.sealed_file import SealedFile, write_sealed
+from tierstore.types import BaseKind, Keys, KeyType, Rows, TableSpec
 
 KEY_CODE_BYTES = 8
 _BLOCK_ROWS = 1 << 16
@@ -57,6 +59,7 @@ class MergeRuns:
     low: int | None
     high: int | None
     out: str
+    base: BaseKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class ReadBack:
     row_bytes: int
     low: int | None
     high: int | None
+    base: BaseKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,7 @@ class _Buffer:
 
 
 def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
-    """Merge one key range of all runs and write it as an SST file."""
+    """Merge one key range of all runs and write it as one file, of the kind that the base is made of."""
     spec = snapshot.manifest.table(task.table).spec()
     keys, rows, pieces = _read_range(task, spec.row_bytes)
     if not len(keys):
@@ -180,7 +184,11 @@ def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
     same = np.flatnonzero(keys[1:] == keys[:-1])
     if len(same):
         raise duplicate(snapshot, spec, int(keys[same[0]]))
-    built = write_sst(Path(task.out), tables=[(task.table_id, keys, rows, None)], delta=False)
+    built: SealedFile | SstFile
+    if task.base == "sealed":
+        built = write_sealed(Path(task.out), task.table_id, keys, rows)
+    else:
+        built = write_sst(Path(task.out), tables=[(task.table_id, keys, rows, None)], delta=False)
     tell(len(keys))
     return Merged(len(keys), digest_rows(keys, rows), built.xxh3, built.bytes, built.entries)
 
@@ -188,7 +196,7 @@ def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
 def read_back(task: ReadBack, tell: Tell) -> TableContent:
     """Read what was ingested, every block against its checksum."""
     reader = ReaderPool(1)
-    disk = DiskTier.open(Path(task.db), block_cache_bytes=_BLOCK_CACHE_BYTES, reader=reader, read_only=True)
+    disk = BASES[task.base].open(Path(task.db), block_cache_bytes=_BLOCK_CACHE_BYTES, reader=reader, read_only=True)
     try:
         return disk.sum_up(task.table_id, task.row_bytes, task.low, task.high, tell=tell)
     finally:

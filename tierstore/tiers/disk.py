@@ -20,17 +20,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import compress, islice, repeat, starmap
-from operator import itemgetter
+from itertools import compress, groupby, islice, repeat, starmap
+from operator import is_not, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import rocksdict
 
 from tierstore.errors import Closed, Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.readers import ReaderPool
+from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import (
     KEY_BYTES,
     MAX_TABLE_ID,
@@ -59,6 +61,7 @@ _L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
 _JOBS = 3
 _MERGE_POLL_S = 0.01
 _NEVER = 1 << 30
+_TABLE_OF = itemgetter(slice(0, 2))  # of a stored key
 _TARGET_FILE_BYTES = 64 << 20
 _LEVEL_BASE_BYTES = 128 << 20
 _PROPERTIES = {
@@ -97,12 +100,12 @@ class DiskTier:
         self._cursors: set[_Cursor] = set()
 
     @classmethod
-    def create(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool) -> DiskTier:
+    def create(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool) -> Self:
         """Make an empty tier in the directory `path`, which must not hold one yet. Raises StorageError."""
         return cls._open(path, block_cache_bytes, reader, new=True)
 
     @classmethod
-    def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> DiskTier:
+    def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
         """Open the tier in `path`. Raises StorageError if there is none, Locked if it is open already, Corruption.
 
         Any number of processes may open a tier that nobody writes `read_only`; nothing can be ingested then.
@@ -112,7 +115,7 @@ class DiskTier:
     @classmethod
     def _open(
         cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool = False, read_only: bool = False
-    ) -> DiskTier:
+    ) -> Self:
         family = _options(block_cache_bytes)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
@@ -122,7 +125,7 @@ class DiskTier:
             db = rocksdict.Rdict(str(path), family, column_families={"default": family}, access_type=access)
         return cls(path, db, reader)
 
-    def ingest(self, files: Sequence[SstFile | Path]) -> None:
+    def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
         """Take in sorted files, all or none, by moving them into the directory (same file system).
 
         Of files that hold the same key, the later in `files` wins. Raises StorageError; the files
@@ -130,6 +133,8 @@ class DiskTier:
         """
         if not files:
             return
+        if sealed := [file.path.name for file in files if isinstance(file, SealedFile)]:
+            raise ValueError(f"{sealed[0]} is a sealed file; a base of RocksDB alone cannot take it in")
         options = rocksdict.IngestExternalFileOptions()
         options.set_move_files(True)
         paths = [str(file.path if isinstance(file, SstFile) else file) for file in files]
@@ -144,12 +149,16 @@ class DiskTier:
         left as they were; after all others are answered, Corruption is raised with their codes in
         `.keys`. Raises Closed, or StorageError in the same way (`.keys`) when reads fail.
         """
+        self._get(table_id, keys, rows, state, unknown=Tier.ABSENT)
+
+    def _get(self, table_id: int, keys: Keys, rows: Rows, state: States, *, unknown: Tier) -> None:
+        """`get`, with ABSENT for keys that are marked deleted alone and `unknown` for those that no file has."""
         with self._entered() as db:
             packed = pack_keys(table_id, keys)
             lost: list[tuple[int, Exception]] = []
 
             def read(start: int, stop: int) -> None:
-                _read_chunk(db, packed[start:stop].tolist(), start, rows, state, lost)
+                _read_chunk(db, packed[start:stop].tolist(), start, rows, state, lost, unknown)
 
             self._readers.run(len(keys), read)
         if lost:
@@ -176,9 +185,9 @@ class DiskTier:
         Every block's checksum is verified; the block cache is left alone. Sees the tier as it was
         when the scan began. Raises Corruption, or Closed if the tier is closed meanwhile.
         """
-        for keys, live, _ in self._live_blocks(table_id, row_bytes, batch_rows):
-            if live:
-                yield keys, np.frombuffer(b"".join(live), np.uint8).reshape(len(live), row_bytes)
+        for keys, rows, _ in self._live_blocks(table_id, row_bytes, batch_rows):
+            if len(keys):
+                yield keys, rows
 
     def verify(
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
@@ -212,13 +221,12 @@ class DiskTier:
         tell: Callable[[int], None],
     ) -> TableContent:
         """What a table holds of the keys in [low, high) (None: no limit), read as by `verify`; `tell(more entries)`."""
-        rows = deleted = digest = 0
-        for keys, live, gone in self._live_blocks(table_id, row_bytes, _DIGEST_BLOCK, low, high):
-            block = np.frombuffer(b"".join(live), np.uint8).reshape(len(live), row_bytes)
-            digest = (digest + digest_rows(keys, block)) % 2**64
-            rows, deleted = rows + len(live), deleted + gone
-            tell(len(live) + gone)
-        return TableContent(rows, deleted, digest)
+        count = deleted = digest = 0
+        for keys, rows, gone in self._live_blocks(table_id, row_bytes, _DIGEST_BLOCK, low, high):
+            digest = (digest + digest_rows(keys, rows)) % 2**64
+            count, deleted = count + len(keys), deleted + gone
+            tell(len(keys) + gone)
+        return TableContent(count, deleted, digest)
 
     def compact(self) -> None:
         """Merge everything down and wait for it. Raises StorageError if a merge failed in the background."""
@@ -287,29 +295,46 @@ class DiskTier:
 
     def _live_blocks(
         self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
-    ) -> Iterator[tuple[Keys, list[bytes], int]]:
-        """Keys and rows that are not deleted, and how many deleted keys lay between them."""
+    ) -> Iterator[tuple[Keys, Rows, int]]:
+        """Keys and rows that are not deleted, at most `entries`, and how many deleted keys lay between them."""
+        for keys, deleted, rows in self._entries(table_id, row_bytes, entries, low, high):
+            yield (keys[~deleted], rows, int(np.count_nonzero(deleted))) if deleted.any() else (keys, rows, 0)
+
+    def _entries(
+        self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
+    ) -> Iterator[tuple[Keys, npt.NDArray[np.bool_], Rows]]:
+        """Keys, which of them are deleted, and the rows of the others. Raises Corruption for a row of another length."""
         for stored, values in self._blocks(table_id, entries, low, high):
             keys = unpack_keys(stored)
+            deleted = ~np.fromiter(map(bool, values), np.bool_, len(values))
             live = list(filter(None, values))
-            if len(live) < len(values):
-                keys = keys[np.fromiter(map(bool, values), np.bool_, len(values))]
             wrong = np.fromiter(map(len, live), np.int64, len(live)) != row_bytes
             if wrong.any():
-                first = int(np.argmax(wrong))
+                codes, first = keys[~deleted][wrong].tolist(), len(live[int(np.argmax(wrong))])
                 raise Corruption(
-                    f"{self.path}: table {table_id}, key {keys[first]}: expected a row of {row_bytes} bytes, found {len(live[first])}",
-                    keys=keys[wrong].tolist(),
+                    f"{self.path}: table {table_id}, key {codes[0]}: expected a row of {row_bytes} bytes, found {first}",
+                    keys=codes,
                 )
-            yield keys, live, len(values) - len(live)
+            yield keys, deleted, np.frombuffer(b"".join(live), np.uint8).reshape(len(live), row_bytes)
 
     def _blocks(
         self, table_id: int, entries: int, low: int | None = None, high: int | None = None
     ) -> Iterator[tuple[list[bytes], list[bytes]]]:
         """Entries of a table, those with keys in [low, high) if given, as (stored keys, values); at most `entries` at a time."""
-        doing = f"scanning table {table_id} of {self.path}"
         first = _prefix(table_id) if low is None else _stored(table_id, low)
-        cursor = _Cursor(_prefix(table_id + 1) if high is None else _stored(table_id, high))
+        end = _prefix(table_id + 1) if high is None else _stored(table_id, high)
+        return self._step(f"scanning table {table_id} of {self.path}", first, _Cursor(end), entries)
+
+    def _table_keys(self) -> Iterator[tuple[int, Keys]]:
+        """(table id, keys in ascending order) of every entry that is no record, deleted ones too; values are not taken out."""
+        cursor = _Cursor(_prefix(MAX_TABLE_ID + 1), values=False)
+        for stored, _ in self._step(f"reading the keys of {self.path}", _prefix(META_TABLE + 1), cursor, _DIGEST_BLOCK):
+            for table_id, keys in groupby(stored, _TABLE_OF):
+                yield int.from_bytes(table_id, "big"), unpack_keys(list(keys))
+
+    def _step(
+        self, doing: str, first: bytes, cursor: _Cursor, entries: int
+    ) -> Iterator[tuple[list[bytes], list[bytes]]]:
         with self._entered() as db, driver_errors(doing):
             cursor.iterator = db.iter(_scan_options())
             cursor.iterator.seek(first)
@@ -330,8 +355,8 @@ class DiskTier:
 class _Cursor:
     """A RocksDB iterator up to the stored key `end`, that `close` can take away."""
 
-    def __init__(self, end: bytes) -> None:
-        self.end = end
+    def __init__(self, end: bytes, *, values: bool = True) -> None:
+        self.end, self.values = end, values
         self.iterator: Any = None  # guarded by the tier: used by calls that have entered, None once it is closed
 
     def take(self, entries: int) -> tuple[list[bytes], list[bytes], bool]:
@@ -344,7 +369,7 @@ class _Cursor:
             # key() is None at the end, which ends the zip before the value is asked for and a step is made
             steps = zip(
                 iter(iterator.key, None),
-                starmap(iterator.value, nothing),
+                starmap(iterator.value, nothing) if self.values else repeat(b""),
                 starmap(iterator.next, nothing),
                 strict=False,
             )
@@ -411,7 +436,13 @@ def _scan_options() -> rocksdict.ReadOptions:
 
 
 def _read_chunk(
-    db: rocksdict.Rdict, stored: list[bytes], start: int, rows: Rows, state: States, lost: list[tuple[int, Exception]]
+    db: rocksdict.Rdict,
+    stored: list[bytes],
+    start: int,
+    rows: Rows,
+    state: States,
+    lost: list[tuple[int, Exception]],
+    unknown: Tier,
 ) -> None:
     """Read one chunk. One damaged block fails a whole batch, so a failed one is halved down to the keys that fail."""
     try:
@@ -423,8 +454,8 @@ def _read_chunk(
             lost.append((start, error))
             return
         half = len(stored) // 2
-        _read_chunk(db, stored[:half], start, rows, state, lost)
-        _read_chunk(db, stored[half:], start + half, rows, state, lost)
+        _read_chunk(db, stored[:half], start, rows, state, lost, unknown)
+        _read_chunk(db, stored[half:], start + half, rows, state, lost, unknown)
         return
     found = np.fromiter(map(bool, values), np.bool_, len(values))
     live = list(filter(None, values))
@@ -436,7 +467,8 @@ def _read_chunk(
         live, where = list(compress(live, ~wrong)), where[~wrong]
     rows[where] = np.frombuffer(b"".join(live), np.uint8).reshape(len(live), rows.shape[1])
     state[where] = Tier.DISK
-    state[start : start + len(values)][~found] = Tier.ABSENT
+    known = np.fromiter(map(is_not, values, repeat(None)), np.bool_, len(values))
+    state[start : start + len(values)][~found] = np.where(known[~found], Tier.ABSENT, unknown)
 
 
 def _lost_keys(table_id: int, keys: Keys, lost: list[tuple[int, Exception]]) -> StorageError:

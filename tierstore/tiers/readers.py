@@ -29,21 +29,23 @@ class ReaderPool:
         self.chunk_keys = chunk_keys
         self._executor = ThreadPoolExecutor(threads, "tierstore-read") if threads else None
 
-    def run(self, count: int, work: Callable[[int, int], None]) -> None:
+    def run(self, count: int, work: Callable[[int, int], None], chunk: int | None = None) -> None:
         """Call `work(start, stop)` for consecutive chunks of range(count), on this thread and idle helpers.
+
+        A chunk is of `chunk_keys`, or of `chunk` where the work itself keeps many reads on their way.
 
         Returns when all are done. The first error that `work` raises is raised here, after the
         chunks that were under way have ended; chunks not begun by then are skipped.
         """
-        chunk = self.chunk_keys
+        chunk = chunk or self.chunk_keys
         if count <= chunk:
             if count:
                 work(0, count)
             return
         starts = deque(range(0, count, chunk))
-        helpers = self._start_helpers(min(self.threads, len(starts) - 1), starts, count, work)
+        helpers = self._start_helpers(min(self.threads, len(starts) - 1), starts, chunk, count, work)
         try:
-            self._work_off(starts, count, work)
+            self._work_off(starts, chunk, count, work)
         finally:
             starts.clear()
             running = [helper for helper in helpers if not helper.cancel()]
@@ -52,24 +54,24 @@ class ReaderPool:
             raise failed[0]
 
     def _start_helpers(
-        self, wanted: int, starts: deque[int], count: int, work: Callable[[int, int], None]
+        self, wanted: int, starts: deque[int], chunk: int, count: int, work: Callable[[int, int], None]
     ) -> list[Future[None]]:
         helpers: list[Future[None]] = []
         if self._executor is not None:
             # a closed executor refuses with RuntimeError: the caller then works alone
             with contextlib.suppress(RuntimeError):
                 for _ in range(wanted):
-                    helpers.append(self._executor.submit(self._work_off, starts, count, work))  # noqa: PERF401
+                    helpers.append(self._executor.submit(self._work_off, starts, chunk, count, work))  # noqa: PERF401
         return helpers
 
-    def _work_off(self, starts: deque[int], count: int, work: Callable[[int, int], None]) -> None:
+    def _work_off(self, starts: deque[int], chunk: int, count: int, work: Callable[[int, int], None]) -> None:
         try:
             while True:
                 try:
                     start = starts.popleft()
                 except IndexError:
                     return
-                work(start, min(start + self.chunk_keys, count))
+                work(start, min(start + chunk, count))
         except BaseException:
             starts.clear()
             raise

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +43,13 @@ Entries = tuple[int, Keys, Rows, npt.NDArray[np.bool_] | None]
 
 @dataclass(frozen=True, slots=True)
 class SstFile:
-    """A finished file. `xxh3` is the XXH3-64 (16 hex digits) of its bytes as built."""
+    """A finished file. `xxh3` is the XXH3-64 (16 hex digits) of its bytes as built, `keys` are those of a delta's tables."""
 
     path: Path
     xxh3: str
     bytes: int
     entries: int
+    keys: Sequence[tuple[int, Keys]] | None = field(default=None, repr=False, compare=False)
 
 
 def pack_keys(table_id: int, keys: Keys) -> npt.NDArray[np.void]:
@@ -130,7 +131,8 @@ def write_sst(
             if not entries:
                 raise ValueError("nothing to write: a sorted file needs at least one record or row")
             writer.finish()
-        return SstFile(path, file_xxh3(path), path.stat().st_size, entries)
+        changed = [(table_id, keys) for table_id, keys, _, _ in tables] if delta else None
+        return SstFile(path, file_xxh3(path), path.stat().st_size, entries, changed)
     except BaseException:
         del writer
         path.unlink(missing_ok=True)

@@ -1,0 +1,89 @@
+"""A Bloom filter over int64 keys that asks memory once a key: is this key perhaps one of those?
+
+Split blocks of 256 bits, as Parquet has them (parquet-format, BloomFilter.md; the idea is Putze, Sanders and Singler,
+2007): the upper half of a key's hash picks a block, the lower half one bit in each of its eight words.
+
+Free functions of arrays, nogil. One writer at a time adds; any number of threads ask meanwhile. Bits are only ever
+set, each word at once, so whoever asks sees a key that was added before the array or a newer one was handed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+
+from tierstore.kernels.atomics import prefetch
+from tierstore.kernels.overlay_index import _mix
+from tierstore.types import Keys
+
+Filter = npt.NDArray[np.uint32]
+
+WORDS = 8  # of a block, 4 bytes each
+_AHEAD = 16
+_U32, _U64 = np.uint32, np.uint64
+_SALTS = np.array(
+    [0x47B6137B, 0x44974D91, 0x8824AD5B, 0xA2B7289D, 0x705495C7, 0x2DF1424B, 0x9EFC4947, 0x5C6BFB31], np.uint32
+)
+
+_KEYS = types.Array(types.int64, 1, "C", readonly=True)
+
+
+@njit("int64(int64, int64)", cache=True, nogil=True)
+def _block_of(key: Any, blocks: Any) -> Any:
+    return np.int64(((_mix(key) >> _U64(32)) * _U64(blocks)) >> _U64(32)) * WORDS
+
+
+@njit("uint32(int64, int64)", cache=True, nogil=True)
+def _bit(key: Any, word: Any) -> Any:
+    product = _U32(_U32(_mix(key)) * _SALTS[word])  # numba widens what it multiplies
+    return _U32(_U32(1) << (product >> _U32(27)))
+
+
+@njit(types.int64(_KEYS, types.uint32[::1]), cache=True, nogil=True)
+def _add(keys: Any, words: Any) -> Any:
+    blocks, new = len(words) // WORDS, 0
+    for key in keys:
+        at = _block_of(key, blocks)
+        fresh = False
+        for j in range(WORDS):
+            bit = _bit(key, j)
+            if words[at + j] & bit == 0:
+                words[at + j] |= bit
+                fresh = True
+        new += fresh
+    return new
+
+
+@njit(types.int64(_KEYS, types.uint32[::1], types.boolean[::1]), cache=True, nogil=True)
+def _ask(keys: Any, words: Any, perhaps: Any) -> Any:
+    blocks, found = len(words) // WORDS, 0
+    base = np.int64(words.ctypes.data)
+    for i in range(len(keys)):
+        if i + _AHEAD < len(keys):
+            prefetch(base + 4 * _block_of(keys[i + _AHEAD], blocks))
+        if perhaps[i]:
+            continue
+        at, there = _block_of(keys[i], blocks), True
+        for j in range(WORDS):
+            there &= (words[at + j] & _bit(keys[i], j)) != 0
+        perhaps[i] = there
+        found += there
+    return found
+
+
+def empty(keys: int, bits_a_key: int) -> Filter:
+    """A filter for so many keys: uint32 [8 × blocks]."""
+    return np.zeros(max(1, -(-keys * bits_a_key // (32 * WORDS))) * WORDS, np.uint32)
+
+
+def add(words: Filter, keys: Keys) -> int:
+    """Put `keys` (int64 [n]) in. Returns how many were not there yet, as far as the filter can tell."""
+    return int(_add(keys, words))
+
+
+def ask(words: Filter, keys: Keys, perhaps: npt.NDArray[np.bool_]) -> int:
+    """Set perhaps[i] where keys[i] may be in; others are left as they are. Returns how many were set."""
+    return int(_ask(keys, words, perhaps))

@@ -1,0 +1,295 @@
+"""Blocks of a sealed base file: filling them, reading them back, and looking keys up in them.
+
+Free functions of arrays, nogil; any number of threads, each with a buffer of its own. A block holds, without gaps,
+`per_block` keys (int64, ascending), as many rows, zeros, and a checksum in its last 8 bytes; only the last block of a
+file may hold fewer, and then its other places are zeros. schema/layout.md has it to the byte.
+
+Blocks are read with `preadv2`, not through a mapping: what the drive cannot read comes back as an error number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.raw import fold_multiply, load_u64, store_u64
+from tierstore.kernels.sysio import NOWAIT, WILL_NEED, advise, read_at
+from tierstore.types import Keys, Rows, States, Tier
+
+# what may be wrong with a block; positive numbers are those of the system (errno)
+DAMAGED = -1  # the checksum does not match
+CUT = -2  # the file ends before it
+MISPLACED = -3  # a whole block, but not the one that belongs there
+
+HEADER_BYTES = 4096  # blocks begin here, so that each lies in pages of its own
+
+_U64 = np.uint64
+# digits of the fractional part of the golden ratio, and the primes of XXH64: any odd numbers of mixed bits would do
+_S0, _S1 = _U64(0x9E3779B97F4A7C15), _U64(0xC2B2AE3D27D4EB4F)
+_S2, _S3 = _U64(0x165667B19E3779F9), _U64(0x27D4EB2F165667C5)
+_C1, _C2 = _U64(0xFF51AFD7ED558CCD), _U64(0xC4CEB9FE1A85EC53)
+_EINTR = 4
+_DISK, _ABSENT = np.uint8(Tier.DISK), np.uint8(Tier.ABSENT)
+
+_KEYS = types.Array(types.int64, 1, "C", readonly=True)
+_WANTED = types.Array(types.boolean, 1, "C", readonly=True)
+_I64S = types.int64[::1]
+
+
+@njit("uint64(int64, int64, int64)", cache=True, nogil=True)
+def _checksum(at: Any, block_bytes: Any, number: Any) -> Any:
+    """Of all of a block but its last 8 bytes, in whose place the block's number goes in."""
+    a, b, c, d = _S0, _S1, _S2, _S3
+    words = block_bytes >> 3
+    for j in range(0, words, 8):
+        last = load_u64(at, j + 7) if j + 8 < words else _U64(number)
+        a = fold_multiply(load_u64(at, j) ^ _S0 ^ a, load_u64(at, j + 1) ^ _S1)
+        b = fold_multiply(load_u64(at, j + 2) ^ _S1 ^ b, load_u64(at, j + 3) ^ _S2)
+        c = fold_multiply(load_u64(at, j + 4) ^ _S2 ^ c, load_u64(at, j + 5) ^ _S3)
+        d = fold_multiply(load_u64(at, j + 6) ^ _S3 ^ d, last ^ _S0)
+    x = fold_multiply(a ^ _S1, b ^ _S2) ^ fold_multiply(c ^ _S3, d ^ _S0) ^ _U64(block_bytes)
+    x = (x ^ (x >> _U64(33))) * _C1
+    x = (x ^ (x >> _U64(33))) * _C2
+    return x ^ (x >> _U64(33))
+
+
+@njit(types.void(_KEYS, *[types.int64] * 6), cache=True, nogil=True)
+def _pack(keys: Any, rows: Any, row_bytes: Any, out: Any, per_block: Any, block_bytes: Any, first_block: Any) -> Any:
+    for block in range((len(keys) + per_block - 1) // per_block):
+        at = out + block * block_bytes
+        first = block * per_block
+        count = min(per_block, len(keys) - first)
+        copy_bytes(at, np.int64(keys.ctypes.data) + 8 * first, 8 * count)
+        copy_bytes(at + 8 * per_block, rows + first * row_bytes, row_bytes * count)
+        words = block_bytes >> 3
+        store_u64(at, words - 1, _checksum(at, block_bytes, first_block + block))
+
+
+@njit(types.int64(_I64S, *[types.int64] * 7), cache=True, nogil=True)
+def _unpack(
+    keys: Any, rows: Any, row_bytes: Any, blocks: Any, per_block: Any, block_bytes: Any, first_block: Any, floor: Any
+) -> Any:
+    """Returns -1, or the first block that is damaged or out of order; `floor` is the key before the first."""
+    last = floor
+    for block in range((len(keys) + per_block - 1) // per_block):
+        at = blocks + block * block_bytes
+        first = block * per_block
+        count = min(per_block, len(keys) - first)
+        if load_u64(at, (block_bytes >> 3) - 1) != _checksum(at, block_bytes, first_block + block):
+            return block
+        copy_bytes(np.int64(keys.ctypes.data) + 8 * first, at, 8 * count)
+        copy_bytes(rows + first * row_bytes, at + 8 * per_block, row_bytes * count)
+        for i in range(first, first + count):
+            if keys[i] < last or (keys[i] == last and (i > 0 or floor != np.iinfo(np.int64).min)):
+                return block
+            last = keys[i]
+    return -1
+
+
+@njit("int64(int64, int64, int64, int64)", cache=True, nogil=True)
+def _read_whole(fd: Any, buffer: Any, size: Any, offset: Any) -> Any:
+    """0, an error number, or CUT. Waits for the drive."""
+    done = 0
+    while done < size:
+        got = read_at(fd, buffer + done, size - done, offset + done, 0)
+        if got > 0:
+            done += got
+        elif got == 0:
+            return CUT
+        elif got != -_EINTR:
+            return -got
+    return 0
+
+
+@njit(types.int64(_KEYS, types.int64, types.int64), cache=True, nogil=True)
+def _last_at_most(sorted_keys: Any, key: Any, start: Any) -> Any:
+    """The last place whose key is at most `key`, where that at `start` is; strides grow from there, then halve."""
+    low, step = start, 1
+    while low + step < len(sorted_keys) and sorted_keys[low + step] <= key:
+        low += step
+        step += step
+    high = min(low + step, len(sorted_keys))
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if sorted_keys[middle] <= key:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit(
+    types.int64(
+        _KEYS, _WANTED, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
+        types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64,
+    ),
+    cache=True,
+    nogil=True,
+)  # fmt: skip
+def _answer(
+    keys: Any, wanted: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
+    first: Any, last: Any, buffer: Any, per_block: Any, block_bytes: Any, number: Any, count: Any, fence: Any,
+) -> Any:  # fmt: skip
+    """Answer keys[first:last], which belong into the block in `buffer`. Returns 1 if they cannot be, 0 otherwise."""
+    wrong = 0
+    if load_u64(buffer, (block_bytes >> 3) - 1) != _checksum(buffer, block_bytes, number):
+        wrong = DAMAGED
+    elif np.int64(load_u64(buffer, 0)) != fence:
+        wrong = MISPLACED
+    if wrong != 0:
+        trouble[first:last] = wrong
+        return 1
+    at = 0
+    for i in range(first, last):
+        if not wanted[i]:
+            continue
+        key, high = keys[i], count  # keys ascend, so that each is searched for from where the last one was
+        while high - at > 1:
+            middle = (at + high) >> 1
+            if np.int64(load_u64(buffer, middle)) <= key:
+                at = middle
+            else:
+                high = middle
+        if np.int64(load_u64(buffer, at)) == key:
+            copy_bytes(rows + i * stride, buffer + 8 * per_block + at * row_bytes, row_bytes)
+            state[i] = _DISK
+        else:
+            state[i] = _ABSENT
+    return 0
+
+
+@njit(
+    types.int64(
+        _KEYS, _WANTED, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
+        _KEYS, _KEYS, _KEYS, _KEYS, types.int64, types.int64, types.int64, types.int64,
+    ),
+    cache=True,
+    nogil=True,
+)  # fmt: skip
+def _look_up(
+    keys: Any, wanted: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
+    fences: Any, file_ends: Any, file_rows: Any, fds: Any, per_block: Any, block_bytes: Any, buffer: Any, window: Any,
+) -> Any:  # fmt: skip
+    waiting = np.empty((len(keys), 4), np.int64)  # first key, last key, block, file: of blocks that are not in memory
+    waits, failed, first, block, file = 0, 0, 0, 0, 0
+    while first < len(keys) and (len(fences) == 0 or keys[first] < fences[0]):
+        if wanted[first]:
+            state[first] = _ABSENT
+        first += 1
+    while first < len(keys):
+        if not wanted[first]:
+            first += 1
+            continue
+        block = _last_at_most(fences, keys[first], block)
+        last = first + 1
+        while last < len(keys) and (block + 1 == len(fences) or keys[last] < fences[block + 1]):
+            last += 1
+        while block >= file_ends[file]:
+            file += 1
+        start = 0 if file == 0 else file_ends[file - 1]
+        offset = HEADER_BYTES + (block - start) * block_bytes
+        if read_at(fds[file], buffer, block_bytes, offset, NOWAIT) == block_bytes:
+            count = min(per_block, file_rows[file] - (block - start) * per_block)
+            failed += _answer(
+                keys, wanted, rows, stride, row_bytes, state, trouble,
+                first, last, buffer, per_block, block_bytes, block - start, count, fences[block],
+            )  # fmt: skip
+        else:  # whatever the reason is, the read that waits will tell
+            waiting[waits, 0], waiting[waits, 1], waiting[waits, 2], waiting[waits, 3] = first, last, block, file
+            waits += 1
+            if waits <= window:
+                advise(fds[file], offset, block_bytes, WILL_NEED)
+        first = last
+    for i in range(waits):
+        # the drive works on the next `window` blocks while this one is waited for
+        if i + window < waits:
+            block, file = waiting[i + window, 2], waiting[i + window, 3]
+            start = 0 if file == 0 else file_ends[file - 1]
+            advise(fds[file], HEADER_BYTES + (block - start) * block_bytes, block_bytes, WILL_NEED)
+        first, last, block, file = waiting[i, 0], waiting[i, 1], waiting[i, 2], waiting[i, 3]
+        start = 0 if file == 0 else file_ends[file - 1]
+        wrong = _read_whole(fds[file], buffer, block_bytes, HEADER_BYTES + (block - start) * block_bytes)
+        if wrong != 0:
+            trouble[first:last] = wrong
+            failed += 1
+        else:
+            count = min(per_block, file_rows[file] - (block - start) * per_block)
+            failed += _answer(
+                keys, wanted, rows, stride, row_bytes, state, trouble,
+                first, last, buffer, per_block, block_bytes, block - start, count, fences[block],
+            )  # fmt: skip
+    return failed
+
+
+def pack(keys: Keys, rows: Rows, per_block: int, block_bytes: int, first_block: int) -> npt.NDArray[np.uint8]:
+    """Blocks of `keys` (int64 [n], ascending, distinct) and `rows` (uint8 [n, row_bytes]), back to back.
+
+    `first_block` is the number in its file of the first of them.
+    """
+    blocks = -(-len(keys) // per_block)
+    out = np.zeros(blocks * block_bytes, np.uint8)
+    rows = np.ascontiguousarray(rows)
+    _pack(
+        np.ascontiguousarray(keys), rows.ctypes.data, rows.shape[1],
+        out.ctypes.data, per_block, block_bytes, first_block,
+    )  # fmt: skip
+    return out
+
+
+def unpack(
+    blocks: npt.NDArray[np.uint8],
+    count: int,
+    row_bytes: int,
+    per_block: int,
+    block_bytes: int,
+    first_block: int,
+    floor: int | None,
+) -> tuple[Keys, Rows, int]:
+    """Keys and rows (count of them) out of blocks as `pack` made them.
+
+    The third item is -1, or the number within `blocks` of the first block that is damaged or out of order; `floor` is
+    the key before the first, if there is one.
+    """
+    keys = np.empty(count, np.int64)
+    rows = np.empty((count, row_bytes), np.uint8)
+    before = np.iinfo(np.int64).min if floor is None else floor
+    bad = _unpack(
+        keys, rows.ctypes.data, row_bytes, blocks.ctypes.data, per_block, block_bytes, first_block, before
+    )  # fmt: skip
+    return keys, rows, int(bad)
+
+
+def look_up(
+    keys: Keys,
+    wanted: npt.NDArray[np.bool_],
+    rows: Rows,
+    state: States,
+    fences: Keys,
+    files: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    per_block: int,
+    block_bytes: int,
+    window: int,
+) -> npt.NDArray[np.int32] | None:
+    """Answer the `wanted` of `keys` (int64 [n], ascending, distinct): rows[i] and state[i] DISK, or ABSENT.
+
+    `fences` is the first key of each block of all files in order; `files` are, one for each: the blocks up to its end,
+    counted over all files, its rows, its descriptor. `rows` is uint8 [n, row_bytes], a row without gaps.
+
+    Blocks that are in the system's cache are read at once; the others afterwards, `window` of them on their way at a
+    time. Returns None if every wanted key was answered, else int32 [n]: 0, or what was wrong with the key's block.
+    """
+    trouble = np.zeros(len(keys), np.int32)
+    buffer = np.empty(block_bytes, np.uint8)
+    ends, counts, fds = files
+    failed = _look_up(
+        keys, wanted, rows.ctypes.data, rows.strides[0], rows.shape[1], state, trouble,
+        fences, ends, counts, fds, per_block, block_bytes, buffer.ctypes.data, window,
+    )  # fmt: skip
+    if not failed:
+        return None
+    trouble[~wanted] = 0
+    return trouble

@@ -1,0 +1,376 @@
+"""The disk tier over sealed base files: rows as loaded in files of our own, what deltas changed in RocksDB.
+
+A key is looked for in RocksDB only if a filter in memory says that a delta may have changed it; all others are read
+from the base by kernels (`kernels/sealed.py`), without the interpreter lock and without an object a row. RocksDB's
+record `base` says which files the base is made of, so that one that is missing, cut off or exchanged is refused when
+the tier is opened.
+
+Threads and crashes: as `disk.py` says. The base never changes after a load.
+
+Why a look-up never answers an older row than one it could have seen before: `ingest` puts a delta's keys into the
+filter first, then ingests, and then returns. A look-up
+
+    - that asked the filter before the key was in it reads the base: it began before the ingest ended, and nobody
+      may have been told of the delta yet;
+    - that finds the key in the filter asks RocksDB, which has the delta's row or, until the ingest is done, what it
+      had before, or nothing: then the base has the newest row.
+
+Of two look-ups, one after the other, the second sees the filter and RocksDB as the first saw them, or later. Were the
+filter filled after the ingest, a look-up in between would pass by a row that another thread has read already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import Corruption, StorageError
+from tierstore.formats.files import make_dir, rename
+from tierstore.kernels import sealed as kernel
+from tierstore.tiers.changed import ChangedKeys
+from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.readers import ReaderPool
+from tierstore.tiers.sealed_file import Opened, SealedFile, open_sealed, read_blocks
+from tierstore.tiers.sst import SstFile
+from tierstore.types import BaseKind, Keys, Rows, States, Tier
+
+BASE = "base"
+_CHUNK_KEYS = 1024  # of one task: 2 ms warm
+_WINDOW = 32  # blocks a task has on their way
+_READ_BYTES = 4 << 20  # of a scan
+
+
+def base_record(files: Sequence[SealedFile | SstFile]) -> dict[str, bytes]:
+    """The record by which a tier knows the sealed files of its base."""
+    entries = [{"name": file.path.name, "bytes": file.bytes, "xxh3": file.xxh3} for file in files]
+    return {BASE: json.dumps(entries).encode()}
+
+
+class SealedTier(DiskTier):
+    """A RocksDB directory with the base's files in the folder `base` in it. Make one with `create` or `open`."""
+
+    def __init__(self, path: Path, db: Any, readers: ReaderPool) -> None:
+        super().__init__(path, db, readers)
+        # replaced whole by the one writer, so that readers need no lock
+        self._base: dict[int, SealedTable] = {}
+        self._changed: dict[int, ChangedKeys] = {}
+
+    @classmethod
+    def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
+        """As DiskTier.open; raises Corruption for a base file that is missing or is not the one that was built."""
+        tier = cls._open(path, block_cache_bytes, reader, read_only=read_only)
+        try:
+            tier._base = _open_tables(path, tier.record(BASE))
+            for table_id, keys in tier._table_keys():
+                tier._changed_in(table_id).add(keys)
+        except BaseException:
+            tier.close()
+            raise
+        return tier
+
+    def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
+        """Take in the base's files, once, with the `base_record` of them; or a delta, as DiskTier does.
+
+        A delta's files must come as `write_sst(delta=True)` returned them, with their keys.
+        """
+        sealed = [file for file in files if isinstance(file, SealedFile)]
+        sorted_files = [file for file in files if not isinstance(file, SealedFile)]
+        if sealed:
+            self._move_in(sealed)
+        for file in sorted_files:
+            if not isinstance(file, SstFile) or file.keys is None:
+                raise ValueError(f"{file}: expected a file of a delta with its keys")
+            for table_id, keys in file.keys:  # before the rows are there: see the module's docstring
+                self._changed_in(table_id).add(keys)
+        super().ingest(sorted_files)
+        if sealed:
+            self._base = _open_tables(self.path, self.record(BASE))
+
+    def _move_in(self, sealed: list[SealedFile]) -> None:
+        if self._base or self.record(BASE) is not None:
+            raise ValueError(f"{self.path} has its base already; load another version")
+        folder = make_dir(self.path / BASE)
+        for file in sealed:
+            rename(file.path, folder / file.path.name)
+
+    def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
+        """As DiskTier.get. A table whose rows are of another length than `rows` is Corruption, for all keys."""
+        keys = np.ascontiguousarray(keys)
+        with self._entered():
+            changed, table = self._changed.get(table_id), self._base.get(table_id)
+            perhaps = None if changed is None else changed.perhaps(keys)
+            failures: list[StorageError] = []
+            if table is None and perhaps is None:
+                state[:] = Tier.ABSENT
+            elif table is None:
+                super().get(table_id, keys, rows, state)
+            elif perhaps is None:
+                failures += table.get(keys, rows, state, self._readers, wanted=np.ones(len(keys), np.bool_))
+            else:
+                failures += self._get_both(table, table_id, keys, rows, state, perhaps)
+        if failures:
+            raise _joined(failures)
+
+    def _get_both(
+        self, table: SealedTable, table_id: int, keys: Keys, rows: Rows, state: States, perhaps: npt.NDArray[np.bool_]
+    ) -> list[StorageError]:
+        """RocksDB for what deltas may have changed, then the base for all that RocksDB does not know."""
+        failures: list[StorageError] = []
+        asked = np.flatnonzero(perhaps)
+        found, got = np.zeros(len(asked), np.uint8), np.empty((len(asked), rows.shape[1]), np.uint8)
+        lost = np.zeros(len(asked), np.bool_)
+        try:
+            self._get(table_id, keys[asked], got, found, unknown=Tier.PENDING)
+        except StorageError as error:
+            failures.append(error)
+            lost = np.isin(keys[asked], error.keys)
+        _scatter(asked, got, found, rows, state)
+        perhaps[asked[(found == Tier.PENDING) & ~lost]] = False  # RocksDB does not know them
+        return failures + table.get(keys, rows, state, self._readers, wanted=~perhaps)
+
+    def stats(self) -> dict[str, int]:
+        """RocksDB's, whose `bytes` and `files` are of deltas, and the base's; `…_memory_bytes` are held for good."""
+        return super().stats() | {
+            "base_files": sum(len(table.files) for table in self._base.values()),
+            "base_bytes": self._base_bytes(),
+            "base_index_memory_bytes": sum(table.fences.nbytes for table in self._base.values()),
+            "changed_keys": sum(changed.keys for changed in self._changed.values()),
+            "changed_filter_memory_bytes": sum(changed.nbytes for changed in self._changed.values()),
+        }
+
+    def bytes_on_disk(self) -> int:
+        """Bytes of the base and of RocksDB's sorted files."""
+        return super().bytes_on_disk() + self._base_bytes()
+
+    def close(self) -> None:
+        """As DiskTier.close, and close the base."""
+        super().close()  # waits for calls under way: none uses a descriptor after this
+        base, self._base = self._base, {}
+        for table in base.values():
+            table.close()
+
+    def _base_bytes(self) -> int:
+        return sum(file.size for table in self._base.values() for file in table.files)
+
+    def _changed_in(self, table_id: int) -> ChangedKeys:
+        changed = self._changed.get(table_id)
+        if changed is None:
+            changed = ChangedKeys()
+            self._changed = self._changed | {table_id: changed}
+        return changed
+
+    def _live_blocks(
+        self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
+    ) -> Iterator[tuple[Keys, Rows, int]]:
+        """The base with what deltas changed laid over it, as DiskTier's of RocksDB alone."""
+        table = self._base.get(table_id)
+        deltas = self._entries(table_id, row_bytes, entries, low, high)
+        if table is None:
+            yield from super()._live_blocks(table_id, row_bytes, entries, low, high)
+            return
+        table.check_row_bytes(row_bytes, table.fences[:0])
+        over = next(deltas, None)  # from here on RocksDB's rows stand as they were
+        for keys, rows in self._base_blocks(table, entries, low, high):
+            while len(keys):
+                if over is None or over[0][0] > keys[-1]:
+                    yield keys, rows, 0
+                    break
+                end = min(int(keys[-1]), int(over[0][-1]))
+                part, rest = _cut(over, end)
+                upto = int(np.searchsorted(keys, end, "right"))
+                merged_keys, merged, gone = _laid_over(keys[:upto], rows[:upto], *part)
+                for start in range(0, max(1, len(merged_keys)), entries):
+                    piece = slice(start, start + entries)
+                    yield merged_keys[piece], merged[piece], 0 if start else gone
+                keys, rows = keys[upto:], rows[upto:]
+                over = rest if len(rest[0]) else next(deltas, None)
+        while over is not None:
+            changed, deleted, new = over
+            yield changed[~deleted], new, int(np.count_nonzero(deleted))
+            over = next(deltas, None)
+
+    def _base_blocks(
+        self, table: SealedTable, entries: int, low: int | None, high: int | None
+    ) -> Iterator[tuple[Keys, Rows]]:
+        for file, first, last in table.runs(low, high, entries):
+            with self._entered():
+                keys, rows = read_blocks(file, first, last, None)
+            begin = 0 if low is None else int(np.searchsorted(keys, low))
+            end = len(keys) if high is None else int(np.searchsorted(keys, high))
+            for start in range(begin, end, entries):
+                part = slice(start, min(start + entries, end))
+                yield keys[part], rows[part]
+
+
+BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTier}
+
+
+class SealedTable:
+    """The base files of one table, whose keys ascend from file to file. Constant; any thread may read."""
+
+    def __init__(self, files: list[Opened]) -> None:
+        self.files = files
+        one = files[0]
+        for before, after in pairwise(files):
+            if (after.row_bytes, after.block_bytes) != (one.row_bytes, one.block_bytes):
+                raise Corruption(f"{after.path}: its rows are not laid out as those in {one.path}")
+            if before.last_key >= int(after.fences[0]):
+                raise Corruption(f"{after.path}: its keys begin before those of {before.path} end")
+        self.row_bytes, self.per_block, self.block_bytes = one.row_bytes, one.per_block, one.block_bytes
+        self.fences: Keys = np.concatenate([file.fences for file in files])
+        ends = np.cumsum([len(file.fences) for file in files], dtype=np.int64)
+        self._numbers = (
+            ends,
+            np.array([file.rows for file in files], np.int64),
+            np.array([file.fd for file in files], np.int64),
+        )
+
+    def check_row_bytes(self, row_bytes: int, keys: Keys) -> None:
+        if row_bytes != self.row_bytes:
+            raise Corruption(
+                f"{self.files[0].path}: expected rows of {row_bytes} bytes, found {self.row_bytes}: "
+                "version.json and the base do not belong together",
+                keys=keys.tolist(),
+            )
+
+    def get(
+        self, keys: Keys, rows: Rows, state: States, readers: ReaderPool, *, wanted: npt.NDArray[np.bool_]
+    ) -> list[StorageError]:
+        """Answer the `wanted` (bool [n]) of `keys` (int64 [n], ascending, distinct).
+
+        An error, if any, names those that could not be; they and the unwanted ones stay as they were.
+        """
+        self.check_row_bytes(rows.shape[1], keys)
+        if not len(keys):
+            return []
+        if rows.strides[1] != 1:  # the kernel copies whole rows
+            whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
+            failures = self.get(keys, whole, found, readers, wanted=wanted)
+            _scatter(np.arange(len(keys)), whole, found, rows, state)
+            return failures
+        lost: list[tuple[int, npt.NDArray[np.int32]]] = []
+
+        def read(start: int, stop: int) -> None:
+            trouble = kernel.look_up(
+                keys[start:stop], wanted[start:stop], rows[start:stop], state[start:stop],
+                self.fences, self._numbers, self.per_block, self.block_bytes, _WINDOW,
+            )  # fmt: skip
+            if trouble is not None:
+                lost.append((start, trouble))
+
+        readers.run(len(keys), read, _CHUNK_KEYS)
+        return [self._why(keys, lost)] if lost else []
+
+    def _why(self, keys: Keys, lost: list[tuple[int, npt.NDArray[np.int32]]]) -> StorageError:
+        trouble = np.zeros(len(keys), np.int32)
+        for start, part in lost:
+            trouble[start : start + len(part)] = part
+        codes = keys[trouble != 0].tolist()
+        what = int(trouble[trouble != 0][0])
+        block = int(np.searchsorted(self.fences, codes[0], "right")) - 1
+        number = int(np.searchsorted(self._numbers[0], block, "right"))
+        block -= int(self._numbers[0][number - 1]) if number else 0
+        shown = ", ".join(map(str, codes[:5])) + (", …" if len(codes) > 5 else "")
+        where = f"reading {len(codes)} keys of table {self.files[0].table_id} ({shown}): {self.files[number].path}, block {block}"
+        if what > 0:
+            return StorageError(f"{where}: {os.strerror(what)}", keys=codes)
+        words = {
+            kernel.DAMAGED: "its checksum does not match",
+            kernel.CUT: "the file ends before it",
+            kernel.MISPLACED: "another block lies in its place",
+        }
+        return Corruption(f"{where}: {words[what]}", keys=codes)
+
+    def runs(self, low: int | None, high: int | None, entries: int) -> Iterator[tuple[Opened, int, int]]:
+        """(file, first block, last block + 1) of pieces that together hold every key in [low, high)."""
+        at_once = max(1, min(_READ_BYTES // self.block_bytes, entries // self.per_block))
+        for file in self.files:
+            first = 0 if low is None else max(0, int(np.searchsorted(file.fences, low, "right")) - 1)
+            last = len(file.fences) if high is None else int(np.searchsorted(file.fences, high))
+            if low is not None and file.last_key < low:
+                continue
+            for begin in range(first, last, at_once):
+                yield file, begin, min(begin + at_once, last)
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file.fd)
+
+
+def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
+    if record is None:
+        raise Corruption(f"{path}: the record of its base is missing; drop the version and load its snapshot again")
+    opened: list[Opened] = []
+    entries = _entries_of(record, path)
+    _allow_descriptors(len(entries))
+    try:
+        for entry in entries:
+            opened.append(open_sealed(path / BASE / entry["name"], xxh3=entry["xxh3"], size=entry["bytes"]))  # noqa: PERF401
+        of_table: dict[int, list[Opened]] = {}
+        for file in opened:
+            of_table.setdefault(file.table_id, []).append(file)
+        return {table_id: SealedTable(files) for table_id, files in of_table.items()}
+    except BaseException:
+        for file in opened:
+            os.close(file.fd)
+        raise
+
+
+def _allow_descriptors(more: int) -> None:
+    """Raise this process's own limit of open files, within what it may have, if so many more would not fit into half."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and more > soft // 2:
+        wanted = soft + 2 * more
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _entries_of(record: bytes, path: Path) -> list[dict[str, Any]]:
+    try:
+        return [{"name": str(e["name"]), "bytes": int(e["bytes"]), "xxh3": str(e["xxh3"])} for e in json.loads(record)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Corruption(f"{path}: the record of its base cannot be read: {error}") from error
+
+
+def _scatter(where: npt.NDArray[np.int64], got: Rows, found: States, rows: Rows, state: States) -> None:
+    """Put what was answered at its places; what is pending stays as it is there."""
+    there = found == Tier.DISK
+    rows[where[there]] = got[there]
+    settled = found != Tier.PENDING
+    state[where[settled]] = found[settled]
+
+
+def _joined(failures: list[StorageError]) -> StorageError:
+    first = failures[0]
+    first.keys = sorted({int(key) for failure in failures for key in failure.keys})
+    return first
+
+
+def _cut(
+    entries: tuple[Keys, npt.NDArray[np.bool_], Rows], end: int
+) -> tuple[tuple[Keys, npt.NDArray[np.bool_], Rows], tuple[Keys, npt.NDArray[np.bool_], Rows]]:
+    """Entries up to and including the key `end`, and the others."""
+    keys, deleted, rows = entries
+    at = int(np.searchsorted(keys, end, "right"))
+    live = at - int(np.count_nonzero(deleted[:at]))
+    return (keys[:at], deleted[:at], rows[:live]), (keys[at:], deleted[at:], rows[live:])
+
+
+def _laid_over(
+    keys: Keys, rows: Rows, changed: Keys, deleted: npt.NDArray[np.bool_], new_rows: Rows
+) -> tuple[Keys, Rows, int]:
+    """Base rows without those that were changed, and the new ones, by key; and how many were marked deleted."""
+    if not len(changed):
+        return keys, rows, 0
+    kept = ~np.isin(keys, changed, assume_unique=True)
+    all_keys = np.concatenate([keys[kept], changed[~deleted]])
+    order = np.argsort(all_keys, kind="stable")
+    return all_keys[order], np.concatenate([rows[kept], new_rows])[order], int(np.count_nonzero(deleted))
