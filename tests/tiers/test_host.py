@@ -29,6 +29,7 @@ from tests.tiers.cache_contract import (
 from tierstore.errors import ConfigError
 from tierstore.tiers.host import HostTable
 from tierstore.tiers.host_window import HostWindow
+from tierstore.tiers.shared_mapping import HUGE_BYTES
 from tierstore.types import Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
 
 
@@ -62,16 +63,24 @@ class TestHostWindow(CacheTierContract):
 
 
 def test_shared_memory_is_given_back_when_a_table_shrinks_and_when_it_closes() -> None:
-    table = _ThroughWindow(SPEC, 1 << 22, default_vector=DEFAULT)
-    keys = np.arange(20_000, dtype=np.int64)
+    table = _ThroughWindow(SPEC, 9 << 20, default_vector=DEFAULT)
+    keys = np.arange(100_000, dtype=np.int64)
     table.warm(keys, rows_of(keys))
     assert table.fd is not None
     file = os.dup(table.fd)
     try:
+        collapsed = table.collapse(100)  # none on a kernel that cannot
+        assert table.collapse(100) == 0  # until more is let in
         full = os.fstat(file).st_blocks
-        assert full * 512 > 1 << 21
+        assert full * 512 > 1 << 22
+        state = ask(table, keys)[1]
+        assert (state == Tier.HOST).sum() == table.rows_resident
+        assert table.huge_page_bytes() == collapsed * HUGE_BYTES
         table.resize(0.25)
         assert os.fstat(file).st_blocks < full * 0.3
+        table.resize(1)
+        table.warm(keys, rows_of(keys))
+        assert table.collapse(1) == min(collapsed, 1)
         table.close()
         assert os.fstat(file).st_blocks == 0
         assert (ask(table, keys)[1] == Tier.PENDING).all()

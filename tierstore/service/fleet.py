@@ -39,6 +39,7 @@ FIRST_TRIES = 3  # of a worker that has never come up
 STEADY_S = 10.0  # a worker that lived so long is restarted at once
 MAX_BACKOFF_S = 10.0
 STUCK_S = 60.0  # a worker that does not give a replaced view back for so long is killed
+HUGE_PAGES_AT_ONCE = 64  # a second: 128 MiB, and at most a tenth of a core
 REPORT_S = 0.5  # for an answer to `refresh`
 OTHER_CALLS = 2  # sockets for calls beside one a look-up thread
 
@@ -268,9 +269,11 @@ class Fleet:
         return sum(worker.restarts for worker in self.workers)
 
     def _mind(self) -> None:
-        """Kill a worker that holds what was replaced long ago: it is stopped or stuck, and holds up folding."""
+        """Have the cache in huge pages as it fills. Kill a worker that holds what was replaced long ago: it is stopped or stuck, and holds up folding."""
         since: dict[int, float] = {}
         while not self.stopping.wait(1.0):
+            with contextlib.suppress(TierstoreError):
+                self.lender.collapse(HUGE_PAGES_AT_ONCE)
             now, seen = time.monotonic(), {}
             for worker in self.workers:
                 borrower = worker.borrower

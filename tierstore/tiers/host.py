@@ -17,6 +17,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
 from tierstore.kernels.heat import GHOST_BYTES
 from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, HEAD_BYTES, WAYS, Areas
+from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
 _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
@@ -56,11 +58,11 @@ class _Layout:
         """Bytes a set, area by area; the order of areas does not matter, each is halved by itself."""
         return HEAD_BYTES, GHOST_BYTES, ABSENT_BYTES, WAYS * 8, WAYS * self.row_bytes
 
-    def cut(self, memory: mmap.mmap) -> Areas:
+    def cut(self, memory: mmap.mmap | SharedMapping) -> Areas:
         """Views of the areas of a mapping of `size` bytes, which they keep alive."""
         with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(memory, np.uint8)
+        whole = memory.array if isinstance(memory, SharedMapping) else np.frombuffer(memory, np.uint8)
         parts, begin = [], 0
         for size in (CONTROL_BYTES, *(self.sets * n for n in self.area_bytes())):
             parts.append(whole[begin : begin + size])
@@ -153,6 +155,9 @@ class HostTable(_Reader):
         """With `shared` the mapping is of a file without a name, whose descriptor `fd` other processes may map."""
         super().__init__(spec, budget_bytes, default_vector)
         self.fd: int | None = None  # of shared memory, until `close`
+        # of shared memory, guarded by _resize_lock
+        self._huge: set[int] = set()  # where a huge page begins
+        self._swept = -1  # rows let in when all that could be one had been tried
         # guarded by _lock
         self._lock = threading.Lock()
         self._floor_seq = -1
@@ -166,11 +171,12 @@ class HostTable(_Reader):
 
     def _map(self, shared: bool) -> Areas:
         size = self._layout.size
+        self._memory: mmap.mmap | SharedMapping
         try:
             if shared:
                 self.fd = os.memfd_create(f"tierstore-{self.spec.name}")
                 os.ftruncate(self.fd, size)
-                self._memory = mmap.mmap(self.fd, size)
+                self._memory = SharedMapping(self.fd, size)
             else:
                 self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         except OSError as error:
@@ -322,6 +328,8 @@ class HostTable(_Reader):
             areas.control[GEOMETRY] = depth - 1
             areas.control[EPOCH] += 1
             self._give_back(half, 2 * half)
+        self._huge.clear()
+        self._swept = -1
 
     def _double(self) -> None:
         areas, depth = self._areas, self._depth + 1
@@ -345,6 +353,41 @@ class HostTable(_Reader):
             last = (at + end * size) // page * page
             if last > first:
                 self._memory.madvise(self._giving_back, first, last - first)
+            at += self._layout.sets * size
+
+    def collapse(self, limit: int) -> int:
+        """Ask for huge pages for up to `limit` ranges of shared memory that hold rows; returns how many were had.
+
+        To be called again and again as the table fills: with nothing let in since all were tried it does nothing.
+        Look-ups go on, and wait where they touch the 2 MiB that are copied (about a millisecond).
+        """
+        if not self._resize_lock.acquire(blocking=False):
+            return 0
+        try:
+            memory, done = getattr(self, "_memory", None), 0
+            let_in = int(self._counters[setwrite.ADMITTED])
+            if not isinstance(memory, SharedMapping) or let_in == self._swept:
+                return 0
+            for start in self._ranges():
+                if start not in self._huge and memory.collapse(start):
+                    self._huge.add(start)
+                    done += 1
+                    if done == limit:
+                        return done
+            self._swept = let_in
+            return done
+        finally:
+            self._resize_lock.release()
+
+    def _ranges(self) -> Iterator[int]:
+        """Huge pages' worth of the mapping of which all is in use at the present fraction."""
+        if self._depth == self._layout.max_depth:
+            yield from range(0, self._layout.size - HUGE_BYTES + 1, HUGE_BYTES)
+            return
+        sets, at = self._layout.sets_per_region << self._depth, CONTROL_BYTES
+        for size in self._layout.area_bytes():
+            first = -(-at // HUGE_BYTES) * HUGE_BYTES
+            yield from range(first, at + sets * size - HUGE_BYTES + 1, HUGE_BYTES)
             at += self._layout.sets * size
 
     @property

@@ -6,7 +6,6 @@ itself as it reads them on behalf of this one. Nothing survives either process.
 
 from __future__ import annotations
 
-import mmap
 import os
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from tierstore.errors import StorageError
 from tierstore.tiers.host import _Reader
+from tierstore.tiers.shared_mapping import SharedMapping
 from tierstore.types import Keys, Rows, TableSpec
 
 
@@ -30,7 +30,7 @@ class HostWindow(_Reader):
         super().__init__(spec, budget_bytes, default_vector)
         try:
             if self._layout.sets:
-                self._areas = self._layout.cut(mmap.mmap(fd, self._layout.size))
+                self._areas = self._layout.cut(SharedMapping(fd, self._layout.size))
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot map the host tier of table {spec.name}: {error}") from error
         finally:
