@@ -198,7 +198,7 @@ def test_a_delta_is_seen_by_every_worker_once_acknowledged_and_never_in_part(sce
     with ExitStack() as stack:
         clients = scene.connect(stack)
         with Readers(clients, read) as readers:
-            for _ in range(60):
+            for _ in range(40):
                 acknowledged = scene.apply()
                 read(scene.admin)
             readers.all_answered()
