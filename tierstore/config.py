@@ -63,7 +63,7 @@ class Settings(BaseSettings):
         ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together"
     )
     # threads and processes
-    workers: int = Field(1, ge=1, description="service processes")
+    workers: int = Field(1, ge=1, description="processes that answer look-ups, over one cache")
     lookup_threads: int = Field(
         default_factory=lambda: max(2, _cores()), ge=1, description="threads that run look-ups of the service"
     )

@@ -100,7 +100,8 @@ def test_loopback(host: str, expected: bool) -> None:
     [
         ({"host": "0.0.0.0"}, ConfigError, "allow_open_network"),
         ({"host": "example.com"}, ConfigError, "loopback"),
-        ({"workers": 2}, ConfigError, "workers"),
+        ({"workers": 65}, ConfigError, "workers"),
+        ({"workers": 2, "allow_client_shm": True}, ConfigError, "workers = 1"),
         ({"grpc_port": 8001}, MissingExtra, "gRPC"),
         ({"watch": "/nothing/here"}, ConfigError, "watch"),
     ],

@@ -34,7 +34,10 @@ def serve(
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port (extra `grpc`).", show_default=False)] = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Service processes (default: 1).", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", help="Processes that answer look-ups, over one cache (default: 1).", show_default=False
+        ),
     ] = None,
     host_budget: Annotated[
         str | None,

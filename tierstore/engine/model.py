@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from tierstore.engine.replay import catch_up
 from tierstore.engine.serving import Serving
 from tierstore.engine.table import LookupCounts
 from tierstore.engine.version import Version, VersionInfo
-from tierstore.engine.view import Lease
+from tierstore.engine.view import Lease, Publisher
 from tierstore.errors import (
     Closed,
     Conflict,
@@ -60,6 +60,7 @@ class Shared:
     host_budget: HostBudget
     overlay_budget: OverlayBudget
     observers: list[Observer] = field(default_factory=list)
+    told: list[Callable[[], None]] = field(default_factory=list)  # called whenever a view is published; see `Publisher`
 
 
 def _ignore(progress: Progress) -> None:
@@ -74,7 +75,7 @@ class Model:
         self._shared = shared
         self._deltas = DeltaLog(where)
         self._serving = Serving(
-            name, self._deltas, shared.overlay_budget, shared.observers, shared.settings.fold_grace_s
+            name, self._deltas, shared.overlay_budget, shared.observers, shared.settings.fold_grace_s, shared.told
         )
         self._keeper = Keeper(self._serving, self._freed, self._keep_house)
         self._switch = threading.RLock()
@@ -130,6 +131,11 @@ class Model:
     def active_version(self) -> int | None:
         view = self._serving.current
         return None if view is None else view.version
+
+    @property
+    def publisher(self) -> Publisher:
+        """What holds the current view; for those who lend views to other processes."""
+        return self._serving.publisher
 
     @property
     def ready(self) -> bool:
@@ -261,9 +267,10 @@ class Model:
         return number
 
     def _open(self, info: VersionInfo) -> Version:
-        return Version.open(info, self._shared.settings, self._shared.readers, self._counts_of)
+        return Version.open(info, self._shared.settings, self._shared.readers, self.counts_of)
 
-    def _counts_of(self, table: str) -> LookupCounts:
+    def counts_of(self, table: str) -> LookupCounts:
+        """The look-up counts of a table, over all versions."""
         return self._counts.setdefault(table, LookupCounts())
 
     def _freed(self, version: Version) -> None:

@@ -21,17 +21,28 @@ from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 class OverlayTable:
     """The rows of one table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions."""
 
-    __slots__ = ("_index", "deleted", "keys", "nbytes", "rows", "spec")
+    __slots__ = ("deleted", "index", "keys", "nbytes", "rows", "spec")
 
     def __init__(self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
-        self.spec, self.keys, self.rows, self.deleted = spec, keys, rows, deleted
-        self._index = overlay_index.build(keys)
+        self._take(spec, keys, overlay_index.build(keys), rows, deleted)
+
+    @classmethod
+    def of_parts(
+        cls, spec: TableSpec, keys: Keys, index: overlay_index.Index, rows: Rows, deleted: np.ndarray
+    ) -> OverlayTable:
+        """From parts that were made together before, `index` being that of `keys`."""
+        table = cls.__new__(cls)
+        table._take(spec, keys, index, rows, deleted)
+        return table
+
+    def _take(self, spec: TableSpec, keys: Keys, index: overlay_index.Index, rows: Rows, deleted: np.ndarray) -> None:
+        self.spec, self.keys, self.index, self.rows, self.deleted = spec, keys, index, rows, deleted
         self.nbytes = keys.nbytes * 3 + rows.nbytes + deleted.nbytes  # the index is about two words a key
 
     def lookup(self, keys: Keys, out: Vectors, state: States, default: np.ndarray) -> None:
         """Answer the keys with state PENDING that are in this overlay: OVERLAY, or ABSENT where deleted."""
         position = np.full(len(keys), -1, np.int64)
-        overlay_index.find(self._index, self.keys, keys, state, position)
+        overlay_index.find(self.index, self.keys, keys, state, position)
         hits = np.flatnonzero(position >= 0)
         if not hits.size:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from tierstore.engine.budget import OverlayBudget
@@ -28,11 +28,17 @@ class Serving:
     """The published view of one model and the way of a delta into it."""
 
     def __init__(
-        self, name: str, deltas: DeltaLog, budget: OverlayBudget, observers: list[Observer], grace_s: float
+        self,
+        name: str,
+        deltas: DeltaLog,
+        budget: OverlayBudget,
+        observers: list[Observer],
+        grace_s: float,
+        told: Sequence[Callable[[], None]] = (),
     ) -> None:
         # constant after construction
         self.name, self.deltas = name, deltas
-        self.publisher = Publisher()
+        self.publisher = Publisher(told)
         self.write = threading.Lock()  # held by whoever changes the log or the view
         self._budget, self._observers, self._grace_s = budget, observers, grace_s
         # guarded by write

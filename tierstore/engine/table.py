@@ -48,6 +48,13 @@ class LookupCounts:
     def total(self) -> int:
         return int(self._counts.sum())
 
+    def take(self) -> list[int]:
+        """What was counted since the last `take`, one number a `Tier`: for a process that reports to another."""
+        with self._lock:
+            counts: list[int] = self._counts.tolist()
+            self._counts[:] = 0
+        return counts
+
 
 class Table:
     """One table of one version: a cache over a row store. `default` is float32[dim]."""
@@ -92,20 +99,28 @@ class Table:
 
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
         distinct, inverse = np.unique(keys[pending], return_inverse=True)
+        rows, found = self.fetch(seq, distinct)
+        hit = (found == Tier.DISK)[inverse]
+        codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
+        out[pending[~hit]] = self.default
+        state[pending] = found[inverse]
+
+    def fetch(self, seq: int, distinct: Keys) -> tuple[Rows, States]:
+        """(rows, states) of keys, ascending and distinct, from the row store; offered to the host tier on the way.
+
+        `seq` is that of a view which the caller holds, and in whose overlays none of the keys is.
+        """
         rows = np.empty((len(distinct), self.spec.row_bytes), np.uint8)
         found = np.zeros(len(distinct), np.uint8)
         self.disk.get(self.table_id, distinct, rows, found)
         there = found == Tier.DISK
-        hit = there[inverse]
-        codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
-        out[pending[~hit]] = self.default
-        state[pending] = found[inverse]
         if self.host is not None:
             if there.all():
                 self.host.insert(distinct, rows, seq)
             else:
                 self.host.insert(distinct[there], rows[there], seq)
                 self.host.insert_absent(distinct[~there], seq)
+        return rows, found
 
     def warm(self, keys: Keys, progress: Callable[[int], None]) -> None:
         """Read these keys (distinct, hottest first) into the host tier until it is full.

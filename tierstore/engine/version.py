@@ -108,8 +108,11 @@ class VersionInfo:
 class Version:
     """An open version."""
 
-    def __init__(self, info: VersionInfo, disk: DiskTier, counts: Callable[[str], LookupCounts]) -> None:
+    def __init__(
+        self, info: VersionInfo, disk: DiskTier, counts: Callable[[str], LookupCounts], *, share_host: bool = False
+    ) -> None:
         self.info, self.disk = info, disk
+        self._share_host = share_host  # with other processes
         self.number = info.number
         self.specs, self.features = info.specs, info.features
         self.tables = {
@@ -144,7 +147,7 @@ class Version:
         """Open the disk tier; host tables come by `attach_host`. `counts` gives the model's counts for a table."""
         disk = BASES[info.base].open(info.where.db, block_cache_bytes=settings.block_cache, reader=readers)
         try:
-            return cls(info, disk, counts)
+            return cls(info, disk, counts, share_host=settings.workers > 1)
         except BaseException:
             disk.close()
             raise
@@ -184,7 +187,9 @@ class Version:
                 ]
         for table, share in zip(self.tables.values(), deal(budget_bytes, needs, weights), strict=True):
             if share * fraction >= MIN_TABLE_BUDGET / 2:
-                host = HostTable(table.spec, share, default_vector=table.default, fraction=fraction)
+                host = HostTable(
+                    table.spec, share, default_vector=table.default, fraction=fraction, shared=self._share_host
+                )
                 if host.bytes_in_use > share * fraction:  # of sets so large that they cannot be halved that far
                     host.close()
                     continue

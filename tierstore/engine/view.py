@@ -8,7 +8,7 @@ version is closed only when its last reader has left.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -244,7 +244,9 @@ def _weights(weights: Any, n: int) -> np.ndarray:
 class Publisher:
     """The current view, and those before it that somebody still reads. Any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Sequence[Callable[[], None]] = ()) -> None:
+        """Each of `told` is called at each publication, under `changed`: it must not wait for anything."""
+        self._told = told
         self.changed = (
             threading.Condition()
         )  # notified at each publication and when a retired view is left by its last reader
@@ -262,6 +264,8 @@ class Publisher:
             old, self._current = self._current, view
             if old is not None and old.readers:
                 self._retired.append(old)
+            for tell in self._told:
+                tell()
             self.changed.notify_all()
 
     def enter(self) -> View | None:

@@ -222,13 +222,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/admin/models", tags=["models"])
     async def models() -> dict[str, Any]:
         """Every model, and the state of the service."""
-        status = await service.control.run(store.status)
+        status = await service.control.run(service.status)
         return {**status, "models": list(status["models"].values()), "service": _service_state(service)}
 
     @app.get("/admin/models/{model}", tags=["models"])
     async def model_status(model: ModelName) -> dict[str, Any]:
         """Versions, watermarks, tables, tiers and where keys were answered."""
-        status: dict[str, Any] = await service.control.run(store.status, model)
+        status: dict[str, Any] = await service.control.run(service.status, model)
         return dict(status["models"][model])
 
     @app.post("/admin/models/{model}/activate", tags=["models"])
@@ -256,6 +256,13 @@ def _service_state(service: Service) -> dict[str, Any]:
         "requests": service.request_times.requests,
         "lookup_threads": {"busy": service.lookups.busy, "total": service.lookups.threads},
         "lookup_queue": {"used": service.lookups.waiting, "total": service.lookups.queue_limit},
+        "workers": _workers_state(service),
         "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},
         "watch": service.watcher.status() if service.watcher is not None else None,
     }
+
+
+def _workers_state(service: Service) -> list[dict[str, Any]]:
+    """The worker processes; none where the service is one process."""
+    workers = service.fleet.workers if service.fleet is not None else []
+    return [{"pid": each.pid, "ready": each.ready, "restarts": each.restarts, **each.gauges} for each in workers]

@@ -19,6 +19,7 @@ from tierstore.service.pool import ByteBudget, WorkerPool
 from tierstore.service.shared_memory import Regions
 
 if TYPE_CHECKING:
+    from tierstore.service.fleet import Fleet
     from tierstore.service.watch import Watcher
 
 CONTROL_THREADS = 4
@@ -46,8 +47,20 @@ class Service:
         self.freshness = Freshness()
         self.jobs = Jobs(store)
         self.watcher: Watcher | None = None
+        self.fleet: Fleet | None = None  # with several worker processes
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
+
+    def refresh(self) -> None:
+        """Bring the figures up to now. Not on the event loop: with worker processes it waits for them a moment."""
+        if self.fleet is not None:
+            self.fleet.refresh()
+
+    def status(self, model: str | None = None) -> dict[str, Any]:
+        """The store's status, with what worker processes have counted."""
+        self.refresh()
+        status: dict[str, Any] = self.store.status(model)
+        return status
 
     def close(self) -> None:
         """End the threads: what is queued is finished, a running load is cancelled. The store stays open."""

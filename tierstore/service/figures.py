@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from tierstore.engine.observer import Observer
 
@@ -47,6 +48,11 @@ class Histogram:
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def absorb(self, counts: list[int], total: float) -> None:
+        """Add what another process has counted."""
+        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
+        self.total += total
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound as text, cumulative count), the last `+Inf`: the exposition format's form."""
@@ -122,6 +128,25 @@ class InferStats:
         counts.failed += 1
         counts.failed_ns += elapsed_ns
 
+    def take(self) -> list[dict[str, Any]]:
+        """Everything counted since the last `take`, as plain values."""
+        counts, self._counts = self._counts, {}
+        return [
+            {"model": model, "version": version, **asdict(of)}
+            for model, versions in counts.items()
+            for version, of in versions.items()
+        ]
+
+    def absorb(self, taken: list[dict[str, Any]]) -> None:
+        """Add what `take` gave in another process."""
+        for more in taken:
+            counts = self.of(more["model"], more["version"])
+            for name in ("success", "failed", "success_ns", "failed_ns"):
+                setattr(counts, name, getattr(counts, name) + more[name])
+            counts.last_inference_ms = max(counts.last_inference_ms, more["last_inference_ms"])
+            for name, ns in more["spent"].items():
+                setattr(counts.spent, name, getattr(counts.spent, name) + ns)
+
     def of(self, model: str, version: int) -> ModelCounts:
         """Counts of a version that is known to exist; made at its first request."""
         versions = self._counts.setdefault(model, {})
@@ -144,6 +169,17 @@ class RequestTimes:
         if histogram is None:
             histogram = self.histograms[(protocol, outcome)] = Histogram(REQUEST_BOUNDS_S)
         histogram.add(seconds)
+
+    def take(self) -> list[list[Any]]:
+        """Everything added since the last `take`, as plain values."""
+        histograms, self.histograms = self.histograms, {}
+        return [[*labels, of.counts, of.total] for labels, of in histograms.items()]
+
+    def absorb(self, taken: list[list[Any]]) -> None:
+        """Add what `take` gave in another process."""
+        for protocol, outcome, counts, total in taken:
+            histogram = self.histograms.setdefault((protocol, outcome), Histogram(REQUEST_BOUNDS_S))
+            histogram.absorb(counts, total)
 
     @property
     def requests(self) -> int:

@@ -24,6 +24,7 @@ class Exposition:
     """A registry of its own, so that a program which embeds the service keeps its metrics apart."""
 
     def __init__(self, service: Service) -> None:
+        self._service = service
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_StoreCollector(service))
         self._registry.register(_ServiceCollector(service))
@@ -32,6 +33,7 @@ class Exposition:
 
     def text(self) -> bytes:
         """The exposition format."""
+        self._service.refresh()
         return generate_latest(self._registry)
 
 
@@ -135,6 +137,8 @@ class _ServiceCollector(Collector):
         yield from (times, fresh)
         yield _gauge("tierstore_ready", "1 while the service is ready, 0 while it drains.", float(service.ready))
         yield from self._bounds()
+        if service.fleet is not None:
+            yield from service.fleet.families()
         if service.watcher is not None:
             yield CounterMetricFamily(
                 "tierstore_watch_applied", "Deltas taken from the watched directory.", value=service.watcher.applied

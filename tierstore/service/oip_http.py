@@ -149,6 +149,8 @@ class OipHttp:
 
     async def _statistics(self, name: str | None, version: int | None) -> Response:
         store = self._service.store
+        if self._service.fleet is not None:
+            await self._service.control.run(self._service.refresh)
         stats: list[dict[str, Any]] = []
         for each in [name] if name is not None else store.models():
             active = store.model(each).active_version

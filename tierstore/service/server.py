@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 import uvicorn
 
@@ -26,6 +28,7 @@ from tierstore.service.allocator import tune_allocator
 from tierstore.service.app import make_root
 from tierstore.service.connection import BoundedHttpProtocol
 from tierstore.service.context import Service
+from tierstore.service.fleet import Fleet
 from tierstore.service.guard import check_listen_address
 from tierstore.service.watch import Watcher
 
@@ -34,15 +37,18 @@ logger = logging.getLogger(__name__)
 BACKLOG = 1024
 CONNECTIONS_BEYOND_THE_QUEUE = 1024  # idle ones, and those of the admin interface
 KEEP_ALIVE_S = 75
+MAX_WORKERS = 64
 FINISH_S = 30  # for what is in progress when the listener closes
 
 
 def check_settings(settings: Settings) -> None:
     """Raise for what this release cannot do, before anything is opened."""
-    if settings.workers > 1:
-        raise ConfigError(
-            f"workers = {settings.workers}: several worker processes are not available yet; use workers = 1 and lookup_threads"
-        )
+    if settings.workers > MAX_WORKERS:
+        raise ConfigError(f"workers = {settings.workers}: expected at most {MAX_WORKERS}, about one a core")
+    if settings.workers > 1 and not hasattr(os, "eventfd"):
+        raise ConfigError(f"workers = {settings.workers}: worker processes need Linux; use workers = 1")
+    if settings.workers > 1 and settings.allow_client_shm:
+        raise ConfigError("allow_client_shm: client shared memory needs workers = 1; regions belong to one process")
     if settings.grpc_port is not None:
         raise MissingExtra(
             "grpc_port: gRPC is not available in this release; use the HTTP port, which speaks the same protocol"
@@ -60,6 +66,27 @@ class _Server(uvicorn.Server):
         yield
 
 
+def make_server(app: Any, settings: Settings) -> _Server:
+    """uvicorn for the application, within the bounds of the settings; it is not started."""
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        loop="uvloop",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        # A last resort, answered in plain text; the look-up queue sheds earlier, and in the protocol's words.
+        limit_concurrency=settings.lookup_queue + settings.lookup_threads + CONNECTIONS_BEYOND_THE_QUEUE,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=FINISH_S,
+    )
+    return _Server(config)
+
+
 class HttpService:
     """A store served on one port. Made on any thread; `run` blocks; `stop` may be called from any thread."""
 
@@ -70,25 +97,11 @@ class HttpService:
         self.port: int = listener.getsockname()[1]
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         self.service = Service(store, settings)
-        config = uvicorn.Config(
-            make_root(self.service),
-            http=BoundedHttpProtocol,
-            loop="uvloop",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=BACKLOG,
-            # A last resort, answered in plain text; the look-up queue sheds earlier, and in the protocol's words.
-            limit_concurrency=settings.lookup_queue + settings.lookup_threads + CONNECTIONS_BEYOND_THE_QUEUE,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=FINISH_S,
-        )
-        self._server = _Server(config)
+        self._server = make_server(make_root(self.service), settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
+        self._fleet: Fleet | None = None
+        self._ending: asyncio.Future[None] | None = None
 
     def run(self, started: Callable[[], None], *, signals: bool) -> None:
         """Serve until `stop` or, with `signals` (main thread only), a stop signal; `started` is called when it is up."""
@@ -112,12 +125,47 @@ class HttpService:
                 loop.add_signal_handler(number, self._drain, self._settings.drain_s)
         if self._settings.watch is not None:
             self.service.watcher = Watcher(self.service.store, self._settings.watch, max_delta=self._settings.max_delta)
-        serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+        shared = self._settings.workers > 1
+        serving = asyncio.ensure_future(self._server.serve(sockets=[] if shared else [self._socket]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
+            if shared:
+                await self._start_fleet(serving)
             started()
         await serving
+
+    async def _start_fleet(self, serving: asyncio.Future[None]) -> None:
+        """Have worker processes answer on the port; this one answers what they hand on."""
+        loop = asyncio.get_running_loop()
+        fleet = Fleet(self.service, self._socket, lambda sock: self._adopt(loop, sock), loop)
+        self._fleet = fleet
+        try:
+            await asyncio.to_thread(fleet.start)
+            self.service.fleet = fleet
+        except BaseException:
+            await self._stop_fleet()
+            self._exit()
+            await serving
+            raise
+
+    async def _stop_fleet(self) -> None:
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            await asyncio.to_thread(fleet.stop, FINISH_S)
+            self.service.fleet = None
+            fleet.close()
+
+    def _adopt(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        """Serve a connection that a worker hands over. Any thread."""
+        config, state = self._server.config, self._server.server_state
+
+        async def serve() -> None:
+            await loop.connect_accepted_socket(
+                lambda: BoundedHttpProtocol(config=config, server_state=state, app_state={}), sock
+            )
+
+        asyncio.run_coroutine_threadsafe(serve(), loop)
 
     def _drain(self, drain_s: float) -> None:
         if self._draining:
@@ -126,9 +174,17 @@ class HttpService:
         self.service.ready = False
         if drain_s > 0:
             logger.info("stopping: not ready from now on, closing in %.1f s", drain_s)
-            asyncio.get_running_loop().call_later(drain_s, self._exit)
+            asyncio.get_running_loop().call_later(drain_s, self._end)
         else:
+            self._end()
+
+    def _end(self) -> None:
+        """Begin to close. Workers end first: what they are at may need this process."""
+        if self._fleet is None:
             self._exit()
+        elif self._ending is None:
+            self._ending = asyncio.ensure_future(self._stop_fleet())
+            self._ending.add_done_callback(lambda _: self._exit())
 
     def _exit(self) -> None:
         self._server.should_exit = True

@@ -3,6 +3,10 @@
 Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Everything that
 writes takes the table's own lock for a short while: `insert` and `insert_absent` not at all if it is
 taken (a promotion is worth nobody's wait), the others by waiting. Nothing survives the process.
+
+A table may live in shared memory. Other processes then look up in it through `HostWindow`, under the same rules as
+threads; they write nothing but heat, so one that dies at any moment leaves nothing half done. All writing stays in
+the process that made the table.
 Linux only: that given-back pages come back as zeros is what makes them empty sets.
 """
 
@@ -10,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +27,7 @@ from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
 from tierstore.kernels.heat import GHOST_BYTES
 from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, HEAD_BYTES, WAYS, Areas
+from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
 _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
@@ -34,66 +41,48 @@ def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-class HostTable:
-    """A set-associative cache of one table of one version (see `kernels/setcache.py`) in one private mapping.
+class _Layout:
+    """Where the parts of a table of `budget_bytes` lie in its mapping: the same in every process. Immutable."""
 
-    The mapping is never larger than `budget_bytes` and holds all bookkeeping; its memory becomes real
-    as it is touched. `fraction` (1, 1/2, 1/4 … 1/64) says how much of it is in use; `resize` changes that.
-    A budget too small for one set holds nothing, and every look-up is left to the next tier.
-    """
-
-    def __init__(
-        self, spec: TableSpec, budget_bytes: int, *, default_vector: np.ndarray, fraction: float = 1.0
-    ) -> None:
-        # constant after construction
-        self.spec, self.budget_bytes = spec, int(budget_bytes)
-        self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
-        self._set_bytes = HEAD_BYTES + GHOST_BYTES + ABSENT_BYTES + WAYS * (8 + spec.row_bytes)
-        sets = max(0, (self.budget_bytes - CONTROL_BYTES) // self._set_bytes)
+    def __init__(self, spec: TableSpec, budget_bytes: int) -> None:
+        self.row_bytes = spec.row_bytes
+        self.set_bytes = HEAD_BYTES + GHOST_BYTES + ABSENT_BYTES + WAYS * (8 + spec.row_bytes)
+        sets = max(0, (budget_bytes - CONTROL_BYTES) // self.set_bytes)
         # a deeper table can shrink further, but loses the sets that are left over from whole regions
-        self._max_depth = max(min(2, sets.bit_length() - 1), min(_MAX_DEPTH, (sets // 64).bit_length() - 1), 0)
-        self._sets_per_region = sets >> self._max_depth
-        self._sets = self._sets_per_region << self._max_depth
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._floor_seq = -1
-        self._counters = np.zeros(4, np.int64)
-        self._dropped_stale = self._dropped_busy = 0
-        self._areas: Areas | None = self._map() if self._sets else None
-        self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
-        if self._areas is not None:
-            self._areas.control[GEOMETRY] = self._depth_of(fraction)
+        self.max_depth = max(min(2, sets.bit_length() - 1), min(_MAX_DEPTH, (sets // 64).bit_length() - 1), 0)
+        self.sets_per_region = sets >> self.max_depth
+        self.sets = self.sets_per_region << self.max_depth
+        self.size = CONTROL_BYTES + self.sets * self.set_bytes
 
-    def _map(self) -> Areas:
-        """Reserve the mapping and cut it into areas; the order of areas does not matter, each is halved by itself."""
-        size = CONTROL_BYTES + self._sets * self._set_bytes
-        try:
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot reserve {size} bytes for table {self.spec.name}: {error}; lower host_budget"
-            ) from error
+    def area_bytes(self) -> tuple[int, ...]:
+        """Bytes a set, area by area; the order of areas does not matter, each is halved by itself."""
+        return HEAD_BYTES, GHOST_BYTES, ABSENT_BYTES, WAYS * 8, WAYS * self.row_bytes
+
+    def cut(self, memory: mmap.mmap | SharedMapping) -> Areas:
+        """Views of the areas of a mapping of `size` bytes, which they keep alive."""
         with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is only slower
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(self._memory, np.uint8)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = memory.array if isinstance(memory, SharedMapping) else np.frombuffer(memory, np.uint8)
         parts, begin = [], 0
-        for size in (CONTROL_BYTES, *(self._sets * n for n in self._area_bytes())):
+        for size in (CONTROL_BYTES, *(self.sets * n for n in self.area_bytes())):
             parts.append(whole[begin : begin + size])
             begin += size
         control, heads, ghosts, absent, keys, rows = parts
         return Areas(
             control.view(np.int64), heads, heads.view(np.uint32), keys.view(np.int64), ghosts.view(np.uint16), absent,
-            absent.view(np.uint32), absent.view(np.int64), _address(rows), self.spec.row_bytes, self._sets_per_region,
+            absent.view(np.uint32), absent.view(np.int64), _address(rows), self.row_bytes, self.sets_per_region,
         )  # fmt: skip
 
-    def _area_bytes(self) -> tuple[int, ...]:
-        return HEAD_BYTES, GHOST_BYTES, ABSENT_BYTES, WAYS * 8, WAYS * self.spec.row_bytes
 
-    def _depth_of(self, fraction: float) -> int:
-        halvings = 0
-        while fraction < 1 and halvings < self._max_depth:
-            fraction, halvings = fraction * 2, halvings + 1
-        return self._max_depth - halvings
+class _Reader:
+    """What a process does that only looks up. `_areas` is None where there is nothing (any more) to look in."""
+
+    def __init__(self, spec: TableSpec, budget_bytes: int, default_vector: np.ndarray) -> None:
+        # constant after construction
+        self.spec, self.budget_bytes = spec, int(budget_bytes)
+        self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
+        self._layout = _Layout(spec, self.budget_bytes)
+        self._areas: Areas | None = None
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> None:
         """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; the rest is left as it is.
@@ -128,6 +117,85 @@ class HostTable:
             raise ValueError(
                 f"expected contiguous out[{n}, {self.spec.dim}] and state[{n}], got {out.shape} and {state.shape}"
             )
+
+    @property
+    def _depth(self) -> int:
+        return 0 if self._areas is None else int(self._areas.control[GEOMETRY]) & 255
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows that fit into the part in use."""
+        return 0 if self._areas is None else (self._layout.sets_per_region << self._depth) * WAYS
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the mapping that may be touched at the present fraction."""
+        if self._areas is None:
+            return 0
+        return CONTROL_BYTES + (self._layout.sets_per_region << self._depth) * self._layout.set_bytes
+
+
+class HostTable(_Reader):
+    """A set-associative cache of one table of one version (see `kernels/setcache.py`) in one mapping.
+
+    The mapping is never larger than `budget_bytes` and holds all bookkeeping; its memory becomes real
+    as it is touched. `fraction` (1, 1/2, 1/4 … 1/64) says how much of it is in use; `resize` changes that.
+    A budget too small for one set holds nothing, and every look-up is left to the next tier.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        budget_bytes: int,
+        *,
+        default_vector: np.ndarray,
+        fraction: float = 1.0,
+        shared: bool = False,
+    ) -> None:
+        """With `shared` the mapping is of a file without a name, whose descriptor `fd` other processes may map."""
+        super().__init__(spec, budget_bytes, default_vector)
+        self.fd: int | None = None  # of shared memory, until `close`
+        # of shared memory, guarded by _resize_lock
+        self._huge: set[int] = set()  # where a huge page begins
+        self._swept = -1  # rows let in when all that could be one had been tried
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._floor_seq = -1
+        self._counters = np.zeros(4, np.int64)
+        self._dropped_stale = self._dropped_busy = 0
+        if self._layout.sets:
+            self._areas = self._map(shared)
+        self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
+        if self._areas is not None:
+            self._areas.control[GEOMETRY] = self._depth_of(fraction)
+
+    def _map(self, shared: bool) -> Areas:
+        size = self._layout.size
+        self._memory: mmap.mmap | SharedMapping
+        try:
+            if shared:
+                self.fd = os.memfd_create(f"tierstore-{self.spec.name}")
+                os.ftruncate(self.fd, size)
+                self._memory = SharedMapping(self.fd, size)
+            else:
+                self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        except OSError as error:
+            self._close_fd()
+            raise ConfigError(
+                f"cannot reserve {size} bytes for table {self.spec.name}: {error}; lower host_budget"
+            ) from error
+        return self._layout.cut(self._memory)
+
+    def _close_fd(self) -> None:
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _depth_of(self, fraction: float) -> int:
+        halvings = 0
+        while fraction < 1 and halvings < self._layout.max_depth:
+            fraction, halvings = fraction * 2, halvings + 1
+        return self._layout.max_depth - halvings
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns rows let in.
@@ -222,7 +290,7 @@ class HostTable:
             areas = self._areas
             if areas is None or limit <= 0:
                 return np.empty(0, np.int64)
-            sets = self._sets_per_region << self._depth
+            sets = self._layout.sets_per_region << self._depth
             counts = np.zeros(setresize.RANKS, np.int64)
             setresize.count_ranks(areas, sets, counts)
             end = np.minimum(counts[::-1].cumsum(), limit)[::-1].copy()
@@ -250,8 +318,8 @@ class HostTable:
     def _halve(self) -> None:
         areas, depth = self._areas, self._depth
         assert areas is not None
-        half = self._sets_per_region << (depth - 1)
-        step = max(1, _CHUNK_BYTES // self._set_bytes)
+        half = self._layout.sets_per_region << (depth - 1)
+        step = max(1, _CHUNK_BYTES // self._layout.set_bytes)
         for begin in range(0, half, step):
             with self._lock:
                 setresize.merge(areas, begin, min(begin + step, half), self._counters)
@@ -260,12 +328,14 @@ class HostTable:
             areas.control[GEOMETRY] = depth - 1
             areas.control[EPOCH] += 1
             self._give_back(half, 2 * half)
+        self._huge.clear()
+        self._swept = -1
 
     def _double(self) -> None:
         areas, depth = self._areas, self._depth + 1
         assert areas is not None
-        half = self._sets_per_region << (depth - 1)
-        step = max(1, _CHUNK_BYTES // self._set_bytes)
+        half = self._layout.sets_per_region << (depth - 1)
+        step = max(1, _CHUNK_BYTES // self._layout.set_bytes)
         with self._lock:
             areas.control[EPOCH] += 1
             areas.control[GEOMETRY] = half << 8 | depth  # twice the sets, all of them merged: the same places as before
@@ -278,20 +348,56 @@ class HostTable:
         """Free the memory of sets [begin, end) in every area, whole pages; they read as zeros, that is as empty sets."""
         page = mmap.PAGESIZE
         at = CONTROL_BYTES
-        for size in self._area_bytes():
+        for size in self._layout.area_bytes():
             first = -(-(at + begin * size) // page) * page
             last = (at + end * size) // page * page
             if last > first:
-                self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
-            at += self._sets * size
+                self._memory.madvise(self._giving_back, first, last - first)
+            at += self._layout.sets * size
+
+    def collapse(self, limit: int) -> int:
+        """Ask for huge pages for up to `limit` ranges of shared memory that hold rows; returns how many were had.
+
+        To be called again and again as the table fills: with nothing let in since all were tried it does nothing.
+        Look-ups go on, and wait where they touch the 2 MiB that are copied (about a millisecond).
+        """
+        if not self._resize_lock.acquire(blocking=False):
+            return 0
+        try:
+            memory, done = getattr(self, "_memory", None), 0
+            let_in = int(self._counters[setwrite.ADMITTED])
+            if not isinstance(memory, SharedMapping) or let_in == self._swept:
+                return 0
+            for start in self._ranges():
+                if start not in self._huge and memory.collapse(start):
+                    self._huge.add(start)
+                    done += 1
+                    if done == limit:
+                        return done
+            self._swept = let_in
+            return done
+        finally:
+            self._resize_lock.release()
+
+    def _ranges(self) -> Iterator[int]:
+        """Huge pages' worth of the mapping of which all is in use at the present fraction."""
+        if self._depth == self._layout.max_depth:
+            yield from range(0, self._layout.size - HUGE_BYTES + 1, HUGE_BYTES)
+            return
+        sets, at = self._layout.sets_per_region << self._depth, CONTROL_BYTES
+        for size in self._layout.area_bytes():
+            first = -(-at // HUGE_BYTES) * HUGE_BYTES
+            yield from range(first, at + sets * size - HUGE_BYTES + 1, HUGE_BYTES)
+            at += self._layout.sets * size
 
     @property
-    def _depth(self) -> int:
-        return 0 if self._areas is None else int(self._areas.control[GEOMETRY]) & 255
+    def _giving_back(self) -> int:
+        # of shared memory DONTNEED gives back this process's pages of the table, REMOVE the memory
+        return mmap.MADV_DONTNEED if self.fd is None else mmap.MADV_REMOVE
 
     @property
     def smallest_fraction(self) -> float:
-        return 0.5**self._max_depth
+        return 0.5**self._layout.max_depth
 
     def huge_page_bytes(self) -> int:
         """Bytes of the mapping that the kernel backs with huge pages (0 where it does not tell). Takes milliseconds."""
@@ -299,30 +405,22 @@ class HostTable:
         if areas is None:
             return 0
         first = _address(areas.control)
-        last, total, inside = first + CONTROL_BYTES + self._sets * self._set_bytes, 0, False
+        last, total, inside = first + self._layout.size, 0, False
         with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
             for line in lines:
                 word, _, rest = line.partition(" ")
                 if word.endswith(":"):
-                    total += int(rest.split()[0]) << 10 if inside and word == "AnonHugePages:" else 0
+                    total += (
+                        int(rest.split()[0]) << 10 if inside and word in ("AnonHugePages:", "ShmemPmdMapped:") else 0
+                    )
                 else:
                     begin, end = (int(address, 16) for address in word.split("-"))
                     inside = begin < last and end > first
         return total
 
     @property
-    def capacity_rows(self) -> int:
-        """Rows that fit into the part in use."""
-        return 0 if self._areas is None else (self._sets_per_region << self._depth) * WAYS
-
-    @property
     def rows_resident(self) -> int:
         return int(self._counters[setwrite.ROWS])
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes of the mapping that may be touched at the present fraction."""
-        return 0 if self._areas is None else CONTROL_BYTES + (self._sets_per_region << self._depth) * self._set_bytes
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction, and sizes; a snapshot that is taken without the lock."""
@@ -342,5 +440,6 @@ class HostTable:
                 # a reader may still hold the arrays: void what it reads, then free the pages; the address
                 # range itself goes with the last reference
                 areas.control[EPOCH] += 1
-                self._memory.madvise(mmap.MADV_DONTNEED)
+                self._memory.madvise(self._giving_back)
                 del self._memory
+                self._close_fd()
