@@ -22,7 +22,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.formats.snapshot import open_snapshot
 from tierstore.formats.writers import SnapshotWriter
 from tierstore.ingest import bulkload
-from tierstore.ingest.bulkload import BaseBuild, BulkLoad, build_base
+from tierstore.ingest.bulkload import BaseBuild, BulkLoad
 from tierstore.ingest.helpers import Helpers
 from tierstore.tiers.disk import DiskTier, ReaderPool, file_xxh3, write_sst
 from tierstore.tiers.sealed import BASES, base_record
@@ -72,7 +72,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Helpers]:
 
 
 def load(root: Path, out: Path, **options: Any) -> BaseBuild:
-    return build_base(open_snapshot(root), out, **{"memory_bytes": MEMORY, "workers": 2, "base": "sealed", **options})
+    settings = {"memory_bytes": MEMORY, "workers": 2, "base": "sealed", **options}
+    with BulkLoad(open_snapshot(root), out, **settings) as bulk:
+        return bulk.build()
 
 
 def refused(root: Path, out: Path, **options: Any) -> SnapshotError:
@@ -379,9 +381,9 @@ def test_a_program_in_another_directory_with_modules_of_its_own_can_load(root: P
 import sys
 from pathlib import Path
 from tierstore.formats.snapshot import open_snapshot
-from tierstore.ingest.bulkload import build_base
-build = build_base(open_snapshot(sys.argv[1]), Path(sys.argv[2]), memory_bytes=1 << 26, workers=1, base="sealed")
-print(build.tables["item"].rows)
+from tierstore.ingest.bulkload import BulkLoad
+with BulkLoad(open_snapshot(sys.argv[1]), Path(sys.argv[2]), memory_bytes=1 << 26, workers=1, base="sealed") as bulk:
+    print(bulk.build().tables["item"].rows)
 """
     done = subprocess.run(
         [sys.executable, "-P", "-c", program, str(root), str(tmp_path / "b")],

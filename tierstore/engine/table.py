@@ -110,10 +110,7 @@ class Table:
 
         `seq` is that of a view which the caller holds, and in whose overlays none of the keys is.
         """
-        rows = np.empty((len(distinct), self.spec.row_bytes), np.uint8)
-        found = np.zeros(len(distinct), np.uint8)
-        self.disk.get(self.table_id, distinct, rows, found)
-        there = found == Tier.DISK
+        rows, found, there = self._read(distinct)
         if self.host is not None:
             if there.all():
                 self.host.insert(distinct, rows, seq)
@@ -121,6 +118,13 @@ class Table:
                 self.host.insert(distinct[there], rows[there], seq)
                 self.host.insert_absent(distinct[~there], seq)
         return rows, found
+
+    def _read(self, distinct: Keys) -> tuple[Rows, States, np.ndarray]:
+        """(rows, states, which are there) of keys, ascending and distinct, from the row store alone."""
+        rows = np.empty((len(distinct), self.spec.row_bytes), np.uint8)
+        found = np.zeros(len(distinct), np.uint8)
+        self.disk.get(self.table_id, distinct, rows, found)
+        return rows, found, found == Tier.DISK
 
     def warm(self, keys: Keys, progress: Callable[[int], None]) -> None:
         """Read these keys (distinct, hottest first) into the host tier until it is full.
@@ -132,10 +136,7 @@ class Table:
             return
         for begin in range(0, len(keys), READ_BATCH):
             batch = np.sort(keys[begin : begin + READ_BATCH])
-            rows = np.empty((len(batch), self.spec.row_bytes), np.uint8)
-            found = np.zeros(len(batch), np.uint8)
-            self.disk.get(self.table_id, batch, rows, found)
-            there = found == Tier.DISK
+            rows, _, there = self._read(batch)
             host.warm(batch[there], rows[there])
             progress(begin + len(batch))
             if host.rows_resident >= host.capacity_rows:

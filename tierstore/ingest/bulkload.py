@@ -68,29 +68,6 @@ class BaseBuild:
     helper_peak_bytes: int = 0
 
 
-def build_base(
-    snapshot: Snapshot,
-    out_dir: Path,
-    *,
-    memory_bytes: int,
-    workers: int,
-    base: BaseKind,
-    progress: ProgressFn | None = None,
-    cancelled: threading.Event | None = None,
-) -> BaseBuild:
-    """`BulkLoad.build` for a caller who ingests the files without reading them back."""
-    with BulkLoad(
-        snapshot,
-        out_dir,
-        memory_bytes=memory_bytes,
-        workers=workers,
-        base=base,
-        progress=progress,
-        cancelled=cancelled,
-    ) as load:
-        return load.build()
-
-
 class BulkLoad:
     """One load, into the directory `out_dir`, which is made, and emptied first. A context manager that ends its helpers.
 
