@@ -242,7 +242,10 @@ class Manifest(_Entry):
 
     def to_document(self) -> dict[str, Any]:
         """The document as plain JSON values; fields at their defaults that are absent by nature are left out."""
-        return self.model_dump(mode="json", exclude_none=True)
+        document = self.model_dump(mode="json", exclude_none=True)
+        if not self.requests:  # which earlier releases do not know
+            del document["requests"]
+        return document
 
     def write(self, path: str | Path) -> None:
         """Publish the document at `path`, whole and durable."""
