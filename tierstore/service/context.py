@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import Settings
+from tierstore.errors import TierstoreError
 from tierstore.service.dataplane import DataPlane
 from tierstore.service.figures import Freshness, InferStats, RequestTimes
 from tierstore.service.jobs import Jobs
@@ -55,6 +56,15 @@ class Service:
         """Bring the figures up to now. Not on the event loop: with worker processes it waits for them a moment."""
         if self.fleet is not None:
             self.fleet.refresh()
+
+    def count_failed(self, model: str, elapsed_ns: int) -> None:
+        """Count a look-up that failed, where there is a version to count it for. Any thread."""
+        try:
+            active = self.dataplane.model(model).active_version
+        except TierstoreError:
+            return
+        if active is not None:
+            self.infer_stats.failed(model, active, elapsed_ns)
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The store's status, with what worker processes have counted."""
