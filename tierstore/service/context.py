@@ -21,6 +21,7 @@ from tierstore.service.shared_memory import Regions
 
 if TYPE_CHECKING:
     from tierstore.service.fleet import Fleet
+    from tierstore.service.rpc.server import GrpcServer
     from tierstore.service.watch import Watcher
 
 CONTROL_THREADS = 4
@@ -49,6 +50,7 @@ class Service:
         self.jobs = Jobs(store)
         self.watcher: Watcher | None = None
         self.fleet: Fleet | None = None  # with several worker processes
+        self.grpc: GrpcServer | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
 

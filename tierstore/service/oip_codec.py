@@ -322,8 +322,8 @@ class AnswerBuffer:
             assert memory is not None
             memory[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
         layout = self._layout
-        for i, span in layout.spans:
-            regions.write(span, self.arrays[i].reshape(-1).view(np.uint8))
+        for i, target in layout.spans:
+            regions.write(target, self.arrays[i].reshape(-1).view(np.uint8))
         header = layout.json(self.arrays)
         if memory is None:
             return [header], None

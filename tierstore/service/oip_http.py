@@ -6,7 +6,6 @@ look-ups run on the look-up pool, whatever may block for long on the control poo
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -28,13 +27,13 @@ from tierstore.service.http import (
     read_body,
 )
 from tierstore.service.oip_infer import InferCall
+from tierstore.service.parameters import version_of
 from tierstore.service.pool import Holding
 from tierstore.service.status import HttpError, log_failure, outcome_of
 from tierstore.service.tensors import shown
 
 PROTOCOL = "oip_http"
 _CONTROL_BODY_BYTES = 1 << 20
-_VERSION = re.compile(r"[0-9]{1,19}")
 
 
 class OipHttp:
@@ -189,9 +188,7 @@ def _model_path(parts: list[str]) -> tuple[str, int | None]:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":
         raise NotFound(f"no such path: /v2/models/{shown('/'.join(parts))[1:-1]}")
-    if _VERSION.fullmatch(parts[2]) is None:
-        raise InvalidInput(f"a version is a number, came {shown(parts[2])}")
-    return parts[0], int(parts[2])
+    return parts[0], version_of(parts[2])
 
 
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:

@@ -6,6 +6,7 @@ InvalidInput; one that is not known is passed over, as the protocol wants it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -16,6 +17,14 @@ from tierstore.service.tensors import shown
 Parameters: TypeAlias = Mapping[str, Any]
 
 _WORDS = {"dtype": "FP32 or FP16", "combiner": "sum, mean or sqrtn"}
+_VERSION = re.compile(r"[0-9]{1,19}")
+
+
+def version_of(name: str) -> int:
+    """The version that a path or a field names."""
+    if _VERSION.fullmatch(name) is None:
+        raise InvalidInput(f"a version is a number, came {shown(name)}")
+    return int(name)
 
 
 def place(kind: str, name: str) -> str:

@@ -7,6 +7,7 @@ becomes the call's status; a method that is called while its deadline has passed
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,18 +83,34 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> None:
         self._service = service
         self._refusals = CallPool("refusal", threads=REFUSALS, queue_limit=0)
-        self._handlers: dict[str, tuple[CallPool, Any, Any]] = {}
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._idle: set[Context] = set()  # streams that wait for a message
+        self._closing = False
+        self._handlers: dict[str, tuple[CallPool | None, Any, Any]] = {}
         for servicer in servicers:
             for pool, methods in ((lookups, servicer.lookups), (controls, servicer.controls)):
                 for name, method in methods.items():
                     run = self._unary(servicer.protocol, pool, f"{servicer.name}/{name}", method)
                     self._enter(pool, servicer, name, grpc.unary_unary_rpc_method_handler(run))
             for name, stream in servicer.streams.items():
-                flow = _on(streams, stream)
+                flow = _on(streams, self._flow(stream))
                 self._enter(streams, servicer, name, grpc.stream_stream_rpc_method_handler(flow))
+
+    def end_streams(self) -> None:
+        """End those that wait for a message now, the others after the message that they are at. Any thread."""
+        with self._lock:
+            self._closing = True
+            idle = list(self._idle)
+        for context in idle:
+            context.cancel()
 
     def close(self) -> None:
         self._refusals.shutdown()
+
+    def enter(self, service: str, name: str, handler: Any) -> None:
+        """Add a method with a handler of its own, which is not bounded here. Before the server starts."""
+        self._handlers[f"/{service}/{name}"] = None, handler, None
 
     def service(self, handler_call_details: Any) -> Any:
         """The handler of a call, or None for a method that there is not."""
@@ -101,14 +118,16 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         if found is None:
             return None
         pool, handler, refusal = found
-        if not pool.full:
+        if pool is None or not pool.full:
             return handler
         pool.reject()
         return refusal
 
     def _enter(self, pool: CallPool, servicer: Servicer, name: str, handler: Any) -> None:
         def refuse(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
-            error = Overloaded(f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second")
+            error = Overloaded(
+                f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second"
+            )
             self._service.request_times.add(servicer.protocol, outcome_of(code_of(error)), 0.0)
             context.abort(code_of(error), message_of(error))
             return iter(())
@@ -116,6 +135,28 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         # as a stream, whatever the method is: its message is not waited for
         refusal = grpc.stream_stream_rpc_method_handler(_on(self._refusals, refuse))
         self._handlers[f"/{servicer.name}/{name}"] = pool, handler, refusal
+
+    def _flow(self, stream: Stream) -> Stream:
+        def run(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
+            return stream(self._watched(messages, context), context)
+
+        return run
+
+    def _watched(self, messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
+        """`messages`, until the streams are ended."""
+        while True:
+            with self._lock:
+                if self._closing:
+                    return
+                self._idle.add(context)
+            try:
+                message = next(messages, None)
+            finally:
+                with self._lock:
+                    self._idle.discard(context)
+            if message is None:
+                return
+            yield message
 
     def _unary(self, protocol: str, pool: CallPool, what: str, method: Unary) -> Unary:
         times = self._service.request_times
@@ -133,7 +174,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             times.add(protocol, "ok", (time.perf_counter_ns() - began_ns) / 1e9)
             return answer
 
-        return _on(pool, run)
+        bound: Unary = _on(pool, run)
+        return bound
 
 
 def _on(pool: CallPool, behavior: Callable[..., Any]) -> Any:

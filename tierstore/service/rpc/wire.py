@@ -32,7 +32,7 @@ class Parts:
         end = len(message)
         while at < end:
             tag, start = message[at], at
-            if tag == _RAW_INPUT or tag == REQUEST_ID:
+            if tag in (_RAW_INPUT, REQUEST_ID):
                 size, at = _varint(message, at + 1)
                 stop = at + size
                 if stop > end:
