@@ -229,17 +229,18 @@ def measure(rows: int, keys_a_call: int, rounds: int, seconds: float) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--keys", type=int, nargs="+", default=[64, 4096], help="keys a request")
+    parser.add_argument("--keys", type=int, nargs="+", help="keys a request (default 64 and 4096)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
     parser.add_argument("--json", type=Path, default=Path("build/workers.json"))
     options = parser.parse_args()
-    rows, rounds, seconds = (20_000, 2, 0.3) if options.tiny else (options.rows, options.rounds, 1.5)
+    rows, rounds, seconds = (2_000, 2, 0.05) if options.tiny else (options.rows, options.rounds, 1.5)
+    sizes = options.keys or ([64] if options.tiny else [64, 4096])
     print(f"{describe()}; {rows:,} rows of dim {DIM} float32, all in memory; {CONNECTIONS} connections\n")
     print("| keys a request | workers | M keys/CPU s | M keys/s | memory, MiB | 2 over 1, CPU | 2 over 1, clock |")
     print("|---|---|---|---|---|---|---|")
     results = []
-    for keys in options.keys:
+    for keys in sizes:
         got = measure(rows, keys, rounds, seconds)
         results.append(got)
         for workers in (1, SEVERAL):
