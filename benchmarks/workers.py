@@ -61,7 +61,10 @@ class Server:
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().split()[-1]
+        said = self._process.stdout.readline()
+        if (url := re.search(r"http://[^\s,]+", said)) is None:
+            raise SystemExit(f"the service did not say where it listens, but: {said!r}")
+        self.url = url.group()
         self.admin = httpx.Client(base_url=self.url, timeout=600)
         job = self.admin.post("/admin/models/bench/snapshots", json={"source": str(snapshot)}).json()["job"]
         while (state := self.admin.get(f"/admin/jobs/{job}").json())["state"] == "running":
@@ -234,7 +237,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
     parser.add_argument("--json", type=Path, default=Path("build/workers.json"))
     options = parser.parse_args()
-    rows, rounds, seconds = (2_000, 2, 0.05) if options.tiny else (options.rows, options.rounds, 1.5)
+    rows, rounds, seconds = (20_000, 2, 0.05) if options.tiny else (options.rows, options.rounds, 1.5)
     sizes = options.keys or ([64] if options.tiny else [64, 4096])
     print(f"{describe()}; {rows:,} rows of dim {DIM} float32, all in memory; {CONNECTIONS} connections\n")
     print("| keys a request | workers | M keys/CPU s | M keys/s | memory, MiB | 2 over 1, CPU | 2 over 1, clock |")
