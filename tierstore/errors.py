@@ -15,6 +15,7 @@
     ├── Closed                         the store was closed
     ├── Forbidden (PermissionError)    the service does not let this caller do that
     ├── Unreachable (ConnectionError)  no service answers at that address
+    ├── DeadlineExceeded (TimeoutError)  the time that the caller gave was over before the answer was there
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     └── StorageError (OSError)         the disk or its driver failed
         └── Corruption                 bytes read back are not those written
@@ -102,6 +103,10 @@ class Forbidden(TierstoreError, PermissionError):
 
 class Unreachable(TierstoreError, ConnectionError):
     """No service answers at that address, or it went away before it answered."""
+
+
+class DeadlineExceeded(TierstoreError, TimeoutError):
+    """The caller's deadline passed. Whether the work was done is not known, unless it was a read."""
 
 
 class MissingExtra(TierstoreError, ImportError):
