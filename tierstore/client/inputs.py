@@ -51,9 +51,11 @@ def _plain(name: str, value: Any, declared: Mapping[str, Any] | None) -> Plain:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"input {name!r}: expected an array: {error}") from error
-    if array.dtype.kind in "USTO":
-        return Plain(name, as_keys(array.reshape(-1)), array.shape, items)
     target = wire.dtype_of(datatype)
+    if array.dtype.kind in "USTO":
+        if target is not None:
+            raise InvalidInput(f"input {name!r}: expected {datatype}, came strings or objects")
+        return Plain(name, as_keys(array.reshape(-1)), array.shape, items)
     if target is not None and array.dtype != target:
         array = _converted(name, array, target)
     return Plain(name, array, array.shape, items)

@@ -27,6 +27,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._tls = isinstance(connection, ssl.SSLSocket)
         self._incoming = Incoming()
         self._out: list[memoryview] = []
         self._poll = select.poll()
@@ -74,8 +75,9 @@ class Link:
             if self._out:
                 self._send()
             while True:
+                into = self._incoming.buffer()
                 try:
-                    n = self._socket.recv_into(self._incoming.buffer())
+                    n = self._socket.recv_into(into)
                 except _WAITS:
                     return False
                 if n == 0:
@@ -84,6 +86,8 @@ class Link:
                     raise Unreachable("the service closed the connection before it answered")
                 if self._incoming.received(n):
                     return True
+                if n < len(into) and not self._tls:
+                    return False  # that was all there is; TLS may hold more than it gave
         except OSError as error:
             if isinstance(error, TierstoreError):
                 raise
@@ -92,7 +96,7 @@ class Link:
     def _send(self) -> None:
         try:
             while self._out:
-                if isinstance(self._socket, ssl.SSLSocket):
+                if self._tls:
                     n = self._socket.send(self._out[0])
                 else:
                     n = self._socket.sendmsg(self._out[:_MOST_PIECES])
