@@ -26,7 +26,7 @@ from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.types import DeltaResult, ProgressFn
 
 SPLIT_KEYS = 1 << 16  # of one request; larger look-ups go out as several, side by side
-SPLIT_ITEMS = 200
+SPLIT_ITEMS = 350  # of one `predict`
 SWITCH_TIMEOUT_S = 600.0  # a version is caught up and warmed before it serves, however long that takes
 _ANSWERS: dict[str, dict[str, str]] = {"float32": {}, "float16": {"dtype": "FP16"}}
 

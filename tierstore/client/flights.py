@@ -203,7 +203,7 @@ class Flight:
         """Look whether the deadline has passed."""
         if not self.done and now >= self.deadline:
             self._fail(
-                DeadlineExceeded(f"{self.call.method} {self.call.path}: no answer within {self.call.timeout_s:.3g} s")
+                DeadlineExceeded(f"{self.call.method} {self.call.path}: no answer within {self.call.timeout_s:.2g} s")
             )
 
     def abandon(self) -> None:
