@@ -27,6 +27,7 @@ FLOORS = {
     "formats": 1,
     "tiers": 2,
     "ingest": 3,
+    "predict": 3,
     "engine": 4,
     "service": 5,
     "client": 6,
@@ -53,6 +54,8 @@ DOORS: dict[str, set[str]] = {
     "rocksdict": {"tiers.disk", "tiers.sst"},
     "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
     "llvmlite": {"kernels"},
+    "onnxruntime": {"predict"},
+    "onnx": {"predict", "demo"},
     "fastapi": {"service"},
     "starlette": {"service"},
     "uvicorn": {"service"},
@@ -62,6 +65,10 @@ DOORS: dict[str, set[str]] = {
     "click": {"cli"},
     "rich": {"cli", "demo"},
     "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
+    "grpc": {"service.rpc"},
+    "grpc_health": {"service.rpc"},
+    "grpc_reflection": {"service.rpc"},
+    "google": {"service.rpc"},
 }
 
 

@@ -10,15 +10,16 @@
     │   └── SequenceGap                a delta out of turn; `expected_seq` says which is next
     ├── TooLarge (ValueError)          beyond a configured size
     ├── Overloaded                     a bound is reached; `retry_after_s` says when to come back
+    ├── DeadlineExceeded (TimeoutError) the caller's deadline passed before the answer was there
     ├── NotReady                       known, but not able to answer yet
     ├── Locked                         the data directory is held by another process
     ├── Closed                         the store was closed
     ├── Forbidden (PermissionError)    the service does not let this caller do that
     ├── Unreachable (ConnectionError)  no service answers at that address
-    ├── DeadlineExceeded (TimeoutError)  the time that the caller gave was over before the answer was there
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     └── StorageError (OSError)         the disk or its driver failed
-        └── Corruption                 bytes read back are not those written
+        ├── Corruption                 bytes read back are not those written
+        └── InferenceError             ONNX Runtime failed, and not by what the caller sent
 
 Transports map these to their own codes (`service/`); nothing below knows a status code.
 """
@@ -85,6 +86,10 @@ class Overloaded(TierstoreError):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineExceeded(TierstoreError, TimeoutError):
+    """The caller's deadline passed. From the service: while the request waited, so no work was done for it."""
+
+
 class NotReady(TierstoreError):
     """Known, but not able to answer yet."""
 
@@ -105,10 +110,6 @@ class Unreachable(TierstoreError, ConnectionError):
     """No service answers at that address, or it went away before it answered."""
 
 
-class DeadlineExceeded(TierstoreError, TimeoutError):
-    """The caller's deadline passed. Whether the work was done is not known, unless it was a read."""
-
-
 class MissingExtra(TierstoreError, ImportError):
     """An optional dependency is missing. The message names the extra to install."""
 
@@ -122,6 +123,10 @@ class StorageError(TierstoreError, OSError):
     def __init__(self, message: str, *, keys: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.keys: Sequence[int] = keys
+
+
+class InferenceError(StorageError):
+    """The dense part could not be run, for a reason that does not lie in the request."""
 
 
 class Corruption(StorageError):
