@@ -1,11 +1,16 @@
 """Heat: how often a row was asked for lately, and which keys were put out lately; what promotion is decided by.
 
-S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. Of a set's ways the first few are a
-probation queue, the others the main queue, both rings that stay in place and have a hand. A row counts
-its hits up to 3. A new key takes the place of the oldest in probation; that one moves on to main if it
-was asked for meanwhile. In main the hand passes over rows that have hits left, taking one off each, and
-stops at one that has none. Who is put out leaves a fingerprint in the set's ghost ring; a key that comes
-back while its fingerprint is there goes straight to main. Figures: docs/decisions/promotion-policy.md.
+S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. Two of a set's rows are a probation queue, the
+others the main queue. A row counts its hits up to 3. A new key takes the place of the oldest in probation; that one
+moves on to main if it was asked for meanwhile. In main a hand goes round the ways, passes over rows that have hits
+left, taking one off each, and stops at one that has none. Who is put out leaves a fingerprint in the set's ghost
+ring; a key that comes back while its fingerprint is there goes straight to main. Figures:
+docs/decisions/promotion-policy.md. Which queue a row is in says nothing about where it lies: probation is a list of
+ways, so that a row changes queues without being moved.
+
+    policy, 64 bytes a set    0  28 x uint16 fingerprints of keys put out lately, 0 for none
+                             56  uint8 hand of main   57  uint8 hand of the ghosts
+                             58  2 x uint8 ways in probation, plus one, oldest first, 0 for none   60  unused
 
 Readers count hits without a lock and without atomics, so that a count may be lost to a neighbour's in
 the same byte: heat is advice, and never decides whether an answer is right.
@@ -17,11 +22,13 @@ import numba as nb
 
 from tierstore.kernels.atomics import match32, trailing_zeros
 
-PROBATION = 2  # ways of 32
+POLICY_BYTES = 64
 GHOSTS = 28  # fingerprints of 16 bits a set
-GHOST_BYTES = 64
 MAX_HEAT = 3
 MOVE_AT = 1  # hits in probation that earn a place in main
+MAIN_HAND, GHOST_HAND, QUEUE = 56, 57, 58  # byte offsets
+
+_EVERY_GHOST = (1 << GHOSTS) - 1
 
 
 @nb.njit(inline="always")
@@ -55,30 +62,63 @@ def _fingerprint(hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def take_ghost(ghosts, s, hashed):  # type: ignore[no-untyped-def]
+def take_ghost(policy16, s, hashed):  # type: ignore[no-untyped-def]
     """Was the key put out of set `s` lately? Its fingerprint is removed."""
-    matches = match32(ghosts, s * (GHOST_BYTES // 2), _fingerprint(hashed))
+    matches = match32(policy16, s * (POLICY_BYTES // 2), _fingerprint(hashed)) & nb.uint32(_EVERY_GHOST)
     if matches == 0:
         return False
-    ghosts[s * (GHOST_BYTES // 2) + trailing_zeros(matches)] = 0
+    policy16[s * (POLICY_BYTES // 2) + trailing_zeros(matches)] = 0
     return True
 
 
 @nb.njit(inline="always")
-def add_ghost(ghosts, s, hand, hashed):  # type: ignore[no-untyped-def]
-    """Leave the key's fingerprint in the place of the oldest. Returns where the hand stands now."""
-    ghosts[s * (GHOST_BYTES // 2) + hand] = _fingerprint(hashed)
-    return hand + 1 if hand + 1 < GHOSTS else 0
+def add_ghost(policy, policy16, s, hashed):  # type: ignore[no-untyped-def]
+    """Leave the key's fingerprint in the place of the oldest."""
+    at = s * POLICY_BYTES + GHOST_HAND
+    hand = nb.int64(policy[at]) % GHOSTS
+    policy16[s * (POLICY_BYTES // 2) + hand] = _fingerprint(hashed)
+    policy[at] = hand + 1
 
 
 @nb.njit(inline="always")
-def next_victim(counters, base, hand, ways):  # type: ignore[no-untyped-def]
-    """The way of the main queue that is put out next, from `hand` on. Those passed over lose a hit."""
-    way = max(hand, PROBATION)
-    for _ in range(MAX_HEAT * ways):  # ends sooner unless readers count all the while
-        heat = get_heat(counters, base, way)
-        if heat == 0:
-            break
-        set_heat(counters, base, way, heat - 1)
-        way = way + 1 if way + 1 < ways else PROBATION
-    return way
+def on_probation(policy, s, way):  # type: ignore[no-untyped-def]
+    at = s * POLICY_BYTES + QUEUE
+    return policy[at] == way + 1 or policy[at + 1] == way + 1
+
+
+@nb.njit(inline="always")
+def oldest_on_probation(policy, s):  # type: ignore[no-untyped-def]
+    """Its way if the queue is full, else -1."""
+    at = s * POLICY_BYTES + QUEUE
+    return nb.int64(policy[at]) - 1 if policy[at + 1] != 0 else -1
+
+
+@nb.njit(inline="always")
+def enter_probation(policy, s, way):  # type: ignore[no-untyped-def]
+    """Returns whether there was room in the queue."""
+    at = s * POLICY_BYTES + QUEUE
+    if policy[at + 1] != 0:
+        return False
+    policy[at + 1 if policy[at] != 0 else at] = way + 1
+    return True
+
+
+@nb.njit(inline="always")
+def leave_probation(policy, s, way):  # type: ignore[no-untyped-def]
+    """Take `way` out of the queue, if it is there."""
+    at = s * POLICY_BYTES + QUEUE
+    if policy[at] == way + 1:
+        policy[at] = policy[at + 1]
+        policy[at + 1] = 0
+    elif policy[at + 1] == way + 1:
+        policy[at + 1] = 0
+
+
+@nb.njit(inline="always")
+def rename_on_probation(policy, s, way, other):  # type: ignore[no-untyped-def]
+    """The row at `way` now lies at `other`."""
+    at = s * POLICY_BYTES + QUEUE
+    if policy[at] == way + 1:
+        policy[at] = other + 1
+    elif policy[at + 1] == way + 1:
+        policy[at + 1] = other + 1

@@ -25,8 +25,8 @@ import numpy as np
 from tierstore.errors import ConfigError
 from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
-from tierstore.kernels.heat import GHOST_BYTES
-from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, HEAD_BYTES, WAYS, Areas
+from tierstore.kernels.heat import POLICY_BYTES
+from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, LINE_BYTES, LINES, WAYS, Areas
 from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
@@ -46,7 +46,7 @@ class _Layout:
 
     def __init__(self, spec: TableSpec, budget_bytes: int) -> None:
         self.row_bytes = spec.row_bytes
-        self.set_bytes = HEAD_BYTES + GHOST_BYTES + ABSENT_BYTES + WAYS * (8 + spec.row_bytes)
+        self.set_bytes = sum(self.area_bytes())
         sets = max(0, (budget_bytes - CONTROL_BYTES) // self.set_bytes)
         # a deeper table can shrink further, but loses the sets that are left over from whole regions
         self.max_depth = max(min(2, sets.bit_length() - 1), min(_MAX_DEPTH, (sets // 64).bit_length() - 1), 0)
@@ -56,7 +56,7 @@ class _Layout:
 
     def area_bytes(self) -> tuple[int, ...]:
         """Bytes a set, area by area; the order of areas does not matter, each is halved by itself."""
-        return HEAD_BYTES, GHOST_BYTES, ABSENT_BYTES, WAYS * 8, WAYS * self.row_bytes
+        return LINES * LINE_BYTES, POLICY_BYTES, ABSENT_BYTES, WAYS * self.row_bytes
 
     def cut(self, memory: mmap.mmap | SharedMapping) -> Areas:
         """Views of the areas of a mapping of `size` bytes, which they keep alive."""
@@ -67,10 +67,10 @@ class _Layout:
         for size in (CONTROL_BYTES, *(self.sets * n for n in self.area_bytes())):
             parts.append(whole[begin : begin + size])
             begin += size
-        control, heads, ghosts, absent, keys, rows = parts
+        control, lines, policy, absent, rows = parts
         return Areas(
-            control.view(np.int64), heads, heads.view(np.uint32), keys.view(np.int64), ghosts.view(np.uint16), absent,
-            absent.view(np.uint32), absent.view(np.int64), _address(rows), self.row_bytes, self.sets_per_region,
+            control.view(np.int64), lines, lines.view(np.uint32), lines.view(np.int64), policy, policy.view(np.uint16),
+            absent, absent.view(np.uint32), absent.view(np.int64), _address(rows), self.row_bytes, self.sets_per_region,
         )  # fmt: skip
 
 
@@ -327,7 +327,7 @@ class HostTable(_Reader):
         with self._lock:
             areas.control[GEOMETRY] = depth - 1
             areas.control[EPOCH] += 1
-            self._give_back(half, 2 * half)
+            self._give_back(half)
         self._huge.clear()
         self._swept = -1
 
@@ -344,13 +344,13 @@ class HostTable(_Reader):
                 setresize.split(areas, max(0, end - step), end, self._counters)
             time.sleep(_HAND_OVER_S)
 
-    def _give_back(self, begin: int, end: int) -> None:
-        """Free the memory of sets [begin, end) in every area, whole pages; they read as zeros, that is as empty sets."""
+    def _give_back(self, begin: int) -> None:
+        """Free the memory of all sets from `begin` on in every area, whole pages; they read as zeros, as empty sets do."""
         page = mmap.PAGESIZE
         at = CONTROL_BYTES
         for size in self._layout.area_bytes():
             first = -(-(at + begin * size) // page) * page
-            last = (at + end * size) // page * page
+            last = (at + self._layout.sets * size) // page * page
             if last > first:
                 self._memory.madvise(self._giving_back, first, last - first)
             at += self._layout.sets * size
