@@ -27,6 +27,7 @@ from tests.tiers.cache_contract import (
     vectors_of,
 )
 from tierstore.errors import ConfigError
+from tierstore.kernels.setcache import CONTROL_BYTES
 from tierstore.tiers.host import HostTable
 from tierstore.tiers.host_window import HostWindow
 from tierstore.tiers.shared_mapping import HUGE_BYTES
@@ -50,9 +51,9 @@ class _ThroughWindow(HostTable):
             self.spec, self.budget_bytes, os.dup(self.fd), default_vector=options["default_vector"]
         )
 
-    def lookup(self, keys: Keys, out: Vectors, state: States) -> None:
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         self._check(keys, out, state)
-        self._window.lookup(keys, out, state)
+        return self._window.lookup(keys, out, state)
 
 
 class TestHostWindow(CacheTierContract):
@@ -107,7 +108,7 @@ def test_the_mapping_keeps_to_the_budget_and_bookkeeping_to_16_bytes_a_row(budge
     assert table.stats()["budget_bytes"] == budget
     if table.capacity_rows:
         overhead = table.bytes_in_use - table.capacity_rows * spec.row_bytes
-        assert overhead - 64 <= 16 * table.capacity_rows
+        assert overhead - CONTROL_BYTES <= 16 * table.capacity_rows
         assert len(table._memory) == table.bytes_in_use
     if budget >= 1 << 20:
         assert table.capacity_rows * (spec.row_bytes + 16) > 0.95 * budget

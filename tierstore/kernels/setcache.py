@@ -173,9 +173,6 @@ def find_absent(absent, absent_keys, s, key):  # type: ignore[no-untyped-def]
 def _copy(code, out_code, source, target, dim, out_bytes):  # type: ignore[no-untyped-def]
     if code != out_code:
         decode_row(code, out_code, source, target, dim)
-    elif out_bytes & 63 == 0:
-        for at in range(0, out_bytes, 64):
-            copy_line(target + at, source + at)
     else:
         copy_bytes(target, source, out_bytes)
 
@@ -254,6 +251,7 @@ def lookup(areas, keys, state, code, out_code, out, dim, default):  # type: igno
     lines_at, absent_at = lines.ctypes.data, areas.absent.ctypes.data
     asked_bytes = min(row_bytes, _PREFETCH_BYTES)
     out_bytes = dim * (4 >> out_code)
+    whole_lines = code == out_code and out_bytes & 63 == 0
     epoch = load_acquire(control, EPOCH)
     geometry = load_acquire(control, GEOMETRY)
     homes = np.empty(_RING, np.int64)
@@ -306,20 +304,28 @@ def lookup(areas, keys, state, code, out_code, out, dim, default):  # type: igno
         if slot >= 0:
             line = slot // LINE_WAYS
             place = slot - line * LINE_WAYS
-            version = load_acquire(lines32, line * 16)
-            taken = nb.int64(lines[line * LINE_BYTES + TAKEN_AT])
-            if lines64[line * 8 + 1 + place] == keys[i] and (taken >> place) & 1 and not version & 1:
-                _copy(code, out_code, rows + slot * row_bytes, target, dim, out_bytes)
+            head = load_acquire(lines64, line * 8)
+            if lines64[line * 8 + 1 + place] == keys[i] and head & 1 == 0 and (head >> (8 * TAKEN_AT + place)) & 1:
+                if whole_lines:
+                    for at in range(0, out_bytes, 64):
+                        copy_line(target + at, rows + slot * row_bytes + at)
+                else:
+                    _copy(code, out_code, rows + slot * row_bytes, target, dim, out_bytes)
                 fence_acquire()
-                if load_relaxed(lines32, line * 16) == version and load_relaxed(control, EPOCH) == epoch:
+                if load_relaxed(lines32, line * 16) == nb.uint32(head):
                     bump_heat(lines, line * LINE_BYTES + HEAT_AT, place)
                     state[i] = _HOST
                     hits += 1
                     continue
         line = homes[i & (_RING - 1)]
-        answer = _search(
-            areas, epoch, line // LINES, line % LINES, keys[i], code, out_code, target, dim, out_bytes, default
-        )
+        s = line // LINES
+        answer = _search(areas, epoch, s, line - s * LINES, keys[i], code, out_code, target, dim, out_bytes, default)
         state[i] = answer
         hits += answer == _HOST
+    fence_acquire()
+    if load_relaxed(control, EPOCH) != epoch:  # rather than at each key: it changes only with the size
+        for i in range(n):
+            if state[i] == _HOST:
+                state[i] = _PENDING
+        return 0
     return hits

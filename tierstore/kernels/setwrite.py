@@ -20,12 +20,9 @@ from tierstore.kernels.heat import (
     MOVE_AT,
     POLICY_BYTES,
     add_ghost,
-    enter_probation,
     get_heat,
-    leave_probation,
-    oldest_on_probation,
     on_probation,
-    rename_on_probation,
+    put_on_probation,
     set_heat,
     take_ghost,
 )
@@ -137,7 +134,7 @@ def set_heat_at(areas, s, way, heat):  # type: ignore[no-untyped-def]
 @nb.njit
 def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
     """0..7: how much a row is worth keeping, by hits, then by queue."""
-    return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s, way) else 1)
+    return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s) == way else 1)
 
 
 @nb.njit
@@ -162,7 +159,8 @@ def remove(areas, s, way):  # type: ignore[no-untyped-def]
     version = open_version(areas.lines32, line)
     areas.lines[line * LINE_BYTES + TAKEN_AT] &= ~(1 << place)
     close_version(areas.lines32, line, version)
-    leave_probation(areas.policy, s, way)
+    if on_probation(areas.policy, s) == way:
+        put_on_probation(areas.policy, s, -1)
     home = home_of(mix(key_at(areas, s, way)))
     if home == way // LINE_WAYS:
         return
@@ -203,7 +201,8 @@ def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
     if guest < 0:
         return way
     put(areas, s, way, key_at(areas, s, guest), heat_at(areas, s, guest), row_at(areas, s, guest))
-    rename_on_probation(areas.policy, s, guest, way)
+    if on_probation(areas.policy, s) == guest:
+        put_on_probation(areas.policy, s, way)
     remove(areas, s, guest)
     return guest
 
@@ -214,7 +213,7 @@ def next_victim(areas, s):  # type: ignore[no-untyped-def]
     at = s * POLICY_BYTES + MAIN_HAND
     way = nb.int64(areas.policy[at]) % WAYS
     for _ in range((MAX_HEAT + 1) * WAYS):  # ends sooner unless readers count all the while
-        if not on_probation(areas.policy, s, way):
+        if way != on_probation(areas.policy, s):
             heat = heat_at(areas, s, way)
             if heat == 0:
                 break
@@ -228,12 +227,9 @@ def next_victim(areas, s):  # type: ignore[no-untyped-def]
 def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
     """Put a row out of the full set `s`, by the rules of `heat`. Returns (its way, whether the new key is on probation)."""
     known = take_ghost(areas.policy16, s, hashed)
-    way = -1 if known else oldest_on_probation(areas.policy, s)
-    if way < 0:
+    way = -1 if known else on_probation(areas.policy, s)
+    if way < 0 or heat_at(areas, s, way) >= MOVE_AT:
         way = next_victim(areas, s)
-    elif heat_at(areas, s, way) >= MOVE_AT:
-        moved, way = way, next_victim(areas, s)
-        leave_probation(areas.policy, s, moved)
     add_ghost(areas.policy, areas.policy16, s, mix(key_at(areas, s, way)))
     remove(areas, s, way)
     return way, not known
@@ -262,7 +258,8 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
         home = home_of(hashed)
         if find_way(lines, areas.lines64, s, home, key) >= 0:
             continue
-        way, probation = free_way(areas, s, home), evict
+        way = free_way(areas, s, home)
+        probation = evict and on_probation(areas.policy, s) < 0
         if way >= 0:
             counters[ROWS] += 1
         elif evict:
@@ -274,7 +271,7 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
         way = make_home(areas, s, way, home)
         put(areas, s, way, key, 0, rows + i * areas.row_bytes)
         if probation:
-            enter_probation(areas.policy, s, way)
+            put_on_probation(areas.policy, s, way)
         admitted += 1
     counters[ADMITTED] += admitted
     return admitted
