@@ -21,6 +21,7 @@ or n bags of one.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import InvalidInput, NotFound, TooLarge
+from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.service.tensors import (
     BYTES,
     NUMPY_DTYPE,
@@ -42,6 +43,7 @@ from tierstore.service.tensors import (
 from tierstore.types import NAME, Combiner, FeatureSpec, KeyType, TableSpec
 
 KEY_DATATYPES = {KeyType.INT64: ("INT64", "UINT64"), KeyType.UINT64: ("UINT64", "INT64"), KeyType.STRING: (BYTES,)}
+_DIGITS = re.compile(r"[0-9]{1,19}")
 _ANSWERS = {"FP32": "float32", "FP16": "float16"}
 
 
@@ -159,7 +161,9 @@ class Request:
     inputs: Sequence[TensorSpec]
     outputs: Sequence[RequestedOutput]
     combiner: str | None = None
-    plan: Plan | None = None  # of the latest version it was asked of; threads may race to set it to equal ones
+    # of the latest two versions it was asked of, as two may be served; threads may race to set them to equal ones
+    plan: Plan | None = None
+    other_plan: Plan | None = None
 
 
 class Inference:
@@ -177,17 +181,21 @@ class Inference:
             if isinstance(request, memoryview):
                 spec, self.raw = _raw_input(self._view, request)
                 request = Request([spec], [])
-            plan = request.plan
-            if plan is None or plan.features is not self._view.features:
-                plan = request.plan = _plan(self._view, request)
-            self.plan: Plan = plan
+            plan = self.plan = _planned(self._view, request)
             if plan.work_bytes > max_response:
                 raise TooLarge(
                     f"the look-up takes {plan.work_bytes} bytes of rows, {max_response} are allowed: split it, or raise max_response"
                 )
-        except BaseException:
+        except BaseException as error:
             lease.__exit__(None, None, None)
+            if isinstance(error, TierstoreError):
+                error.version = self._view.version
             raise
+
+    @property
+    def version(self) -> int:
+        """The version that answers."""
+        return self.plan.version
 
     def __enter__(self) -> Inference:
         return self
@@ -245,12 +253,42 @@ class DataPlane:
             raise NotFound(f"unknown model {shown(name)}")
         return self._store.model(name)
 
-    def open(self, model: str, version: int | None, request: Request | memoryview) -> Inference:
+    def open(
+        self,
+        model: str,
+        version: int | str | None,
+        request: Request | memoryview,
+        *,
+        route: bytes | str | None = None,
+    ) -> Inference:
         """Begin a request: hold its view, until `Inference.close`, and plan it.
 
-        `request` may be the raw keys of a model's only feature, in the binary form. `version` None: the active one.
+        `request` may be the raw keys of a model's only feature, in the binary form. `version` is a number, a label, or
+        None: then the active version answers or, as its share says, the canary, the same one for equal `route`s. An
+        error tells by its `version` which one had been chosen.
         """
-        return Inference(self.model(model).view(version), request, self._max_response)
+        return Inference(self.model(model).view(version, route), request, self._max_response)
+
+
+def asked_version(text: str) -> int | str:
+    """The version number or label that a request names. InvalidInput for what can be neither."""
+    if _DIGITS.fullmatch(text):
+        return int(text)
+    if NAME.fullmatch(text) is None or text.isdigit():
+        raise InvalidInput(f"a version is a number or a label such as 'stable' or 'canary', came {shown(text)}")
+    return text
+
+
+def _planned(view: View, request: Request) -> Plan:
+    """The request's plan under the view's version: one that it has, or a new one."""
+    plan = request.plan
+    if plan is not None and plan.features is view.features:
+        return plan
+    other = request.other_plan
+    if other is None or other.features is not view.features:
+        other = _plan(view, request)
+    request.plan, request.other_plan = other, plan
+    return other
 
 
 def _plan(view: View, request: Request) -> Plan:

@@ -84,6 +84,8 @@ class ModelCounts:
     failed_ns: int = 0
     last_inference_ms: int = 0
     spent: Timings = field(default_factory=Timings)
+    outcomes: dict[str, int] = field(default_factory=dict)  # requests, by outcome
+    seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))  # of successes
 
     def document(self) -> dict[str, object]:
         """The `inference_stats` of the protocol. Every request is its own execution; nothing is cached as a whole."""
@@ -104,6 +106,9 @@ class ModelCounts:
         }
 
 
+_SUMS = ("success", "failed", "success_ns", "failed_ns")
+
+
 class InferStats:
     """Statistics of the versions that answered, the latest few a model. Event loop only."""
 
@@ -117,14 +122,17 @@ class InferStats:
         counts.success += 1
         counts.success_ns += elapsed_ns
         counts.last_inference_ms = time.time_ns() // 1_000_000
+        counts.outcomes["ok"] = counts.outcomes.get("ok", 0) + 1
+        counts.seconds.add(elapsed_ns / 1e9)
         total = counts.spent
         total.queued_ns += spent.queued_ns
         total.input_ns += spent.input_ns
         total.infer_ns += spent.infer_ns
         total.output_ns += spent.output_ns
 
-    def failed(self, model: str, version: int, elapsed_ns: int) -> None:
+    def failed(self, model: str, version: int, elapsed_ns: int, outcome: str = "error") -> None:
         counts = self.of(model, version)
+        counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         counts.failed += 1
         counts.failed_ns += elapsed_ns
 
@@ -132,7 +140,13 @@ class InferStats:
         """Everything counted since the last `take`, as plain values."""
         counts, self._counts = self._counts, {}
         return [
-            {"model": model, "version": version, **asdict(of)}
+            {
+                "model": model,
+                "version": version,
+                **{name: getattr(of, name) for name in (*_SUMS, "last_inference_ms", "outcomes")},
+                "spent": asdict(of.spent),
+                "seconds": [of.seconds.counts, of.seconds.total],
+            }
             for model, versions in counts.items()
             for version, of in versions.items()
         ]
@@ -141,11 +155,22 @@ class InferStats:
         """Add what `take` gave in another process."""
         for more in taken:
             counts = self.of(more["model"], more["version"])
-            for name in ("success", "failed", "success_ns", "failed_ns"):
+            for name in _SUMS:
                 setattr(counts, name, getattr(counts, name) + more[name])
             counts.last_inference_ms = max(counts.last_inference_ms, more["last_inference_ms"])
             for name, ns in more["spent"].items():
                 setattr(counts.spent, name, getattr(counts.spent, name) + ns)
+            for outcome, n in more["outcomes"].items():
+                counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + n
+            counts.seconds.absorb(*more["seconds"])
+
+    def known(self) -> list[tuple[str, int, ModelCounts]]:
+        """(model, version, counts) of what has been asked for."""
+        return [
+            (model, number, of)
+            for model, versions in self._counts.copy().items()
+            for number, of in versions.copy().items()
+        ]
 
     def of(self, model: str, version: int) -> ModelCounts:
         """Counts of a version that is known to exist; made at its first request."""
@@ -153,7 +178,7 @@ class InferStats:
         counts = versions.get(version)
         if counts is None:
             while len(versions) >= self.KEPT_VERSIONS:
-                del versions[next(iter(versions))]
+                del versions[min(versions, key=lambda number: versions[number].last_inference_ms)]
             counts = versions[version] = ModelCounts()
         return counts
 

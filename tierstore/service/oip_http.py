@@ -6,7 +6,6 @@ look-ups run on the look-up pool, whatever may block for long on the control poo
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -15,6 +14,7 @@ import orjson
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service import oip_models
 from tierstore.service.context import Service
+from tierstore.service.dataplane import asked_version
 from tierstore.service.http import (
     Disconnected,
     Headers,
@@ -29,12 +29,11 @@ from tierstore.service.http import (
 )
 from tierstore.service.oip_infer import InferCall
 from tierstore.service.pool import Holding
-from tierstore.service.status import HttpError, log_failure, outcome_of
+from tierstore.service.status import HttpError, log_failure, outcome_of, status_of
 from tierstore.service.tensors import shown
 
 PROTOCOL = "oip_http"
 _CONTROL_BODY_BYTES = 1 << 20
-_VERSION = re.compile(r"[0-9]{1,19}")
 
 
 class OipHttp:
@@ -78,23 +77,28 @@ class OipHttp:
     # --- look-ups
 
     async def _infer(
-        self, name: str, version: int | None, body: memoryview, headers: Headers, holding: Holding
+        self, name: str, version: int | str | None, body: memoryview, headers: Headers, holding: Holding
     ) -> Response:
         service = self._service
         began_ns = time.perf_counter_ns()
         call = InferCall(service, name, version, body, headers, holding)
         try:
             response, served = await call.run(service.known_requests)
-        except TierstoreError:
-            try:
-                active = service.dataplane.model(name).active_version
-            except TierstoreError:
-                active = None
-            if active is not None:
-                service.infer_stats.failed(name, active, time.perf_counter_ns() - began_ns)
+        except TierstoreError as error:
+            self._count_failure(name, error.version or call.chosen, error, time.perf_counter_ns() - began_ns)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response
+
+    def _count_failure(self, name: str, version: int | None, error: TierstoreError, elapsed_ns: int) -> None:
+        service = self._service
+        if version is None:  # refused before one was chosen
+            try:
+                version = service.dataplane.model(name).active_version
+            except TierstoreError:
+                return
+        if version is not None:
+            service.infer_stats.failed(name, version, elapsed_ns, outcome_of(status_of(error)))
 
     # --- documents
 
@@ -147,22 +151,23 @@ class OipHttp:
             return await self._statistics(name, version)
         return json_response(oip_models.model_metadata(model, version))
 
-    async def _statistics(self, name: str | None, version: int | None) -> Response:
+    async def _statistics(self, name: str | None, version: int | str | None) -> Response:
         store = self._service.store
         if self._service.fleet is not None:
             await self._service.control.run(self._service.refresh)
         stats: list[dict[str, Any]] = []
         for each in [name] if name is not None else store.models():
-            active = store.model(each).active_version
-            if version is not None and version != active:
-                with store.model(each).view(version):  # NotFound or NotReady, as for a look-up
-                    pass
-            if active is not None:
-                counts = self._service.infer_stats.of(each, active)
+            model = store.model(each)
+            versions = model.served.versions
+            if version is not None:
+                with model.view(version) as view:  # NotFound or NotReady, as for a look-up
+                    versions = (view.version,)
+            for number in versions:
+                counts = self._service.infer_stats.of(each, number)
                 stats.append(
                     {
                         "name": each,
-                        "version": str(active),
+                        "version": str(number),
                         "last_inference": counts.last_inference_ms,
                         "inference_count": counts.success,
                         "execution_count": counts.success,
@@ -211,15 +216,13 @@ def _allow(method: str, allowed: str) -> None:
         raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")
 
 
-def _model_path(parts: list[str]) -> tuple[str, int | None]:
-    """(model, version) of `{model}` or `{model}/versions/{version}`."""
+def _model_path(parts: list[str]) -> tuple[str, int | str | None]:
+    """(model, version) of `{model}` or `{model}/versions/{number or label}`."""
     if len(parts) == 1:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":
         raise NotFound(f"no such path: /v2/models/{shown('/'.join(parts))[1:-1]}")
-    if _VERSION.fullmatch(parts[2]) is None:
-        raise InvalidInput(f"a version is a number, came {shown(parts[2])}")
-    return parts[0], int(parts[2])
+    return parts[0], asked_version(parts[2])
 
 
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:
