@@ -11,15 +11,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import Settings
+from tierstore.errors import TierstoreError
 from tierstore.service.dataplane import DataPlane
 from tierstore.service.figures import Freshness, InferStats, RequestTimes
 from tierstore.service.jobs import Jobs
 from tierstore.service.known import KnownRequests
 from tierstore.service.pool import ByteBudget, WorkerPool
 from tierstore.service.shared_memory import Regions
+from tierstore.service.status import outcome_of, status_of
 
 if TYPE_CHECKING:
     from tierstore.service.fleet import Fleet
+    from tierstore.service.rpc.server import GrpcServer
     from tierstore.service.watch import Watcher
 
 CONTROL_THREADS = 4
@@ -48,6 +51,7 @@ class Service:
         self.jobs = Jobs(store)
         self.watcher: Watcher | None = None
         self.fleet: Fleet | None = None  # with several worker processes
+        self.grpc: GrpcServer | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
 
@@ -55,6 +59,17 @@ class Service:
         """Bring the figures up to now. Not on the event loop: with worker processes it waits for them a moment."""
         if self.fleet is not None:
             self.fleet.refresh()
+
+    def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
+        """Count a look-up that failed, for the version that had been chosen for it or the active one. Any thread."""
+        version = error.version
+        if version is None:
+            try:
+                version = self.dataplane.model(model).active_version
+            except TierstoreError:
+                return
+        if version is not None:
+            self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The store's status, with what worker processes have counted."""

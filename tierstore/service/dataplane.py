@@ -21,7 +21,6 @@ or n bags of one.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -43,7 +42,6 @@ from tierstore.service.tensors import (
 from tierstore.types import NAME, Combiner, FeatureSpec, KeyType, TableSpec
 
 KEY_DATATYPES = {KeyType.INT64: ("INT64", "UINT64"), KeyType.UINT64: ("UINT64", "INT64"), KeyType.STRING: (BYTES,)}
-_DIGITS = re.compile(r"[0-9]{1,19}")
 _ANSWERS = {"FP32": "float32", "FP16": "float16"}
 
 
@@ -203,6 +201,8 @@ class Inference:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, TierstoreError) and error.version is None:
+            error.version = self.version
         self.close()
 
     def close(self) -> None:
@@ -253,6 +253,10 @@ class DataPlane:
             raise NotFound(f"unknown model {shown(name)}")
         return self._store.model(name)
 
+    def splits(self, model: str) -> bool:
+        """Whether requests that name no version go to more than one: then it is worth the while to look for a `route`."""
+        return self.model(model).served.canary is not None
+
     def open(
         self,
         model: str,
@@ -268,15 +272,6 @@ class DataPlane:
         error tells by its `version` which one had been chosen.
         """
         return Inference(self.model(model).view(version, route), request, self._max_response)
-
-
-def asked_version(text: str) -> int | str:
-    """The version number or label that a request names. InvalidInput for what can be neither."""
-    if _DIGITS.fullmatch(text):
-        return int(text)
-    if NAME.fullmatch(text) is None or text.isdigit():
-        raise InvalidInput(f"a version is a number or a label such as 'stable' or 'canary', came {shown(text)}")
-    return text
 
 
 def _planned(view: View, request: Request) -> Plan:

@@ -14,7 +14,6 @@ import orjson
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service import oip_models
 from tierstore.service.context import Service
-from tierstore.service.dataplane import asked_version
 from tierstore.service.http import (
     Disconnected,
     Headers,
@@ -28,8 +27,9 @@ from tierstore.service.http import (
     read_body,
 )
 from tierstore.service.oip_infer import InferCall
+from tierstore.service.parameters import version_of
 from tierstore.service.pool import Holding
-from tierstore.service.status import HttpError, log_failure, outcome_of, status_of
+from tierstore.service.status import HttpError, log_failure, outcome_of
 from tierstore.service.tensors import shown
 
 PROTOCOL = "oip_http"
@@ -85,20 +85,12 @@ class OipHttp:
         try:
             response, served = await call.run(service.known_requests)
         except TierstoreError as error:
-            self._count_failure(name, error.version or call.chosen, error, time.perf_counter_ns() - began_ns)
+            if error.version is None:
+                error.version = call.chosen
+            service.count_failed(name, time.perf_counter_ns() - began_ns, error)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response
-
-    def _count_failure(self, name: str, version: int | None, error: TierstoreError, elapsed_ns: int) -> None:
-        service = self._service
-        if version is None:  # refused before one was chosen
-            try:
-                version = service.dataplane.model(name).active_version
-            except TierstoreError:
-                return
-        if version is not None:
-            service.infer_stats.failed(name, version, elapsed_ns, outcome_of(status_of(error)))
 
     # --- documents
 
@@ -152,30 +144,10 @@ class OipHttp:
         return json_response(oip_models.model_metadata(model, version))
 
     async def _statistics(self, name: str | None, version: int | str | None) -> Response:
-        store = self._service.store
-        if self._service.fleet is not None:
-            await self._service.control.run(self._service.refresh)
-        stats: list[dict[str, Any]] = []
-        for each in [name] if name is not None else store.models():
-            model = store.model(each)
-            versions = model.served.versions
-            if version is not None:
-                with model.view(version) as view:  # NotFound or NotReady, as for a look-up
-                    versions = (view.version,)
-            for number in versions:
-                counts = self._service.infer_stats.of(each, number)
-                stats.append(
-                    {
-                        "name": each,
-                        "version": str(number),
-                        "last_inference": counts.last_inference_ms,
-                        "inference_count": counts.success,
-                        "execution_count": counts.success,
-                        "inference_stats": counts.document(),
-                        "batch_stats": [],
-                    }
-                )
-        return json_response({"model_stats": stats})
+        service = self._service
+        if service.fleet is not None:
+            await service.control.run(service.refresh)
+        return json_response(oip_models.statistics(service.store, service.infer_stats, name, version))
 
     async def _region(self, method: str, name: str | None, verb: str, body: memoryview, headers: Headers) -> Response:
         """System shared memory: one region, or with `name` None all of them."""
@@ -199,11 +171,7 @@ class OipHttp:
         parameters = request.get("parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidInput(f"expected parameters as an object, came {shown(parameters)}")
-        for parameter in parameters:
-            if parameter == "config" or parameter.startswith("file:"):
-                raise InvalidInput(
-                    f"parameter {shown(parameter)}: a model's files and configuration come from its snapshot and cannot be overridden"
-                )
+        oip_models.check_load_parameters(parameters)
         if verb == "load":
             await self._service.control.run(oip_models.load, self._service.store, name)
         else:
@@ -222,7 +190,7 @@ def _model_path(parts: list[str]) -> tuple[str, int | str | None]:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":
         raise NotFound(f"no such path: /v2/models/{shown('/'.join(parts))[1:-1]}")
-    return parts[0], asked_version(parts[2])
+    return parts[0], version_of(parts[2])
 
 
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:

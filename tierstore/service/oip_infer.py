@@ -151,8 +151,9 @@ class InferCall:
     def _open(self) -> None:
         asked = self._asked
         assert asked is not None
-        route = self.headers.get(REQUEST_ID) if self.version is None else None
-        self._inference = self.service.dataplane.open(self.model, self.version, asked.request, route=route)
+        plane = self.service.dataplane
+        route = self.headers.get(REQUEST_ID) if self.version is None and plane.splits(self.model) else None
+        self._inference = plane.open(self.model, self.version, asked.request, route=route)
         self.chosen = self._inference.version
         self._layout = _layout_of(asked, self.model, self._inference.plan)
 

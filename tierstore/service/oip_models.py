@@ -5,14 +5,16 @@ Functions of the store; they may take locks for a moment, and any thread may cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tierstore import __version__
 from tierstore.engine.served import STABLE
-from tierstore.errors import NotReady
+from tierstore.errors import InvalidInput, NotReady
 from tierstore.service.dataplane import KEY_DATATYPES, View
+from tierstore.service.figures import InferStats
+from tierstore.service.tensors import shown
 
 PLATFORM = "tierstore"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
@@ -116,6 +118,40 @@ def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
                 entry = {"name": name, "version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
                 entries.append(entry if ready else {**entry, "reason": version["state"]})
     return entries
+
+
+def statistics(store: Any, counted: InferStats, name: str | None, version: int | str | None) -> dict[str, Any]:
+    """Statistics of what a model serves, or every model; of `version` alone if given, with the errors of a look-up."""
+    stats: list[dict[str, Any]] = []
+    for each in [name] if name is not None else store.models():
+        model = store.model(each)
+        versions = model.served.versions
+        if version is not None:
+            with model.view(version) as view:
+                versions = (view.version,)
+        for number in versions:
+            counts = counted.of(each, number)
+            stats.append(
+                {
+                    "name": each,
+                    "version": str(number),
+                    "last_inference": counts.last_inference_ms,
+                    "inference_count": counts.success,
+                    "execution_count": counts.success,
+                    "inference_stats": counts.document(),
+                    "batch_stats": [],
+                }
+            )
+    return {"model_stats": stats}
+
+
+def check_load_parameters(names: Iterable[str]) -> None:
+    """InvalidInput for parameters of a load that would override what the model is made of."""
+    for name in names:
+        if name == "config" or name.startswith("file:"):
+            raise InvalidInput(
+                f"parameter {shown(name)}: a model's files and configuration come from its snapshot and cannot be overridden"
+            )
 
 
 def load(store: Any, name: str) -> None:

@@ -24,12 +24,12 @@ from tierstore.engine.sharing import Changes
 from tierstore.errors import InvalidInput
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
-from tierstore.service.dataplane import asked_version
 from tierstore.service.forward import Forward
 from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
 from tierstore.service.oip_http import OipHttp
+from tierstore.service.parameters import version_of
 from tierstore.service.server import make_server
 
 REPORT_S = 1.0
@@ -62,7 +62,7 @@ class _Root:
         if len(parts) != 3 or parts[1] != "versions":
             return False
         try:
-            asked = asked_version(parts[2])
+            asked = version_of(parts[2])
         except InvalidInput:
             return False
         return asked in served.versions if isinstance(asked, int) else asked in served.all_labels()
