@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tierstore.engine.publisher import Lease, Publisher
@@ -22,7 +22,6 @@ from tierstore.engine.version import Version, VersionInfo
 from tierstore.errors import (
     Conflict,
     DeltaError,
-    MissingExtra,
     NotFound,
     SnapshotError,
     StorageError,
@@ -31,6 +30,7 @@ from tierstore.errors import (
 from tierstore.formats import files
 from tierstore.formats.delta import Delta, read_delta
 from tierstore.formats.names import ModelDirectory
+from tierstore.predict.signature import Signature
 from tierstore.types import DeltaResult, FeatureSpec, Progress, ProgressFn, TableSpec
 
 log = logging.getLogger(__name__)
@@ -97,16 +97,28 @@ class Model(Switching):
         with self.view(version, route) as view:
             return {feature: view.lookup(feature, of, **options) for feature, of in keys.items()}
 
-    def predict(self, inputs: Mapping[str, Any]) -> Any:
-        """Scores of the dense part. Not available in this release."""
-        raise MissingExtra(
-            "predict needs the dense predictor, which this release does not have; look rows up and run the dense part beside it"
-        )
+    def predict(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        outputs: Sequence[str] | None = None,
+        version: int | str | None = None,
+        route: bytes | str | None = None,
+    ) -> Any:
+        """`View.predict` on the view that `view(version, route)` gives."""
+        with self.view(version, route) as view:
+            return view.predict(inputs, outputs=outputs)
+
+    @property
+    def signature(self) -> Signature | None:
+        """What the active version's dense part takes and gives; None where none is served. NotReady where nothing serves."""
+        with self.view(STABLE) as view:
+            return None if view.predictor is None else view.predictor.signature
 
     def apply_delta(self, delta: Delta, data: bytes | memoryview) -> DeltaResult:
         """Log a delta and make it visible; `data` is what `delta` was read from."""
         return self._serving.apply(
-            delta, data, lambda number: self._infos[number].specs if number in self._infos else None
+            delta, data, lambda number: self._infos[number].specs if number in self._infos else None, self.dense
         )
 
     # --- what there is

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from tierstore.engine.budget import OverlayBudget
 from tierstore.engine.deltalog import DeltaLog
+from tierstore.engine.dense import DenseParts
 from tierstore.engine.observer import Observer
 from tierstore.engine.overlay import Overlay, encode_delta, stack
 from tierstore.engine.publisher import Publisher
@@ -26,6 +28,7 @@ from tierstore.engine.version import Version
 from tierstore.engine.view import View
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap
 from tierstore.formats.delta import Delta
+from tierstore.predict.session import DenseSession
 from tierstore.types import DeltaResult, TableSpec
 
 
@@ -60,12 +63,18 @@ class Serving:
         return self.publisher.current
 
     def apply(
-        self, delta: Delta, data: bytes | memoryview, specs_of: Callable[[int], Mapping[str, TableSpec] | None]
+        self,
+        delta: Delta,
+        data: bytes | memoryview,
+        specs_of: Callable[[int], Mapping[str, TableSpec] | None],
+        dense: DenseParts,
     ) -> DeltaResult:
         """Log a delta, then publish it. On return it is durable, and every request that starts sees it whole.
 
         `specs_of` gives the tables of a version that may not be served, or None for one that is not known (yet).
+        `dense` makes its dense part ready, if it brings one.
         """
+        ahead = self._ready_dense(delta, dense)
         with self.write:
             if self._is_held(delta):
                 return DeltaResult(self.name, delta.seq, applied=False)
@@ -79,6 +88,13 @@ class Serving:
             if base is not None and served.numbered(base) is None and (specs := specs_of(base)) is not None:
                 # that version would choke on it at catch-up, when it is too late to refuse it
                 encode_delta(delta, specs, for_this_version=True)
+                if delta.dense is not None:
+                    dense.check(delta.seq, delta.dense, base)
+            for view, overlay in zip(views, new, strict=True):
+                if overlay.dense is not None:
+                    if view.holder not in ahead:  # switched meanwhile, or its turn was not foreseen
+                        ahead[view.holder] = self._session(delta, view, served, dense)
+                    overlay.predictor = ahead[view.holder]
             taken = _bytes(new)
             self._budget.take(taken)
             try:
@@ -106,14 +122,32 @@ class Serving:
         return DeltaResult(self.name, delta.seq, applied=True)
 
     def _encode(self, delta: Delta, view: View, served: Served) -> Overlay:
-        try:
+        with _naming_the_canary(view, served):
             return encode_delta(delta, view.holder.specs, for_this_version=delta.base_version in (None, view.version))
-        except DeltaError as error:
-            if view is not served.canary:
-                raise
-            raise DeltaError(
-                f"{error}; version {view.version} is the canary: withdraw it, or send what is for one version alone with a base_version"
-            ) from error
+
+    def _session(self, delta: Delta, view: View, served: Served, dense: DenseParts) -> DenseSession | None:
+        assert delta.dense is not None
+        with _naming_the_canary(view, served):
+            return dense.of_delta(delta.seq, delta.dense, view)
+
+    def _ready_dense(self, delta: Delta, dense: DenseParts) -> dict[Version, DenseSession | None]:
+        """Sessions of a delta's dense part, by version, made before `write` is taken, so that nobody waits for them.
+
+        The delta's turn may change until then: whatever is doubtful is left for later.
+        """
+        last = self.deltas.last
+        if delta.dense is None or last is None or delta.seq != last + 1:
+            return {}
+        served = self.publisher.enter_all()
+        try:
+            return {
+                view.holder: self._session(delta, view, served, dense)
+                for view in served.views
+                if delta.base_version in (None, view.version) and view.seq < delta.seq
+            }
+        finally:
+            for view in served.views:
+                self.publisher.leave(view)
 
     def _is_held(self, delta: Delta) -> bool:
         last = self.deltas.last
@@ -194,6 +228,19 @@ class Serving:
 
     def _due_beside(self, version: Version) -> bool:
         return any(view.holder is not version and self._is_due(view) for view in self.served.views)
+
+
+@contextmanager
+def _naming_the_canary(view: View, served: Served) -> Iterator[None]:
+    """A delta that is refused for the canary's sake says so: what is active could take it."""
+    try:
+        yield
+    except DeltaError as error:
+        if view is not served.canary:
+            raise
+        raise DeltaError(
+            f"{error}; version {view.version} is the canary: withdraw it, or send what is for one version alone with a base_version"
+        ) from error
 
 
 def _bytes(overlays: Sequence[Overlay]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tierstore.engine.model import Model
 from tierstore.engine.served import Served
+from tierstore.engine.version import VersionInfo
 from tierstore.engine.view import View
 
 
@@ -46,6 +47,8 @@ def _document(model: Model, served: Served) -> dict[str, Any]:
                 name: {"table": feature.table, "combiner": feature.combiner.value if feature.combiner else None}
                 for name, feature in view.features.items()
             },
+            "dense": model.dense.counts.as_dict()
+            | {"buffer_bytes": 0 if view.predictor is None else view.predictor.buffer_bytes},
             "disk": version.disk.stats(),
             "tables": version.status(),
         }
@@ -69,6 +72,13 @@ def _canary(view: View, share: float) -> dict[str, Any]:
     }
 
 
+def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
+    """What becomes of a version's dense part; `view` if it is served."""
+    if view is not None and view.has_dense:
+        return "served" if view.predictor is not None else f"kept, not served: {view.unserved}"
+    return model.dense.kept if info.has_dense else None
+
+
 def _versions(model: Model, served: Served) -> list[dict[str, Any]]:
     entries = []
     labels = served.all_labels()
@@ -86,7 +96,7 @@ def _versions(model: Model, served: Served) -> list[dict[str, Any]]:
                 "watermark": info.watermark if view is None else view.seq,
                 "delta_seq": info.manifest.delta_seq,
                 "created_at": info.manifest.to_document().get("created_at"),
-                "dense": "kept, not served" if info.has_dense else None,
+                "dense": _dense(model, info, view),
             }
         )
     for number, step in model.loads():

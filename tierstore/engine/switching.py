@@ -22,6 +22,7 @@ from pathlib import Path
 from tierstore.config import Settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.deltalog import DeltaLog
+from tierstore.engine.dense import DenseParts
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
 from tierstore.engine.replay import catch_up
@@ -34,6 +35,7 @@ from tierstore.engine.view import View
 from tierstore.errors import Closed, Conflict, Corruption, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory, format_version, parse_version
+from tierstore.predict.runtime import Runtime
 from tierstore.tiers.disk import ReaderPool
 from tierstore.types import Progress, ProgressFn
 
@@ -51,6 +53,7 @@ class Shared:
     readers: ReaderPool
     host_budget: HostBudget
     overlay_budget: OverlayBudget
+    dense: Runtime
     observers: list[Observer] = field(default_factory=list)
     told: list[Callable[[], None]] = field(default_factory=list)  # called whenever views are published; see `Publisher`
 
@@ -74,6 +77,7 @@ class Switching:
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served
         self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
+        self.dense = DenseParts(name, shared.dense, lambda number: self._infos.get(number))
         self._closed = False
         # guarded by serving.write; replaced whole, so that readers need no lock
         self._infos: dict[int, VersionInfo] = {}
@@ -155,12 +159,19 @@ class Switching:
             self._shared.host_budget.admit(version, like, *leaving[1:])
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force, progress=progress)
             version.warm(like, lambda done, total: progress(Progress("warm", done, total)))
+            self.dense.open(version, lenient=force)
             progress(Progress("switch"))
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force)
+            self.dense.open(version, lenient=force)
             yield version
         except BaseException:
             self._freed(version)
             raise
+
+    def _last_step(self, version: Version, *, force: bool) -> None:
+        """Catch up to the end of the log, while producers wait. Holds `write`."""
+        catch_up(version, self._deltas, lenient=force)
+        self.dense.open(version, lenient=force)  # anew only if one of the last deltas brought one
 
     # --- the active version
 
@@ -214,7 +225,7 @@ class Switching:
     def _serve(self, info: VersionInfo, *, force: bool, progress: ProgressFn) -> None:
         leaving = [view.holder for view in self.served.views]
         with self._warmed(info, leaving, force=force, progress=progress) as version, self._serving.write:
-            catch_up(version, self._deltas, lenient=force)
+            self._last_step(version, force=force)
             self._publish(Served(View(version, (), version.watermark)))
             self._start_problem = None
 
@@ -279,7 +290,7 @@ class Switching:
     ) -> None:
         leaving = [view.holder for view in self.served.views]
         with self._warmed(info, leaving, force=force, progress=progress) as version, self._serving.write:
-            catch_up(version, self._deltas, lenient=force)
+            self._last_step(version, force=force)
             view = View(version, (), version.watermark)
             served = self.served
             self._publish(replace(served, canary=view, share=share, labels={**served.labels, **dict(labels)}))
@@ -393,7 +404,7 @@ class Switching:
         kept = self._kept_routes(current)
         labels = {name: of for name, of in kept.labels.items() if of == current}
         with self._warmed(self._infos[current], [], force=True, progress=ignore) as version, self._serving.write:
-            catch_up(version, self._deltas, lenient=True)
+            self._last_step(version, force=True)
             active = Served(View(version, (), version.watermark), labels=labels)
             if kept.canary is None and self._canary_problem is None:
                 self._publish(active)

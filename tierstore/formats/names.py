@@ -7,7 +7,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
     <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
-        version.json  db/  dense.onnx  warmup/<table>.npy  hot/<table>.npy  build/
+        version.json  db/  dense.onnx  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
 
@@ -35,9 +35,11 @@ VERSION_RECORD = "version.json"
 DB = "db"
 DENSE = "dense.onnx"
 WARMUP = "warmup"
+REQUESTS = "requests"  # within WARMUP
 HOT = "hot"
 BUILD = "build"
 KEYS_SUFFIX = ".npy"
+REQUEST_SUFFIX = ".npz"
 
 # a snapshot
 SNAPSHOT_MANIFEST = "snapshot.json"
@@ -136,6 +138,11 @@ class VersionDirectory:
     def warmup(self, table: str) -> Path:
         """Keys that the snapshot asked to have warm."""
         return self.root / WARMUP / (check_name("table", table) + KEYS_SUFFIX)
+
+    @property
+    def requests(self) -> Path:
+        """Recorded requests that the snapshot asked to have run before it serves, `00000.npz` and on."""
+        return self.root / WARMUP / REQUESTS
 
     def hot(self, table: str) -> Path:
         """Keys that were hot when the version was last served."""
