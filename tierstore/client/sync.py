@@ -180,6 +180,27 @@ class Client:
         """Remove a version from disk. Conflict for the active one."""
         self._admin("DELETE", model, f"/versions/{version}")
 
+    def canary(self, model: str, version: int, share: float = 0.05, *, force: bool = False) -> None:
+        """Serve a kept version to `share` (0 to 1) of the requests that name none; for the canary, change its share alone."""
+        body = {"version": version, "share": share, **_forced(force)}
+        self._admin("POST", model, "/canary", body, timeout=SWITCH_TIMEOUT_S)
+
+    def promote(self, model: str) -> int:
+        """Make the canary the active version, and return it. Conflict where there is none."""
+        return int(self._admin("POST", model, "/promote", timeout=SWITCH_TIMEOUT_S)["active_version"])
+
+    def withdraw(self, model: str) -> int:
+        """Stop serving the canary, and return its version, which is kept. Conflict where there is none."""
+        return int(self._admin("POST", model, "/withdraw")["withdrawn"])
+
+    def label(self, model: str, name: str, version: int) -> None:
+        """Let a label stand for a version that is served, until that is served no more."""
+        self._admin("PUT", model, f"/labels/{quote(name, safe='')}", {"version": version})
+
+    def unlabel(self, model: str, name: str) -> None:
+        """Remove a label."""
+        self._admin("DELETE", model, f"/labels/{quote(name, safe='')}")
+
     def _admin(self, method: str, model: str, path: str = "", body: Any = None, **more: Any) -> Any:
         return self._transport.json(method, f"/admin/models/{quote(model, safe='')}{path}", body, **more)
 
