@@ -97,7 +97,16 @@ class Lender:
                             known_overlays.add(number)
                             document["overlays"][number] = copy.document
                             fds.append(copy.fd)
-                    views.append({"view": view_id, "version": serial, "seq": view.seq, "overlays": overlays})
+                    views.append(
+                        {
+                            "view": view_id,
+                            "version": serial,
+                            "seq": view.seq,
+                            "overlays": overlays,
+                            "dense": view.predictor is not None,
+                            "unserved": view.unserved,
+                        }
+                    )
                 # the active version's view comes first
                 document["models"][name] = {"views": views, "share": served.share, "labels": dict(served.labels)}
             self._forget()

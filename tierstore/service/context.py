@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import Settings
-from tierstore.errors import TierstoreError
+from tierstore.errors import NotFound, NotReady, TierstoreError
 from tierstore.service.dataplane import DataPlane
 from tierstore.service.figures import Freshness, InferStats, RequestTimes
 from tierstore.service.jobs import Jobs
@@ -51,6 +51,7 @@ class Service:
         self.jobs = Jobs(store)
         self.watcher: Watcher | None = None
         self.fleet: Fleet | None = None  # with several worker processes
+        self.hands_on = False  # what is not found here is asked, and counted, elsewhere
         self.grpc: GrpcServer | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
@@ -62,6 +63,8 @@ class Service:
 
     def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
         """Count a look-up that failed, for the version that had been chosen for it or the active one. Any thread."""
+        if self.hands_on and isinstance(error, (NotFound, NotReady)):
+            return
         version = error.version
         if version is None:
             try:

@@ -11,8 +11,9 @@ from tierstore.service.dataplane import Plan
 from tierstore.service.figures import Timings
 from tierstore.service.known import KNOWN_BYTES
 from tierstore.service.pool import Holding
-from tierstore.service.rpc.calls import Context, request_id
+from tierstore.service.rpc.calls import request_id
 from tierstore.service.rpc.codec import Layout, RpcRequest, parse_request, read_elements, take_apart
+from tierstore.service.rpc.types import Context
 
 
 def infer(service: Service, message: bytes, context: Context, arrived_ns: int, extra: bytes = b"") -> bytes:
@@ -40,7 +41,8 @@ def infer(service: Service, message: bytes, context: Context, arrived_ns: int, e
             parsed_ns = time.perf_counter_ns()
             inference.begin(elements, layout.allocate())
             inference.finish()
-            version, arrays = inference.plan.version, inference.arrays
+            version, arrays = inference.version, inference.arrays
+            spent.lookup_ns, spent.dense_ns = inference.lookup_ns, inference.dense_ns
         answered_ns = time.perf_counter_ns()
         answer = layout.encode(parts.id, arrays, service.regions, extra)
         ended_ns = time.perf_counter_ns()
