@@ -18,6 +18,7 @@ from tierstore.service.jobs import Jobs
 from tierstore.service.known import KnownRequests
 from tierstore.service.pool import ByteBudget, WorkerPool
 from tierstore.service.shared_memory import Regions
+from tierstore.service.status import outcome_of, status_of
 
 if TYPE_CHECKING:
     from tierstore.service.fleet import Fleet
@@ -60,16 +61,18 @@ class Service:
         if self.fleet is not None:
             self.fleet.refresh()
 
-    def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError | None = None) -> None:
-        """Count a look-up that failed, where there is a version to count it for. Any thread."""
+    def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
+        """Count a look-up that failed, for the version that had been chosen for it or the active one. Any thread."""
         if self.hands_on and isinstance(error, (NotFound, NotReady)):
             return
-        try:
-            active = self.dataplane.model(model).active_version
-        except TierstoreError:
-            return
-        if active is not None:
-            self.infer_stats.failed(model, active, elapsed_ns)
+        version = error.version
+        if version is None:
+            try:
+                version = self.dataplane.model(model).active_version
+            except TierstoreError:
+                return
+        if version is not None:
+            self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The store's status, with what worker processes have counted."""

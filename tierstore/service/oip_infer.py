@@ -36,22 +36,30 @@ DIRECT_BODY_BYTES = 64 << 10
 DIRECT_JSON_BYTES = 8 << 10  # elements in JSON, either way, cost far more a byte
 DIRECT_KEYS = 8192
 DIRECT_WORK_BYTES = 1 << 20  # of rows
+REQUEST_ID = b"x-request-id"  # requests of one id get one version
 
 
 class InferCall:
     """A request under way. One thread at a time: the loop, then maybe a thread of the pool."""
 
     __slots__ = (
-        "_asked", "_began_ns", "_buffer", "_inference", "_layout", "_tail", "_work", "body", "headers", "holding",
-        "model", "service", "spent", "version",
+        "_asked", "_began_ns", "_buffer", "_inference", "_layout", "_tail", "_work", "body", "chosen", "headers",
+        "holding", "model", "service", "spent", "version",
     )  # fmt: skip
 
     def __init__(
-        self, service: Service, model: str, version: int | None, body: memoryview, headers: Headers, holding: Holding
+        self,
+        service: Service,
+        model: str,
+        version: int | str | None,
+        body: memoryview,
+        headers: Headers,
+        holding: Holding,
     ) -> None:
         self.service, self.model, self.version = service, model, version
         self.body, self.headers, self.holding = body, headers, holding
         self.spent = Timings()
+        self.chosen: int | None = None  # the version that answers, once it is known
         self._began_ns = time.perf_counter_ns()
         self._asked: InferRequest | None = None
         self._tail: memoryview | None = None
@@ -144,7 +152,10 @@ class InferCall:
     def _open(self) -> None:
         asked = self._asked
         assert asked is not None
-        self._inference = self.service.dataplane.open(self.model, self.version, asked.request)
+        plane = self.service.dataplane
+        route = self.headers.get(REQUEST_ID) if self.version is None and plane.splits(self.model) else None
+        self._inference = plane.open(self.model, self.version, asked.request, route=route)
+        self.chosen = self._inference.version
         self._layout = _layout_of(asked, self.model, self._inference.plan)
 
     def _start(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.engine.mirror import MirrorStore
 from tierstore.engine.sharing import Changes
+from tierstore.errors import InvalidInput
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
 from tierstore.service.dataplane import Elsewhere
@@ -29,6 +30,7 @@ from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
 from tierstore.service.oip_http import OipHttp
+from tierstore.service.parameters import version_of
 from tierstore.service.server import FINISH_S, make_server
 
 REPORT_S = 1.0
@@ -58,9 +60,17 @@ class _Root:
         await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:
-        """Whether `{model}` or `{model}/versions/{version}` is what is served; if not, the owner says what is wrong."""
-        active = self._store.active(parts[0])
-        return active is not None and (len(parts) == 1 or parts[1:] == ["versions", str(active)])
+        """Whether `{model}` or `{model}/versions/{number or label}` is served; if not, the owner says what is wrong."""
+        served = self._store.served(parts[0])
+        if served.active is None or len(parts) == 1:
+            return served.active is not None
+        if len(parts) != 3 or parts[1] != "versions":
+            return False
+        try:
+            asked = version_of(parts[2])
+        except InvalidInput:
+            return False
+        return asked in served.versions if isinstance(asked, int) else asked in served.all_labels()
 
 
 class Worker:

@@ -60,6 +60,11 @@ def by_message(kind: Any, method: Callable[[Any], Any]) -> Unary:
     return call
 
 
+def request_id(context: Context) -> bytes | str | None:
+    """The call's `x-request-id`, by which parts of one request get one version; None where it has none."""
+    return next((entry.value for entry in context.invocation_metadata() or () if entry.key == "x-request-id"), None)
+
+
 def check_waited_for(context: Context) -> None:
     """Raise where nobody waits for an answer any more: before work is begun, not after."""
     if context.time_remaining() <= 0:
