@@ -23,7 +23,8 @@ from tierstore.engine.mirror import MirrorStore
 from tierstore.engine.sharing import Changes
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
-from tierstore.service.forward import Forward
+from tierstore.service.dataplane import Elsewhere
+from tierstore.service.forward import Forward, Replay
 from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
@@ -48,8 +49,12 @@ class _Root:
             if not self._store.fresh:
                 await self._service.control.run(self._store.refresh)
             if self._answers(path.split("/")[3:-1]):
-                await self._oip(scope, receive, send)
-                return
+                replay = Replay(receive)
+                try:
+                    await self._oip(scope, replay, send)
+                    return
+                except Elsewhere:  # it needs the dense part; nothing has been sent yet
+                    receive = replay.again
         await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:
