@@ -20,6 +20,7 @@ from tierstore.client.address import Address
 from tierstore.client.batches import Batch
 from tierstore.client.flights import Policy, RetryBudget
 from tierstore.client.shards import cut_items, cut_lookup
+from tierstore.client.shared import Choice, Shared
 from tierstore.client.sources import delta_model, snapshot_model
 from tierstore.client.steps import Asked, ModelFacts, Steps, Until, Version
 from tierstore.errors import InvalidInput, SnapshotError
@@ -59,6 +60,8 @@ class Face(ABC):
         split_items: the same for the items of one `predict`. None: never.
         parallel: requests of one call under way at once.
         max_connections: to the service, of all calls together.
+        shared_memory: `auto` lets large look-ups go through memory shared with a service on the same host that allows
+            it; True all that fit; False none. Answers are the same.
 
     Every verb raises Unreachable when nothing answers, DeadlineExceeded when the time is over, Overloaded when the
     service is too busy, Forbidden when it does not let this caller, and otherwise the errors of the embedded store.
@@ -77,6 +80,7 @@ class Face(ABC):
         split_items: int | None = SPLIT_ITEMS,
         parallel: int = 4,
         max_connections: int = 32,
+        shared_memory: Choice = "auto",
     ) -> None:
         self._address = Address.of(url)
         for name, value in (("parallel", parallel), ("max_connections", max_connections), ("retries", retries + 1)):
@@ -90,6 +94,7 @@ class Face(ABC):
         self._settings = Settings(timeout_s, hedge_after_s, split_keys, split_items, max_connections, policy)
         self._budget = RetryBudget(policy.retry_burst, policy.retry_share)
         self._facts = ModelFacts()
+        self._shared = Shared(self._address, shared_memory)
         self._fields = _fields(self._address, token)
         self._open()
 
@@ -110,6 +115,7 @@ class Face(ABC):
         budget = self._budget
         return {
             "connections": self._connections(),
+            "shared_memory": self._shared.figures(),
             "repeats": {"left": budget.left, "limit": budget.most, "taken": budget.taken, "refused": budget.refused},
         }
 
@@ -378,10 +384,17 @@ class RemoteModel:
     ) -> Steps:
         asked = self._asked(version, timeout_s, request_id)
         outputs = {batch.feature: _outputs(batch.feature, dtype, return_found, combiner) for batch in batches}
-        most = self._client._settings.split_keys
-        cut = cut_lookup(batches, outputs, most)
+        client, facts = self._client, self._client._facts
         whole = partial(cut_lookup, batches, outputs, None)
-        arrays = yield from steps.infer(asked, cut, whole, self._client._facts)
+        arrays = None
+        nbytes = facts.answer_bytes(self.name, version, batches, dtype, return_found)
+        if nbytes is not None:
+            (shard,) = whole().shards
+            arrays = yield from client._shared.infer(asked, shard.inputs, shard.outputs, nbytes)
+        if arrays is None:
+            cut = cut_lookup(batches, outputs, client._settings.split_keys)
+            arrays = yield from steps.infer(asked, cut, whole, facts)
+            facts.learn_dims(self.name, version, {batch.feature: arrays.get(batch.feature) for batch in batches})
         answers: dict[str, Any] = {}
         for batch in batches:
             rows = steps.named(arrays, batch.feature)
