@@ -40,6 +40,7 @@ Way = Callable[[np.ndarray], np.ndarray]
 def ways(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Way]]:
     """Clients by name; each takes keys and gives rows."""
     plain, shared = Client(url, shared_memory=False), Client(url, shared_memory=True)
+    loop = runner.get_loop()
     of_asyncio, of_httpx = AsyncClient(url, shared_memory=False), httpx.Client(base_url=url)
 
     def by_httpx(keys: np.ndarray) -> np.ndarray:
@@ -58,7 +59,7 @@ def ways(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Way]]:
     made: dict[str, Way] = {
         "Client": lambda keys: plain.lookup(MODEL, FEATURE, keys),
         "shared memory": lambda keys: shared.lookup(MODEL, FEATURE, keys),
-        "AsyncClient": lambda keys: runner.run(of_asyncio.lookup(MODEL, FEATURE, keys)),
+        "AsyncClient": lambda keys: loop.run_until_complete(of_asyncio.lookup(MODEL, FEATURE, keys)),
         "httpx": by_httpx,
     }
     if importlib.util.find_spec("tritonclient") is not None:
@@ -124,7 +125,7 @@ def main() -> None:
         with subprocess.Popen([*command, "--shared-memory"], stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             try:
-                with ways(f"http://127.0.0.1:{int(server.stdout.readline())}", runner) as made:
+                with ways(f"http://127.0.0.1:{server.stdout.readline().split()[0]}", runner) as made:
                     results = [row for n in options.keys for row in measure(made, rows, n, rounds)]
             finally:
                 server.terminate()

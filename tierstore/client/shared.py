@@ -24,7 +24,7 @@ from tierstore.client.ring import SLOT_BYTES, Ring
 from tierstore.client.steps import Asked, Outputs, Step, Until
 from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, TierstoreError, Unreachable
 
-AUTO_BYTES = 1 << 20  # of an answer, from which it is the faster way
+AUTO_BYTES = 1 << 19  # of an answer, from which it is the faster way
 MOST_STRIKES = 3
 _UNREGISTER_S = 1.0
 
