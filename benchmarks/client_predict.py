@@ -155,7 +155,7 @@ def main() -> None:
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
                 assert server.stdout is not None
                 try:
-                    results += measure(server.stdout.readline().strip(), rows, dim, calls, options.shards)
+                    results += measure(server.stdout.readline().split()[0], rows, dim, calls, options.shards)
                 finally:
                     server.terminate()
     headlines = [

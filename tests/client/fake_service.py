@@ -144,10 +144,8 @@ class FakeService:
             self.paths.append(f"{handler.command} {handler.path}")
         if handler.path.endswith("/infer"):
             self._infer(handler, body)
-        elif (
-            handler.path == "/v2/models/m"
-            or (handler.path.startswith("/v2/models/m/versions/")
-            and handler.path.count("/") == 5)
+        elif handler.path == "/v2/models/m" or (
+            handler.path.startswith("/v2/models/m/versions/") and handler.path.count("/") == 5
         ):
             entries = [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in INPUTS]
             self._send(handler, 200, {"name": "m", "versions": [str(self.version)], "inputs": entries, "outputs": []})
@@ -159,10 +157,12 @@ class FakeService:
             self._send(handler, 404, {"error": "no such path"})
 
     def _infer(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
-        length = int(handler.headers["inference-header-content-length"])
+        length = int(handler.headers.get("inference-header-content-length", len(body)))
         document = json.loads(body[:length])
         tensors, at = {}, length
         for entry in document["inputs"]:
+            if "shared_memory_region" in entry["parameters"]:
+                continue  # this service does not look into it
             nbytes = entry["parameters"]["binary_data_size"]
             raw = body[at : at + nbytes]
             at += nbytes
