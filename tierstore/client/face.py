@@ -23,8 +23,8 @@ from tierstore.client.steps import ModelFacts, Steps, Until
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.types import DeltaResult, ProgressFn
 
-SPLIT_KEYS = 1 << 16  # of one request; larger look-ups go out as several, side by side
-SPLIT_ITEMS = 350  # of one `predict`
+SPLIT_KEYS = 1 << 15  # of one request; larger look-ups go out as several, side by side
+SPLIT_ITEMS = 2048  # of one `predict`
 SWITCH_TIMEOUT_S = 600.0  # a version is caught up and warmed before it serves, however long that takes
 
 
