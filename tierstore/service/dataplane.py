@@ -21,10 +21,10 @@ or n bags of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -162,12 +162,15 @@ class Request:
     plan: Plan | None = None  # of the latest version it was asked of; threads may race to set it to equal ones
 
 
+Asked: TypeAlias = Request | memoryview | Callable[[View], Request]
+
+
 class Inference:
     """One request under way: holds a view from `open` to `close`. One thread at a time."""
 
     __slots__ = ("_lease", "_lookups", "_view", "arrays", "plan", "raw")
 
-    def __init__(self, lease: Any, request: Request | memoryview, max_response: int) -> None:
+    def __init__(self, lease: Any, request: Asked, max_response: int) -> None:
         self._lease = lease
         self._lookups: list[tuple[_Call, Lookup]] = []
         self.arrays: list[npt.NDArray[Any]] = []
@@ -177,6 +180,8 @@ class Inference:
             if isinstance(request, memoryview):
                 spec, self.raw = _raw_input(self._view, request)
                 request = Request([spec], [])
+            elif not isinstance(request, Request):
+                request = request(self._view)
             plan = request.plan
             if plan is None or plan.features is not self._view.features:
                 plan = request.plan = _plan(self._view, request)
@@ -245,10 +250,11 @@ class DataPlane:
             raise NotFound(f"unknown model {shown(name)}")
         return self._store.model(name)
 
-    def open(self, model: str, version: int | None, request: Request | memoryview) -> Inference:
+    def open(self, model: str, version: int | str | None, request: Asked) -> Inference:
         """Begin a request: hold its view, until `Inference.close`, and plan it.
 
-        `request` may be the raw keys of a model's only feature, in the binary form. `version` None: the active one.
+        `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the request
+        for the view that will answer it. `version` None: the active one.
         """
         return Inference(self.model(model).view(version), request, self._max_response)
 
