@@ -111,7 +111,7 @@ def test_what_cannot_be_served_is_said_at_start(
 ) -> None:
     settings = settings_for(tmp_path, **overrides)
     with pytest.raises(error, match=words):
-        serve(settings, announce=lambda url: pytest.fail("it came up"))
+        serve(settings, announce=lambda *_: pytest.fail("it came up"))
     assert not (tmp_path / "data").exists()
 
 
@@ -319,7 +319,7 @@ def test_a_stop_signal_drains_and_ends_the_process_in_order(tmp_path: Path) -> N
     process, url = start(tmp_path / "data", 0.3)
     with process:
         with pytest.raises(Locked):
-            serve(settings_for(tmp_path), announce=lambda _: pytest.fail("two processes hold one directory"))
+            serve(settings_for(tmp_path), announce=lambda *_: pytest.fail("two processes hold one directory"))
         with httpx.Client(base_url=url, timeout=60) as http:
             assert http.get("/v2/health/ready").status_code == 200
             process.send_signal(signal.SIGTERM)
