@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tierstore.engine.store import Store
+from tierstore.service.known import KNOWN_REQUESTS
 from tierstore.service.server import ServerThread
-from tierstore.service.tfs_known import KNOWN_REQUESTS
 
 from .conftest import load
 from .fake_store import DEFAULT, ITEMS, USERS, VERSION
@@ -183,10 +183,10 @@ def test_the_order_of_inputs_means_nothing(own: tuple[Store, ServerThread, httpx
     assert first["outputs"].keys() == {"item_id", "clicked", "user", "big"}
     for order in [*permutations(inputs)][::3]:
         assert predict(http, {"inputs": {name: inputs[name] for name in order}}) == first
-    assert len(server.service.tfs_requests) == 1
+    assert len(server.service.known_requests) == 1
     for n in range(KNOWN_REQUESTS + 10):
         predict(http, {"inputs": {"item_id": [1] * n}})
-    assert len(server.service.tfs_requests) == KNOWN_REQUESTS
+    assert len(server.service.known_requests) == KNOWN_REQUESTS
 
 
 def test_bodies_and_answers_may_be_compressed(http: httpx.Client) -> None:

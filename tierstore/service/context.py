@@ -18,7 +18,6 @@ from tierstore.service.jobs import Jobs
 from tierstore.service.known import KnownRequests
 from tierstore.service.pool import ByteBudget, WorkerPool
 from tierstore.service.shared_memory import Regions
-from tierstore.service.tfs_known import KnownRequests as TfsRequests
 from tierstore.service.tfs_signature import Signatures
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ class Service:
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.known_requests = KnownRequests()
-        self.tfs_requests = TfsRequests()
         self.signatures = Signatures()
         self.request_times = RequestTimes()
         self.infer_stats = InferStats()

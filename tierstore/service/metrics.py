@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 from tierstore.service.context import Service
 from tierstore.service.known import KNOWN_REQUESTS
 from tierstore.service.shared_memory import MAX_REGIONS
-from tierstore.service.tfs_known import KNOWN_REQUESTS as TFS_KNOWN_REQUESTS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("active", "kept", "stale", "loading")
@@ -181,10 +180,6 @@ class _ServiceCollector(Collector):
             "tierstore_known_requests", "Request headers kept parsed and planned.", len(service.known_requests)
         )
         yield _gauge("tierstore_known_requests_limit", "Request headers that may be kept.", KNOWN_REQUESTS)
-        yield _gauge(
-            "tierstore_tfs_known_requests", "TensorFlow Serving requests kept planned.", len(service.tfs_requests)
-        )
-        yield _gauge("tierstore_tfs_known_requests_limit", "Such requests that may be kept.", TFS_KNOWN_REQUESTS)
         yield _gauge("tierstore_shared_memory_regions", "Regions of clients that are registered.", len(service.regions))
         yield _gauge("tierstore_shared_memory_regions_limit", "Regions that may be registered.", MAX_REGIONS)
         yield _gauge("tierstore_jobs", "Loads that run or wait.", service.jobs.waiting)

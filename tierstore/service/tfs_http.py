@@ -95,12 +95,7 @@ class TfsHttp:
         try:
             response, served = await call.run()
         except TierstoreError:
-            try:
-                active = service.dataplane.model(name).active_version
-            except TierstoreError:
-                active = None
-            if active is not None:
-                service.infer_stats.failed(name, active, time.perf_counter_ns() - began_ns)
+            service.count_failed(name, time.perf_counter_ns() - began_ns)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response

@@ -29,10 +29,10 @@ from tierstore.errors import InvalidInput
 from tierstore.service.dataplane import OutputSpec
 from tierstore.service.oip_models import TensorInfo
 from tierstore.service.tensors import BYTES, MAX_RANK, Elements, TensorSpec, elements_from_list, flatten, shown
+from tierstore.service.tfs_request import Tensor
 from tierstore.service.tfs_signature import Signature, check_signature
 
 _decode64: Callable[[str], bytes] = partial(binascii.a2b_base64, strict_mode=True)
-Tensor = tuple[TensorSpec, Elements]
 
 
 @dataclass(slots=True)
@@ -79,9 +79,8 @@ def _loads(body: bytes | memoryview) -> Any:
 
 
 def tensors_of(body: PredictBody, signature: Signature) -> list[Tensor]:
-    """The request's inputs in the order of their names, with their elements."""
-    tensors = _of_rows(body.values, signature) if body.rows else _of_columns(body.values, signature)
-    return sorted(tensors, key=lambda tensor: tensor[0].name)
+    """The request's inputs, with their elements."""
+    return _of_rows(body.values, signature) if body.rows else _of_columns(body.values, signature)
 
 
 # --- columns

@@ -20,6 +20,7 @@ from tierstore.service.oip_infer import DIRECT_JSON_BYTES, DIRECT_WORK_BYTES
 from tierstore.service.pool import Holding
 from tierstore.service.tensors import Elements
 from tierstore.service.tfs_json import PredictBody, encode_answer, parse_predict, tensors_of
+from tierstore.service.tfs_request import request_of
 
 
 class PredictCall:
@@ -115,12 +116,11 @@ class PredictCall:
     def _request(self, view: View) -> Request:
         asked = self._asked
         assert asked is not None
-        signature = self.service.signatures.of(self.model, view)
-        tensors = tensors_of(asked, signature)
-        inputs = [spec for spec, _ in tensors]
-        self._elements = [elements for _, elements in tensors]
-        outputs = signature.requested(asked.signature, (spec.name for spec in inputs), asked.picked)
-        return self.service.tfs_requests.request(self.model, inputs, outputs)
+        tensors = tensors_of(asked, self.service.signatures.of(self.model, view))
+        request, self._elements = request_of(
+            self.service.known_requests, self.model, view, asked.signature, tensors, asked.picked
+        )
+        return request
 
     def _start(self) -> bool:
         """Answer from memory what it can, without waiting. True if nothing is left for the disk."""

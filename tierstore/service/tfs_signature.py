@@ -11,12 +11,12 @@ signature. Values that are not changed once made; any thread may use them. `Sign
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tierstore.errors import InvalidInput
-from tierstore.service.dataplane import RequestedOutput, View
+from tierstore.service.dataplane import View
 from tierstore.service.oip_models import TensorInfo, inputs_of, outputs_of
 from tierstore.service.tensors import shown
 from tierstore.types import FeatureSpec
@@ -62,29 +62,14 @@ class Signature:
         if len(names) == 1:
             return names[0]
         raise InvalidInput(
-            f"values without a name need a model with one input; this one has {_list(names)}: send an object of input name to value"
+            f"values without a name need a model with one input; this one has {listed(names)}: send an object of input name to value"
         )
 
     def input(self, name: str) -> TensorInfo:
         """The input of that name. InvalidInput names those there are."""
         if (tensor := self.inputs.get(name)) is not None:
             return tensor
-        raise InvalidInput(f"unknown input {shown(name)}; the inputs are {_list(self.inputs)}")
-
-    def requested(
-        self, signature: str, inputs: Iterable[str], picked: Sequence[str] | None
-    ) -> tuple[RequestedOutput, ...]:
-        """The outputs to ask for, none for the default ones; `picked` are those that the request names."""
-        half = "FP16" if signature == LOOKUP_HALF else None
-        if picked:
-            names = sorted(picked)
-        elif signature == DEFAULT:
-            return ()
-        else:
-            names = sorted(name for name in inputs if name in self.features)
-            if not names:
-                raise InvalidInput(f"signature {signature!r} answers vectors; expected keys of {_list(self.features)}")
-        return tuple(RequestedOutput(name, half if name in self.features else None) for name in names)
+        raise InvalidInput(f"unknown input {shown(name)}; the inputs are {listed(self.inputs)}")
 
 
 def check_signature(name: object) -> str:
@@ -150,7 +135,8 @@ def _tensor_document(tensor: TensorInfo) -> dict[str, Any]:
     }
 
 
-def _list(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """`names` as a message shows them."""
     every = sorted(names)
-    shown_names = ", ".join(every[:20])
-    return shown_names if len(every) <= 20 else f"{shown_names}, … ({len(every)} in all)"
+    text = ", ".join(every[:20])
+    return text if len(every) <= 20 else f"{text}, … ({len(every)} in all)"

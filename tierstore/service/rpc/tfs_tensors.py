@@ -20,6 +20,7 @@ import pyarrow as pa
 from tierstore.errors import InvalidInput, TooLarge
 from tierstore.service.dataplane import OutputSpec
 from tierstore.service.rpc.messages import message
+from tierstore.service.rpc.wire import length_delimited, varint
 from tierstore.service.tensors import (
     BYTES,
     MAX_RANK,
@@ -153,28 +154,17 @@ def _strings(name: str, count: int, content: bytes) -> pa.Array:
 # --- what goes
 
 
-def varint(value: int) -> bytes:
-    """A number of protobuf's wire format; a negative one in its ten bytes."""
-    value &= (1 << 64) - 1
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
 def _field(number: int, data: bytes) -> bytes:
     """A length-delimited field."""
-    return varint(number << 3 | 2) + varint(len(data)) + data
+    return length_delimited(varint(number << 3 | 2), len(data)) + data
 
 
 def around(name: str, datatype: str, shape: Sequence[int], nbytes: int) -> bytes:
     """All of an entry of PredictResponse's `outputs` before the `nbytes` bytes of its rows, which end it."""
     dims = b"".join(_field(2, b"\x08" + varint(size) if size else b"") for size in shape)
-    tensor = b"\x08" + varint(DTYPES[datatype][0]) + _field(2, dims) + b"\x22" + varint(nbytes)
-    entry = _field(1, name.encode()) + b"\x12" + varint(len(tensor) + nbytes)
-    return b"\x0a" + varint(len(entry) + len(tensor) + nbytes) + entry + tensor
+    tensor = b"\x08" + varint(DTYPES[datatype][0]) + _field(2, dims) + length_delimited(b"\x22", nbytes)
+    entry = _field(1, name.encode()) + length_delimited(b"\x12", len(tensor) + nbytes)
+    return length_delimited(b"\x0a", len(entry) + len(tensor) + nbytes) + entry + tensor
 
 
 def answer_of(
