@@ -27,6 +27,7 @@ FLOORS = {
     "formats": 1,
     "tiers": 2,
     "ingest": 3,
+    "predict": 3,
     "engine": 4,
     "service": 5,
     "client": 6,
@@ -53,6 +54,8 @@ DOORS = {
     "rocksdict": {"tiers.disk", "tiers.sst"},
     "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
     "llvmlite": {"kernels"},
+    "onnxruntime": {"predict"},
+    "onnx": {"predict", "demo"},
     "fastapi": {"service"},
     "starlette": {"service"},
     "uvicorn": {"service"},

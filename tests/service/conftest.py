@@ -84,7 +84,7 @@ def http(server: ServerThread) -> Iterator[httpx.Client]:
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
     """A fake store behind a real server with room for two look-ups: one at work, one that waits."""
-    store = FakeStore(settings_for(tmp_path, lookup_threads=1, lookup_queue=1))
+    store = FakeStore(settings_for(tmp_path, lookup_threads=1, lookup_queue=1, grpc_port=GRPC))
     with ServerThread(store) as server:  # type: ignore[arg-type]
         try:
             yield store, server
@@ -97,7 +97,7 @@ def fake(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
 def own(tmp_path: Path) -> Iterator[tuple[Store, ServerThread, httpx.Client]]:
     """An empty real store behind a server of its own."""
     with (
-        Store(settings_for(tmp_path)) as store,
+        Store(settings_for(tmp_path, grpc_port=GRPC)) as store,
         ServerThread(store) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):

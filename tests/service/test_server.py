@@ -16,7 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tierstore.errors import ConfigError, Locked, MissingExtra
+from tierstore.errors import ConfigError, Locked
 from tierstore.service.guard import host_name, is_loopback
 from tierstore.service.server import ServerThread, check_settings, serve
 
@@ -102,7 +102,6 @@ def test_loopback(host: str, expected: bool) -> None:
         ({"host": "example.com"}, ConfigError, "loopback"),
         ({"workers": 65}, ConfigError, "workers"),
         ({"workers": 2, "allow_client_shm": True}, ConfigError, "workers = 1"),
-        ({"grpc_port": 8001}, MissingExtra, "gRPC"),
         ({"watch": "/nothing/here"}, ConfigError, "watch"),
     ],
 )

@@ -30,6 +30,7 @@ from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot import open_snapshot
+from tierstore.predict.runtime import Runtime
 from tierstore.tiers.disk import ReaderPool
 from tierstore.types import DeltaResult, Progress, ProgressFn, VerifyReport
 
@@ -60,7 +61,11 @@ class Store:
         try:
             readers = ReaderPool(settings.disk_threads)
             self._shared = Shared(
-                settings, readers, HostBudget(settings.host_budget), OverlayBudget(settings.overlay_budget)
+                settings,
+                readers,
+                HostBudget(settings.host_budget),
+                OverlayBudget(settings.overlay_budget),
+                Runtime(settings),
             )
             self._models_lock = threading.Lock()
             self._models: dict[str, Model] = {}

@@ -86,6 +86,7 @@ class GrpcServer:
         if self._ended is None:
             self._ended = self._server.stop(grace_s)
             self._calls.end_streams()
+            self._health.end()
 
     def close(self) -> None:
         """Wait until it has ended, after `stop`."""

@@ -30,7 +30,7 @@ class Health:
         for name in (health.OVERALL_HEALTH, *services):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._lock = threading.Lock()
-        self.watchers = 0  # guarded by _lock
+        self._watching: set[Context] = set()  # guarded by _lock
         self.servicer = Servicer(health.SERVICE_NAME, PROTOCOL, controls={"Check": self._check})
 
     def handler(self, pool: CallPool) -> Any:
@@ -38,14 +38,15 @@ class Health:
 
         def watch(asked: Any, context: Context, send: Callable[[Any], None]) -> None:
             with self._lock:
-                room = self.watchers < MAX_WATCHERS
-                self.watchers += room
+                room = len(self._watching) < MAX_WATCHERS
+                if room:
+                    self._watching.add(context)
             if not room:
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} calls watch the health already")
-            if context.add_callback(self._gone):
+            if context.add_callback(lambda: self._gone(context)):
                 self._health.Watch(asked, context, send)
             else:
-                self._gone()
+                self._gone(context)
 
         watch.experimental_non_blocking = True  # type: ignore[attr-defined]
         watch.experimental_thread_pool = pool  # type: ignore[attr-defined]
@@ -59,13 +60,24 @@ class Health:
         """Not serving from now on. Returns at once: those who watch are told by a thread, in case one does not listen."""
         threading.Thread(target=self._health.enter_graceful_shutdown, name="tierstore-grpc-drain", daemon=True).start()
 
+    def end(self) -> None:
+        """End the calls that watch. Any thread."""
+        with self._lock:
+            watching = list(self._watching)
+        for context in watching:
+            context.cancel()
+
+    @property
+    def watchers(self) -> int:
+        return len(self._watching)
+
     def _check(self, received: bytes, context: Context) -> bytes:
         answer: bytes = self._health.Check(parsed(health_pb2.HealthCheckRequest, received), context).SerializeToString()
         return answer
 
-    def _gone(self) -> None:
+    def _gone(self, context: Context) -> None:
         with self._lock:
-            self.watchers -= 1
+            self._watching.discard(context)
 
 
 def reflect(services: Sequence[str]) -> Servicer:
