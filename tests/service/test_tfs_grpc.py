@@ -264,7 +264,7 @@ LIMIT = 1 << 20
         np.array([True, False]),
         np.array([1, -1], np.int64),
         np.zeros((0, 4), np.float32),
-        np.array([b"a", b""], object),
+        np.array(["a", "", "λ"], object),
     ],
 )
 def test_an_answer_is_the_message_that_protobuf_would_write(array: np.ndarray) -> None:
@@ -278,7 +278,7 @@ def test_an_answer_is_the_message_that_protobuf_would_write(array: np.ndarray) -
     of = answer.outputs["out"]
     assert [dim.size for dim in of.tensor_shape.dim] == list(array.shape)
     if array.dtype == object:
-        assert list(of.string_val) == array.tolist()
+        assert [text.decode() for text in of.string_val] == array.tolist()
     else:
         assert of.dtype == NUMBERS[array.dtype.name]
         assert of.tensor_content == array.tobytes()

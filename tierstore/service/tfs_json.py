@@ -32,6 +32,7 @@ from tierstore.service.tensors import BYTES, MAX_RANK, Elements, TensorSpec, ele
 from tierstore.service.tfs_request import Tensor
 from tierstore.service.tfs_signature import Signature, check_signature
 
+_encode64 = np.frompyfunc(lambda text: {"b64": binascii.b2a_base64(text.encode(), newline=False).decode()}, 1, 1)
 _decode64: Callable[[str], bytes] = partial(binascii.a2b_base64, strict_mode=True)
 
 
@@ -202,12 +203,30 @@ def encode_answer(rows: bool, specs: Sequence[OutputSpec], arrays: Sequence[npt.
             raise InvalidInput(
                 f"the outputs do not have a first dimension in common, so they make no rows: {named}; ask in the column form ('inputs')"
             )
-    finite = all(array.dtype.kind != "f" or bool(np.isfinite(array).all()) for array in arrays)
     names = [spec.name for spec in specs]
-    if not finite:  # rare, so that its numbers may be longer than they need be
-        return json.dumps(_document(rows, names, [array.tolist() for array in arrays])).encode()
-    columns: list[Any] = [list(array) for array in arrays] if rows and len(arrays) > 1 else list(arrays)
-    return orjson.dumps(_document(rows, names, columns), option=orjson.OPT_SERIALIZE_NUMPY)
+    if all(array.dtype.kind != "f" or bool(np.isfinite(array).all()) for array in arrays):
+        by_row = rows and len(arrays) > 1
+        columns = [_column(name, array, by_row=by_row) for name, array in zip(names, arrays, strict=True)]
+        return orjson.dumps(_document(rows, names, columns), option=orjson.OPT_SERIALIZE_NUMPY)
+    # rare, so that its numbers may be longer than they need be
+    columns = [_texts(name, array).tolist() for name, array in zip(names, arrays, strict=True)]
+    return json.dumps(_document(rows, names, columns)).encode()
+
+
+def _column(name: str, array: npt.NDArray[Any], *, by_row: bool) -> Any:
+    """An output as orjson takes it; `by_row`: a list of its rows."""
+    if array.dtype.hasobject:
+        return _texts(name, array).tolist()
+    if by_row:
+        return list(array)
+    return array if array.ndim else array[()]
+
+
+def _texts(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Strings, as they are answered: in base64 where the output's name says that they are bytes."""
+    coded = array.dtype.hasobject and name.endswith("_bytes")
+    texts: npt.NDArray[Any] = _encode64(array) if coded else array
+    return texts
 
 
 def _document(rows: bool, names: list[str], columns: list[Any]) -> dict[str, Any]:

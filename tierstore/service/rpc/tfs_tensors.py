@@ -179,14 +179,14 @@ def answer_of(
             pieces.append(_string_output(spec.name, array))
         else:
             pieces.append(around(spec.name, spec.datatype, array.shape, array.nbytes))
-            pieces.append(array.reshape(-1).view(np.uint8))
+            pieces.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     pieces.append(_field(2, served.SerializeToString()))
     return b"".join(pieces)
 
 
 def _string_output(name: str, array: npt.NDArray[Any]) -> bytes:
-    """An entry of strings: TensorFlow's clients read those as `string_val` alone."""
-    tensor = TensorProto(dtype=DTYPES[BYTES][0], string_val=array.reshape(-1).tolist())
+    """An entry of strings, an array of str: TensorFlow's clients read those as `string_val` alone."""
+    tensor = TensorProto(dtype=DTYPES[BYTES][0], string_val=list(map(str.encode, array.reshape(-1).tolist())))
     for size in array.shape:
         tensor.tensor_shape.dim.add(size=size)
     return _field(1, _field(1, name.encode()) + _field(2, tensor.SerializeToString()))
