@@ -33,9 +33,7 @@ ANSWER_DTYPES = {"float32": np.float32, "float16": np.float16}
 class View:
     """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
 
-    __slots__ = ("_by_table", "_version", "overlays", "predictor", "readers", "seq")
-
-    dense_elsewhere = False  # whether another process serves the dense part of this view
+    __slots__ = ("_by_table", "_version", "dense_elsewhere", "overlays", "predictor", "readers", "seq")
 
     def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
         self._version, self.overlays, self.seq = version, overlays, seq
@@ -43,6 +41,7 @@ class View:
         # of the newest delta that brought one, else of the version
         newest = next((overlay for overlay in overlays if overlay.dense is not None), None)
         self.predictor: DenseSession | None = version.predictor if newest is None else newest.predictor
+        self.dense_elsewhere = False  # whether another process serves the dense part of this view
         self.readers = 0  # guarded by the publisher's lock
 
     @property

@@ -12,6 +12,7 @@ import time
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service import tfs_models, tfs_signature
 from tierstore.service.context import Service
+from tierstore.service.dataplane import Elsewhere
 from tierstore.service.http import (
     Disconnected,
     Headers,
@@ -53,6 +54,8 @@ class TfsHttp:
                 response = await self._answer(scope, headers, receive, holding)
             except Disconnected:
                 return
+            except Elsewhere:
+                raise  # of a worker process, to its owner
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 log_failure(error, f"{scope['method']} {scope['path']}")
                 response = error_response(error)

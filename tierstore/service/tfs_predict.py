@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import numpy as np
-
 from tierstore.service.context import Service
 from tierstore.service.dataplane import Inference, Request, View
 from tierstore.service.figures import Timings
@@ -20,7 +18,7 @@ from tierstore.service.oip_infer import DIRECT_JSON_BYTES, DIRECT_WORK_BYTES
 from tierstore.service.pool import Holding
 from tierstore.service.tensors import Elements
 from tierstore.service.tfs_json import PredictBody, encode_answer, parse_predict, tensors_of
-from tierstore.service.tfs_request import request_of
+from tierstore.service.tfs_request import request_of, room_for
 
 
 class PredictCall:
@@ -73,7 +71,11 @@ class PredictCall:
         if wanted_coding(headers.get(b"accept-encoding", b"")) is not None:
             return False
         plan = self._open().plan
-        if plan.work_bytes <= DIRECT_WORK_BYTES and sum(spec.nbytes for spec in plan.specs) <= DIRECT_JSON_BYTES:
+        if (
+            plan.dense is None
+            and plan.work_bytes <= DIRECT_WORK_BYTES
+            and sum(spec.nbytes for spec in plan.specs) <= DIRECT_JSON_BYTES
+        ):
             return True
         self._close()  # a view is not held while a large request waits for a thread
         return False
@@ -129,7 +131,7 @@ class PredictCall:
         self.holding.take(inference.plan.work_bytes)
         parsed_ns = time.perf_counter_ns()
         self.spent.input_ns = parsed_ns - self._began_ns
-        done = inference.begin(self._elements, [np.empty(spec.shape, spec.dtype) for spec in inference.plan.specs])
+        done = inference.begin(self._elements, room_for(inference.plan.specs))
         self.spent.infer_ns = time.perf_counter_ns() - parsed_ns
         return done
 
@@ -139,17 +141,18 @@ class PredictCall:
         assert asked is not None
         finishing_ns = time.perf_counter_ns()
         inference.finish()
-        plan = inference.plan
+        specs, version = inference.plan.specs, inference.version
+        self.spent.lookup_ns, self.spent.dense_ns = inference.lookup_ns, inference.dense_ns
         self._close()
         answered_ns = time.perf_counter_ns()
         self.spent.infer_ns += answered_ns - finishing_ns
-        response = Response(200, [encode_answer(asked.rows, plan.specs, inference.arrays)])
+        response = Response(200, [encode_answer(asked.rows, specs, inference.arrays)])
         wish = wanted_coding(self.headers.get(b"accept-encoding", b""))
         if wish is not None:
             response.chunks = [compress(response.chunks, wish)]
             response.headers.append((b"content-encoding", wish))
         self.spent.output_ns = time.perf_counter_ns() - answered_ns
-        return response, plan.version
+        return response, version
 
     def _close(self) -> None:
         inference, self._inference = self._inference, None

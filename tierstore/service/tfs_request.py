@@ -7,9 +7,12 @@ whatever order they came in. Any thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from tierstore.errors import InvalidInput
-from tierstore.service.dataplane import Request, RequestedOutput, View
+from tierstore.service.dataplane import OutputSpec, Request, RequestedOutput, View
 from tierstore.service.known import KNOWN_BYTES, KnownRequests
 from tierstore.service.tensors import Elements, TensorSpec
 from tierstore.service.tfs_signature import DEFAULT, LOOKUP_HALF, listed
@@ -42,6 +45,11 @@ def request_of(
         if sum(map(len, names)) <= KNOWN_BYTES:
             known.keep(key, request)
     return request, [elements for _, elements in ordered]
+
+
+def room_for(specs: Sequence[OutputSpec]) -> list[Any]:
+    """An array for each output, None where its shape will be known only later."""
+    return [np.empty(spec.shape, spec.dtype) if spec.fixed else None for spec in specs]
 
 
 def _requested(

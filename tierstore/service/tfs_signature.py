@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.errors import InvalidInput
+from tierstore.predict.binding import Wiring
 from tierstore.service.dataplane import View
 from tierstore.service.oip_models import TensorInfo, inputs_of, outputs_of
 from tierstore.service.tensors import shown
@@ -48,9 +49,10 @@ _MODELS = 256
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Of one version; `features` are that version's own, by which it is told from any other."""
+    """Of one version and dense part; `features` and `wiring` are their own, by which they are told from any others."""
 
     features: dict[str, FeatureSpec]
+    wiring: Wiring | None
     inputs: dict[str, TensorInfo]
     outputs: dict[str, tuple[TensorInfo, ...]]
 
@@ -83,11 +85,18 @@ def check_signature(name: object) -> str:
 
 def signature_of(view: View) -> Signature:
     """The signatures of a view's version."""
+    session = view.predictor
     inputs = {tensor.name: tensor for tensor in inputs_of(view)}
     every = {tensor.name: tensor for tensor in outputs_of(view)}
     vectors = tuple(every[name] for name in view.features)
     halves = tuple(TensorInfo(tensor.name, "FP16", tensor.shape) for tensor in vectors)
-    return Signature(view.features, inputs, {DEFAULT: vectors, LOOKUP: vectors, LOOKUP_HALF: halves})
+    default = vectors if session is None else tuple(every[name] for name in session.wiring.outputs)
+    return Signature(
+        view.features,
+        None if session is None else session.wiring,
+        inputs,
+        {DEFAULT: default, LOOKUP: vectors, LOOKUP_HALF: halves},
+    )
 
 
 class Signatures:
@@ -98,7 +107,9 @@ class Signatures:
 
     def of(self, model: str, view: View) -> Signature:
         kept = self._kept.get(model)
-        if kept is None or kept.features is not view.features:
+        session = view.predictor
+        wiring = None if session is None else session.wiring
+        if kept is None or kept.features is not view.features or kept.wiring is not wiring:
             if len(self._kept) >= _MODELS:
                 self._kept.clear()
             kept = self._kept[model] = signature_of(view)

@@ -23,7 +23,8 @@ from tierstore.engine.mirror import MirrorStore
 from tierstore.engine.sharing import Changes
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
-from tierstore.service.forward import Forward
+from tierstore.service.dataplane import Elsewhere
+from tierstore.service.forward import Forward, Replay
 from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
@@ -57,8 +58,14 @@ class _Root:
     ) -> None:
         if not self._store.fresh:
             await self._service.control.run(self._store.refresh)
-        app = protocol if self._answers(parts) else self._forward
-        await app(scope, receive, send)
+        if self._answers(parts):
+            replay = Replay(receive)
+            try:
+                await protocol(scope, replay, send)
+                return
+            except Elsewhere:  # it needs the dense part; nothing has been sent yet
+                receive = replay.again
+        await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:
         """Whether `{model}` or `{model}/versions/{version}` is what is served; if not, the owner says what is wrong."""

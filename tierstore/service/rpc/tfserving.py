@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-
 from tierstore.errors import InvalidInput, TierstoreError
 from tierstore.service import tfs_models, tfs_signature
 from tierstore.service.context import Service
@@ -22,7 +20,7 @@ from tierstore.service.rpc.pools import submitted_ns
 from tierstore.service.rpc.status import Unserved
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of
 from tierstore.service.tensors import Elements, shown
-from tierstore.service.tfs_request import request_of
+from tierstore.service.tfs_request import request_of, room_for
 
 PROTOCOL = "tfs_grpc"
 SIGNATURE_FIELD = "signature_def"  # of a model's metadata; TensorFlow Serving has no other
@@ -75,31 +73,38 @@ class TensorFlowServing:
         try:
             holding.take(len(received))
             asked = parsed(PredictRequest, received)
-            model, version = _model_of(asked.model_spec)
+            model, wanted = _model_of(asked.model_spec)
             signature = tfs_signature.check_signature(asked.model_spec.signature_name)
-            limit = service.settings.max_request
-            tensors = [tensor_of(name, tensor, limit) for name, tensor in asked.inputs.items()]
+            tensors = []
+            for name, tensor in asked.inputs.items():
+                tensors.append(tensor_of(name, tensor, service.settings.max_request))
+                holding.take(tensors[-1][1].nbytes)  # of each at once: one value may stand for very many
             picked = list(asked.output_filter)
             elements: list[Elements] = []
+            spent = Timings(queued_ns=began_ns - arrived_ns)
 
             def request(view: View) -> Request:
                 made, ordered = request_of(service.known_requests, model, view, signature, tensors, picked)
                 elements.extend(ordered)
                 return made
 
-            with service.dataplane.open(model, version, request) as inference:
+            with service.dataplane.open(model, wanted, request) as inference:
                 plan = inference.plan
-                holding.take(plan.work_bytes + sum(of.nbytes for of in elements))
+                holding.take(plan.work_bytes)
                 parsed_ns = time.perf_counter_ns()
-                inference.begin(elements, [np.empty(spec.shape, spec.dtype) for spec in plan.specs])
+                inference.begin(elements, room_for(plan.specs))
                 inference.finish()
+                version, arrays = inference.version, inference.arrays
+                spent.lookup_ns, spent.dense_ns = inference.lookup_ns, inference.dense_ns
             answered_ns = time.perf_counter_ns()
-            answer = answer_of(model, plan.version, signature, plan.specs, inference.arrays)
+            answer = answer_of(model, version, signature, plan.specs, arrays)
             ended_ns = time.perf_counter_ns()
-            spent = Timings(
-                began_ns - arrived_ns, parsed_ns - began_ns, answered_ns - parsed_ns, ended_ns - answered_ns
+            spent.input_ns, spent.infer_ns, spent.output_ns = (
+                parsed_ns - began_ns,
+                answered_ns - parsed_ns,
+                ended_ns - answered_ns,
             )
-            service.infer_stats.succeeded(model, plan.version, ended_ns - arrived_ns, spent)
+            service.infer_stats.succeeded(model, version, ended_ns - arrived_ns, spent)
             return answer
         except TierstoreError:
             if model is not None:
