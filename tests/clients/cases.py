@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 import tierstore
+from tests.predict import onnx_models as om
 
 from .exchange import Case
 
-MODEL, VERSION = "shop", 20261120
+MODEL, RANKER, VERSION = "shop", "ranker", 20261120
 DIM = {"item": 4, "user": 3, "big": 2}
 ITEMS = {key: key for key in range(64)} | {-(1 << 63): 90, (1 << 63) - 1: 91}
 USERS = {f"u{i}": i for i in range(8)} | {"": 50, "λ": 51}
@@ -51,10 +52,31 @@ def pooled(keys: np.ndarray, offsets: np.ndarray, weights: np.ndarray | None = N
     return np.array(bags, np.float32)
 
 
-def write_snapshot(root: Path) -> Path:
-    """The model that most requests go to."""
-    where = root / MODEL
-    with tierstore.SnapshotWriter(where, model=MODEL, version=VERSION) as writer:
+def ranker() -> bytes:
+    """The dense part: scores of users, items, clicks and hours; and their signs, as words."""
+    nodes = [
+        om.node("Concat", "user item_id clicked hour", "all", axis=1),
+        om.node("MatMul", "all weights", "sum"),
+        om.node("Tanh", "sum", "score"),
+        om.node("Greater", "sum zero", "positive"),
+        om.node("Where", "positive yes no", "verdict"),
+    ]
+    inputs: om.Ports = {
+        "user": (om.FLOAT, ["batch", 3]),
+        "item_id": (om.FLOAT, ["batch", 4]),
+        "clicked": (om.FLOAT, ["batch", 4]),
+        "hour": (om.FLOAT, ["batch", 2]),
+    }
+    outputs: om.Ports = {"score": (om.FLOAT, ["batch", 1]), "verdict": (om.STRING, ["batch", 1])}
+    weights = (np.arange(13, dtype=np.float32) - 6).reshape(13, 1) / 64
+    constants = {"weights": weights, "zero": np.float32(0)}
+    return om.build(nodes, inputs, outputs, constants | {"yes": np.array("up", object), "no": np.array("down", object)})
+
+
+def write_snapshot(root: Path, model: str = MODEL, dense: bytes | None = None) -> Path:
+    """The tables and features that all requests are of."""
+    where = root / model
+    with tierstore.SnapshotWriter(where, model=model, version=VERSION) as writer:
         item = writer.table("item", dim=4, default=row("item", UNKNOWN_ITEM).tolist())
         item.write(np.array([*ITEMS], np.int64), rows("item", np.array([*ITEMS])))
         user = writer.table("user", dim=3, key="string")
@@ -65,6 +87,8 @@ def write_snapshot(root: Path) -> Path:
         writer.feature("clicked", table="item", combiner="mean")
         writer.feature("user", table="user")
         writer.feature("big", table="big")
+        if dense is not None:
+            writer.dense(dense)
     return where
 
 
@@ -117,4 +141,37 @@ def look_ups() -> list[tuple[Case, Expected]]:
         case("a version that is named", {"item_id": KEYS}, {"item_id": rows("item", KEYS)}, version=VERSION),
         case("an unknown feature", {"nope": KEYS}, "nope"),
         case("an unknown version", {"item_id": KEYS}, "7", version=7),
+    ]
+
+
+def predictions() -> list[tuple[Case, Expected]]:
+    """Requests of the model with a dense part. What it answers, ONNX Runtime says here."""
+    import onnxruntime
+
+    batch = len(NAMES)
+    keys, offsets = KEYS, np.array([0, 2, 2, 3, 4], np.int64)
+    hours = np.linspace(-2, 2, 2 * batch, dtype=np.float32).reshape(batch, 2)
+    inputs = {"clicked": keys, "hour": hours, "clicked.offsets": offsets, "user": NAMES, "item_id": KEYS[:batch]}
+    fed = {
+        "user": rows("user", NAMES),
+        "item_id": rows("item", KEYS[:batch]),
+        "clicked": pooled(keys, offsets),
+        "hour": hours,
+    }
+    score, verdict = onnxruntime.InferenceSession(ranker(), providers=["CPUExecutionProvider"]).run(None, fed)
+    scored: Expected = {"score": score, "verdict": verdict}
+    reversed_inputs = dict(reversed(inputs.items()))
+    return [
+        (Case("predictions", RANKER, inputs), scored),
+        (Case("predictions, inputs in another order", RANKER, reversed_inputs), scored),
+        (Case("one output of several", RANKER, inputs, {"score": None}), {"score": score}),
+        (
+            Case("predictions with rows", RANKER, inputs, {"score": None, "item_id": None, "item_id.found": None}),
+            {"score": score, "item_id": fed["item_id"], "item_id.found": found("item", KEYS[:batch])},
+        ),
+        (
+            Case("rows without the dense part's inputs", RANKER, {"user": NAMES}, {"user": None}),
+            {"user": rows("user", NAMES)},
+        ),
+        (Case("a prediction that lacks an input", RANKER, {"user": NAMES}, answers=["score"]), "hour"),
     ]

@@ -20,13 +20,17 @@ Answer = dict[str, np.ndarray] | str  # outputs by name, or the message of an er
 
 @dataclass
 class Case:
-    """One request. `outputs` are names with a datatype or None; None in all: the default outputs."""
+    """One request. `outputs` are names with a datatype or None; None in all: the default outputs.
+
+    `answers` names what is to come back, for clients that have to make room for it.
+    """
 
     name: str
     model: str
     inputs: dict[str, np.ndarray]
     outputs: dict[str, str | None] | None = None
     version: int | str | None = None
+    answers: list[str] = field(default_factory=list)
     datatypes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -63,7 +63,14 @@ def _arrays(result: Any, case: Case) -> dict[str, np.ndarray]:
         names = [output["name"] for output in response["outputs"]]
     else:
         names = [output.name for output in response.outputs]
-    return {name: result.as_numpy(name) for name in names}
+    return {name: _text(result.as_numpy(name)) for name in names}
+
+
+def _text(array: np.ndarray) -> np.ndarray:
+    """Strings as str, which these clients give as bytes."""
+    if array.dtype != object:
+        return array
+    return np.array([text.decode() for text in array.reshape(-1).tolist()], object).reshape(array.shape)
 
 
 def _each(job: Job, ask: Callable[[Case], dict[str, np.ndarray]]) -> Answers:
@@ -129,7 +136,7 @@ def _ask_shm(triton: Any, client: Any, name: str, region: Any, case: Case) -> di
         given.set_shared_memory(name, data.nbytes, offset=at)
         inputs.append(given)
         at += (data.nbytes + 15) // 16 * 16
-    names = case.outputs or {tensor: None for tensor in case.inputs if "." not in tensor}
+    names = case.outputs or dict.fromkeys(case.answers)
     outputs = _outputs(triton, Case(case.name, case.model, {}, names))
     assert outputs is not None
     room = ROOM // len(outputs)
@@ -142,8 +149,8 @@ def _ask_shm(triton: Any, client: Any, name: str, region: Any, case: Case) -> di
         shape, datatype = (
             (about["shape"], about["datatype"]) if isinstance(about, dict) else (about.shape, about.datatype)
         )
-        dtype = {"FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_}[datatype]
-        arrays[output] = shm.get_contents_as_numpy(region, dtype, list(shape), offset=ROOM + i * room).copy()
+        dtype = {"FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_, "BYTES": np.object_}[datatype]
+        arrays[output] = _text(shm.get_contents_as_numpy(region, dtype, list(shape), offset=ROOM + i * room).copy())
     return arrays
 
 

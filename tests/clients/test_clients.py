@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("grpc", reason="needs the extra grpc")
 pytest.importorskip("tritonclient.grpc", reason="needs tritonclient, of the extra dev")
 
+from tests.engine.quick_build import in_process as in_process_loads
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
@@ -30,14 +31,17 @@ PROGRAMS = {
 PROGRAM_OF = {client: program for program, (_, clients) in PROGRAMS.items() for client in clients}
 CLIENTS = [*in_process.CLIENTS, *PROGRAM_OF]
 DEADLINE_S = 120
-LOOK_UPS = cases.look_ups()
+REQUESTS = [*cases.look_ups(), *cases.predictions()]
+for asked_for, wanted in REQUESTS:
+    asked_for.answers = asked_for.answers or list(wanted if isinstance(wanted, dict) else asked_for.inputs)
 # what a client has no words for
 BEYOND = {
-    "tierstore": {"bags of a batch", "rows of a batch", "a version that is named", "an unknown version"},
+    "tierstore": {"bags of a batch", "rows of a batch", "a version that is named", "an unknown version"}
+    | {case.name for case, _ in cases.predictions()},
 }
 ASKED = [
     pytest.param(client, case, expected, id=f"{client}-{case.name}")
-    for case, expected in LOOK_UPS
+    for case, expected in REQUESTS
     for client in CLIENTS
     if case.name not in BEYOND.get(client, ())
 ]
@@ -102,10 +106,11 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         load_workers=1,
         disk_threads=2,
     )
-    with Store(settings) as store:
+    with in_process_loads(), Store(settings) as store:
         store.load_snapshot(cases.write_snapshot(root))
+        store.load_snapshot(cases.write_snapshot(root, cases.RANKER, cases.ranker()))
         with ServerThread(store) as server:
-            job = exchange.Job(server.url.removeprefix("http://"), server.grpc_target, [case for case, _ in LOOK_UPS])
+            job = exchange.Job(server.url.removeprefix("http://"), server.grpc_target, [case for case, _ in REQUESTS])
             asked = Asked(job, root)
             try:
                 yield asked

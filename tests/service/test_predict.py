@@ -311,6 +311,19 @@ def test_workers_answer_rows_and_the_owner_predicts(tmp_path: Path) -> None:
             assert wire.client.infer("ctr", inputs).as_numpy("score").shape == (20_000, 1)
             wire.client.close()
             assert metrics(server.url)["tierstore_predicts_total", "ctr"] == 2
+            with httpx.Client(base_url=server.url) as web:
+
+                def tensorflow(**body: object) -> Any:
+                    return web.post("/v1/models/ctr:predict", json=body).json()
+
+                rest = [
+                    {"hour": h, "clicked": [k], "item_id": k}
+                    for h, k in zip(HOUR.tolist(), KEYS8.tolist(), strict=True)
+                ]
+                np.testing.assert_allclose(tensorflow(instances=rest)["predictions"], scores(), rtol=1e-5)
+                rows = tensorflow(inputs={"item_id": KEYS8.tolist()}, signature_name="lookup")["outputs"]
+                np.testing.assert_array_equal(rows, items(KEYS8))
+                assert "unknown input 'nope'" in tensorflow(inputs={"nope": [1]})["error"]
 
 
 def test_the_embedded_store_and_the_service_give_the_same_scores(served: tuple[Store, ServerThread]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Wiring
-from tierstore.service.dataplane import View
+from tierstore.service.dataplane import Elsewhere, View
 from tierstore.service.oip_models import TensorInfo, inputs_of, outputs_of
 from tierstore.service.tensors import shown
 from tierstore.types import FeatureSpec
@@ -49,16 +49,29 @@ _MODELS = 256
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Of one version and dense part; `features` and `wiring` are their own, by which they are told from any others."""
+    """Of one version and dense part; `features` and `wiring` are their own, by which they are told from any others.
+
+    `elsewhere`: the dense part is another process's, which knows what that takes.
+    """
 
     features: dict[str, FeatureSpec]
     wiring: Wiring | None
+    elsewhere: bool
     inputs: dict[str, TensorInfo]
     outputs: dict[str, tuple[TensorInfo, ...]]
+
+    def fits(self, view: View) -> bool:
+        """Whether it is of the view's version and dense part."""
+        session = view.predictor
+        if session is not None:
+            return self.features is view.features and self.wiring is session.wiring
+        return self.features is view.features and self.wiring is None and self.elsewhere == view.dense_elsewhere
 
     @property
     def only_input(self) -> str:
         """The input that a value without a name is for: the only one that has to be there."""
+        if self.elsewhere:
+            raise Elsewhere
         parts = {name for feature in self.features for name in (f"{feature}.offsets", f"{feature}.weights")}
         names = [name for name in self.inputs if name not in parts]
         if len(names) == 1:
@@ -71,6 +84,8 @@ class Signature:
         """The input of that name. InvalidInput names those there are."""
         if (tensor := self.inputs.get(name)) is not None:
             return tensor
+        if self.elsewhere:
+            raise Elsewhere
         raise InvalidInput(f"unknown input {shown(name)}; the inputs are {listed(self.inputs)}")
 
 
@@ -94,6 +109,7 @@ def signature_of(view: View) -> Signature:
     return Signature(
         view.features,
         None if session is None else session.wiring,
+        session is None and view.dense_elsewhere,
         inputs,
         {DEFAULT: default, LOOKUP: vectors, LOOKUP_HALF: halves},
     )
@@ -107,9 +123,7 @@ class Signatures:
 
     def of(self, model: str, view: View) -> Signature:
         kept = self._kept.get(model)
-        session = view.predictor
-        wiring = None if session is None else session.wiring
-        if kept is None or kept.features is not view.features or kept.wiring is not wiring:
+        if kept is None or not kept.fits(view):
             if len(self._kept) >= _MODELS:
                 self._kept.clear()
             kept = self._kept[model] = signature_of(view)
