@@ -97,8 +97,8 @@ class TfsHttp:
         call = PredictCall(service, name, version, body, headers, holding)
         try:
             response, served = await call.run()
-        except TierstoreError:
-            service.count_failed(name, time.perf_counter_ns() - began_ns)
+        except TierstoreError as error:
+            service.count_failed(name, time.perf_counter_ns() - began_ns, error)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response

@@ -14,11 +14,12 @@ from tierstore.service.context import Service
 from tierstore.service.dataplane import Request, View
 from tierstore.service.figures import Timings
 from tierstore.service.pool import Holding
-from tierstore.service.rpc.calls import Context, Servicer, Unary, by_message, parsed
+from tierstore.service.rpc.calls import Servicer, by_message, parsed
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.pools import submitted_ns
 from tierstore.service.rpc.status import Unserved
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of
+from tierstore.service.rpc.types import Context, Unary
 from tierstore.service.tensors import Elements, shown
 from tierstore.service.tfs_request import request_of, room_for
 
@@ -106,9 +107,9 @@ class TensorFlowServing:
             )
             service.infer_stats.succeeded(model, version, ended_ns - arrived_ns, spent)
             return answer
-        except TierstoreError:
+        except TierstoreError as error:
             if model is not None:
-                service.count_failed(model, time.perf_counter_ns() - arrived_ns)
+                service.count_failed(model, time.perf_counter_ns() - arrived_ns, error)
             raise
         finally:
             holding.release()
