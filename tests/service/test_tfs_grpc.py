@@ -12,7 +12,7 @@ import pytest
 grpc = pytest.importorskip("grpc", reason="needs the extra grpc")
 
 from tierstore.errors import InvalidInput, TooLarge  # noqa: E402
-from tierstore.service.dataplane import OutputSpec  # noqa: E402
+from tierstore.service.dataplane import OutputSpec, Plan  # noqa: E402
 from tierstore.service.known import KNOWN_REQUESTS  # noqa: E402
 from tierstore.service.rpc.messages import message  # noqa: E402
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of  # noqa: E402
@@ -267,14 +267,14 @@ LIMIT = 1 << 20
         np.array(["a", "", "λ"], object),
     ],
 )
-def test_an_answer_is_the_message_that_protobuf_would_write(array: np.ndarray) -> None:
+@pytest.mark.parametrize("fixed", [True, False])
+def test_an_answer_is_the_message_that_protobuf_would_write(array: np.ndarray, fixed: bool) -> None:
     words = {"float32": "FP32", "float16": "FP16", "bool": "BOOL", "int64": "INT64", "object": "BYTES"}
-    spec = OutputSpec("out", words[array.dtype.name], array.shape) if array.dtype != object else None
-    if spec is None:
-        spec = OutputSpec("out", "BOOL", array.shape)
-        spec.datatype = "BYTES"
-    answer = PredictResponse.FromString(answer_of("m", 7, "lookup", [spec], [array]))
+    spec = OutputSpec("out", words[array.dtype.name], array.shape, fixed=fixed)
+    plan = Plan(7, {}, None, None, None, [], [spec], 0, 0)
+    answer = PredictResponse.FromString(answer_of("m", 7, "lookup", plan, [array]))
     assert (answer.model_spec.name, answer.model_spec.version.value) == ("m", 7)
+    assert answer.model_spec.signature_name == "lookup"
     of = answer.outputs["out"]
     assert [dim.size for dim in of.tensor_shape.dim] == list(array.shape)
     if array.dtype == object:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tierstore.errors import InvalidInput, TooLarge
-from tierstore.service.dataplane import OutputSpec
+from tierstore.service.dataplane import Plan
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.wire import length_delimited, varint
 from tierstore.service.tensors import (
@@ -34,7 +34,6 @@ from tierstore.service.tensors import (
 from tierstore.service.tfs_signature import DTYPES
 
 TensorProto = message("tensorflow.TensorProto")
-ModelSpec = message("tensorflow.serving.ModelSpec")
 _DATATYPES = {number: datatype for datatype, (number, _) in DTYPES.items()}
 # the repeated field that holds values one by one
 _FIELDS = {
@@ -167,20 +166,28 @@ def around(name: str, datatype: str, shape: Sequence[int], nbytes: int) -> bytes
     return length_delimited(b"\x0a", len(entry) + len(tensor) + nbytes) + entry + tensor
 
 
-def answer_of(
-    model: str, version: int, signature: str, specs: Sequence[OutputSpec], arrays: Sequence[npt.NDArray[Any]]
-) -> bytes:
+def heads_of(plan: Plan) -> list[bytes | None]:
+    """What stands before the rows of each output whose shape is known before them; kept with the plan."""
+    heads: list[bytes | None] | None = plan.memo
+    if heads is None:
+        heads = [
+            around(spec.name, spec.datatype, spec.shape, spec.nbytes) if spec.fixed else None for spec in plan.specs
+        ]
+        plan.memo = heads
+    return heads
+
+
+def answer_of(model: str, version: int, signature: str, plan: Plan, arrays: Sequence[npt.NDArray[Any]]) -> bytes:
     """A PredictResponse as it goes over the wire."""
-    served = ModelSpec(name=model, signature_name=signature)
-    served.version.value = version
     pieces: list[Any] = []
-    for spec, array in zip(specs, arrays, strict=True):
+    for spec, head, array in zip(plan.specs, heads_of(plan), arrays, strict=True):
         if spec.datatype == BYTES:
             pieces.append(_string_output(spec.name, array))
         else:
-            pieces.append(around(spec.name, spec.datatype, array.shape, array.nbytes))
+            pieces.append(head or around(spec.name, spec.datatype, array.shape, array.nbytes))
             pieces.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    pieces.append(_field(2, served.SerializeToString()))
+    served = _field(1, model.encode()) + _field(2, b"\x08" + varint(version)) + _field(3, signature.encode())
+    pieces.append(_field(2, served))
     return b"".join(pieces)
 
 

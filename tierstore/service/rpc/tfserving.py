@@ -98,7 +98,7 @@ class TensorFlowServing:
                 version, arrays = inference.version, inference.arrays
                 spent.lookup_ns, spent.dense_ns = inference.lookup_ns, inference.dense_ns
             answered_ns = time.perf_counter_ns()
-            answer = answer_of(model, version, signature, plan.specs, arrays)
+            answer = answer_of(model, version, signature, plan, arrays)
             ended_ns = time.perf_counter_ns()
             spent.input_ns, spent.infer_ns, spent.output_ns = (
                 parsed_ns - began_ns,
