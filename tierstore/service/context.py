@@ -19,6 +19,7 @@ from tierstore.service.known import KnownRequests
 from tierstore.service.pool import ByteBudget, WorkerPool
 from tierstore.service.shared_memory import Regions
 from tierstore.service.status import outcome_of, status_of
+from tierstore.service.tfs_signature import Signatures
 
 if TYPE_CHECKING:
     from tierstore.service.fleet import Fleet
@@ -45,6 +46,7 @@ class Service:
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.known_requests = KnownRequests()
+        self.signatures = Signatures()
         self.request_times = RequestTimes()
         self.infer_stats = InferStats()
         self.freshness = Freshness()

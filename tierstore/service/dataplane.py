@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,9 @@ __all__ = [
 ]
 
 
+Asked: TypeAlias = Request | memoryview | Callable[[View], Request]
+
+
 class Inference:
     """One request under way: holds a view from `open` to `close`. One thread at a time.
 
@@ -87,7 +90,7 @@ class Inference:
         "raw",
     )
 
-    def __init__(self, lease: Any, request: Request | memoryview, max_response: int) -> None:
+    def __init__(self, lease: Any, request: Asked, max_response: int) -> None:
         self._lease, self._max_response = lease, max_response
         self._lookups: list[tuple[Call, Lookup]] = []
         self._slot: Slot | None = None
@@ -102,6 +105,8 @@ class Inference:
                     raise Elsewhere
                 spec, self.raw = raw_input(self._view, request)
                 request = Request([spec], [])
+            elif not isinstance(request, Request):
+                request = request(self._view)
             plan = self.plan = _planned(self._view, request)
             if plan.work_bytes > max_response:
                 raise TooLarge(
@@ -241,14 +246,14 @@ class DataPlane:
         self,
         model: str,
         version: int | str | None,
-        request: Request | memoryview,
+        request: Asked,
         *,
         route: bytes | str | None = None,
     ) -> Inference:
         """Begin a request: hold its view, until `Inference.close`, and plan it.
 
-        `request` may be the raw keys of a model's only feature, in the binary form. `version` is a number, a label, or
-        None: then the active version answers or, as its share says, the canary, the same one for equal `route`s. An
+        `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the request
+        for the view that will answer it. `version` is a number, a label, or None: then the active version answers or, as its share says, the canary, the same one for equal `route`s. An
         error tells by its `version` which one had been chosen.
         """
         return Inference(self.model(model).view(version, route), request, self._max_response)

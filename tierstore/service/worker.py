@@ -32,6 +32,7 @@ from tierstore.service.link import Link
 from tierstore.service.oip_http import OipHttp
 from tierstore.service.parameters import version_of
 from tierstore.service.server import FINISH_S, make_server
+from tierstore.service.tfs_http import TfsHttp
 
 REPORT_S = 1.0
 _EXIT_ORPHAN = 3
@@ -42,21 +43,30 @@ class _Root:
 
     def __init__(self, service: Service, link: Link) -> None:
         self._service, self._store = service, service.store
-        self._oip = OipHttp(service)
+        self._oip, self._tfs = OipHttp(service), TfsHttp(service)
         self._forward = Forward(lambda: service.control.run(link.connect))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         if path.endswith("/infer") and path.startswith("/v2/models/"):
-            if not self._store.fresh:
-                await self._service.control.run(self._store.refresh)
-            if self._answers(path.split("/")[3:-1]):
-                replay = Replay(receive)
-                try:
-                    await self._oip(scope, replay, send)
-                    return
-                except Elsewhere:  # it needs the dense part; nothing has been sent yet
-                    receive = replay.again
+            await self._look_up(self._oip, path.split("/")[3:-1], scope, receive, send)
+        elif path.endswith(":predict") and path.startswith("/v1/models/"):
+            await self._look_up(self._tfs, path.removesuffix(":predict").split("/")[3:], scope, receive, send)
+        else:
+            await self._forward(scope, receive, send)
+
+    async def _look_up(
+        self, protocol: OipHttp | TfsHttp, parts: list[str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if not self._store.fresh:
+            await self._service.control.run(self._store.refresh)
+        if self._answers(parts):
+            replay = Replay(receive)
+            try:
+                await protocol(scope, replay, send)
+                return
+            except Elsewhere:  # it needs the dense part; nothing has been sent yet
+                receive = replay.again
         await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:

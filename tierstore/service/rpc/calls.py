@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, NotReady, Overloaded
 from tierstore.service.context import Service
+from tierstore.service.dataplane import Elsewhere
 from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, outcome_of
@@ -187,7 +188,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                 check_waited_for(context)
                 answer = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                if elsewhere is not None and isinstance(error, (NotFound, NotReady)):
+                if elsewhere is not None and isinstance(error, (Elsewhere, NotFound, NotReady)):
                     return elsewhere(message, context)
                 log_failure(error, f"{servicer.name}/{name}")
                 code = code_of(error)
