@@ -18,8 +18,10 @@ from tierstore.service.jobs import Jobs
 from tierstore.service.known import KnownRequests
 from tierstore.service.pool import ByteBudget, WorkerPool
 from tierstore.service.shared_memory import Regions
+from tierstore.service.shed import Shed, Waits
 
 if TYPE_CHECKING:
+    from tierstore.service.door import Door
     from tierstore.service.fleet import Fleet
     from tierstore.service.rpc.server import GrpcServer
     from tierstore.service.watch import Watcher
@@ -38,7 +40,13 @@ class Service:
         self.started_s = time.time()
         self.ready = True
         self.dataplane = DataPlane(store, max_response=settings.max_response)
-        self.lookups = WorkerPool("lookup", threads=settings.lookup_threads, queue_limit=settings.lookup_queue)
+        self.shed = Shed()
+        self.lookups = WorkerPool(
+            "lookup",
+            threads=settings.lookup_threads,
+            queue_limit=settings.lookup_queue,
+            waits=Waits("lookup", self.shed, settings.max_queue_s),
+        )
         self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
@@ -50,6 +58,7 @@ class Service:
         self.jobs = Jobs(store)
         self.watcher: Watcher | None = None
         self.fleet: Fleet | None = None  # with several worker processes
+        self.door: Door | None = None  # where HTTP is served
         self.grpc: GrpcServer | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)

@@ -29,6 +29,7 @@ from tierstore.service.oip_codec import (
     split_body,
 )
 from tierstore.service.pool import Holding
+from tierstore.service.shed import Caller
 from tierstore.service.tensors import shown
 
 # What is tried on the loop: a fraction of a millisecond's work.
@@ -42,15 +43,22 @@ class InferCall:
     """A request under way. One thread at a time: the loop, then maybe a thread of the pool."""
 
     __slots__ = (
-        "_asked", "_began_ns", "_buffer", "_inference", "_layout", "_tail", "_work", "body", "headers", "holding",
-        "model", "service", "spent", "version",
+        "_asked", "_began_ns", "_buffer", "_inference", "_layout", "_tail", "_work", "body", "caller", "headers",
+        "holding", "model", "service", "spent", "version",
     )  # fmt: skip
 
     def __init__(
-        self, service: Service, model: str, version: int | None, body: memoryview, headers: Headers, holding: Holding
+        self,
+        service: Service,
+        model: str,
+        version: int | None,
+        body: memoryview,
+        headers: Headers,
+        holding: Holding,
+        caller: Caller,
     ) -> None:
         self.service, self.model, self.version = service, model, version
-        self.body, self.headers, self.holding = body, headers, holding
+        self.body, self.headers, self.holding, self.caller = body, headers, holding, caller
         self.spent = Timings()
         self._began_ns = time.perf_counter_ns()
         self._asked: InferRequest | None = None
@@ -66,10 +74,14 @@ class InferCall:
                     return self._finish()
                 rest = self._go_on
             self._began_ns = time.perf_counter_ns()
-            future = self.service.lookups.run(rest)
+            future = self.service.lookups.run(rest, caller=self.caller)
         except BaseException:
             self._close()
             raise
+        if self._inference is not None:
+            future.add_done_callback(
+                lambda _: self._close()
+            )  # for when it is not run any more: then `rest` leaves none
         # Should whoever waits here be cancelled, the thread goes on: it is the one to leave the view.
         return await asyncio.shield(future)
 
@@ -86,6 +98,7 @@ class InferCall:
             return False
         self._asked = known.parse(self.model, header, None if tail is None else len(tail))
         self._tail = tail
+        self._check_deadline()
         if len(body) > DIRECT_BODY_BYTES or wanted_coding(headers.get(b"accept-encoding", b"")) is not None:
             return False
         self._open()
@@ -108,6 +121,7 @@ class InferCall:
         try:
             if self._asked is None:
                 self._parse()
+                self._check_deadline()
             self._open()
             self._start()
             return self._finish()
@@ -140,6 +154,14 @@ class InferCall:
             return
         header, self._tail = split_body(body, length)
         self._asked = parse_request(header, None if self._tail is None else len(self._tail))
+
+    def _check_deadline(self) -> None:
+        """Before work is begun: what the request's own timeout says, once it is known."""
+        assert self._asked is not None
+        if self._asked.timeout_us is not None:
+            self.caller.within(self._asked.timeout_us * 1000)
+        if self.caller.deadline_ns is not None:
+            self.service.shed.check(self.caller)
 
     def _open(self) -> None:
         asked = self._asked

@@ -20,6 +20,7 @@ from tierstore.errors import DeadlineExceeded, InvalidInput, Overloaded
 from tierstore.service.context import Service
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, outcome_of
+from tierstore.service.shed import Waits
 from tierstore.service.status import log_failure, message_of
 
 Context: TypeAlias = Any  # grpc.ServicerContext; grpcio has no types to check
@@ -82,6 +83,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         streams: CallPool,
     ) -> None:
         self._service = service
+        self._lookups = lookups
         self._refusals = CallPool("refusal", threads=REFUSALS, queue_limit=0)
         self._lock = threading.Lock()
         # guarded by _lock
@@ -128,6 +130,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             error = Overloaded(
                 f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second"
             )
+            self._service.shed.count("queue_full")
             self._service.request_times.add(servicer.protocol, outcome_of(code_of(error)), 0.0)
             context.abort(code_of(error), message_of(error))
             return iter(())
@@ -159,15 +162,22 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             yield message
 
     def _unary(self, protocol: str, pool: CallPool, what: str, method: Unary) -> Unary:
-        times = self._service.request_times
+        times, shed = self._service.request_times, self._service.shed
+        waits = None
+        if pool is self._lookups:
+            waits = Waits("grpc_lookup", shed, self._service.settings.max_queue_s)
 
         def run(message: bytes, context: Context) -> bytes:
             began_ns = submitted_ns()
             try:
                 check_waited_for(context)
+                if waits is not None:
+                    waits.take(began_ns)
                 answer = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 log_failure(error, what)
+                if isinstance(error, (DeadlineExceeded, Cancelled)):
+                    shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
                 code = code_of(error)
                 times.add(protocol, outcome_of(code), (time.perf_counter_ns() - began_ns) / 1e9)
                 context.abort(code, message_of(error))
