@@ -171,6 +171,7 @@ class _ServiceCollector(Collector):
         yield from _predictions(service)
         yield _gauge("tierstore_ready", "1 while the service is ready, 0 while it drains.", float(service.ready))
         yield from service.shed.families()
+        yield from service.batches.families()
         yield from self._bounds()
         if service.grpc is not None:
             yield from service.grpc.families()

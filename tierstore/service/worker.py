@@ -30,7 +30,7 @@ from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
 from tierstore.service.oip_http import OipHttp
-from tierstore.service.server import make_server
+from tierstore.service.server import FINISH_S, make_server
 
 REPORT_S = 1.0
 _EXIT_ORPHAN = 3
@@ -78,6 +78,12 @@ class Worker:
         self._service.door = Door(self._service)
         self._server = make_server(Guard(_Root(self._service, self._link), settings), self._service.door)
         self._loop: asyncio.AbstractEventLoop | None = None
+        grpc = hello["grpc"]
+        if grpc is not None:
+            from tierstore.service.rpc.server import GrpcServer
+
+            self._service.hands_on = True
+            self._service.grpc = GrpcServer(self._service, grpc["address"], owner=grpc["owner"])
 
     def run(self) -> None:
         """Serve until the owner says stop."""
@@ -87,6 +93,9 @@ class Worker:
             for work in (self._listen, self._follow):
                 threading.Thread(target=work, name=f"tierstore{work.__name__}", daemon=True).start()
             runner.run(self._serve())
+            if self._service.grpc is not None:
+                self._service.grpc.close()
+            runner.run(self._last_report())
         self._service.close()
 
     async def _serve(self) -> None:
@@ -94,9 +103,13 @@ class Worker:
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
+            if self._service.grpc is not None:
+                self._service.grpc.start()
             self._link.tell({"up": os.getpid()})
             self._report_often()
         await serving
+
+    async def _last_report(self) -> None:
         self._report(None)
 
     def _report_often(self) -> None:
@@ -120,6 +133,7 @@ class Worker:
                     "inflight_bytes": service.inflight.used_bytes,
                     "inflight_rejected": service.inflight.rejected,
                     "connections": len(self._server.server_state.connections),
+                    **({} if service.grpc is None else service.grpc.gauges()),
                 },
             }
         )
@@ -143,6 +157,8 @@ class Worker:
 
     def _stop(self) -> None:
         self._server.should_exit = True
+        if self._service.grpc is not None:
+            self._service.grpc.stop(FINISH_S)
 
 
 def main() -> None:

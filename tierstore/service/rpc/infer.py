@@ -50,9 +50,9 @@ def infer(service: Service, message: bytes, arrived_ns: int, extra: bytes = b"")
         )
         service.infer_stats.succeeded(model, version, ended_ns - arrived_ns, spent)
         return answer
-    except TierstoreError:
+    except TierstoreError as error:
         if model is not None:
-            service.count_failed(model, time.perf_counter_ns() - arrived_ns)
+            service.count_failed(model, time.perf_counter_ns() - arrived_ns, error)
         raise
     finally:
         holding.release()
