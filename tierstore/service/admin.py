@@ -115,7 +115,8 @@ def _problem(status: int, detail: str, headers: dict[str, str] | None = None, **
     return JSONResponse(document, status, headers, media_type=PROBLEM)
 
 
-def _answer_error(error: Exception) -> Response:
+def answer_error(error: Exception) -> Response:
+    """`error` as problem+json."""
     status = status_of(error)
     more = {"expected_seq": error.expected_seq} if isinstance(error, SequenceGap) else {}
     seconds = retry_after(error)
@@ -147,7 +148,7 @@ def make_app(service: Service) -> FastAPI:
 def _add_error_handlers(app: FastAPI) -> None:
     async def ours(request: Request, error: Exception) -> Response:
         log_failure(error, f"{request.method} {request.url.path}")
-        return _answer_error(error)
+        return answer_error(error)
 
     async def theirs(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -206,6 +206,8 @@ class _ServiceCollector(Collector):
         yield from (times, fresh)
         yield from _predictions(service)
         yield _gauge("tierstore_ready", "1 while the service is ready, 0 while it drains.", float(service.ready))
+        yield from service.shed.families()
+        yield from service.batches.families()
         yield from self._bounds()
         if service.grpc is not None:
             yield from service.grpc.families()
@@ -246,6 +248,9 @@ class _ServiceCollector(Collector):
                 f"Requests refused as that bound on {budget.name} was reached.",
                 value=budget.rejected,
             )
+        if service.door is not None:
+            yield _gauge("tierstore_connections", "HTTP connections that are open.", service.door.open)
+            yield _gauge("tierstore_connections_limit", "HTTP connections that may be open.", service.door.limit)
         yield _gauge(
             "tierstore_known_requests", "Request headers kept parsed and planned.", len(service.known_requests)
         )

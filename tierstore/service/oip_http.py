@@ -22,6 +22,7 @@ from tierstore.service.http import (
     Response,
     Scope,
     Send,
+    caller_of,
     decode_body,
     error_response,
     json_response,
@@ -30,6 +31,7 @@ from tierstore.service.http import (
 from tierstore.service.oip_infer import InferCall
 from tierstore.service.parameters import version_of
 from tierstore.service.pool import Holding
+from tierstore.service.shed import Caller, Gone
 from tierstore.service.status import HttpError, log_failure, outcome_of
 from tierstore.service.tensors import shown
 
@@ -50,8 +52,8 @@ class OipHttp:
         headers: Headers = dict(scope["headers"])
         try:
             try:
-                response = await self._answer(scope, headers, receive, holding)
-            except Disconnected:
+                response = await self._answer(scope, headers, receive, holding, began_ns)
+            except (Disconnected, Gone):
                 return
             except Elsewhere:
                 raise  # of a worker process, to its owner
@@ -64,14 +66,17 @@ class OipHttp:
         seconds = (time.perf_counter_ns() - began_ns) / 1e9
         self._service.request_times.add(PROTOCOL, outcome_of(response.status), seconds)
 
-    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, holding: Holding) -> Response:
+    async def _answer(
+        self, scope: Scope, headers: Headers, receive: Receive, holding: Holding, began_ns: int
+    ) -> Response:
         method, parts = scope["method"], scope["path"].split("/")[2:]
         if len(parts) >= 3 and parts[0] == "models" and parts[-1] == "infer":
             _allow(method, "POST")
             name, version = _model_path(parts[1:-1])
             self._service.dataplane.model(name)  # an unknown one is refused before its body is read
+            caller = caller_of(scope, headers, began_ns)
             body = await read_body(receive, headers, self._service.settings.max_request, holding)
-            return await self._infer(name, version, body, headers, holding)
+            return await self._infer(name, version, body, headers, holding, caller)
         body = memoryview(b"")
         if method == "POST":
             body = await read_body(receive, headers, _CONTROL_BODY_BYTES, holding)
@@ -80,11 +85,17 @@ class OipHttp:
     # --- look-ups
 
     async def _infer(
-        self, name: str, version: int | str | None, body: memoryview, headers: Headers, holding: Holding
+        self,
+        name: str,
+        version: int | str | None,
+        body: memoryview,
+        headers: Headers,
+        holding: Holding,
+        caller: Caller,
     ) -> Response:
         service = self._service
         began_ns = time.perf_counter_ns()
-        call = InferCall(service, name, version, body, headers, holding)
+        call = InferCall(service, name, version, body, headers, holding, caller)
         try:
             response, served = await call.run(service.known_requests)
         except TierstoreError as error:

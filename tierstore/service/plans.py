@@ -157,7 +157,7 @@ class Plan:
     """What a request comes to under one version and dense part: checked against both, ready for data. Not changed after.
 
     `features` are that version's own, and `wiring` and `loose` that dense part's, by which they are told from any other.
-    `dense` says how it is run, if it is. `memo` is the transport's, to keep with it.
+    `dense` says how it is run, if it is. `memo` is the transport's, to keep with it, and `joint` the batcher's.
     """
 
     version: int
@@ -170,6 +170,7 @@ class Plan:
     work_bytes: int
     keys: int
     memo: Any = None
+    joint: Any = None
 
     def fits(self, view: View) -> bool:
         """Whether it is of the view's version and dense part."""

@@ -25,6 +25,7 @@ from tierstore.errors import InvalidInput
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
 from tierstore.service.dataplane import Elsewhere
+from tierstore.service.door import Door
 from tierstore.service.forward import Forward, Replay
 from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
@@ -94,7 +95,8 @@ class Worker:
         self._store = MirrorStore(self._link, Changes(hello["changes"]))
         self._service = Service(self._store, settings)
         self._listener = socket.socket(fileno=hello["listener"])
-        self._server = make_server(Guard(_Root(self._service, self._link), settings), settings)
+        self._service.door = Door(self._service)
+        self._server = make_server(Guard(_Root(self._service, self._link), settings), self._service.door)
         self._loop: asyncio.AbstractEventLoop | None = None
         grpc = hello["grpc"]
         if grpc is not None:
@@ -143,6 +145,7 @@ class Worker:
                 "lookups": self._store.take_counts(),
                 "requests": service.request_times.take(),
                 "infer": service.infer_stats.take(),
+                "shed": service.shed.take(),
                 "gauges": {
                     "lookup_threads_busy": service.lookups.busy,
                     "lookup_queue_depth": service.lookups.waiting,
