@@ -292,25 +292,27 @@ def test_deltas_and_switches_under_load_fail_no_request_and_mix_no_answer(tmp_pa
 
 
 def test_workers_answer_rows_and_the_owner_predicts(tmp_path: Path) -> None:
-    with in_process(), Store(settings_for(tmp_path, workers=2)) as store:
+    wires: list[type[Wire]] = [HttpWire] if GRPC == "off" else [HttpWire, GrpcWire]
+    with in_process(), Store(settings_for(tmp_path, workers=2, grpc_port=GRPC)) as store:
         store.load_snapshot(write_snapshot(tmp_path, dense=om.linear(WEIGHTS, 0.5)))
         with ServerThread(store) as server:
-            wire = HttpWire(server)
-            np.testing.assert_allclose(wire.client.infer("ctr", asked(wire)).as_numpy("score"), scores(), rtol=1e-5)
-            item = wire.tensor("item_id", KEYS8, "INT64")
-            got = wire.client.infer("ctr", [item], outputs=[wire.wanted("item_id")]).as_numpy("item_id")
-            np.testing.assert_array_equal(got, items(KEYS8))
-            with pytest.raises(InferenceServerException, match="needs the inputs clicked, hour as well"):
-                wire.client.infer("ctr", [item])
-            big = np.resize(KEYS8, 20_000)
-            inputs = [
-                wire.tensor("item_id", big, "INT64"),
-                wire.tensor("clicked", big, "INT64"),
-                wire.tensor("hour", np.zeros((20_000, 2), np.float32), "FP32"),
-            ]
-            assert wire.client.infer("ctr", inputs).as_numpy("score").shape == (20_000, 1)
-            wire.client.close()
-            assert metrics(server.url)["tierstore_predicts_total", "ctr"] == 2
+            for kind in wires:
+                wire = kind(server)
+                np.testing.assert_allclose(wire.client.infer("ctr", asked(wire)).as_numpy("score"), scores(), rtol=1e-5)
+                item = wire.tensor("item_id", KEYS8, "INT64")
+                got = wire.client.infer("ctr", [item], outputs=[wire.wanted("item_id")]).as_numpy("item_id")
+                np.testing.assert_array_equal(got, items(KEYS8))
+                with pytest.raises(InferenceServerException, match="needs the inputs clicked, hour as well"):
+                    wire.client.infer("ctr", [item])
+                big = np.resize(KEYS8, 20_000)
+                inputs = [
+                    wire.tensor("item_id", big, "INT64"),
+                    wire.tensor("clicked", big, "INT64"),
+                    wire.tensor("hour", np.zeros((20_000, 2), np.float32), "FP32"),
+                ]
+                assert wire.client.infer("ctr", inputs).as_numpy("score").shape == (20_000, 1)
+                wire.client.close()
+            assert metrics(server.url)["tierstore_predicts_total", "ctr"] == 2 * len(wires)
 
 
 def test_the_embedded_store_and_the_service_give_the_same_scores(served: tuple[Store, ServerThread]) -> None:

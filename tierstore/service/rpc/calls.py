@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, NotReady, Overloaded
 from tierstore.service.context import Service
+from tierstore.service.dataplane import Elsewhere
 from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, outcome_of
@@ -25,6 +26,7 @@ from tierstore.service.rpc.types import Context, Stream, Unary
 from tierstore.service.status import log_failure, message_of
 
 STANDARD = "grpc"  # the protocol label of what is gRPC's own
+HANDED_ON = (Elsewhere, NotFound, NotReady)  # by a worker to the owner, which knows better
 REFUSALS = 1  # threads that tell callers that there is no room
 
 
@@ -182,7 +184,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                 check_waited_for(context)
                 answer = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                if elsewhere is not None and isinstance(error, (NotFound, NotReady)):
+                if elsewhere is not None and isinstance(error, HANDED_ON):
                     return elsewhere(message, context)
                 log_failure(error, f"{servicer.name}/{name}")
                 code = code_of(error)
