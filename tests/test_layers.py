@@ -51,6 +51,7 @@ CEILING = {"client": 1}
 # driver → the modules and folders that may import it
 DOORS = {
     "rocksdict": {"tiers.disk", "tiers.sst"},
+    "cupy": {"tiers.device"},
     "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
     "llvmlite": {"kernels"},
     "fastapi": {"service"},
