@@ -41,7 +41,7 @@ class _OverDevice(CacheTierContract):
 
 
 class TestDeviceTable(_OverDevice):
-    kind = "shim"
+    kind = "late"
     torn_batches = 200  # kernels are slow here, and never meet
 
 

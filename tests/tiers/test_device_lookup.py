@@ -31,7 +31,7 @@ def row_bytes_of(spec: TableSpec, keys: Keys) -> np.ndarray:
 class Scene:
     """A table on a stand-in device, what lies below it, and what a look-up ought to answer."""
 
-    def __init__(self, dim: int, dtype: StorageDtype, memory_bytes: int = 64 << 20, kind: str = "shim") -> None:
+    def __init__(self, dim: int, dtype: StorageDtype, memory_bytes: int = 64 << 20, kind: str = "late") -> None:
         self.spec = TableSpec("t", KeyType.INT64, dim, dtype)
         self.default = np.linspace(-2, 2, dim).astype(np.float32)
         self.device = open_device(kind)
