@@ -107,7 +107,7 @@ def serve_store(where: Path, rows: int, shared_memory: bool) -> None:
         store.load_snapshot(source)
     settings = load_settings(None, data=data, host_budget=budget, port=0, drain_s=0, allow_client_shm=shared_memory)
     logging.disable(logging.INFO)
-    serve(settings, announce=lambda url: print(url.rpartition(":")[2], flush=True))
+    serve(settings, announce=lambda url, _: print(url.rpartition(":")[2], flush=True))
 
 
 def main() -> None:

@@ -210,7 +210,6 @@ def test_wrong_use_and_bad_settings_exit_with_2(cli: Cli) -> None:
         (["verify"], "no data directory"),
         (["load", "nowhere"], "nowhere"),
         (["status", "--url", "http://127.0.0.1:1"], "no service answers"),
-        (["serve", "--grpc-port", "8001"], "grpc"),
     ],
 )
 def test_an_error_is_one_line_and_exits_with_1(cli: Cli, words: list[str], says: str) -> None:

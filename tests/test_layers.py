@@ -63,6 +63,10 @@ DOORS = {
     "click": {"cli"},
     "rich": {"cli", "demo"},
     "httpx": {"client", "demo"},
+    "grpc": {"service.rpc"},
+    "grpc_health": {"service.rpc"},
+    "grpc_reflection": {"service.rpc"},
+    "google": {"service.rpc"},
 }
 
 

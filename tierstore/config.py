@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -85,7 +85,10 @@ class Settings(BaseSettings):
     # service
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
-    grpc_port: int | None = Field(None, ge=0, le=65535, description="gRPC port (extra `grpc`)")
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] | None = Field(
+        None,
+        description="gRPC port (extra `grpc`); 0 picks a free one, `off` serves none; default: 8001 where the extra is installed, a free one if port is 0",
+    )
     source_root: Annotated[list[Path], NoDecode, BeforeValidator(_split_paths)] = Field(
         default_factory=lambda: [Path.cwd()],
         description="snapshots are read only from under these; separated by ':' in the environment",

@@ -10,6 +10,7 @@
     │   └── SequenceGap                a delta out of turn; `expected_seq` says which is next
     ├── TooLarge (ValueError)          beyond a configured size
     ├── Overloaded                     a bound is reached; `retry_after_s` says when to come back
+    ├── DeadlineExceeded (TimeoutError) the caller's deadline passed before work was begun
     ├── NotReady                       known, but not able to answer yet
     ├── Locked                         the data directory is held by another process
     ├── Closed                         the store was closed
@@ -82,6 +83,10 @@ class Overloaded(TierstoreError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(TierstoreError, TimeoutError):
+    """The caller's deadline passed while the request waited; no work was done for it."""
 
 
 class NotReady(TierstoreError):

@@ -12,12 +12,13 @@ import pytest
 
 from tierstore.config import Settings, load_settings
 from tierstore.engine.store import Store
-from tierstore.service.server import ServerThread
+from tierstore.service.server import ServerThread, has_grpc
 
 from .fake_store import FakeStore
 from .scenes import write_small, write_snapshot
 
 DEADLINE_S = 60.0
+GRPC: int | str = 0 if has_grpc() else "off"
 
 
 def settings_for(tmp_path: Path, **overrides: object) -> Settings:
@@ -66,7 +67,7 @@ def load(http: httpx.Client, source: Path, model: str = "ctr", **options: object
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     """A real store behind a real server, with the models `ctr`, `one` and `names`. Tests leave it as it is."""
     root = tmp_path_factory.mktemp("service")
-    with Store(settings_for(root)) as store:
+    with Store(settings_for(root, grpc_port=GRPC)) as store:
         store.load_snapshot(write_snapshot(root))
         store.load_snapshot(write_small(root, "one", "item"))
         store.load_snapshot(write_small(root, "names", "user"))
@@ -83,7 +84,7 @@ def http(server: ServerThread) -> Iterator[httpx.Client]:
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
     """A fake store behind a real server with room for two look-ups: one at work, one that waits."""
-    store = FakeStore(settings_for(tmp_path, lookup_threads=1, lookup_queue=1))
+    store = FakeStore(settings_for(tmp_path, lookup_threads=1, lookup_queue=1, grpc_port=GRPC))
     with ServerThread(store) as server:  # type: ignore[arg-type]
         try:
             yield store, server
@@ -96,7 +97,7 @@ def fake(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
 def own(tmp_path: Path) -> Iterator[tuple[Store, ServerThread, httpx.Client]]:
     """An empty real store behind a server of its own."""
     with (
-        Store(settings_for(tmp_path)) as store,
+        Store(settings_for(tmp_path, grpc_port=GRPC)) as store,
         ServerThread(store) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):

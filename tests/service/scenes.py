@@ -18,6 +18,15 @@ def rows(table: str, values: list[float]) -> np.ndarray:
     return np.array([row(table, value) for value in values], np.float32).reshape(len(values), TABLES[table].dim)
 
 
+def items(keys: np.ndarray) -> np.ndarray:
+    """The rows of the table `item` for `keys`, float32 [*keys.shape, dim]."""
+    wanted = [ITEMS.get(int(key), DEFAULT) for key in keys.ravel()]
+    return rows("item", wanted).reshape(*keys.shape, TABLES["item"].dim)
+
+
+KEYS = np.array([5, 0, 99, 100, -(1 << 63), (1 << 63) - 1, -1, 5], np.int64)  # some are absent
+
+
 def write_snapshot(
     root: Path,
     version: int = VERSION,

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tierstore.errors import ConfigError, Locked, MissingExtra
+from tierstore.errors import ConfigError, Locked
 from tierstore.service.guard import host_name, is_loopback
 from tierstore.service.server import ServerThread, check_settings, serve
 
@@ -102,7 +102,6 @@ def test_loopback(host: str, expected: bool) -> None:
         ({"host": "example.com"}, ConfigError, "loopback"),
         ({"workers": 65}, ConfigError, "workers"),
         ({"workers": 2, "allow_client_shm": True}, ConfigError, "workers = 1"),
-        ({"grpc_port": 8001}, MissingExtra, "gRPC"),
         ({"watch": "/nothing/here"}, ConfigError, "watch"),
     ],
 )
@@ -111,7 +110,7 @@ def test_what_cannot_be_served_is_said_at_start(
 ) -> None:
     settings = settings_for(tmp_path, **overrides)
     with pytest.raises(error, match=words):
-        serve(settings, announce=lambda url: pytest.fail("it came up"))
+        serve(settings, announce=lambda *_: pytest.fail("it came up"))
     assert not (tmp_path / "data").exists()
 
 
@@ -319,7 +318,7 @@ def test_a_stop_signal_drains_and_ends_the_process_in_order(tmp_path: Path) -> N
     process, url = start(tmp_path / "data", 0.3)
     with process:
         with pytest.raises(Locked):
-            serve(settings_for(tmp_path), announce=lambda _: pytest.fail("two processes hold one directory"))
+            serve(settings_for(tmp_path), announce=lambda *_: pytest.fail("two processes hold one directory"))
         with httpx.Client(base_url=url, timeout=60) as http:
             assert http.get("/v2/health/ready").status_code == 200
             process.send_signal(signal.SIGTERM)

@@ -19,7 +19,7 @@ from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.server import ServerThread
 from tierstore.service.shared_memory import DIRECTORY, MAX_REGIONS, Regions, Span
 
-from .conftest import settings_for
+from .conftest import GRPC, settings_for
 from .fake_store import DEFAULT, ITEMS, USERS
 from .scenes import rows, write_snapshot
 
@@ -32,7 +32,7 @@ SIZE = 4096
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     root = tmp_path_factory.mktemp("shared")
-    with Store(settings_for(root, allow_client_shm=True)) as store:
+    with Store(settings_for(root, allow_client_shm=True, grpc_port=GRPC)) as store:
         store.load_snapshot(write_snapshot(root))
         with ServerThread(store) as server:
             yield server
@@ -99,6 +99,34 @@ def test_keys_and_rows_through_shared_memory(client: triton.InferenceServerClien
     shm.set_shared_memory_region(keys, [other], offset)
     client.infer("ctr", [given("in", offset=offset)], outputs=[wanted("out", offset=offset)])
     np.testing.assert_array_equal(shm.get_contents_as_numpy(answer, np.float32, ROWS.shape, offset), ROWS[::-1])
+
+
+def test_keys_and_rows_through_shared_memory_over_grpc(server: ServerThread, make: Any) -> None:
+    triton_grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+    region = make("grpc")
+    shm.set_shared_memory_region(region, [KEYS])
+    item_id, user = (
+        triton_grpc.InferInput("item_id", [len(KEYS)], "INT64"),
+        triton_grpc.InferInput("user", [1], "BYTES"),
+    )
+    item_id.set_shared_memory("grpc", KEYS.nbytes)
+    user.set_data_from_numpy(np.array([b"u1"], object))
+    outputs = [triton_grpc.InferRequestedOutput(name) for name in ("item_id", "item_id.found", "user")]
+    outputs[0].set_shared_memory("grpc", ROWS.nbytes, 1024)
+    with triton_grpc.InferenceServerClient(server.grpc_target) as client:
+        client.register_system_shared_memory("grpc", key_of("grpc"), SIZE)
+        (status,) = client.get_system_shared_memory_status().regions.values()
+        assert (status.name, status.key, status.byte_size) == ("grpc", key_of("grpc"), SIZE)
+        result = client.infer("ctr", [item_id, user], outputs=outputs)
+        np.testing.assert_array_equal(shm.get_contents_as_numpy(region, np.float32, ROWS.shape, 1024), ROWS)
+        assert [len(raw) for raw in result.get_response().raw_output_contents] == [0, len(KEYS), 32]
+        np.testing.assert_array_equal(result.as_numpy("item_id.found"), [int(key) in ITEMS for key in KEYS])
+        np.testing.assert_array_equal(result.as_numpy("user"), rows("user", [USERS["u1"]]))
+        outputs[0].set_shared_memory("grpc", ROWS.nbytes - 1, 1024)
+        with pytest.raises(InferenceServerException, match="shared_memory_byte_size is"):
+            client.infer("ctr", [item_id, user], outputs=outputs)
+        client.unregister_system_shared_memory("grpc")
+        assert not client.get_system_shared_memory_status().regions
 
 
 def test_one_request_may_mix_all_ways(client: triton.InferenceServerClient, make: Any) -> None:

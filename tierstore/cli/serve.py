@@ -32,7 +32,14 @@ def serve(
     port: Annotated[
         int | None, typer.Option(help="HTTP port; 0 picks a free one (default: 8000).", show_default=False)
     ] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port (extra `grpc`).", show_default=False)] = None,
+    grpc_port: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PORT",
+            help="gRPC port; 0 picks a free one, `off` serves none (default: 8001 where the extra `grpc` is installed).",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -94,4 +101,9 @@ def serve(
     from tierstore.service.server import serve as run_service
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_service(settings, announce=lambda url: typer.echo(f"tierstore serves {settings.data} at {url}"))
+
+    def announce(url: str, grpc_target: str | None) -> None:
+        also = "" if grpc_target is None else f", gRPC at {grpc_target}"
+        typer.echo(f"tierstore serves {settings.data} at {url}{also}")
+
+    run_service(settings, announce=announce)

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import Settings
+from tierstore.errors import TierstoreError
 from tierstore.service.dataplane import DataPlane
 from tierstore.service.figures import Freshness, InferStats, RequestTimes
 from tierstore.service.jobs import Jobs
@@ -20,6 +21,7 @@ from tierstore.service.shared_memory import Regions
 
 if TYPE_CHECKING:
     from tierstore.service.fleet import Fleet
+    from tierstore.service.rpc.server import GrpcServer
     from tierstore.service.watch import Watcher
 
 CONTROL_THREADS = 4
@@ -48,6 +50,7 @@ class Service:
         self.jobs = Jobs(store)
         self.watcher: Watcher | None = None
         self.fleet: Fleet | None = None  # with several worker processes
+        self.grpc: GrpcServer | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
 
@@ -55,6 +58,15 @@ class Service:
         """Bring the figures up to now. Not on the event loop: with worker processes it waits for them a moment."""
         if self.fleet is not None:
             self.fleet.refresh()
+
+    def count_failed(self, model: str, elapsed_ns: int) -> None:
+        """Count a look-up that failed, where there is a version to count it for. Any thread."""
+        try:
+            active = self.dataplane.model(model).active_version
+        except TierstoreError:
+            return
+        if active is not None:
+            self.infer_stats.failed(model, active, elapsed_ns)
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The store's status, with what worker processes have counted."""

@@ -1,12 +1,13 @@
 """Figures of the service that are counted at every request: histograms, and the protocol's statistics a model.
 
-Far cheaper than a metrics library's own: adding is a bisection and three additions. `Histogram` and `InferStats` have
-one writer each (the event loop, or an observer under its lock); readers may see an addition half done, which a
-scrape cannot tell from one that came a moment later.
+Far cheaper than a metrics library's own: adding is a bisection and three additions. `InferStats` and `RequestTimes`
+may be added to from any thread; a `Histogram` has one writer at a time. Readers may see an addition half done, which
+a scrape cannot tell from one that came a moment later.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
@@ -105,32 +106,36 @@ class ModelCounts:
 
 
 class InferStats:
-    """Statistics of the versions that answered, the latest few a model. Event loop only."""
+    """Statistics of the versions that answered, the latest few a model. Any thread."""
 
     KEPT_VERSIONS = 8
 
     def __init__(self) -> None:
-        self._counts: dict[str, dict[int, ModelCounts]] = {}
+        self._lock = threading.RLock()
+        self._counts: dict[str, dict[int, ModelCounts]] = {}  # guarded by _lock
 
     def succeeded(self, model: str, version: int, elapsed_ns: int, spent: Timings) -> None:
-        counts = self.of(model, version)
-        counts.success += 1
-        counts.success_ns += elapsed_ns
-        counts.last_inference_ms = time.time_ns() // 1_000_000
-        total = counts.spent
-        total.queued_ns += spent.queued_ns
-        total.input_ns += spent.input_ns
-        total.infer_ns += spent.infer_ns
-        total.output_ns += spent.output_ns
+        with self._lock:
+            counts = self.of(model, version)
+            counts.success += 1
+            counts.success_ns += elapsed_ns
+            counts.last_inference_ms = time.time_ns() // 1_000_000
+            total = counts.spent
+            total.queued_ns += spent.queued_ns
+            total.input_ns += spent.input_ns
+            total.infer_ns += spent.infer_ns
+            total.output_ns += spent.output_ns
 
     def failed(self, model: str, version: int, elapsed_ns: int) -> None:
-        counts = self.of(model, version)
-        counts.failed += 1
-        counts.failed_ns += elapsed_ns
+        with self._lock:
+            counts = self.of(model, version)
+            counts.failed += 1
+            counts.failed_ns += elapsed_ns
 
     def take(self) -> list[dict[str, Any]]:
         """Everything counted since the last `take`, as plain values."""
-        counts, self._counts = self._counts, {}
+        with self._lock:
+            counts, self._counts = self._counts, {}
         return [
             {"model": model, "version": version, **asdict(of)}
             for model, versions in counts.items()
@@ -139,47 +144,53 @@ class InferStats:
 
     def absorb(self, taken: list[dict[str, Any]]) -> None:
         """Add what `take` gave in another process."""
-        for more in taken:
-            counts = self.of(more["model"], more["version"])
-            for name in ("success", "failed", "success_ns", "failed_ns"):
-                setattr(counts, name, getattr(counts, name) + more[name])
-            counts.last_inference_ms = max(counts.last_inference_ms, more["last_inference_ms"])
-            for name, ns in more["spent"].items():
-                setattr(counts.spent, name, getattr(counts.spent, name) + ns)
+        with self._lock:
+            for more in taken:
+                counts = self.of(more["model"], more["version"])
+                for name in ("success", "failed", "success_ns", "failed_ns"):
+                    setattr(counts, name, getattr(counts, name) + more[name])
+                counts.last_inference_ms = max(counts.last_inference_ms, more["last_inference_ms"])
+                for name, ns in more["spent"].items():
+                    setattr(counts.spent, name, getattr(counts.spent, name) + ns)
 
     def of(self, model: str, version: int) -> ModelCounts:
         """Counts of a version that is known to exist; made at its first request."""
-        versions = self._counts.setdefault(model, {})
-        counts = versions.get(version)
-        if counts is None:
-            while len(versions) >= self.KEPT_VERSIONS:
-                del versions[next(iter(versions))]
-            counts = versions[version] = ModelCounts()
-        return counts
+        with self._lock:
+            versions = self._counts.setdefault(model, {})
+            counts = versions.get(version)
+            if counts is None:
+                while len(versions) >= self.KEPT_VERSIONS:
+                    del versions[next(iter(versions))]
+                counts = versions[version] = ModelCounts()
+            return counts
 
 
 class RequestTimes:
-    """`tierstore_request_seconds`: a histogram a protocol and outcome. Event loop only."""
+    """`tierstore_request_seconds`: a histogram a protocol and outcome. Any thread may add."""
 
     def __init__(self) -> None:
-        self.histograms: dict[tuple[str, str], Histogram] = {}
+        self._lock = threading.Lock()
+        self.histograms: dict[tuple[str, str], Histogram] = {}  # changed under _lock
 
     def add(self, protocol: str, outcome: str, seconds: float) -> None:
-        histogram = self.histograms.get((protocol, outcome))
-        if histogram is None:
-            histogram = self.histograms[(protocol, outcome)] = Histogram(REQUEST_BOUNDS_S)
-        histogram.add(seconds)
+        with self._lock:
+            histogram = self.histograms.get((protocol, outcome))
+            if histogram is None:
+                histogram = self.histograms[(protocol, outcome)] = Histogram(REQUEST_BOUNDS_S)
+            histogram.add(seconds)
 
     def take(self) -> list[list[Any]]:
         """Everything added since the last `take`, as plain values."""
-        histograms, self.histograms = self.histograms, {}
+        with self._lock:
+            histograms, self.histograms = self.histograms, {}
         return [[*labels, of.counts, of.total] for labels, of in histograms.items()]
 
     def absorb(self, taken: list[list[Any]]) -> None:
         """Add what `take` gave in another process."""
-        for protocol, outcome, counts, total in taken:
-            histogram = self.histograms.setdefault((protocol, outcome), Histogram(REQUEST_BOUNDS_S))
-            histogram.absorb(counts, total)
+        with self._lock:
+            for protocol, outcome, counts, total in taken:
+                histogram = self.histograms.setdefault((protocol, outcome), Histogram(REQUEST_BOUNDS_S))
+                histogram.absorb(counts, total)
 
     @property
     def requests(self) -> int:

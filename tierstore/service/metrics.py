@@ -137,6 +137,8 @@ class _ServiceCollector(Collector):
         yield from (times, fresh)
         yield _gauge("tierstore_ready", "1 while the service is ready, 0 while it drains.", float(service.ready))
         yield from self._bounds()
+        if service.grpc is not None:
+            yield from service.grpc.families()
         if service.fleet is not None:
             yield from service.fleet.families()
         if service.watcher is not None:

@@ -15,6 +15,7 @@ import orjson
 
 from tierstore.errors import InvalidInput
 from tierstore.service.dataplane import OutputSpec, Plan, Request, RequestedOutput
+from tierstore.service.parameters import flag, place, refuse_classification, span, text
 from tierstore.service.shared_memory import Regions, Span
 from tierstore.service.tensors import (
     Elements,
@@ -29,7 +30,6 @@ from tierstore.service.tensors import (
 
 HEADER_LENGTH = b"inference-header-content-length"
 _ALIGNMENT = 16  # of what malloc gives
-_WORDS = {"dtype": "FP32 or FP16", "combiner": "sum, mean or sqrtn"}
 
 
 @dataclass(slots=True)
@@ -98,10 +98,10 @@ def parse_request(header: memoryview, tail_bytes: int | None) -> InferRequest:
     if request_id is not None and not isinstance(request_id, str):
         raise InvalidInput(f"id: expected a string, came {shown(request_id)}")
     parameters = _parameters(request, "request", "")
-    default = _flag(parameters, "binary_data_output", "request", "")
+    default = flag(parameters, "binary_data_output", "request", "")
     outputs, targets = _requested(request)
     inputs, sources = _inputs(request, tail_bytes)
-    combiner = _text(parameters, "combiner", "request", "")
+    combiner = text(parameters, "combiner", "request", "")
     return InferRequest(Request(inputs, outputs, combiner), sources, targets, bool(default), request_id)
 
 
@@ -116,11 +116,11 @@ def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[Tenso
         shape = check_shape(name, item.get("shape"))
         inputs.append(TensorSpec(name, datatype, shape))
         size = parameters.get("binary_data_size")
-        if (span := _span(parameters, "input", name)) is not None:
+        if (source := span(parameters, "input", name)) is not None:
             if "data" in item or size is not None:
                 raise InvalidInput(f"input {shown(name)} has both a shared memory region and data")
-            check_size(name, datatype, shape, span.nbytes)
-            sources.append(span)
+            check_size(name, datatype, shape, source.nbytes)
+            sources.append(source)
         elif size is None:
             if "data" not in item:
                 raise InvalidInput(f"input {shown(name)} has neither data nor binary_data_size")
@@ -148,22 +148,6 @@ def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[Tenso
     return inputs, sources
 
 
-def _span(parameters: dict[str, Any], kind: str, name: str) -> Span | None:
-    """Where in shared memory a tensor lies, if it does."""
-    region = parameters.get("shared_memory_region")
-    if region is None:
-        return None
-    if not isinstance(region, str) or not region:
-        raise InvalidInput(f"{kind} {shown(name)}: shared_memory_region is {shown(region)}, expected a name")
-    sizes = parameters.get("shared_memory_offset", 0), parameters.get("shared_memory_byte_size")
-    for key, value in zip(("shared_memory_offset", "shared_memory_byte_size"), sizes, strict=True):
-        if type(value) is not int or value < 0:
-            raise InvalidInput(f"{kind} {shown(name)}: {key} is {shown(value)}, expected a number of bytes")
-    offset, nbytes = sizes
-    assert isinstance(nbytes, int)
-    return Span(region, offset, nbytes)
-
-
 def read_elements(asked: InferRequest, tail: memoryview | None, regions: Regions) -> list[Elements]:
     """The elements of the inputs. Those in shared memory are copied out of it, so that no client can change them later."""
     assert isinstance(asked.request, Request)
@@ -187,13 +171,12 @@ def _requested(request: dict[str, Any]) -> tuple[list[RequestedOutput], list[Spa
     for item in _objects(request, "outputs", required=False):
         name = _name(item, "output")
         parameters = _parameters(item, "output", name)
-        if parameters.get("classification"):
-            raise InvalidInput(f"output {shown(name)}: the classification extension is not served")
-        datatype = _text(parameters, "dtype", "output", name)
-        outputs.append(RequestedOutput(name, datatype, _text(parameters, "combiner", "output", name)))
-        binary = _flag(parameters, "binary_data", "output", name)
-        span = _span(parameters, "output", name)
-        targets.append(binary if span is None else span)
+        refuse_classification(parameters, name)
+        datatype = text(parameters, "dtype", "output", name)
+        outputs.append(RequestedOutput(name, datatype, text(parameters, "combiner", "output", name)))
+        binary = flag(parameters, "binary_data", "output", name)
+        target = span(parameters, "output", name)
+        targets.append(binary if target is None else target)
     return outputs, targets
 
 
@@ -218,26 +201,19 @@ def _parameters(item: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
-        raise InvalidInput(f"{_place(kind, name)}: expected parameters as an object, came {shown(parameters)}")
+        raise InvalidInput(f"{place(kind, name)}: expected parameters as an object, came {shown(parameters)}")
     return parameters
 
 
-def _flag(parameters: dict[str, Any], key: str, kind: str, name: str) -> bool | None:
-    value = parameters.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidInput(f"{_place(kind, name)}: parameter {key} is {shown(value)}, expected true or false")
-    return value
-
-
-def _text(parameters: dict[str, Any], key: str, kind: str, name: str) -> str | None:
-    value = parameters.get(key)
-    if value is not None and not isinstance(value, str):
-        raise InvalidInput(f"{_place(kind, name)}: parameter {key} is {shown(value)}, expected {_WORDS[key]}")
-    return value
-
-
-def _place(kind: str, name: str) -> str:
-    return f"{kind} {shown(name)}" if name else f"the {kind}"
+def check_spans(spans: list[tuple[int, Span]], specs: list[OutputSpec], regions: Regions) -> None:
+    """InvalidInput where an output does not fit the place that the client gave it; `spans` with places among `specs`."""
+    for i, target in spans:
+        spec = specs[i]
+        regions.check(target, f"output {shown(spec.name)}")
+        if target.nbytes < spec.nbytes:
+            raise InvalidInput(
+                f"output {shown(spec.name)}: takes {spec.nbytes} bytes, shared_memory_byte_size is {target.nbytes}"
+            )
 
 
 class Layout:
@@ -297,13 +273,7 @@ class Layout:
 
     def check_spans(self, regions: Regions) -> None:
         """InvalidInput where an output does not fit the place that the client gave it."""
-        for i, span in self.spans:
-            spec = self._specs[i]
-            regions.check(span, f"output {shown(spec.name)}")
-            if span.nbytes < spec.nbytes:
-                raise InvalidInput(
-                    f"output {shown(spec.name)}: takes {spec.nbytes} bytes, shared_memory_byte_size is {span.nbytes}"
-                )
+        check_spans(self.spans, self._specs, regions)
 
     def allocate(self) -> AnswerBuffer:
         return AnswerBuffer(self, self._specs, self._places)
@@ -352,8 +322,8 @@ class AnswerBuffer:
             assert memory is not None
             memory[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
         layout = self._layout
-        for i, span in layout.spans:
-            regions.write(span, self.arrays[i].reshape(-1).view(np.uint8))
+        for i, target in layout.spans:
+            regions.write(target, self.arrays[i].reshape(-1).view(np.uint8))
         header = layout.json(self.arrays)
         if memory is None:
             return [header], None

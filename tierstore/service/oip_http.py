@@ -6,7 +6,6 @@ look-ups run on the look-up pool, whatever may block for long on the control poo
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -28,13 +27,13 @@ from tierstore.service.http import (
     read_body,
 )
 from tierstore.service.oip_infer import InferCall
+from tierstore.service.parameters import version_of
 from tierstore.service.pool import Holding
 from tierstore.service.status import HttpError, log_failure, outcome_of
 from tierstore.service.tensors import shown
 
 PROTOCOL = "oip_http"
 _CONTROL_BODY_BYTES = 1 << 20
-_VERSION = re.compile(r"[0-9]{1,19}")
 
 
 class OipHttp:
@@ -86,12 +85,7 @@ class OipHttp:
         try:
             response, served = await call.run(service.known_requests)
         except TierstoreError:
-            try:
-                active = service.dataplane.model(name).active_version
-            except TierstoreError:
-                active = None
-            if active is not None:
-                service.infer_stats.failed(name, active, time.perf_counter_ns() - began_ns)
+            service.count_failed(name, time.perf_counter_ns() - began_ns)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response
@@ -148,29 +142,10 @@ class OipHttp:
         return json_response(oip_models.model_metadata(model, version))
 
     async def _statistics(self, name: str | None, version: int | None) -> Response:
-        store = self._service.store
-        if self._service.fleet is not None:
-            await self._service.control.run(self._service.refresh)
-        stats: list[dict[str, Any]] = []
-        for each in [name] if name is not None else store.models():
-            active = store.model(each).active_version
-            if version is not None and version != active:
-                with store.model(each).view(version):  # NotFound or NotReady, as for a look-up
-                    pass
-            if active is not None:
-                counts = self._service.infer_stats.of(each, active)
-                stats.append(
-                    {
-                        "name": each,
-                        "version": str(active),
-                        "last_inference": counts.last_inference_ms,
-                        "inference_count": counts.success,
-                        "execution_count": counts.success,
-                        "inference_stats": counts.document(),
-                        "batch_stats": [],
-                    }
-                )
-        return json_response({"model_stats": stats})
+        service = self._service
+        if service.fleet is not None:
+            await service.control.run(service.refresh)
+        return json_response(oip_models.statistics(service.store, service.infer_stats, name, version))
 
     async def _region(self, method: str, name: str | None, verb: str, body: memoryview, headers: Headers) -> Response:
         """System shared memory: one region, or with `name` None all of them."""
@@ -194,11 +169,7 @@ class OipHttp:
         parameters = request.get("parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidInput(f"expected parameters as an object, came {shown(parameters)}")
-        for parameter in parameters:
-            if parameter == "config" or parameter.startswith("file:"):
-                raise InvalidInput(
-                    f"parameter {shown(parameter)}: a model's files and configuration come from its snapshot and cannot be overridden"
-                )
+        oip_models.check_load_parameters(parameters)
         if verb == "load":
             await self._service.control.run(oip_models.load, self._service.store, name)
         else:
@@ -217,9 +188,7 @@ def _model_path(parts: list[str]) -> tuple[str, int | None]:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":
         raise NotFound(f"no such path: /v2/models/{shown('/'.join(parts))[1:-1]}")
-    if _VERSION.fullmatch(parts[2]) is None:
-        raise InvalidInput(f"a version is a number, came {shown(parts[2])}")
-    return parts[0], int(parts[2])
+    return parts[0], version_of(parts[2])
 
 
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:

@@ -5,13 +5,15 @@ Functions of the store; they may take locks for a moment, and any thread may cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tierstore import __version__
-from tierstore.errors import NotReady
+from tierstore.errors import InvalidInput, NotReady
 from tierstore.service.dataplane import KEY_DATATYPES, View
+from tierstore.service.figures import InferStats
+from tierstore.service.tensors import shown
 
 PLATFORM = "tierstore"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
@@ -110,6 +112,39 @@ def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
                 entry = {"name": name, "version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
                 entries.append(entry if ready else {**entry, "reason": version["state"]})
     return entries
+
+
+def statistics(store: Any, counted: InferStats, name: str | None, version: int | None) -> dict[str, Any]:
+    """Statistics of the active version of a model, or of all; NotFound or NotReady for another `version`, as for a look-up."""
+    stats: list[dict[str, Any]] = []
+    for each in [name] if name is not None else store.models():
+        active = store.model(each).active_version
+        if version is not None and version != active:
+            with store.model(each).view(version):
+                pass
+        if active is not None:
+            counts = counted.of(each, active)
+            stats.append(
+                {
+                    "name": each,
+                    "version": str(active),
+                    "last_inference": counts.last_inference_ms,
+                    "inference_count": counts.success,
+                    "execution_count": counts.success,
+                    "inference_stats": counts.document(),
+                    "batch_stats": [],
+                }
+            )
+    return {"model_stats": stats}
+
+
+def check_load_parameters(names: Iterable[str]) -> None:
+    """InvalidInput for parameters of a load that would override what the model is made of."""
+    for name in names:
+        if name == "config" or name.startswith("file:"):
+            raise InvalidInput(
+                f"parameter {shown(name)}: a model's files and configuration come from its snapshot and cannot be overridden"
+            )
 
 
 def load(store: Any, name: str) -> None:

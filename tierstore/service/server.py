@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
@@ -34,6 +35,8 @@ from tierstore.service.watch import Watcher
 
 logger = logging.getLogger(__name__)
 
+GRPC_PORT = 8001
+GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
 BACKLOG = 1024
 CONNECTIONS_BEYOND_THE_QUEUE = 1024  # idle ones, and those of the admin interface
 KEEP_ALIVE_S = 75
@@ -49,13 +52,29 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(f"workers = {settings.workers}: worker processes need Linux; use workers = 1")
     if settings.workers > 1 and settings.allow_client_shm:
         raise ConfigError("allow_client_shm: client shared memory needs workers = 1; regions belong to one process")
-    if settings.grpc_port is not None:
+    if isinstance(settings.grpc_port, int) and not has_grpc():
         raise MissingExtra(
-            "grpc_port: gRPC is not available in this release; use the HTTP port, which speaks the same protocol"
+            "grpc_port: the extra `grpc` is not installed: pip install 'tierstore[grpc]', or use the HTTP port, which speaks the same protocol"
         )
     check_listen_address(settings)
     if settings.watch is not None and not settings.watch.is_dir():
         raise ConfigError(f"watch: {settings.watch} is not a directory")
+
+
+def has_grpc() -> bool:
+    """Whether the extra `grpc` is installed."""
+    return all(importlib.util.find_spec(name) is not None for name in GRPC_PACKAGES)
+
+
+def grpc_port_by_default(settings: Settings) -> Settings:
+    """`settings` with the gRPC port of a service of its own: what is set, else the usual one where the extra is installed.
+
+    Beside an HTTP port that is picked it is picked too.
+    """
+    if settings.grpc_port is not None:
+        return settings
+    port = "off" if not has_grpc() else 0 if settings.port == 0 else GRPC_PORT
+    return settings.model_copy(update={"grpc_port": port})
 
 
 class _Server(uvicorn.Server):
@@ -88,7 +107,7 @@ def make_server(app: Any, settings: Settings) -> _Server:
 
 
 class HttpService:
-    """A store served on one port. Made on any thread; `run` blocks; `stop` may be called from any thread."""
+    """A store served on one port, or two. Made on any thread; `run` blocks; `stop` may be called from any thread."""
 
     def __init__(self, store: Store, settings: Settings, listener: socket.socket) -> None:
         self._settings = settings
@@ -97,11 +116,32 @@ class HttpService:
         self.port: int = listener.getsockname()[1]
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         self.service = Service(store, settings)
+        if isinstance(settings.grpc_port, int):
+            self._add_grpc(settings.grpc_port)
         self._server = make_server(make_root(self.service), settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
         self._fleet: Fleet | None = None
         self._ending: asyncio.Future[None] | None = None
+
+    @property
+    def grpc_port(self) -> int | None:
+        return None if self.service.grpc is None else self.service.grpc.port
+
+    @property
+    def grpc_target(self) -> str | None:
+        """What a gRPC client is given, None where gRPC is not served."""
+        return None if self.service.grpc is None else self.service.grpc.target
+
+    def _add_grpc(self, port: int) -> None:
+        from tierstore.service.rpc.server import GrpcServer
+
+        try:
+            self.service.grpc = GrpcServer(self.service, self.host, port)
+        except BaseException:
+            self.service.close()
+            self._socket.close()
+            raise
 
     def run(self, started: Callable[[], None], *, signals: bool) -> None:
         """Serve until `stop` or, with `signals` (main thread only), a stop signal; `started` is called when it is up."""
@@ -110,6 +150,10 @@ class HttpService:
                 runner.run(self._serve(started, signals))
         finally:
             self._socket.close()
+            grpc = self.service.grpc
+            if grpc is not None:
+                grpc.stop(0.0)  # if it has not begun to end
+                grpc.close()
             self.service.close()
 
     def stop(self, drain_s: float | None = None) -> None:
@@ -132,6 +176,8 @@ class HttpService:
         if not serving.done():
             if shared:
                 await self._start_fleet(serving)
+            if self.service.grpc is not None:
+                self.service.grpc.start()
             started()
         await serving
 
@@ -172,6 +218,8 @@ class HttpService:
             drain_s = 0.0
         self._draining = True
         self.service.ready = False
+        if self.service.grpc is not None:
+            self.service.grpc.drain()
         if drain_s > 0:
             logger.info("stopping: not ready from now on, closing in %.1f s", drain_s)
             asyncio.get_running_loop().call_later(drain_s, self._end)
@@ -180,6 +228,8 @@ class HttpService:
 
     def _end(self) -> None:
         """Begin to close. Workers end first: what they are at may need this process."""
+        if self.service.grpc is not None:
+            self.service.grpc.stop(FINISH_S)
         if self._fleet is None:
             self._exit()
         elif self._ending is None:
@@ -204,28 +254,32 @@ def _listen(settings: Settings) -> socket.socket:
         ) from error
 
 
-def _say(url: str) -> None:
-    sys.stdout.write(f"tierstore serves at {url}\n")
+def _say(url: str, grpc_target: str | None) -> None:
+    also = "" if grpc_target is None else f", gRPC at {grpc_target}"
+    sys.stdout.write(f"tierstore serves at {url}{also}\n")
     sys.stdout.flush()
 
 
-def serve(settings: Settings, *, announce: Callable[[str], None] = _say) -> None:
+def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _say) -> None:
     """Open the store, serve it until a stop signal, close it. Blocks the main thread.
 
-    `announce` is called once with the URL, when requests are answered; by default it prints a line. Raises ConfigError and MissingExtra for what
-    cannot be served, Locked where another process has the data directory open.
+    `announce` is called once with the URL and the gRPC target (None where gRPC is not served), when requests are answered;
+    by default it prints a line. Raises ConfigError and MissingExtra for what cannot be served, Locked where another
+    process has the data directory open.
     """
+    settings = grpc_port_by_default(settings)
     check_settings(settings)
     tune_allocator()
     with _listen(settings) as listener, Store(settings) as store:
         service = HttpService(store, settings, listener)
-        service.run(lambda: announce(service.url), signals=True)
+        service.run(lambda: announce(service.url, service.grpc_target), signals=True)
 
 
 class ServerThread:
     """The service in the background of this process, over a store that the caller keeps open: `with ServerThread(store) as server:`.
 
-    `url` and `port` are known once it is entered. Leaving it, or `close`, ends the service without draining.
+    `url` and `port` are known once it is entered; `grpc_target` and `grpc_port` too where the settings ask for gRPC, else
+    they are None. Leaving it, or `close`, ends the service without draining.
     """
 
     def __init__(self, store: Store, settings: Settings | None = None) -> None:
@@ -243,6 +297,14 @@ class ServerThread:
     @property
     def port(self) -> int:
         return self._http.port
+
+    @property
+    def grpc_port(self) -> int | None:
+        return self._http.grpc_port
+
+    @property
+    def grpc_target(self) -> str | None:
+        return self._http.grpc_target
 
     @property
     def service(self) -> Service:

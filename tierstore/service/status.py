@@ -9,6 +9,7 @@ from http import HTTPStatus
 from tierstore.errors import (
     Closed,
     Conflict,
+    DeadlineExceeded,
     Forbidden,
     InvalidInput,
     Locked,
@@ -39,6 +40,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (Forbidden, HTTPStatus.FORBIDDEN),
     (Conflict, HTTPStatus.CONFLICT),
     (TooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (DeadlineExceeded, HTTPStatus.GATEWAY_TIMEOUT),
     (NotReady, HTTPStatus.BAD_REQUEST),
     (MissingExtra, HTTPStatus.BAD_REQUEST),
     (Overloaded, HTTPStatus.SERVICE_UNAVAILABLE),
@@ -90,6 +92,7 @@ OUTCOMES = {
     413: "too_large",
     429: "overloaded",
     503: "overloaded",
+    504: "deadline",
 }
 
 

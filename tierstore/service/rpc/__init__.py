@@ -1,0 +1,1 @@
+"""The gRPC front of the service (extra `grpc`): the Open Inference Protocol's service, health and reflection."""

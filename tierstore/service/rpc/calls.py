@@ -1,0 +1,188 @@
+"""What every method of the gRPC server goes through: bounds, deadlines, errors as statuses, figures.
+
+A `Servicer` names its methods; `Calls` makes them grpcio's handlers. Methods take and give serialized messages: a
+look-up's are too large to be parsed and built as a whole, and `by_message` is for the others. What a method raises
+becomes the call's status; a method that is called while its deadline has passed, or its caller has gone, is not run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from tierstore.errors import DeadlineExceeded, InvalidInput, Overloaded
+from tierstore.service.context import Service
+from tierstore.service.rpc.pools import CallPool, submitted_ns
+from tierstore.service.rpc.status import Cancelled, code_of, outcome_of
+from tierstore.service.status import log_failure, message_of
+
+Context: TypeAlias = Any  # grpc.ServicerContext; grpcio has no types to check
+Unary: TypeAlias = Callable[[bytes, Context], bytes]
+Stream: TypeAlias = Callable[[Iterator[bytes], Context], Iterator[bytes]]
+
+REFUSALS = 1  # threads that tell callers that there is no room
+
+
+@dataclass(frozen=True)
+class Servicer:
+    """The methods of one service, by name: what runs on the look-up threads, on the control threads, and streams.
+
+    `name` is the service's full name, `protocol` its label in the metrics.
+    """
+
+    name: str
+    protocol: str
+    lookups: Mapping[str, Unary] = field(default_factory=dict)
+    controls: Mapping[str, Unary] = field(default_factory=dict)
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+
+
+def parsed(kind: Any, message: bytes) -> Any:
+    """`message` as one of class `kind`; InvalidInput where it is none."""
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise InvalidInput(f"the message is not a {kind.DESCRIPTOR.full_name}: {error}") from error
+
+
+def by_message(kind: Any, method: Callable[[Any], Any]) -> Unary:
+    """A method of serialized messages, of one that takes a message of class `kind` and gives one."""
+
+    def call(message: bytes, context: Context) -> bytes:
+        answer: bytes = method(parsed(kind, message)).SerializeToString()
+        return answer
+
+    return call
+
+
+def check_waited_for(context: Context) -> None:
+    """Raise where nobody waits for an answer any more: before work is begun, not after."""
+    if context.time_remaining() <= 0:
+        raise DeadlineExceeded("the call's deadline passed while it waited")
+    if not context.is_active():
+        raise Cancelled("the call was cancelled")
+
+
+class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Finds the handler of each call, on grpcio's serving thread; the handlers run on the pools."""
+
+    def __init__(
+        self,
+        service: Service,
+        servicers: Sequence[Servicer],
+        *,
+        lookups: CallPool,
+        controls: CallPool,
+        streams: CallPool,
+    ) -> None:
+        self._service = service
+        self._refusals = CallPool("refusal", threads=REFUSALS, queue_limit=0)
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._idle: set[Context] = set()  # streams that wait for a message
+        self._closing = False
+        self._handlers: dict[str, tuple[CallPool | None, Any, Any]] = {}
+        for servicer in servicers:
+            for pool, methods in ((lookups, servicer.lookups), (controls, servicer.controls)):
+                for name, method in methods.items():
+                    run = self._unary(servicer.protocol, pool, f"{servicer.name}/{name}", method)
+                    self._enter(pool, servicer, name, grpc.unary_unary_rpc_method_handler(run))
+            for name, stream in servicer.streams.items():
+                flow = _on(streams, self._flow(stream))
+                self._enter(streams, servicer, name, grpc.stream_stream_rpc_method_handler(flow))
+
+    def end_streams(self) -> None:
+        """End those that wait for a message now, the others after the message that they are at. Any thread."""
+        with self._lock:
+            self._closing = True
+            idle = list(self._idle)
+        for context in idle:
+            context.cancel()
+
+    def close(self) -> None:
+        self._refusals.shutdown()
+
+    def enter(self, service: str, name: str, handler: Any) -> None:
+        """Add a method with a handler of its own, which is not bounded here. Before the server starts."""
+        self._handlers[f"/{service}/{name}"] = None, handler, None
+
+    def service(self, handler_call_details: Any) -> Any:
+        """The handler of a call, or None for a method that there is not."""
+        found = self._handlers.get(handler_call_details.method)
+        if found is None:
+            return None
+        pool, handler, refusal = found
+        if pool is None or not pool.full:
+            return handler
+        pool.reject()
+        return refusal
+
+    def _enter(self, pool: CallPool, servicer: Servicer, name: str, handler: Any) -> None:
+        def refuse(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
+            error = Overloaded(
+                f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second"
+            )
+            self._service.request_times.add(servicer.protocol, outcome_of(code_of(error)), 0.0)
+            context.abort(code_of(error), message_of(error))
+            return iter(())
+
+        # as a stream, whatever the method is: its message is not waited for
+        refusal = grpc.stream_stream_rpc_method_handler(_on(self._refusals, refuse))
+        self._handlers[f"/{servicer.name}/{name}"] = pool, handler, refusal
+
+    def _flow(self, stream: Stream) -> Stream:
+        def run(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
+            return stream(self._watched(messages, context), context)
+
+        return run
+
+    def _watched(self, messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
+        """`messages`, until the streams are ended."""
+        while True:
+            with self._lock:
+                if self._closing:
+                    return
+                self._idle.add(context)
+            try:
+                message = next(messages, None)
+            finally:
+                with self._lock:
+                    self._idle.discard(context)
+            if message is None:
+                return
+            yield message
+
+    def _unary(self, protocol: str, pool: CallPool, what: str, method: Unary) -> Unary:
+        times = self._service.request_times
+
+        def run(message: bytes, context: Context) -> bytes:
+            began_ns = submitted_ns()
+            try:
+                check_waited_for(context)
+                answer = method(message, context)
+            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
+                log_failure(error, what)
+                code = code_of(error)
+                times.add(protocol, outcome_of(code), (time.perf_counter_ns() - began_ns) / 1e9)
+                context.abort(code, message_of(error))
+            times.add(protocol, "ok", (time.perf_counter_ns() - began_ns) / 1e9)
+            return answer
+
+        bound: Unary = _on(pool, run)
+        return bound
+
+
+def _on(pool: CallPool, behavior: Callable[..., Any]) -> Any:
+    """`behavior`, to be run on `pool`: grpcio reads the pool off the function (see `grpc._server`)."""
+
+    def run(first: Any, context: Context) -> Any:
+        return behavior(first, context)
+
+    run.experimental_thread_pool = pool  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,255 @@
+"""Inference requests and answers of the Open Inference Protocol over gRPC: what describes the tensors, by protobuf.
+
+Values here are not changed once made, so that a request that comes again with other data, and the answer of a plan,
+are parsed and built once. Any thread. A malformed request is InvalidInput.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from google.protobuf.message import DecodeError
+
+from tierstore.errors import InvalidInput
+from tierstore.service import parameters as carried
+from tierstore.service.dataplane import Plan, Request, RequestedOutput
+from tierstore.service.oip_codec import check_spans
+from tierstore.service.rpc.messages import message
+from tierstore.service.rpc.wire import RAW_OUTPUT, RESPONSE_ID, Parts, length_delimited
+from tierstore.service.shared_memory import Regions, Span
+from tierstore.service.tensors import (
+    BYTES,
+    NUMPY_DTYPE,
+    Elements,
+    TensorSpec,
+    check_datatype,
+    check_shape,
+    check_size,
+    elements_from_bytes,
+    shown,
+)
+
+_Request = message("inference.ModelInferRequest")
+_Response = message("inference.ModelInferResponse")
+
+# Where the elements of a datatype stand that are not sent raw; FP16 has no such place.
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+
+
+@dataclass(slots=True)
+class Raw:
+    """Elements that are one of the raw tensors."""
+
+    place: int
+
+
+@dataclass(slots=True)
+class Typed:
+    """Elements that came in the description."""
+
+    elements: Elements
+
+
+@dataclass(slots=True)
+class RpcRequest:
+    """A request's description, parsed. `sources` say where each input's elements are, `targets` where in shared memory
+    each requested output goes, None for in the answer; `raws` is how many raw tensors there must be."""
+
+    model: str
+    version: int | None
+    request: Request
+    sources: list[Raw | Typed | Span]
+    targets: list[Span | None]
+    raws: int
+    timeout_us: int | None
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the same description means the same request."""
+        return not any(type(source) is Typed for source in self.sources)
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of the inputs that lie in shared memory."""
+        return sum(source.nbytes for source in self.sources if isinstance(source, Span))
+
+
+def parse_request(meta: bytes, *, raw: bool) -> RpcRequest:
+    """Parse what describes a request; `raw`: whether raw tensors came with it."""
+    try:
+        asked = _Request.FromString(meta)
+    except DecodeError as error:
+        raise InvalidInput(f"the message is not a {_Request.DESCRIPTOR.full_name}: {error}") from error
+    parameters = _values(asked.parameters)
+    outputs: list[RequestedOutput] = []
+    targets: list[Span | None] = []
+    for output in asked.outputs:
+        requested, target = _output(output)
+        outputs.append(requested)
+        targets.append(target)
+    inputs: list[TensorSpec] = []
+    sources: list[Raw | Typed | Span] = []
+    raws = 0
+    for given in asked.inputs:
+        spec, source = _input(given, raws if raw else None)
+        inputs.append(spec)
+        sources.append(source)
+        raws += type(source) is Raw
+    return RpcRequest(
+        asked.model_name,
+        carried.version_of(asked.model_version) if asked.model_version else None,
+        Request(inputs, outputs, carried.text(parameters, "combiner", "request", "")),
+        sources,
+        targets,
+        raws,
+        carried.timeout_us(parameters),
+    )
+
+
+def read_elements(asked: RpcRequest, raw: Sequence[memoryview], regions: Regions) -> list[Elements]:
+    """The elements of the inputs: views of the message where they can be, copies of what lies in shared memory."""
+    if len(raw) != asked.raws:
+        raise InvalidInput(
+            f"raw_input_contents: expected {asked.raws}, one an input that is not in shared memory; came {len(raw)}"
+        )
+    elements: list[Elements] = []
+    for spec, source in zip(asked.request.inputs, asked.sources, strict=True):
+        if isinstance(source, Typed):
+            elements.append(source.elements)
+            continue
+        data = raw[source.place] if isinstance(source, Raw) else regions.read(source, f"input {shown(spec.name)}")
+        elements.append(elements_from_bytes(spec.name, spec.datatype, spec.shape, data))
+    return elements
+
+
+def _values(parameters: Any) -> dict[str, Any]:
+    """Parameters as plain values."""
+    values = {}
+    for key, value in parameters.items():
+        kind = value.WhichOneof("parameter_choice")
+        if kind is not None:
+            values[key] = getattr(value, kind)
+    return values
+
+
+def _output(output: Any) -> tuple[RequestedOutput, Span | None]:
+    name = output.name
+    if not name:
+        raise InvalidInput("every output needs a name")
+    parameters = _values(output.parameters)
+    carried.refuse_classification(parameters, name)
+    datatype = carried.text(parameters, "dtype", "output", name)
+    combiner = carried.text(parameters, "combiner", "output", name)
+    return RequestedOutput(name, datatype, combiner), carried.span(parameters, "output", name)
+
+
+def _input(given: Any, place: int | None) -> tuple[TensorSpec, Raw | Typed | Span]:
+    """An input and where its elements are; `place` among the raw tensors, None where there are none."""
+    name = given.name
+    if not name:
+        raise InvalidInput("every input needs a name")
+    spec = TensorSpec(name, check_datatype(name, given.datatype), check_shape(name, tuple(given.shape)))
+    region = carried.span(_values(given.parameters), "input", name)
+    has_contents = given.HasField("contents") and given.contents.ByteSize() > 0
+    if region is not None:
+        if has_contents:
+            raise InvalidInput(f"input {shown(name)} has both a shared memory region and contents")
+        check_size(name, spec.datatype, spec.shape, region.nbytes)
+        return spec, region
+    if place is None:
+        return spec, Typed(_typed(spec, given.contents))
+    if has_contents:
+        raise InvalidInput(
+            f"input {shown(name)} has contents, and the request has raw_input_contents: send one of them"
+        )
+    return spec, Raw(place)
+
+
+def _typed(spec: TensorSpec, contents: Any) -> Elements:
+    name, datatype = spec.name, spec.datatype
+    place = _CONTENTS.get(datatype)
+    if place is None:
+        raise InvalidInput(f"input {shown(name)}: {datatype} is sent in raw_input_contents")
+    values = getattr(contents, place)
+    count = math.prod(spec.shape)
+    if len(values) != count:
+        raise InvalidInput(
+            f"input {shown(name)}: shape {shown(list(spec.shape))} takes {shown(count)} elements; "
+            f"came {len(values)} in {place}, and no raw_input_contents"
+        )
+    try:
+        if datatype == BYTES:
+            return pa.array(list(values), pa.large_binary())
+        return np.array(values, NUMPY_DTYPE[datatype])
+    except (OverflowError, ValueError) as error:
+        raise InvalidInput(f"input {shown(name)}: a value does not fit {datatype}: {error}") from error
+
+
+class Layout:
+    """The answer of a plan, but for its id and its data. Not changed once made."""
+
+    __slots__ = ("_before", "_head", "_plan", "spans")
+
+    def __init__(self, asked: RpcRequest, plan: Plan) -> None:
+        self._plan = plan
+        self.spans: list[tuple[int, Span]] = []
+        self._before: list[bytes | None] = []  # what stands before an output's data; None: it goes elsewhere
+        answer = _Response(model_name=asked.model, model_version=str(plan.version))
+        for i, spec in enumerate(plan.specs):
+            answer.outputs.add(name=spec.name, datatype=spec.datatype, shape=spec.shape)
+            target = None if spec.index is None else asked.targets[spec.index]
+            if target is not None:
+                self.spans.append((i, target))
+            self._before.append(length_delimited(RAW_OUTPUT, spec.nbytes) if target is None else None)
+        self._head: bytes = answer.SerializeToString()
+
+    def check_spans(self, regions: Regions) -> None:
+        """InvalidInput where an output does not fit the place that the client gave it."""
+        check_spans(self.spans, self._plan.specs, regions)
+
+    def allocate(self) -> list[npt.NDArray[Any]]:
+        """An array a planned output."""
+        return [np.empty(spec.shape, spec.dtype) for spec in self._plan.specs]
+
+    def encode(self, request_id: bytes, arrays: list[npt.NDArray[Any]], regions: Regions, extra: bytes = b"") -> bytes:
+        """Write what goes to shared memory, and give the answer's message; `extra` are further fields of it."""
+        for i, target in self.spans:
+            regions.write(target, arrays[i].reshape(-1).view(np.uint8))
+        pieces: list[Any] = [self._head, extra]
+        if request_id:
+            pieces += [length_delimited(RESPONSE_ID, len(request_id)), request_id]
+        for before, array in zip(self._before, arrays, strict=True):
+            if before is None:
+                pieces.append(length_delimited(RAW_OUTPUT, 0))
+            else:
+                pieces += [before, array]
+        return b"".join(pieces)
+
+
+def take_apart(received: bytes) -> Parts:
+    """A request's message, with its id known to be text."""
+    parts = Parts(received)
+    try:
+        parts.id.decode()
+    except UnicodeDecodeError:
+        raise InvalidInput("id: expected text in UTF-8") from None
+    return parts

@@ -1,0 +1,182 @@
+"""`inference.GRPCInferenceService`: the Open Inference Protocol v2 over gRPC, with the extensions of Triton's clients.
+
+Its look-ups are `infer.py`; the documents are those of the HTTP front (`oip_models.py`), turned into messages. Methods
+run on the threads of the server's pools.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+from google.protobuf import json_format
+
+from tierstore.errors import InvalidInput, NotFound
+from tierstore.service import oip_models
+from tierstore.service.context import Service
+from tierstore.service.parameters import version_of
+from tierstore.service.rpc.calls import Context, Servicer, by_message, check_waited_for
+from tierstore.service.rpc.infer import infer
+from tierstore.service.rpc.messages import message
+from tierstore.service.rpc.messages import service as descriptor_of
+from tierstore.service.rpc.pools import submitted_ns
+from tierstore.service.rpc.status import Cancelled, Unserved, code_of, outcome_of
+from tierstore.service.rpc.wire import Parts, length_delimited
+from tierstore.service.status import log_failure, message_of
+
+NAME = "inference.GRPCInferenceService"
+PROTOCOL = "oip_grpc"
+
+_StreamAnswer = message("inference.ModelStreamInferResponse")
+
+
+def _final_response() -> bytes:
+    """Serialized: the parameter by which a streaming client knows that a request has no further answer."""
+    answer = message("inference.ModelInferResponse")()
+    answer.parameters["triton_final_response"].bool_param = True
+    fields: bytes = answer.SerializeToString()
+    return fields
+
+
+_FINAL = _final_response()
+_STREAMED = bytes([_StreamAnswer.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2])
+
+
+class Inference:
+    """The methods, over the parts of `service`. Any thread."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._methods = {method.name: method for method in descriptor_of(NAME).methods}
+        controls: dict[str, Callable[[Any], Any]] = {
+            "ServerLive": lambda _: {"live": True},
+            "ServerReady": lambda _: {"ready": service.ready},
+            "ModelReady": lambda asked: {
+                "ready": oip_models.is_ready(self._model(asked.name), _version(asked.version))
+            },
+            "ServerMetadata": lambda _: oip_models.server_metadata(shared_memory=service.regions.enabled),
+            "ModelMetadata": lambda asked: oip_models.model_metadata(self._model(asked.name), _version(asked.version)),
+            "ModelConfig": lambda asked: {
+                "config": oip_models.model_config(self._model(asked.name), _version(asked.version))
+            },
+            "ModelStatistics": self._statistics,
+            "RepositoryIndex": lambda asked: {"models": oip_models.repository_index(service.store, asked.ready)},
+            "RepositoryModelLoad": self._load,
+            "RepositoryModelUnload": self._unload,
+            "SystemSharedMemoryStatus": lambda asked: {
+                "regions": {region["name"]: region for region in service.regions.status(asked.name or None)}
+            },
+            "SystemSharedMemoryRegister": lambda asked: service.regions.register(
+                asked.name, asked.key, asked.offset, asked.byte_size
+            ),
+            "SystemSharedMemoryUnregister": lambda asked: service.regions.unregister(asked.name or None),
+            "CudaSharedMemoryStatus": _no_cuda_regions,
+            "CudaSharedMemoryRegister": _refuse_cuda,
+            "CudaSharedMemoryUnregister": lambda _: None,  # benchmarks ask for it unconditionally
+            "TraceSetting": _unserved("trace"),
+            "LogSettings": _unserved("logging"),
+        }
+        self.servicer = Servicer(
+            NAME,
+            PROTOCOL,
+            lookups={"ModelInfer": self._infer},
+            controls={name: self._control(name, method) for name, method in controls.items()},
+            streams={"ModelStreamInfer": self._stream},
+        )
+
+    # --- look-ups
+
+    def _infer(self, received: bytes, context: Context) -> bytes:
+        return infer(self._service, received, submitted_ns())
+
+    def _stream(self, received: Iterator[bytes], context: Context) -> Iterator[bytes]:
+        """Answers in the order of the requests; what is wrong with one is its own answer, and the stream goes on."""
+        times = self._service.request_times
+        for request in received:
+            began_ns = time.perf_counter_ns()
+            outcome = "ok"
+            try:
+                check_waited_for(context)
+                answer = infer(self._service, request, began_ns, _FINAL)
+            except Cancelled:
+                return
+            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
+                log_failure(error, f"{NAME}/ModelStreamInfer")
+                outcome = outcome_of(code_of(error))
+                yield _stream_error(request, error)
+            else:
+                yield length_delimited(_STREAMED, len(answer)) + answer
+            times.add(PROTOCOL, outcome, (time.perf_counter_ns() - began_ns) / 1e9)
+
+    # --- the rest
+
+    def _control(self, name: str, method: Callable[[Any], dict[str, Any] | None]) -> Callable[[bytes, Context], bytes]:
+        described = self._methods[name]
+        answer_kind = message(described.output_type.full_name)
+
+        def call(asked: Any) -> Any:
+            document = method(asked)
+            answer = answer_kind()
+            if document:
+                # what the documents of the HTTP front say beyond the message is left out
+                json_format.Parse(orjson.dumps(document), answer, ignore_unknown_fields=True)
+            return answer
+
+        return by_message(message(described.input_type.full_name), call)
+
+    def _model(self, name: str) -> Any:
+        return self._service.dataplane.model(name)
+
+    def _statistics(self, asked: Any) -> dict[str, Any]:
+        service = self._service
+        if asked.name:
+            self._model(asked.name)
+        service.refresh()
+        return oip_models.statistics(service.store, service.infer_stats, asked.name or None, _version(asked.version))
+
+    def _load(self, asked: Any) -> None:
+        self._repository(asked)
+        oip_models.load(self._service.store, asked.model_name)
+
+    def _unload(self, asked: Any) -> None:
+        self._repository(asked)
+        self._service.store.deactivate(asked.model_name)
+
+    def _repository(self, asked: Any) -> None:
+        if asked.repository_name:
+            raise NotFound(f"no repository {asked.repository_name[:80]!r}: there is one, without a name")
+        self._model(asked.model_name)
+        oip_models.check_load_parameters(asked.parameters)
+
+
+def _version(name: str) -> int | None:
+    return version_of(name) if name else None
+
+
+def _no_cuda_regions(asked: Any) -> dict[str, Any]:
+    if asked.name:
+        raise NotFound(f"no CUDA shared memory region {asked.name[:80]!r} is registered")
+    return {}
+
+
+def _refuse_cuda(_: Any) -> None:
+    raise InvalidInput("CUDA shared memory is not enabled on this server: send the tensor's data in the request")
+
+
+def _unserved(extension: str) -> Callable[[Any], None]:
+    def refuse(_: Any) -> None:
+        raise Unserved(f"the {extension} extension is not served")
+
+    return refuse
+
+
+def _stream_error(request: bytes, error: Exception) -> bytes:
+    answer = _StreamAnswer(error_message=message_of(error))
+    try:
+        answer.infer_response.id = Parts(request).id.decode()
+    except (InvalidInput, UnicodeDecodeError):  # the answer without it is better than none
+        answer.infer_response.SetInParent()
+    made: bytes = answer.SerializeToString()
+    return made
