@@ -13,6 +13,7 @@ LINE_BYTES = 128
 ABSENT_BYTES = 32
 MAX_DEPTH = 6  # halvings: a table can go down to 1/64; there is a segment more
 COUNTER_BYTES = 64  # int64[8], of which `write.cu` uses four
+MAX_HEAT = 3
 _HEAT_AT = 20
 _WAY = np.arange(WAYS, dtype=np.uint64)
 

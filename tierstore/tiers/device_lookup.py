@@ -76,7 +76,7 @@ def look_up(
         return False
     try:
         for chunk in chunks:
-            with table.memory.workspace() as ws:
+            with table.memory.workspace(answers=True) as ws:
                 if not work.run(ws, chunk):
                     return False
     except OutOfDeviceMemory:

@@ -3,6 +3,9 @@
 A workspace is a piece of device memory, as much page-locked CPU memory, and a stream for the copies between them. There
 is a fixed number of them, all of one size, so that what is staged never adds up to more: larger requests are cut into
 chunks, and who finds all of them taken waits for one. Any thread may take one.
+
+Half of them are for answers that stay on the device: who holds one of those may ask tiers below, other devices among
+them, and so take one of the other half. Who holds one of the other half waits for nobody.
 """
 
 from __future__ import annotations
@@ -70,14 +73,15 @@ class DeviceMemory:
         # guarded by _changed
         self._changed = threading.Condition()
         self._all = [Workspace(backend, self.workspace_bytes) for _ in range(WORKSPACES)]
-        self._idle = list(self._all)
+        self._idle = {True: self._all[: WORKSPACES // 2], False: self._all[WORKSPACES // 2 :]}
 
     @contextmanager
-    def workspace(self) -> Iterator[Workspace]:
-        """Hold one for the length of the block; waits while all are taken."""
+    def workspace(self, *, answers: bool = False) -> Iterator[Workspace]:
+        """Hold one for the length of the block, with `answers` one of that half; waits while all of it are taken."""
+        idle = self._idle[answers]
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._idle))
-            held = self._idle.pop()
+            self._changed.wait_for(lambda: bool(idle))
+            held = idle.pop()
         try:
             yield held
         except BaseException:
@@ -87,13 +91,13 @@ class DeviceMemory:
             raise
         finally:
             with self._changed:
-                self._idle.append(held)
-                self._changed.notify()
+                idle.append(held)
+                self._changed.notify_all()
 
     @property
     def taken(self) -> int:
         """Workspaces that are held now."""
-        return WORKSPACES - len(self._idle)
+        return WORKSPACES - sum(map(len, self._idle.values()))
 
     def close(self) -> None:
         """Free them; nobody may hold one."""

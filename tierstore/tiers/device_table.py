@@ -20,12 +20,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.kernels.codec import out_code
 from tierstore.tiers.device_backend import TEAM, Buffer, DeviceError, OutOfDeviceMemory, Stream
 from tierstore.tiers.device_layout import (
     COUNTER_BYTES,
     LINE_BYTES,
+    MAX_HEAT,
     WAYS,
     DeviceLayout,
     keys_of,
@@ -117,7 +119,7 @@ class DeviceTable:
         `out` that stay PENDING hold anything. Counts heat.
         """
         half = out_code(out)
-        _check_answer(self.spec, keys, out, state)
+        check_answer(self.spec, keys, out, state)
         pending = np.flatnonzero(state == _PENDING)
         width = self.spec.dim * (4 >> half)
         step = min(_LARGEST, (self.memory.workspace_bytes - 4 * ALIGN) // (17 + width))
@@ -190,7 +192,7 @@ class DeviceTable:
 
     def exchange(self, keys: Keys, rows: Rows, seq: int, *, keep: bool = True) -> tuple[int, Keys, Rows]:
         """`insert`, and with `keep` also (keys, rows) of those that were put out for it, current in a view of `seq`."""
-        rows = _check_rows(self.spec, keys, rows)
+        rows = check_rows(self.spec, keys, rows)
         nobody = np.empty(0, np.int64), np.empty((0, self.spec.row_bytes), np.uint8)
         if not self._begin_promotion(seq):
             return 0, *nobody
@@ -247,7 +249,7 @@ class DeviceTable:
         Rows of deleted keys are not read. Keys that are not resident are not let in. On return every look-up that
         starts sees it. The lock is given up between chunks, as by the host tier.
         """
-        rows = _check_rows(self.spec, keys, rows)
+        rows = check_rows(self.spec, keys, rows)
         if deleted.shape != keys.shape:
             raise ValueError(f"expected deleted[{len(keys)}], got {list(deleted.shape)}")
         begin = 0
@@ -278,7 +280,7 @@ class DeviceTable:
 
     def warm(self, keys: Keys, rows: Rows) -> int:
         """Fill free places with distinct keys, hottest first; nobody is put out. Returns rows let in."""
-        keys, rows = np.ascontiguousarray(keys), _check_rows(self.spec, keys, rows)
+        keys, rows = np.ascontiguousarray(keys), check_rows(self.spec, keys, rows)
         with self._lock:
             if self._table is None:
                 return 0
@@ -418,17 +420,22 @@ class DeviceTable:
 
     def hot_keys(self, limit: int) -> Keys:
         """Resident keys int64[m], m <= limit, hottest first as far as 4 degrees of heat tell."""
+        return self.hot(limit)[0]
+
+    def hot(self, limit: int) -> tuple[Keys, npt.NDArray[np.uint8]]:
+        """(`hot_keys`, their heat)."""
+        nothing = np.empty(0, np.int64), np.empty(0, np.uint8)
         with self._lock:
             if self._table is None or limit <= 0:
-                return np.empty(0, np.int64)
+                return nothing
             try:
-                found = [self._read_lines(segment) for segment in range(self._depth + 1)]
+                found = [parts for segment in range(self._depth + 1) for parts in self._read_lines(segment)]
             except DeviceError as error:
                 self._fail(error)
-                return np.empty(0, np.int64)
-        keys, heat = (np.concatenate([part[i] for parts in found for part in parts]) for i in (0, 1))
-        hottest: Keys = keys[np.argsort(3 - heat, kind="stable")][:limit]
-        return hottest
+                return nothing
+        keys, heat = np.concatenate([keys for keys, _ in found]), np.concatenate([heat for _, heat in found])
+        hottest = np.argsort(MAX_HEAT - heat, kind="stable")[:limit]
+        return keys[hottest], heat[hottest]
 
     def _read_lines(self, segment: int) -> list[tuple[Keys, np.ndarray]]:
         parts = []
@@ -485,13 +492,16 @@ class DeviceTable:
             del self._control  # its memory goes with the last look-up that answers with the default
 
 
-def _check_answer(spec: TableSpec, keys: Keys, out: Vectors, state: States) -> None:
+def check_answer(spec: TableSpec, keys: Keys, out: Vectors, state: States) -> None:
+    """Raise unless `out` and `state` may answer `keys`."""
+    out_code(out)
     n = len(keys)
     if out.shape != (n, spec.dim) or state.shape != (n,) or not out.flags.c_contiguous or not out.flags.writeable:
         raise ValueError(f"expected contiguous out[{n}, {spec.dim}] and state[{n}], got {out.shape} and {state.shape}")
 
 
-def _check_rows(spec: TableSpec, keys: Keys, rows: Rows) -> Rows:
+def check_rows(spec: TableSpec, keys: Keys, rows: Rows) -> Rows:
+    """`rows` if they are the stored rows of `keys`; ValueError otherwise."""
     if rows.shape != (len(keys), spec.row_bytes) or rows.dtype != np.uint8:
         raise ValueError(f"expected rows uint8[{len(keys)}, {spec.row_bytes}], got {rows.dtype}{list(rows.shape)}")
     return rows
