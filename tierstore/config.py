@@ -48,6 +48,14 @@ class Settings(BaseSettings):
         default_factory=_default_host_budget,
         description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together",
     )
+    device_budget: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="bytes of memory of each GPU for cached rows, keys, bookkeeping and staging, all models together; 0 for no device tier (extra `gpu`)",
+    )
+    device_layout: Literal["replica", "shard"] = Field(
+        "replica", description="with several GPUs: the hottest rows on each (`replica`), or each key on one (`shard`)"
+    )
     overlay_budget: Size = Field(
         ByteSize(256 << 20),
         description="bytes of deltas that are visible but not folded yet; beyond it producers get 429",

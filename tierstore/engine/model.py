@@ -20,6 +20,7 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.deltalog import DeltaLog
+from tierstore.engine.devices import Devices
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
 from tierstore.engine.replay import catch_up
@@ -59,6 +60,7 @@ class Shared:
     readers: ReaderPool
     host_budget: HostBudget
     overlay_budget: OverlayBudget
+    devices: Devices
     observers: list[Observer] = field(default_factory=list)
     told: list[Callable[[], None]] = field(default_factory=list)  # called whenever a view is published; see `Publisher`
 
@@ -277,6 +279,7 @@ class Model:
         version.close()
         self._shared.host_budget.release(version)
         self._shared.host_budget.settle()
+        self._shared.devices.release(version)
 
     @contextlib.contextmanager
     def opened(self, number: int) -> Iterator[Version]:
@@ -391,6 +394,7 @@ class Model:
         version = self._open(info)
         try:
             self._shared.host_budget.admit(version, old)
+            self._shared.devices.admit(version, old, self._serving.publisher)
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force, progress=progress)
             version.warm(old, lambda done, total: progress(Progress("warm", done, total)))
             progress(Progress("switch"))

@@ -52,7 +52,7 @@ class _StoreCollector(Collector):
         status = self._service.store.status()
         yield from _tables(status["models"])
         yield from _models(status["models"])
-        for what in ("host", "overlay"):
+        for what in ("host", "device", "overlay"):
             budget = status.get(f"{what}_budget")
             if budget:
                 yield _gauge(f"tierstore_{what}_used_bytes", f"Bytes of the {what} budget in use.", budget["used"])

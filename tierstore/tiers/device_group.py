@@ -70,18 +70,19 @@ class DeviceCache:
 
     # --- look-ups
 
-    def lookup(self, keys: Keys, out: Vectors, state: States) -> None:
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         """As `DeviceTable.lookup`: an answer in CPU memory."""
         check_answer(self.spec, keys, out, state)
         if not self._sharded:
-            self.parts[next(self._turn) % len(self.parts)].lookup(keys, out, state)
-            return
+            return self.parts[next(self._turn) % len(self.parts)].lookup(keys, out, state)
+        answered = 0
         for part, at in self._split(keys):
             rows, states = np.empty((len(keys[at]), self.spec.dim), out.dtype), state[at]
-            part.lookup(keys[at], rows, states)
+            answered += part.lookup(keys[at], rows, states)
             hit = (state[at] == Tier.PENDING) & (states != Tier.PENDING)
             out[at[hit]] = rows[hit]  # type: ignore[index]
             state[at] = states
+        return answered
 
     def answer(
         self,

@@ -112,28 +112,30 @@ class DeviceTable:
 
     # --- look-ups
 
-    def lookup(self, keys: Keys, out: Vectors, state: States) -> None:
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         """Answer keys whose state is PENDING: row and DEVICE, or the default and ABSENT; the rest is left as it is.
 
         `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous, in CPU memory. Rows of
-        `out` that stay PENDING hold anything. Counts heat.
+        `out` that stay PENDING hold anything. Counts heat. Returns how many were answered with a row.
         """
         half = out_code(out)
         check_answer(self.spec, keys, out, state)
         pending = np.flatnonzero(state == _PENDING)
         width = self.spec.dim * (4 >> half)
         step = min(_LARGEST, (self.memory.workspace_bytes - 4 * ALIGN) // (17 + width))
+        answered = 0
         for begin in range(0, len(pending), step):
             if self._table is None:
-                return
+                break
             at = pending[begin : begin + step]
             try:
                 with self.memory.workspace() as ws:
-                    self._lookup(ws, keys, at, out, state, half)
+                    answered += self._lookup(ws, keys, at, out, state, half)
             except DeviceError as error:
                 self._fail(error)
+        return answered
 
-    def _lookup(self, ws: Workspace, keys: Keys, at: np.ndarray, out: Vectors, state: States, half: int) -> None:
+    def _lookup(self, ws: Workspace, keys: Keys, at: np.ndarray, out: Vectors, state: States, half: int) -> int:
         n, width = len(at), self.spec.dim * (4 >> half)
         keys_at, source_at, state_at, out_at = ws.cut(n * 8, n * 8, n, n * width)
         np.take(keys, at, out=ws.host(keys_at, n, np.int64))
@@ -143,7 +145,7 @@ class DeviceTable:
         with self._order:
             if self._table is None:
                 ws.stream.synchronize()
-                return
+                return 0
             stream = self._stream
             stream.wait(uploaded)
             stream.clear(int(ws.at(state_at)), n)
@@ -162,10 +164,11 @@ class DeviceTable:
         rows = ws.host(out_at, n * self.spec.dim, out.dtype).reshape(n, self.spec.dim)
         if n == len(out) and found.all():
             out[:], state[:] = rows, found
-            return
-        hit = np.flatnonzero(found)
-        out[at[hit]] = rows[hit]
-        state[at] = found
+        else:
+            hit = np.flatnonzero(found)
+            out[at[hit]] = rows[hit]
+            state[at] = found
+        return int(np.count_nonzero(found == Tier.DEVICE))
 
     @contextmanager
     def ordered(self) -> Iterator[tuple[Stream, np.ndarray, Buffer] | None]:
