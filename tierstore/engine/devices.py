@@ -19,7 +19,7 @@ import numpy as np
 from tierstore.config import Settings
 from tierstore.engine.budget import Holder, HostBudget, deal
 from tierstore.engine.promotion import QUEUE_JOBS, Offers, Promoter
-from tierstore.errors import InvalidInput, MissingExtra, NotReady
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
 from tierstore.tiers.device import NOT_INSTALLED, CudaDevice, find_devices
 from tierstore.tiers.device_backend import Backend, DeviceError
 from tierstore.tiers.device_group import DeviceCache
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MIN_BUDGET = 1 << 20
 MIN_TABLE_BUDGET = 64 << 10
 _A_ROW = math.ceil((LINE_BYTES + ABSENT_BYTES) / WAYS)  # bytes of bookkeeping
 
@@ -67,6 +68,10 @@ class Devices:
         self._shares: dict[int, DeviceShare] = {}  # by id of the version, which it keeps
 
     def _open(self, settings: Settings) -> None:
+        if settings.device_budget < MIN_BUDGET:
+            raise ConfigError(
+                f"device_budget is {settings.device_budget}: give at least {MIN_BUDGET} bytes, or 0 for none"
+            )
         backends, self.reason = find_backends()
         if not backends and self.reason == NOT_INSTALLED:
             raise MissingExtra("device_budget is set and CuPy is not installed: pip install 'tierstore[gpu]'")

@@ -124,6 +124,8 @@ class _Work:
         # keys, state, source, claims, ranks, misses, and what may have to go up: rows, states, positions; see `_cut`
         a_key = 8 + 1 + 8 + 16 + 16 + 8 + self.row_width + 1 + 8
         left = self.table.memory.workspace_bytes - 20 * ALIGN
+        if self.bags is not None and not len(self.bags.offsets):
+            return []
         if self.bags is None:
             step = left // a_key
             if step < 1:

@@ -124,6 +124,8 @@ class DeviceTable:
         width = self.spec.dim * (4 >> half)
         step = min(_LARGEST, (self.memory.workspace_bytes - 4 * ALIGN) // (17 + width))
         answered = 0
+        if step < 1:
+            return answered
         for begin in range(0, len(pending), step):
             if self._table is None:
                 break
