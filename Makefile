@@ -11,6 +11,9 @@ VENV   := $(CURDIR)/.venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  ?=
+# Files of tests go to so many processes; TESTS="tests/engine -x" runs some of them.
+TEST_PROCESSES ?= 2
+TESTS  ?=
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
 SOURCES := tierstore tests $(wildcard benchmarks tools)
@@ -33,7 +36,7 @@ demo: $(STAMP)
 	$(BIN)/python -m tierstore demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 check: format-check lint types layers test
 

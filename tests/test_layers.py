@@ -27,6 +27,7 @@ FLOORS = {
     "formats": 1,
     "tiers": 2,
     "ingest": 3,
+    "predict": 3,
     "engine": 4,
     "service": 5,
     "client": 6,
@@ -54,6 +55,8 @@ DOORS = {
     "cupy": {"tiers.device"},
     "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
     "llvmlite": {"kernels"},
+    "onnxruntime": {"predict"},
+    "onnx": {"predict", "demo"},
     "fastapi": {"service"},
     "starlette": {"service"},
     "uvicorn": {"service"},

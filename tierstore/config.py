@@ -80,6 +80,26 @@ class Settings(BaseSettings):
     load_workers: int = Field(
         default_factory=lambda: min(4, _cores()), ge=1, description="helper processes of a bulk load"
     )
+    # the dense part (extra `dense`)
+    dense_intra_threads: int = Field(
+        1, ge=1, description="threads of one run of a dense part; look-up threads run several at once anyway"
+    )
+    dense_inter_threads: int = Field(1, ge=1, description="branches of a dense part's graph that run at once")
+    dense_affinity: str | None = Field(
+        None,
+        description="processors that the threads of a run are bound to, but for its first: ONNX Runtime's form, such as `2;3` (it counts from 1)",
+    )
+    dense_spinning: bool = Field(False, description="let the threads of a run spin while they wait for work")
+    dense_graph_optimization: Literal["off", "basic", "extended", "all"] = Field(
+        "all", description="how far ONNX Runtime rewrites a dense part when it is loaded"
+    )
+    dense_arena: bool = Field(True, description="let ONNX Runtime keep memory between runs")
+    dense_buffers: Size = Field(
+        ByteSize(64 << 20), description="bytes of row buffers that a dense part keeps for reuse"
+    )
+    dense_options: dict[str, str] = Field(
+        default_factory=dict, description="further entries of ONNX Runtime's session configuration"
+    )
     # versions and deltas
     keep_versions: int = Field(1, ge=0, description="versions kept beside the active one for rollback")
     fold_grace_s: float = Field(

@@ -18,7 +18,8 @@
     ├── Unreachable (ConnectionError)  no service answers at that address
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     └── StorageError (OSError)         the disk or its driver failed
-        └── Corruption                 bytes read back are not those written
+        ├── Corruption                 bytes read back are not those written
+        └── InferenceError             ONNX Runtime failed, and not by what the caller sent
 
 Transports map these to their own codes (`service/`); nothing below knows a status code.
 """
@@ -122,6 +123,10 @@ class StorageError(TierstoreError, OSError):
     def __init__(self, message: str, *, keys: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.keys: Sequence[int] = keys
+
+
+class InferenceError(StorageError):
+    """The dense part could not be run, for a reason that does not lie in the request."""
 
 
 class Corruption(StorageError):

@@ -50,7 +50,9 @@ def _codes(table: str) -> dict[int, np.ndarray]:
 class FakeView:
     """A view of the one version."""
 
-    has_dense = True
+    predictor = None
+    unserved = "install tierstore[dense]"
+    dense_elsewhere = False
     version = VERSION
     seq = 0
 

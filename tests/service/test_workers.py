@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tierstore.errors import TierstoreError
 from tierstore.service import fleet
 from tierstore.service.server import ServerThread
 
-from .conftest import eventually, load, settings_for
+from .conftest import GRPC, eventually, load, settings_for
 
 WORKERS = 2
 READERS = 6
@@ -37,7 +38,9 @@ class Scene:
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
         self.store = stack.enter_context(
-            Store(settings_for(root, workers=WORKERS, keep_versions=4, fold_grace_s=0.0, lookup_threads=2))
+            Store(
+                settings_for(root, workers=WORKERS, keep_versions=4, fold_grace_s=0.0, lookup_threads=2, grpc_port=GRPC)
+            )
         )
         self.store.load_snapshot(write_snapshot(root))
         self.server = stack.enter_context(ServerThread(self.store))
@@ -349,3 +352,76 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+# --- gRPC
+
+
+@pytest.fixture
+def rpc(shared: Scene) -> Iterator[list[Any]]:
+    """Clients on connections of their own, which reach workers as the kernel likes."""
+    triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+    with ExitStack() as stack:
+        # a connection a client, where grpcio would share one
+        yield [
+            stack.enter_context(
+                triton.InferenceServerClient(
+                    shared.server.grpc_target, channel_args=[("grpc.use_local_subchannel_pool", 1)]
+                )
+            )
+            for _ in range(READERS)
+        ]
+
+
+def keys_tensor() -> Any:
+    import tritonclient.grpc as triton
+
+    given = triton.InferInput("item_id", [len(KEYS)], "INT64")
+    given.set_data_from_numpy(KEYS)
+    return given
+
+
+def test_grpc_look_ups_are_answered_by_workers_and_counted_once(
+    shared: Scene, rpc: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.server.service.dataplane, "open", lambda *_: pytest.fail("the owner was asked"))
+
+    def successes() -> int:
+        (model,) = rpc[0].get_inference_statistics("ctr").model_stats
+        return int(model.inference_stats.success.count)
+
+    before = successes()
+    for client in rpc:
+        answer = client.infer("ctr", [keys_tensor()], str(1))
+        np.testing.assert_array_equal(answer.as_numpy("item_id"), vectors("item", 0, KEYS))
+    assert successes() - before == len(rpc)
+
+
+def test_grpc_calls_that_a_worker_does_not_answer_come_from_the_owner(rpc: list[Any]) -> None:
+    from tritonclient.utils import InferenceServerException
+
+    for client in rpc:
+        assert client.is_server_ready()
+        assert client.is_model_ready("ctr")
+        assert list(client.get_model_metadata("ctr").versions) == ["1"]
+        for model, version, code in (("nobody", "", "NOT_FOUND"), ("ctr", "9", "NOT_FOUND"), ("ctr", "x", "INVALID")):
+            with pytest.raises(InferenceServerException) as caught:
+                client.infer(model, [keys_tensor()], version)
+            assert code in caught.value.status()
+        answers: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error, put=answers.put: put((result, error)))
+        client.async_stream_infer("ctr", [keys_tensor()])
+        result, error = answers.get(timeout=60)
+        assert error is None
+        np.testing.assert_array_equal(result.as_numpy("item_id"), vectors("item", 0, KEYS))
+        client.stop_stream()
+
+
+def test_health_is_watched_through_a_worker(shared: Scene) -> None:
+    grpc = pytest.importorskip("grpc", reason="extra grpc is not installed")
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(shared.server.grpc_target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()

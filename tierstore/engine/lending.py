@@ -97,7 +97,8 @@ class Lender:
                         document["overlays"][number] = copy.document
                         fds.append(copy.fd)
                 document["models"][name] = {
-                    "view": view_id, "version": serial, "seq": view.seq, "overlays": overlays
+                    "view": view_id, "version": serial, "seq": view.seq, "overlays": overlays,
+                    "dense": view.predictor is not None, "unserved": view.unserved,
                 }  # fmt: skip
             self._forget()
         return document, fds

@@ -47,13 +47,17 @@ class _OwnersDisk:
 class _View(View):
     """A view that is lent. `serials` are the owner's names of its overlays."""
 
-    __slots__ = ("serials", "view_id")
+    __slots__ = ("_unserved", "serials", "view_id")
 
-    def __init__(
-        self, view_id: int, version: MirrorVersion, overlays: tuple[Overlay, ...], serials: list[int], seq: int
-    ) -> None:
-        super().__init__(cast(Version, version), overlays, seq)
-        self.view_id, self.serials = view_id, serials
+    def __init__(self, entry: dict[str, Any], version: MirrorVersion, overlays: tuple[Overlay, ...]) -> None:
+        super().__init__(cast(Version, version), overlays, entry["seq"])
+        self.view_id, self.serials = entry["view"], entry["overlays"]
+        self.dense_elsewhere = bool(entry["dense"])
+        self._unserved: str | None = entry["unserved"]
+
+    @property
+    def unserved(self) -> str | None:
+        return self._unserved
 
     @property
     def mirror(self) -> MirrorVersion:
@@ -222,6 +226,4 @@ class MirrorStore:
         for number in entry["overlays"]:
             if number not in overlays:
                 overlays[number] = mirror_overlay(document["overlays"][str(number)], left.pop(0), version.specs)
-        return _View(
-            entry["view"], version, tuple(overlays[n] for n in entry["overlays"]), entry["overlays"], entry["seq"]
-        )
+        return _View(entry, version, tuple(overlays[n] for n in entry["overlays"]))

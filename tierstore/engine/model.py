@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore.config import Settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.deltalog import DeltaLog
+from tierstore.engine.dense import DenseParts
 from tierstore.engine.devices import Devices
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
@@ -33,7 +34,6 @@ from tierstore.errors import (
     Conflict,
     Corruption,
     DeltaError,
-    MissingExtra,
     NotFound,
     SnapshotError,
     StorageError,
@@ -42,6 +42,8 @@ from tierstore.errors import (
 from tierstore.formats import files
 from tierstore.formats.delta import Delta, read_delta
 from tierstore.formats.names import ModelDirectory, format_version, parse_version
+from tierstore.predict.runtime import Runtime
+from tierstore.predict.signature import Signature
 from tierstore.tiers.disk import ReaderPool
 from tierstore.types import DeltaResult, FeatureSpec, Progress, ProgressFn, TableSpec
 
@@ -60,6 +62,7 @@ class Shared:
     readers: ReaderPool
     host_budget: HostBudget
     overlay_budget: OverlayBudget
+    dense: Runtime
     devices: Devices
     observers: list[Observer] = field(default_factory=list)
     told: list[Callable[[], None]] = field(default_factory=list)  # called whenever a view is published; see `Publisher`
@@ -83,6 +86,7 @@ class Model:
         self._switch = threading.RLock()
         self._start_problem: str | None = None
         self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
+        self.dense = DenseParts(name, shared.dense, lambda number: self._infos.get(number))
         self._closed = False
         self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
         # guarded by serving.write; replaced whole, so that readers need no lock
@@ -115,16 +119,23 @@ class Model:
         with self.view() as view:
             return {feature: view.lookup(feature, of, **options) for feature, of in keys.items()}
 
-    def predict(self, inputs: Mapping[str, Any]) -> Any:
-        """Scores of the dense part. Not available in this release."""
-        raise MissingExtra(
-            "predict needs the dense predictor, which this release does not have; look rows up and run the dense part beside it"
-        )
+    def predict(
+        self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None, version: int | None = None
+    ) -> Any:
+        """`View.predict` on the current view."""
+        with self.view(version) as view:
+            return view.predict(inputs, outputs=outputs)
+
+    @property
+    def signature(self) -> Signature | None:
+        """What the dense part that is served takes and gives; None where none is. NotReady where nothing serves."""
+        with self.view() as view:
+            return None if view.predictor is None else view.predictor.signature
 
     def apply_delta(self, delta: Delta, data: bytes | memoryview) -> DeltaResult:
         """Log a delta and make it visible; `data` is what `delta` was read from."""
         return self._serving.apply(
-            delta, data, lambda number: self._infos[number].specs if number in self._infos else None
+            delta, data, lambda number: self._infos[number].specs if number in self._infos else None, self.dense
         )
 
     # --- what there is
@@ -397,10 +408,13 @@ class Model:
             self._shared.devices.admit(version, old, self._serving.publisher)
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force, progress=progress)
             version.warm(old, lambda done, total: progress(Progress("warm", done, total)))
+            self.dense.open(version, lenient=force)
             progress(Progress("switch"))
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force)
+            self.dense.open(version, lenient=force)
             with self._serving.write:
                 catch_up(version, self._deltas, lenient=force)
+                self.dense.open(version, lenient=force)  # anew only if one of the last deltas brought one
                 self._point_to(version)
                 self._serving.switch(version)
                 self._start_problem = None

@@ -15,12 +15,14 @@ from datetime import UTC, datetime
 
 from tierstore.engine.budget import OverlayBudget
 from tierstore.engine.deltalog import DeltaLog
+from tierstore.engine.dense import DenseParts
 from tierstore.engine.observer import Observer
 from tierstore.engine.overlay import Overlay, encode_delta, stack
 from tierstore.engine.version import Version
 from tierstore.engine.view import Publisher, View
 from tierstore.errors import Conflict, NotReady, SequenceGap
 from tierstore.formats.delta import Delta
+from tierstore.predict.session import DenseSession
 from tierstore.types import DeltaResult, TableSpec
 
 
@@ -50,12 +52,18 @@ class Serving:
         return self.publisher.current
 
     def apply(
-        self, delta: Delta, data: bytes | memoryview, specs_of: Callable[[int], Mapping[str, TableSpec] | None]
+        self,
+        delta: Delta,
+        data: bytes | memoryview,
+        specs_of: Callable[[int], Mapping[str, TableSpec] | None],
+        dense: DenseParts,
     ) -> DeltaResult:
         """Log a delta, then publish it. On return it is durable, and every request that starts sees it whole.
 
         `specs_of` gives the tables of a version that may not be serving, or None for one that is not known (yet).
+        `dense` makes its dense part ready, if it brings one.
         """
+        ahead = self._ready_dense(delta, dense)
         with self.write:
             if self._is_held(delta):
                 return DeltaResult(self.name, delta.seq, applied=False)
@@ -71,6 +79,12 @@ class Serving:
             ):
                 # that version would choke on it at catch-up, when it is too late to refuse it
                 encode_delta(delta, specs, for_this_version=True)
+                if delta.dense is not None:
+                    dense.check(delta.seq, delta.dense, delta.base_version or 0)
+            if overlay.dense is not None:
+                made_for, overlay.predictor = ahead
+                if made_for is not view.holder:  # switched meanwhile, or its turn was not foreseen
+                    overlay.predictor = dense.of_delta(delta.seq, overlay.dense, view)
             self._budget.take(overlay.nbytes)
             try:
                 # all that may fail comes before the log: what is in it must become visible
@@ -88,6 +102,24 @@ class Serving:
         for observer in self._observers:
             observer.delta_visible(self.name, delta.seq, rows, freshness_s)
         return DeltaResult(self.name, delta.seq, applied=True)
+
+    def _ready_dense(self, delta: Delta, dense: DenseParts) -> tuple[Version | None, DenseSession | None]:
+        """(version, session) of a delta's dense part, made before `write` is taken, so that nobody waits for it.
+
+        The delta's turn may change until then: whatever is doubtful is left for later.
+        """
+        last = self.deltas.last
+        if delta.dense is None or last is None or delta.seq != last + 1:
+            return None, None
+        view = self.publisher.enter()
+        if view is None:
+            return None, None
+        try:
+            if delta.base_version not in (None, view.version):
+                return None, None
+            return view.holder, dense.of_delta(delta.seq, delta.dense, view)
+        finally:
+            self.publisher.leave(view)
 
     def _is_held(self, delta: Delta) -> bool:
         last = self.deltas.last

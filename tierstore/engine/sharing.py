@@ -99,6 +99,8 @@ class MirrorVersion:
         self.serial, self.number = serial, int(document["number"])
         self.specs, self.features = manifest.table_specs(), manifest.feature_specs()
         self.info = SimpleNamespace(has_dense=document["dense"])
+        self.predictor = None  # the owner runs it
+        self.unserved = None
         self.tables: dict[str, Table] = {}
         left = list(fds)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tierstore.engine.model import Model
+from tierstore.engine.version import VersionInfo
 from tierstore.engine.view import View
 from tierstore.errors import NotReady
 
@@ -42,10 +43,19 @@ def _document(model: Model, view: View | None) -> dict[str, Any]:
                 name: {"table": feature.table, "combiner": feature.combiner.value if feature.combiner else None}
                 for name, feature in view.features.items()
             },
+            "dense": model.dense.counts.as_dict()
+            | {"buffer_bytes": 0 if view.predictor is None else view.predictor.buffer_bytes},
             "disk": version.disk.stats(),
             "tables": version.status(),
         }
     return document
+
+
+def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
+    """What becomes of a version's dense part; `view` if it is the active one."""
+    if view is not None and view.has_dense:
+        return "served" if view.predictor is not None else f"kept, not served: {view.unserved}"
+    return model.dense.kept if info.has_dense else None
 
 
 def _versions(model: Model, view: View | None) -> list[dict[str, Any]]:
@@ -59,7 +69,7 @@ def _versions(model: Model, view: View | None) -> list[dict[str, Any]]:
                 "watermark": view.seq if view is not None and active else info.watermark,
                 "delta_seq": info.manifest.delta_seq,
                 "created_at": info.manifest.to_document().get("created_at"),
-                "dense": "kept, not served" if info.has_dense else None,
+                "dense": _dense(model, info, view if active else None),
             }
         )
     for number, step in model.loads():

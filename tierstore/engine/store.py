@@ -31,6 +31,7 @@ from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot import open_snapshot
+from tierstore.predict.runtime import Runtime
 from tierstore.tiers.disk import ReaderPool
 from tierstore.types import DeltaResult, Progress, ProgressFn, VerifyReport
 
@@ -65,6 +66,7 @@ class Store:
                 readers,
                 HostBudget(settings.host_budget),
                 OverlayBudget(settings.overlay_budget),
+                Runtime(settings),
                 Devices(settings),
             )
             self._models_lock = threading.Lock()

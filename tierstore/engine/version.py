@@ -27,6 +27,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
+from tierstore.predict.session import DenseSession
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable
 from tierstore.tiers.sealed import BASES
@@ -142,6 +143,9 @@ class Version:
         self.watermark = info.watermark = watermark
         self.host_fraction = 1.0
         self._host_reserved = 0
+        # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
+        self.predictor: DenseSession | None = None
+        self.unserved: str | None = None
         self.devices: Devices | None = None  # set once its device tables are attached
 
     @classmethod
@@ -251,6 +255,7 @@ class Version:
             # before the watermark: after a crash in between, the replay of this delta writes it again
             files.publish_bytes(self.info.where.dense, overlay.dense)
             self.info.has_dense = True
+            self.predictor, self.unserved = overlay.predictor, None
         files.make_dir(self.info.where.build)
         parts = sorted((self.tables[name].table_id, name) for name in overlay.tables)
         sst = write_sst(
@@ -280,6 +285,7 @@ class Version:
 
     def close(self) -> None:
         """Free all memory and close the files. No look-up may be running."""
+        self.predictor = None
         self.drop_caches()
         self.disk.close()
 

@@ -8,7 +8,7 @@ version is closed only when its last reader has left.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -17,11 +17,14 @@ import numpy as np
 
 from tierstore.engine.device_answers import answer_on_device, devices_of
 from tierstore.engine.overlay import Overlay, OverlayTable
+from tierstore.engine.predicting import predict
 from tierstore.engine.table import Table
 from tierstore.engine.version import Version
-from tierstore.errors import InvalidInput, NotFound, NotReady
+from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
 from tierstore.formats.keys import as_codes
 from tierstore.kernels.pool import check_offsets, pool_bags
+from tierstore.predict.runtime import INSTALL
+from tierstore.predict.session import DenseSession
 from tierstore.tiers.device_lookup import Bags
 from tierstore.types import Combiner, FeatureSpec, Keys, TableSpec, Tier, Vectors
 
@@ -32,11 +35,15 @@ ANSWER_DTYPES = {"float32": np.float32, "float16": np.float16}
 class View:
     """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
 
-    __slots__ = ("_by_table", "_version", "overlays", "readers", "seq")
+    __slots__ = ("_by_table", "_version", "dense_elsewhere", "overlays", "predictor", "readers", "seq")
 
     def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
         self._version, self.overlays, self.seq = version, overlays, seq
         self._by_table = {name: tuple(o.tables[name] for o in overlays if name in o.tables) for name in version.specs}
+        # of the newest delta that brought one, else of the version
+        newest = next((overlay for overlay in overlays if overlay.dense is not None), None)
+        self.predictor: DenseSession | None = version.predictor if newest is None else newest.predictor
+        self.dense_elsewhere = False  # whether another process serves the dense part of this view
         self.readers = 0  # guarded by the publisher's lock
 
     @property
@@ -55,8 +62,15 @@ class View:
 
     @property
     def has_dense(self) -> bool:
-        """Whether the version keeps a dense part."""
-        return self._version.info.has_dense
+        """Whether the version keeps a dense part; `predictor` says whether it is served."""
+        return self._version.info.has_dense or any(overlay.dense is not None for overlay in self.overlays)
+
+    @property
+    def unserved(self) -> str | None:
+        """Why the dense part that is kept is not served; None where it is, and where there is none."""
+        if self.predictor is not None or not self.has_dense:
+            return None
+        return self._version.unserved or INSTALL
 
     def overlays_of(self, table: str) -> tuple[OverlayTable, ...]:
         """What the view's overlays hold of a table, newest first."""
@@ -142,6 +156,32 @@ class View:
         work = self.begin(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out)
         answer = work.finish()
         return (answer, work.found) if return_found else answer
+
+    def predict(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None) -> Any:
+        """Scores of the dense part, on rows of this view.
+
+        Args:
+            inputs: for a feature its keys, [n] or [batch, k], or (keys, offsets) or (keys, offsets, weights) for ragged
+                bags, offsets as for `lookup_bags`; for the dense part's own inputs arrays or nested lists.
+            outputs: names of those to return; None for all.
+
+        Returns:
+            `{output: array}`; the array alone where the dense part has one output and `outputs` is None.
+
+        Raises:
+            InvalidInput: no dense part, or inputs that do not fit it. MissingExtra: it needs an extra. NotReady: it is
+            kept but cannot be served. InferenceError, StorageError: ONNX Runtime or the disk failed.
+        """
+        session = self.predictor
+        if session is None:
+            if not self.has_dense:
+                raise InvalidInput(f"version {self.version} has no dense part, so it predicts nothing; look rows up")
+            why = f"the dense part of version {self.version} is not served: {self.unserved}"
+            raise MissingExtra(why) if INSTALL in why else NotReady(why)
+        answer = predict(self, session, inputs, outputs or ())
+        if outputs is None and len(answer) == 1:
+            return next(iter(answer.values()))
+        return answer
 
     def begin(
         self,

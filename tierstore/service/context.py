@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import Settings
-from tierstore.errors import TierstoreError
+from tierstore.errors import NotFound, NotReady, TierstoreError
 from tierstore.service.dataplane import DataPlane
 from tierstore.service.figures import Freshness, InferStats, RequestTimes
 from tierstore.service.jobs import Jobs
@@ -50,6 +50,7 @@ class Service:
         self.jobs = Jobs(store)
         self.watcher: Watcher | None = None
         self.fleet: Fleet | None = None  # with several worker processes
+        self.hands_on = False  # what is not found here is asked, and counted, elsewhere
         self.grpc: GrpcServer | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
@@ -59,8 +60,10 @@ class Service:
         if self.fleet is not None:
             self.fleet.refresh()
 
-    def count_failed(self, model: str, elapsed_ns: int) -> None:
+    def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError | None = None) -> None:
         """Count a look-up that failed, where there is a version to count it for. Any thread."""
+        if self.hands_on and isinstance(error, (NotFound, NotReady)):
+            return
         try:
             active = self.dataplane.model(model).active_version
         except TierstoreError:

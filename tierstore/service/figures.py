@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tierstore.engine.observer import Observer
@@ -73,6 +73,9 @@ class Timings:
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
+    # of infer_ns
+    lookup_ns: int = 0
+    dense_ns: int = 0  # 0 for a request that does not need the dense part
 
 
 @dataclass(slots=True)
@@ -105,6 +108,27 @@ class ModelCounts:
         }
 
 
+@dataclass(slots=True)
+class PredictTimes:
+    """Requests that the dense part has answered: how many, and their nanoseconds in all, queued, in look-ups, in ONNX Runtime.
+
+    What is left of `total_ns` is this service's own: parsing, planning, encoding.
+    """
+
+    count: int = 0
+    total_ns: int = 0
+    queued_ns: int = 0
+    lookup_ns: int = 0
+    dense_ns: int = 0
+
+    def add(self, elapsed_ns: int, spent: Timings) -> None:
+        self.count += 1
+        self.total_ns += elapsed_ns
+        self.queued_ns += spent.queued_ns
+        self.lookup_ns += spent.lookup_ns
+        self.dense_ns += spent.dense_ns
+
+
 class InferStats:
     """Statistics of the versions that answered, the latest few a model. Any thread."""
 
@@ -112,7 +136,9 @@ class InferStats:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._counts: dict[str, dict[int, ModelCounts]] = {}  # guarded by _lock
+        # guarded by _lock
+        self._counts: dict[str, dict[int, ModelCounts]] = {}
+        self._predicts: dict[str, PredictTimes] = {}
 
     def succeeded(self, model: str, version: int, elapsed_ns: int, spent: Timings) -> None:
         with self._lock:
@@ -125,6 +151,15 @@ class InferStats:
             total.input_ns += spent.input_ns
             total.infer_ns += spent.infer_ns
             total.output_ns += spent.output_ns
+            total.lookup_ns += spent.lookup_ns
+            total.dense_ns += spent.dense_ns
+            if spent.dense_ns:
+                self._predicts.setdefault(model, PredictTimes()).add(elapsed_ns, spent)
+
+    def predicts(self) -> dict[str, PredictTimes]:
+        """By model, what its predictions have taken. They run in this process, whichever took the request."""
+        with self._lock:
+            return {model: replace(times) for model, times in self._predicts.items()}
 
     def failed(self, model: str, version: int, elapsed_ns: int) -> None:
         with self._lock:

@@ -52,6 +52,7 @@ class _StoreCollector(Collector):
         status = self._service.store.status()
         yield from _tables(status["models"])
         yield from _models(status["models"])
+        yield from _dense(status["models"], self._service.settings.dense_buffers)
         for what in ("host", "device", "overlay"):
             budget = status.get(f"{what}_budget")
             if budget:
@@ -85,6 +86,21 @@ def _tables(models: dict[str, Any]) -> Iterator[Metric]:
     yield from (keys, held, budget, rows)
 
 
+def _dense(models: dict[str, Any], limit_bytes: int) -> Iterator[Metric]:
+    runs = CounterMetricFamily("tierstore_dense_runs", "Runs of dense parts, warm-up included.", labels=["model"])
+    failed = CounterMetricFamily("tierstore_dense_failed_runs", "Runs that failed.", labels=["model"])
+    seconds = CounterMetricFamily("tierstore_dense_seconds", "Seconds within ONNX Runtime.", labels=["model"])
+    held = GaugeMetricFamily(
+        "tierstore_dense_buffer_bytes", "Bytes of row buffers that the dense part keeps for reuse.", labels=["model"]
+    )
+    for model, document in models.items():
+        if figures := document.get("dense"):
+            for family, name in ((runs, "runs"), (failed, "failed"), (seconds, "seconds"), (held, "buffer_bytes")):
+                family.add_metric([model], figures[name])
+    yield from (runs, failed, seconds, held)
+    yield _gauge("tierstore_dense_buffer_limit_bytes", "Bytes of row buffers that a dense part may keep.", limit_bytes)
+
+
 def _models(models: dict[str, Any]) -> Iterator[Metric]:
     watermark = GaugeMetricFamily(
         "tierstore_delta_watermark", "The seq up to which the active version holds every delta.", labels=["model"]
@@ -111,6 +127,23 @@ def _models(models: dict[str, Any]) -> Iterator[Metric]:
     yield from (watermark, active, versions, overlay, disk)
 
 
+def _predictions(service: Service) -> Iterator[Metric]:
+    count = CounterMetricFamily(
+        "tierstore_predicts", "Requests answered by the dense part, rows looked up for it.", labels=["model"]
+    )
+    seconds = CounterMetricFamily(
+        "tierstore_predict_seconds",
+        "Their seconds: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is the service's own.",
+        labels=["model", "part"],
+    )
+    for model, times in service.infer_stats.predicts().items():
+        count.add_metric([model], times.count)
+        parts = {"total": times.total_ns, "queue": times.queued_ns, "lookup": times.lookup_ns, "dense": times.dense_ns}
+        for part, ns in parts.items():
+            seconds.add_metric([model, part], ns / 1e9)
+    yield from (count, seconds)
+
+
 class _ServiceCollector(Collector):
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -135,6 +168,7 @@ class _ServiceCollector(Collector):
         for model, histogram in list(service.freshness.histograms.items()):
             fresh.add_metric([model], histogram.buckets(), histogram.total)
         yield from (times, fresh)
+        yield from _predictions(service)
         yield _gauge("tierstore_ready", "1 while the service is ready, 0 while it drains.", float(service.ready))
         yield from self._bounds()
         if service.grpc is not None:

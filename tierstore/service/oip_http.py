@@ -14,6 +14,7 @@ import orjson
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service import oip_models
 from tierstore.service.context import Service
+from tierstore.service.dataplane import Elsewhere
 from tierstore.service.http import (
     Disconnected,
     Headers,
@@ -52,6 +53,8 @@ class OipHttp:
                 response = await self._answer(scope, headers, receive, holding)
             except Disconnected:
                 return
+            except Elsewhere:
+                raise  # of a worker process, to its owner
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 log_failure(error, f"{scope['method']} {scope['path']}")
                 response = error_response(error)

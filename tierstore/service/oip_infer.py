@@ -20,7 +20,7 @@ from tierstore.service.http import Headers, Response, compress, decode_body, wan
 from tierstore.service.known import KNOWN_BYTES, KnownRequests
 from tierstore.service.oip_codec import (
     HEADER_LENGTH,
-    AnswerBuffer,
+    Answer,
     InferRequest,
     Layout,
     parse_raw,
@@ -92,7 +92,8 @@ class InferCall:
         assert self._inference is not None
         plan = self._inference.plan
         if (
-            plan.work_bytes <= DIRECT_WORK_BYTES
+            plan.dense is None
+            and plan.work_bytes <= DIRECT_WORK_BYTES
             and plan.keys <= DIRECT_KEYS
             and self._asked.span_bytes <= DIRECT_BODY_BYTES
             and self._layout.json_bytes <= DIRECT_JSON_BYTES
@@ -156,7 +157,7 @@ class InferCall:
         elements = [inference.raw] if inference.raw is not None else read_elements(asked, self._tail, regions)
         parsed_ns = time.perf_counter_ns()
         self.spent.input_ns = parsed_ns - self._began_ns
-        self._buffer: AnswerBuffer = self._layout.allocate()
+        self._buffer: Answer = self._layout.allocate()
         done = inference.begin(elements, self._buffer.arrays)
         self.spent.infer_ns = time.perf_counter_ns() - parsed_ns
         return done
@@ -166,7 +167,8 @@ class InferCall:
         assert inference is not None
         finishing_ns = time.perf_counter_ns()
         inference.finish()
-        version = inference.plan.version
+        version = inference.version
+        self.spent.lookup_ns, self.spent.dense_ns = inference.lookup_ns, inference.dense_ns
         self._close()
         answered_ns = time.perf_counter_ns()
         self.spent.infer_ns += answered_ns - finishing_ns

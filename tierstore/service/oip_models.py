@@ -32,16 +32,23 @@ class TensorInfo:
 
 def inputs_of(view: View) -> Iterator[TensorInfo]:
     """Keys of every feature; offsets and weights, both optional, where it has a combiner."""
+    session = view.predictor
     for name, feature in view.features.items():
         # any subset of the features makes a request
         yield TensorInfo(name, KEY_DATATYPES[view.table_of(name).key][0], (-1,), optional=len(view.features) > 1)
         if feature.combiner is not None:
             yield TensorInfo(f"{name}.offsets", "INT64", (-1,), optional=True)
             yield TensorInfo(f"{name}.weights", "FP32", (-1,), optional=True)
+    for tensor in () if session is None else session.wiring.plain.values():
+        yield TensorInfo(tensor.name, tensor.datatype, tensor.sizes or (1,), optional=True)  # of look-ups
 
 
 def outputs_of(view: View) -> Iterator[TensorInfo]:
-    """A vector a key or bag, and whether each key was found."""
+    """What the dense part gives; a vector a key or bag, and whether each key was found."""
+    session = view.predictor
+    if session is not None:
+        for tensor in session.signature.outputs:
+            yield TensorInfo(tensor.name, tensor.datatype, session.sizes(tensor.name))
     for name in view.features:
         yield TensorInfo(name, "FP32", (-1, view.table_of(name).dim))
         yield TensorInfo(f"{name}.found", "BOOL", (-1,))
@@ -66,8 +73,8 @@ def model_metadata(model: Any, version: int | None) -> dict[str, Any]:
             "inputs": [entry(tensor) for tensor in inputs_of(view)],
             "outputs": [entry(tensor) for tensor in outputs_of(view)],
         }
-        if view.has_dense:
-            document["parameters"] = {"dense": "kept, not served: the dense predictor is not available"}
+        if view.unserved is not None:
+            document["parameters"] = {"dense": f"kept, not served: {view.unserved}"}
         return document
 
 

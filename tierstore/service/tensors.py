@@ -12,10 +12,11 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tierstore.errors import InvalidInput
-from tierstore.kernels.bytes_tensor import split_prefixed
+from tierstore.kernels.bytes_tensor import join_prefixed, split_prefixed
 
 Elements: TypeAlias = Any  # ndarray or pyarrow array; pyarrow has no types to check
 
@@ -131,6 +132,19 @@ def elements_from_json(name: str, datatype: str, shape: tuple[int, ...], data: o
 def string_element(data: memoryview) -> pa.Array:
     """One BYTES element that is all of `data`."""
     return pa.array([bytes(data)], pa.large_binary())
+
+
+def wire_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """An output in its binary form, uint8[bytes]: its own memory, or for an object array of str a copy."""
+    if not array.dtype.hasobject:
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if not array.size:
+        return np.empty(0, np.uint8)
+    texts = pa.array(array.reshape(-1), pa.large_string())
+    offsets = np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1)
+    data = texts.buffers()[2]
+    payload = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+    return join_prefixed(payload, offsets)
 
 
 def _strings_from_bytes(name: str, count: int, data: memoryview) -> pa.Array:

@@ -23,12 +23,13 @@ from tierstore.engine.mirror import MirrorStore
 from tierstore.engine.sharing import Changes
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
-from tierstore.service.forward import Forward
+from tierstore.service.dataplane import Elsewhere
+from tierstore.service.forward import Forward, Replay
 from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
 from tierstore.service.oip_http import OipHttp
-from tierstore.service.server import make_server
+from tierstore.service.server import FINISH_S, make_server
 
 REPORT_S = 1.0
 _EXIT_ORPHAN = 3
@@ -48,8 +49,12 @@ class _Root:
             if not self._store.fresh:
                 await self._service.control.run(self._store.refresh)
             if self._answers(path.split("/")[3:-1]):
-                await self._oip(scope, receive, send)
-                return
+                replay = Replay(receive)
+                try:
+                    await self._oip(scope, replay, send)
+                    return
+                except Elsewhere:  # it needs the dense part; nothing has been sent yet
+                    receive = replay.again
         await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:
@@ -71,6 +76,12 @@ class Worker:
         self._listener = socket.socket(fileno=hello["listener"])
         self._server = make_server(Guard(_Root(self._service, self._link), settings), settings)
         self._loop: asyncio.AbstractEventLoop | None = None
+        grpc = hello["grpc"]
+        if grpc is not None:
+            from tierstore.service.rpc.server import GrpcServer
+
+            self._service.hands_on = True
+            self._service.grpc = GrpcServer(self._service, grpc["address"], owner=grpc["owner"])
 
     def run(self) -> None:
         """Serve until the owner says stop."""
@@ -80,6 +91,9 @@ class Worker:
             for work in (self._listen, self._follow):
                 threading.Thread(target=work, name=f"tierstore{work.__name__}", daemon=True).start()
             runner.run(self._serve())
+            if self._service.grpc is not None:
+                self._service.grpc.close()
+            runner.run(self._last_report())
         self._service.close()
 
     async def _serve(self) -> None:
@@ -87,9 +101,13 @@ class Worker:
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
+            if self._service.grpc is not None:
+                self._service.grpc.start()
             self._link.tell({"up": os.getpid()})
             self._report_often()
         await serving
+
+    async def _last_report(self) -> None:
         self._report(None)
 
     def _report_often(self) -> None:
@@ -112,6 +130,7 @@ class Worker:
                     "inflight_bytes": service.inflight.used_bytes,
                     "inflight_rejected": service.inflight.rejected,
                     "connections": len(self._server.server_state.connections),
+                    **({} if service.grpc is None else service.grpc.gauges()),
                 },
             }
         )
@@ -135,6 +154,8 @@ class Worker:
 
     def _stop(self) -> None:
         self._server.should_exit = True
+        if self._service.grpc is not None:
+            self._service.grpc.stop(FINISH_S)
 
 
 def main() -> None:

@@ -38,7 +38,8 @@ def infer(service: Service, message: bytes, arrived_ns: int, extra: bytes = b"")
             parsed_ns = time.perf_counter_ns()
             inference.begin(elements, layout.allocate())
             inference.finish()
-            version, arrays = inference.plan.version, inference.arrays
+            version, arrays = inference.version, inference.arrays
+            spent.lookup_ns, spent.dense_ns = inference.lookup_ns, inference.dense_ns
         answered_ns = time.perf_counter_ns()
         answer = layout.encode(parts.id, arrays, service.regions, extra)
         ended_ns = time.perf_counter_ns()
@@ -49,9 +50,9 @@ def infer(service: Service, message: bytes, arrived_ns: int, extra: bytes = b"")
         )
         service.infer_stats.succeeded(model, version, ended_ns - arrived_ns, spent)
         return answer
-    except TierstoreError:
+    except TierstoreError as error:
         if model is not None:
-            service.count_failed(model, time.perf_counter_ns() - arrived_ns)
+            service.count_failed(model, time.perf_counter_ns() - arrived_ns, error)
         raise
     finally:
         holding.release()

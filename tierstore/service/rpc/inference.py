@@ -17,12 +17,13 @@ from tierstore.errors import InvalidInput, NotFound
 from tierstore.service import oip_models
 from tierstore.service.context import Service
 from tierstore.service.parameters import version_of
-from tierstore.service.rpc.calls import Context, Servicer, by_message, check_waited_for
+from tierstore.service.rpc.calls import Servicer, by_message, check_waited_for
 from tierstore.service.rpc.infer import infer
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.messages import service as descriptor_of
 from tierstore.service.rpc.pools import submitted_ns
 from tierstore.service.rpc.status import Cancelled, Unserved, code_of, outcome_of
+from tierstore.service.rpc.types import Context
 from tierstore.service.rpc.wire import Parts, length_delimited
 from tierstore.service.status import log_failure, message_of
 
