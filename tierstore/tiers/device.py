@@ -21,6 +21,7 @@ import numpy as np
 from tierstore.errors import ConfigError
 from tierstore.tiers.device_backend import THREADS, DeviceError, OutOfDeviceMemory, kernel_source
 
+IPC_HANDLE_BYTES = 64
 NOT_INSTALLED = "extra gpu is not installed"
 NO_DEVICE = "no CUDA device"
 _Result = TypeVar("_Result")
@@ -172,3 +173,33 @@ class CudaDevice:
     @_translated
     def synchronize(self) -> None:
         self.runtime.deviceSynchronize()
+
+
+class IpcMemory:
+    """Device memory of another process, of which we read and write the first `nbytes`."""
+
+    def __init__(self, device: CudaDevice, handle: bytes, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        with device.current():
+            self._address = int(device.runtime.ipcOpenMemHandle(handle))
+
+    @_translated
+    def read(self, at: int, data: np.ndarray) -> None:
+        """Fill `data` (contiguous, in CPU memory) from byte `at` on."""
+        runtime = self.device.runtime
+        runtime.memcpy(data.ctypes.data, self._address + at, data.nbytes, runtime.memcpyDeviceToHost)
+
+    @_translated
+    def write(self, at: int, data: np.ndarray) -> None:
+        runtime = self.device.runtime
+        runtime.memcpy(self._address + at, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
+        runtime.deviceSynchronize()  # the other process is told over a socket, which orders nothing on the device
+
+    @_translated
+    def close(self) -> None:
+        self.device.runtime.ipcCloseMemHandle(self._address)
+
+
+def open_ipc(handle: bytes, device: int, nbytes: int) -> IpcMemory:
+    """Open a cudaIpcMemHandle_t of another process on this machine. ConfigError or DeviceError where it cannot be."""
+    return IpcMemory(CudaDevice(device), handle, nbytes)
