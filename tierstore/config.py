@@ -121,7 +121,9 @@ class Settings(BaseSettings):
         default_factory=lambda: [Path.cwd()],
         description="snapshots are read only from under these; separated by ':' in the environment",
     )
-    allow_client_shm: bool = Field(False, description="serve OIP's system shared memory extension")
+    allow_client_shm: bool = Field(
+        False, description="serve OIP's shared memory extensions: system, and CUDA where there is a GPU"
+    )
     allow_open_network: bool = Field(
         False, description="listen beyond loopback without tokens: anyone who reaches the port may change models"
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,11 @@ from tests.engine.test_model_based import StoreAgainstDicts
 from tests.engine.test_store import settled
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine import devices
+from tierstore.engine.promotion import QUEUE_JOBS, Offers
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
+from tierstore.service.metrics import _StoreCollector
+from tierstore.tiers.device_memory import WORKSPACES
 
 ITEMS = np.arange(1000, dtype=np.int64)
 
@@ -245,3 +250,54 @@ def test_a_device_that_is_not_there_is_named(with_device: Callable[..., Store], 
         store.model("ctr").lookup("item_id", [1], device="gpu:3")
     with pytest.raises(InvalidInput, match="new array"):
         store.model("ctr").lookup("item_id", [1], device="gpu", out=np.empty((1, 8), np.float32))
+
+
+def test_the_queue_of_promotions_and_the_workspaces_show_how_full_they_are(
+    with_device: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    promoter = store._shared.devices.promoter
+    assert promoter is not None
+    held, go_on = threading.Event(), threading.Event()
+
+    class Slow(Offers):
+        def __init__(self) -> None:
+            pass
+
+        def promote(self, keys: np.ndarray) -> None:
+            held.set()
+            go_on.wait(30)
+
+    promoter.put(Slow(), ITEMS)
+    assert held.wait(30)
+    for _ in range(QUEUE_JOBS + 5):
+        promoter.put(Slow(), ITEMS)
+    device = store.status()["device"]
+    assert device["promotions_waiting"] == device["promotions_limit"] == QUEUE_JOBS
+    assert device["promotions_dropped"] == 5
+    assert (device["workspaces"], device["workspaces_taken"]) == (WORKSPACES, 0)
+    go_on.set()
+    promoted(store)
+    assert store.status()["device"]["promotions_waiting"] == 0
+
+
+def test_the_metrics_page_tells_of_the_device_tier(with_device: Callable[..., Store], tmp_path: Path) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    collector = _StoreCollector(SimpleNamespace(store=store, settings=store.settings))  # type: ignore[arg-type]
+    figures = {
+        (sample.name, sample.labels.get("table"), sample.labels.get("tier")): sample.value
+        for metric in collector.collect()
+        for sample in metric.samples
+    }
+    assert figures["tierstore_device_present", None, None] == 1
+    assert figures["tierstore_device_promotions_limit", None, None] == QUEUE_JOBS
+    assert (
+        0
+        < figures["tierstore_tier_bytes", "item", "device"]
+        <= figures["tierstore_tier_budget_bytes", "item", "device"]
+    )
+    assert (
+        0 < figures["tierstore_device_used_bytes", None, None] <= figures["tierstore_device_budget_bytes", None, None]
+    )

@@ -286,7 +286,8 @@ def _check_numbers(name: str, **numbers: object) -> None:
         raise InvalidInput(f"a region's name has 1 to {_MAX_NAME} characters, came {shown(name)}")
     for what, value in numbers.items():
         if type(value) is not int or value < 0:
-            raise InvalidInput(f"region {shown(name)}: {what} is {shown(value)}, expected a whole number, 0 or more")
+            expected = "a device's number" if what == "device_id" else "a number of bytes"
+            raise InvalidInput(f"region {shown(name)}: {what} is {shown(value)}, expected {expected}")
 
 
 def _open(name: str, key: object) -> int:
