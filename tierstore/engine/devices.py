@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from tierstore.config import Settings
 from tierstore.engine.budget import Holder, HostBudget, deal
 from tierstore.engine.promotion import QUEUE_JOBS, Offers, Promoter
-from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, TierstoreError
 from tierstore.tiers.device import NOT_INSTALLED, CudaDevice, find_devices
 from tierstore.tiers.device_backend import Backend, DeviceError
 from tierstore.tiers.device_group import DeviceCache
@@ -28,8 +28,9 @@ from tierstore.tiers.device_lookup import to_device
 from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory
 
 if TYPE_CHECKING:
+    from tierstore.engine.publisher import Publisher
     from tierstore.engine.version import Version
-    from tierstore.engine.view import Publisher, View
+    from tierstore.engine.view import View
 
 log = logging.getLogger(__name__)
 
@@ -91,16 +92,16 @@ class Devices:
         """How many times each resident row is held."""
         return len(self.memories) if self._kind == "replica" else 1
 
-    def admit(self, version: Version, replacing: Version | None, publisher: Publisher) -> None:
-        """Give a version that is about to serve its device tables, making room where there is too little."""
+    def admit(self, version: Version, leaving: Sequence[Version], publisher: Publisher) -> None:
+        """Give a version that is about to serve its device tables, making room at the cost of `leaving` first."""
         version.devices = self
         if not self.memories:
             return
         share = DeviceShare(version, self, publisher)
         with self._lock:
-            before = None if replacing is None else self._shares.get(id(replacing))
+            before = [self._shares[id(each)] for each in leaving if id(each) in self._shares]
             self._shares[id(version)] = share
-        self.budget.admit(share, before)
+        self.budget.admit(share, before[0] if before else None, *before[1:])
 
     def release(self, version: Version) -> None:
         """Take back what a version had; it is closed already."""
@@ -204,8 +205,9 @@ class DeviceShare(Holder):
         self._fraction = fraction
 
     def _with_view(self, work: Callable[[View], None]) -> None:
-        view = self._publisher.enter()
-        if view is None:
+        try:
+            view = self._publisher.enter(self.version.number)
+        except TierstoreError:  # it is not served, or not any more
             return
         try:
             if view.holder is self.version:
