@@ -10,7 +10,7 @@ from typing import Any
 from tierstore.errors import NotFound
 
 # state of a version in the store's status → TensorFlow Serving's ModelVersionStatus.State
-STATES = {"active": "AVAILABLE", "loading": "LOADING", "kept": "END", "stale": "END"}
+STATES = {"active": "AVAILABLE", "canary": "AVAILABLE", "loading": "LOADING", "kept": "END", "stale": "END"}
 STATE_NUMBERS = {"UNKNOWN": 0, "START": 10, "LOADING": 20, "AVAILABLE": 30, "UNLOADING": 40, "END": 50}
 
 

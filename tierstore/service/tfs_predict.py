@@ -14,7 +14,7 @@ from tierstore.service.context import Service
 from tierstore.service.dataplane import Inference, Request, View
 from tierstore.service.figures import Timings
 from tierstore.service.http import Headers, Response, compress, decode_body, wanted_coding
-from tierstore.service.oip_infer import DIRECT_JSON_BYTES, DIRECT_WORK_BYTES
+from tierstore.service.oip_infer import DIRECT_JSON_BYTES, DIRECT_WORK_BYTES, REQUEST_ID
 from tierstore.service.pool import Holding
 from tierstore.service.tensors import Elements
 from tierstore.service.tfs_json import PredictBody, encode_answer, parse_predict, tensors_of
@@ -112,7 +112,9 @@ class PredictCall:
         self._began_ns = now_ns
 
     def _open(self) -> Inference:
-        self._inference = self.service.dataplane.open(self.model, self.version, self._request)
+        plane = self.service.dataplane
+        route = self.headers.get(REQUEST_ID) if self.version is None and plane.splits(self.model) else None
+        self._inference = plane.open(self.model, self.version, self._request, route=route)
         return self._inference
 
     def _request(self, view: View) -> Request:
