@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tierstore
-from tests.predict.onnx_models import linear  # skips where the extra `dense` is not installed
+from tests.predict.onnx_models import FLOAT, build, linear, node  # skips where the extra `dense` is not installed
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.server import ServerThread
@@ -17,6 +18,7 @@ from tierstore.service.server import ServerThread
 from .conftest import Make
 
 ITEMS, DIM = 300, 4
+SMALL: dict[str, Any] = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,7 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Se
         snapshot.feature("clicked", table="item", combiner="mean")
         weights = {name: draw.normal(size=DIM) for name in ("item_id", "clicked")} | {"hour": [0.5]}
         snapshot.dense(linear(weights))
-    settings: dict[str, Any] = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2}
-    with tierstore.open(root / "data", port=0, source_root=[root], **settings) as store:
+    with tierstore.open(root / "data", port=0, source_root=[root], **SMALL) as store:
         store.load_snapshot(source)
         with ServerThread(store) as server:
             yield store, server
@@ -74,3 +75,26 @@ def test_what_does_not_fit_the_dense_part_is_refused(make: Make, ranked: tuple[S
         client.predict("ctr", request(30), outputs=["nonsense"])
     with pytest.raises(NotFound):
         client.predict("nobody", request(30))
+
+
+def test_one_users_history_goes_with_all_items(make: Make, tmp_path: Path) -> None:
+    graph = build(
+        [node("MatMul", "item_id w", "a"), node("MatMul", "clicked w", "b"), node("Add", "a b", "score")],
+        {"item_id": (FLOAT, ["batch", DIM]), "clicked": (FLOAT, [1, DIM])},
+        {"score": (FLOAT, ["batch", 1])},
+        {"w": np.arange(DIM, dtype=np.float32).reshape(DIM, 1)},
+    )
+    source = tmp_path / "snapshot"
+    with tierstore.SnapshotWriter(source, model="ctr", version=1) as snapshot:
+        snapshot.table("item", dim=DIM).write(np.arange(ITEMS), np.ones((ITEMS, DIM), np.float32))
+        snapshot.feature("item_id", table="item")
+        snapshot.feature("clicked", table="item", combiner="sum")
+        snapshot.dense(graph)
+    with tierstore.open(tmp_path / "data", port=0, source_root=[tmp_path], **SMALL) as store:
+        store.load_snapshot(source)
+        inputs = {"item_id": np.arange(200) * 2, "clicked": ([1, 2, 3], [0])}
+        expected = store.model("ctr").predict(inputs)
+        with ServerThread(store) as server:
+            for split_items in (None, 60):
+                scores = make(server.url, split_items=split_items).predict("ctr", inputs)
+                np.testing.assert_allclose(scores, expected, rtol=1e-5)

@@ -23,8 +23,8 @@ from tierstore.client.steps import ModelFacts, Steps, Until
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.types import DeltaResult, ProgressFn
 
-SPLIT_KEYS = 1 << 16  # of one request; larger look-ups go out as several, side by side
-SPLIT_ITEMS = 350  # of one `predict`
+SPLIT_KEYS = 1 << 15  # of one request; larger look-ups go out as several, side by side
+SPLIT_ITEMS = 2048  # of one `predict`
 SWITCH_TIMEOUT_S = 600.0  # a version is caught up and warmed before it serves, however long that takes
 
 
@@ -202,15 +202,38 @@ class Face(ABC):
 
     def activate(self, model: str, version: int, *, force: bool = False) -> Any:
         """Serve a kept version. Conflict for a stale one, unless `force`."""
-        return self._run(self._switch(model, "/activate", {"version": version, **_forced(force)}, result=False))
+        return self._run(self._switch(model, "/activate", {"version": version, **_forced(force)}))
 
     def rollback(self, model: str, *, force: bool = False) -> Any:
         """Serve the version before the active one, and return it. Conflict if there is none, or it is stale and not `force`."""
-        return self._run(self._switch(model, "/rollback", _forced(force), result=True))
+        return self._run(self._switch(model, "/rollback", _forced(force), result="active_version"))
 
     def drop(self, model: str, version: int) -> Any:
         """Remove a version from disk. Conflict for the active one."""
         return self._run(_nothing(steps.exchange("DELETE", f"{_admin(model)}/versions/{version}", self._until())))
+
+    def canary(self, model: str, version: int, share: float = 0.05, *, force: bool = False) -> Any:
+        """Serve a kept version to `share` (0 to 1) of the requests that name none; for the canary, change its share alone."""
+        body = {"version": version, "share": share, **_forced(force)}
+        return self._run(self._switch(model, "/canary", body))
+
+    def promote(self, model: str) -> Any:
+        """Make the canary the active version, and return it. Conflict where there is none."""
+        return self._run(self._switch(model, "/promote", None, result="active_version"))
+
+    def withdraw(self, model: str) -> Any:
+        """Stop serving the canary, and return its version, which is kept. Conflict where there is none."""
+        return self._run(self._switch(model, "/withdraw", None, result="withdrawn"))
+
+    def label(self, model: str, name: str, version: int) -> Any:
+        """Let a label stand for a version that is served, until that is served no more."""
+        path = f"{_admin(model)}/labels/{quote(name, safe='')}"
+        return self._run(_nothing(_json(steps.exchange("PUT", path, self._until(), {"version": version}))))
+
+    def unlabel(self, model: str, name: str) -> Any:
+        """Remove a label."""
+        path = f"{_admin(model)}/labels/{quote(name, safe='')}"
+        return self._run(_nothing(_json(steps.exchange("DELETE", path, self._until()))))
 
     # --- steps
 
@@ -247,10 +270,10 @@ class Face(ABC):
         answer = yield from _json(sent)
         return DeltaResult(model, int(answer["seq"]), bool(answer["applied"]))
 
-    def _switch(self, model: str, path: str, body: Any, *, result: bool) -> Steps:
+    def _switch(self, model: str, path: str, body: Any, *, result: str | None = None) -> Steps:
         until = Until(max(SWITCH_TIMEOUT_S, self._settings.timeout_s))
         answer = yield from _json(steps.exchange("POST", _admin(model) + path, until, body))
-        return int(answer["active_version"]) if result else None
+        return None if result is None else int(answer[result])
 
 
 def _fields(address: Address, token: str | None) -> str:
