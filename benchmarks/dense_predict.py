@@ -27,8 +27,11 @@ import numpy as np
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
+try:
+    import onnxruntime
+    from onnx import TensorProto, helper, numpy_helper
+except ImportError:
+    onnxruntime = None
 
 import tierstore
 from benchmarks import report
@@ -165,6 +168,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
     parser.add_argument("--json", type=Path, help="where to write the document")
     given = parser.parse_args()
+    if onnxruntime is None:
+        skipped = "needs tierstore[dense]"
+        print(skipped)
+        if given.json:
+            report.write(given.json, {"benchmark": "dense_predict", "machine": describe(), "skipped": [skipped]})
+        return
     rows = 2_000 if given.tiny else 200_000
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
