@@ -4,6 +4,7 @@
 #   make check   what must be green: format, lint, types, layers, tests
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
+#   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
 #   make format  rewrite the code in the house format
 
 PYTHON ?= python3
@@ -16,10 +17,11 @@ TEST_PROCESSES ?= 2
 TESTS  ?=
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
+CLIENTS := $(CURDIR)/.clients
 SOURCES := tierstore tests $(wildcard benchmarks tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers bench bench-tools bench-tfra format clean
+.PHONY: help venv demo test check format-check lint types layers bench bench-tools bench-tfra client-venvs format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -68,9 +70,25 @@ bench-tfra: bench-tools
 	  || { rm -rf $(TFRA); echo 'TFRA cannot be installed with $(TFRA_PYTHON); Python 3.11 can: set TFRA_PYTHON'; }
 	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
 
+# Clients that want other versions of packages than tierstore. Their packages are unchanged; the stubs of TensorFlow
+# Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Not compiled
+# ahead: that took twice as long as the rest, for modules of which few are ever imported.
+client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed
+
+$(CLIENTS)/tfs/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'tensorflow-cpu==2.21.0' 'grpcio>=1.66,<2'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps 'tensorflow-serving-api==2.21.0'
+	@touch $@
+
+$(CLIENTS)/kserve/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'kserve==0.21.0'
+	@touch $@
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

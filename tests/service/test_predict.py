@@ -292,7 +292,7 @@ def test_deltas_and_switches_under_load_fail_no_request_and_mix_no_answer(tmp_pa
 
 
 def test_workers_answer_rows_and_the_owner_predicts(tmp_path: Path) -> None:
-    with in_process(), Store(settings_for(tmp_path, workers=2)) as store:
+    with in_process(), Store(settings_for(tmp_path, workers=2, grpc_port=GRPC)) as store:
         store.load_snapshot(write_snapshot(tmp_path, dense=om.linear(WEIGHTS, 0.5)))
         with ServerThread(store) as server:
             wire = HttpWire(server)
@@ -311,6 +311,41 @@ def test_workers_answer_rows_and_the_owner_predicts(tmp_path: Path) -> None:
             assert wire.client.infer("ctr", inputs).as_numpy("score").shape == (20_000, 1)
             wire.client.close()
             assert metrics(server.url)["tierstore_predicts_total", "ctr"] == 2
+            with httpx.Client(base_url=server.url) as web:
+
+                def tensorflow(**body: object) -> Any:
+                    return web.post("/v1/models/ctr:predict", json=body).json()
+
+                rest = [
+                    {"hour": h, "clicked": [k], "item_id": k}
+                    for h, k in zip(HOUR.tolist(), KEYS8.tolist(), strict=True)
+                ]
+                np.testing.assert_allclose(tensorflow(instances=rest)["predictions"], scores(), rtol=1e-5)
+                rows = tensorflow(inputs={"item_id": KEYS8.tolist()}, signature_name="lookup")["outputs"]
+                np.testing.assert_array_equal(rows, items(KEYS8))
+                assert "unknown input 'nope'" in tensorflow(inputs={"nope": [1]})["error"]
+            if GRPC != "off":
+                check_over_grpc(server)
+
+
+def check_over_grpc(server: ServerThread) -> None:
+    """Both protocols: a worker answers rows, and hands on what needs the dense part."""
+    import grpc
+
+    from .test_tfs_grpc import PredictResponse, arrays, request
+
+    wire = GrpcWire(server)
+    for _ in range(2):
+        np.testing.assert_allclose(wire.client.infer("ctr", asked(wire)).as_numpy("score"), scores(), rtol=1e-5)
+    wire.client.close()
+    inputs = {"item_id": KEYS8, "clicked": KEYS8.reshape(8, 1), "hour": HOUR}
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        ask = channel.unary_unary(
+            "/tensorflow.serving.PredictionService/Predict", lambda m: m.SerializeToString(), PredictResponse.FromString
+        )
+        np.testing.assert_allclose(arrays(ask(request(inputs), timeout=30))["score"], scores(), rtol=1e-5)
+        rows = arrays(ask(request({"item_id": KEYS8}, signature_name="lookup"), timeout=30))["item_id"]
+        np.testing.assert_array_equal(rows, items(KEYS8))
 
 
 def test_the_embedded_store_and_the_service_give_the_same_scores(served: tuple[Store, ServerThread]) -> None:

@@ -36,7 +36,8 @@ def rows_of(keys: Keys, generation: int = 0, dtype: StorageDtype = StorageDtype.
 
 def ask(cache: CacheTier, keys: Keys, out_dtype: Any = np.float32) -> tuple[npt.NDArray, States]:
     out, state = np.full((len(keys), DIM), 99, out_dtype), np.zeros(len(keys), np.uint8)
-    cache.lookup(keys, out, state)
+    answered = cache.lookup(keys, out, state)
+    assert answered == np.count_nonzero((state != Tier.PENDING) & (state != Tier.ABSENT))
     return out, state
 
 
@@ -89,7 +90,7 @@ class CacheTierContract:
         cache.insert(keys, rows_of(keys), 1)
         out, state = np.full((10, DIM), 99, np.float32), np.zeros(10, np.uint8)
         state[::2] = Tier.OVERLAY
-        cache.lookup(keys, out, state)
+        assert cache.lookup(keys, out, state) == 5
         assert (state[::2] == Tier.OVERLAY).all()
         assert (out[::2] == 99).all()
         np.testing.assert_array_equal(out[1::2], vectors_of(keys)[1::2])

@@ -17,8 +17,9 @@ from tierstore.tiers.base import CacheTier, RowStore
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
 _ANSWERING = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier.ABSENT)
-_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)  # compared with arrays, where an enum's member is slow
+_PENDING = np.uint8(Tier.PENDING)  # compared with arrays, where an enum's member is slow
 _NONE = np.empty(0, np.int64)
+_ALL_HOST = np.empty(0, np.int64)  # none is left either, and the host tier has answered all
 READ_BATCH = 8192  # keys of one read while warming up
 
 
@@ -82,17 +83,17 @@ class Table:
         """
         for overlay in overlays:
             overlay.lookup(keys, out, state, self.default)
-        if self.host is not None:
-            self.host.lookup(keys, out, state)
+        if self.host is not None and self.host.lookup(keys, out, state) == len(state):
+            return _ALL_HOST
         return _NONE if np.count_nonzero(state) == len(state) else np.flatnonzero(state == _PENDING)
 
     def finish(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States, settled: int) -> None:
         """Read what `probe` has left from disk, promote it, and count. `settled` keys were not looked up at all."""
-        if pending.size:
-            self._read_disk(seq, keys, pending, out, state)
-        if np.count_nonzero(state == _HOST) == len(state):
+        if pending is _ALL_HOST:
             self.counts.add_host(len(state))  # as most are; several times cheaper than telling tiers apart
             return
+        if pending.size:
+            self._read_disk(seq, keys, pending, out, state)
         counts = np.bincount(state, minlength=len(Tier))
         counts[Tier.ABSENT] -= settled  # padding keys are no look-up
         self.counts.add(counts)

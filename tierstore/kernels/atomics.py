@@ -87,18 +87,46 @@ def fence_release(typingctx: Any) -> Any:
     return _fence("release")
 
 
+def _prefetch(locality: int, builder: Any, address: Any) -> None:
+    pointer = builder.inttoptr(address, _I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
+    builder.call(function, [pointer, _I32(0), _I32(locality), _I32(1)])
+
+
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line of an address; harmless whatever the address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I8.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
-        builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+        _prefetch(3, builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
+
+
+@intrinsic
+def prefetch_far(typingctx: Any, address: Any) -> Any:
+    """`prefetch` into the second-level cache, which has room for more lines under way than the first."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _prefetch(2, builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def _match(lanes: int, context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    vector = ir.VectorType(args[2].type, lanes)
+    pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+    loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
+    loaded.align = 1
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), args[2], _I32(0))
+    wanted = builder.shuffle_vector(
+        first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
+    )
+    bits = builder.bitcast(builder.icmp_unsigned("==", loaded, wanted), ir.IntType(lanes))
+    return bits if lanes == 32 else builder.zext(bits, _I32)
 
 
 @intrinsic
@@ -106,15 +134,17 @@ def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """Bit i of the answer says whether `array[index + i] == value`, for i in 0..31, in a vector compare or two."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = ir.VectorType(args[2].type, 32)
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
-        loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
-        loaded.align = 1
-        first = builder.insert_element(ir.Constant(vector, ir.Undefined), args[2], _I32(0))
-        wanted = builder.shuffle_vector(
-            first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, 32), [0] * 32)
-        )
-        return builder.bitcast(builder.icmp_unsigned("==", loaded, wanted), _I32)
+        return _match(32, context, builder, signature, args)
+
+    return types.uint32(array, types.intp, array.dtype), codegen
+
+
+@intrinsic
+def match8(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """`match32` of eight elements."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _match(8, context, builder, signature, args)
 
     return types.uint32(array, types.intp, array.dtype), codegen
 
@@ -151,3 +181,17 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy_line(typingctx: Any, target: Any, source: Any) -> Any:
+    """Copy 64 bytes from address `source` to address `target`, at any alignment, in registers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = ir.VectorType(_I64, 8)
+        loaded = builder.load(builder.inttoptr(args[1], line.as_pointer()))
+        loaded.align = 1
+        builder.store(loaded, builder.inttoptr(args[0], line.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

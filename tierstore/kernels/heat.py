@@ -1,11 +1,15 @@
 """Heat: how often a row was asked for lately, and which keys were put out lately; what promotion is decided by.
 
-S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. Of a set's ways the first few are a
-probation queue, the others the main queue, both rings that stay in place and have a hand. A row counts
-its hits up to 3. A new key takes the place of the oldest in probation; that one moves on to main if it
-was asked for meanwhile. In main the hand passes over rows that have hits left, taking one off each, and
-stops at one that has none. Who is put out leaves a fingerprint in the set's ghost ring; a key that comes
-back while its fingerprint is there goes straight to main. Figures: docs/decisions/promotion-policy.md.
+S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. One of a set's rows is on probation, the others are
+the main queue. A row counts its hits up to 3. A new key takes the place of the one on probation, which moves on to
+main if it was asked for meanwhile. In main a hand goes round the ways, passes over rows that have hits
+left, taking one off each, and stops at one that has none. Who is put out leaves a fingerprint in the set's ghost
+ring; a key that comes back while its fingerprint is there goes straight to main. Figures:
+docs/decisions/promotion-policy.md. Who is on probation is noted by way, so that a row changes queues where it lies.
+
+    policy, 64 bytes a set    0  28 x uint16 fingerprints of keys put out lately, 0 for none
+                             56  uint8 hand of main   57  uint8 hand of the ghosts
+                             58  uint8 the way on probation, plus one, 0 for none   59  unused
 
 Readers count hits without a lock and without atomics, so that a count may be lost to a neighbour's in
 the same byte: heat is advice, and never decides whether an answer is right.
@@ -17,11 +21,13 @@ import numba as nb
 
 from tierstore.kernels.atomics import match32, trailing_zeros
 
-PROBATION = 2  # ways of 32
+POLICY_BYTES = 64
 GHOSTS = 28  # fingerprints of 16 bits a set
-GHOST_BYTES = 64
 MAX_HEAT = 3
-MOVE_AT = 1  # hits in probation that earn a place in main
+MOVE_AT = 1  # hits on probation that earn a place in main
+MAIN_HAND, GHOST_HAND, PROBATION = 56, 57, 58  # byte offsets
+
+_EVERY_GHOST = (1 << GHOSTS) - 1
 
 
 @nb.njit(inline="always")
@@ -55,30 +61,31 @@ def _fingerprint(hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def take_ghost(ghosts, s, hashed):  # type: ignore[no-untyped-def]
+def take_ghost(policy16, s, hashed):  # type: ignore[no-untyped-def]
     """Was the key put out of set `s` lately? Its fingerprint is removed."""
-    matches = match32(ghosts, s * (GHOST_BYTES // 2), _fingerprint(hashed))
+    matches = match32(policy16, s * (POLICY_BYTES // 2), _fingerprint(hashed)) & nb.uint32(_EVERY_GHOST)
     if matches == 0:
         return False
-    ghosts[s * (GHOST_BYTES // 2) + trailing_zeros(matches)] = 0
+    policy16[s * (POLICY_BYTES // 2) + trailing_zeros(matches)] = 0
     return True
 
 
 @nb.njit(inline="always")
-def add_ghost(ghosts, s, hand, hashed):  # type: ignore[no-untyped-def]
-    """Leave the key's fingerprint in the place of the oldest. Returns where the hand stands now."""
-    ghosts[s * (GHOST_BYTES // 2) + hand] = _fingerprint(hashed)
-    return hand + 1 if hand + 1 < GHOSTS else 0
+def add_ghost(policy, policy16, s, hashed):  # type: ignore[no-untyped-def]
+    """Leave the key's fingerprint in the place of the oldest."""
+    at = s * POLICY_BYTES + GHOST_HAND
+    hand = nb.int64(policy[at]) % GHOSTS
+    policy16[s * (POLICY_BYTES // 2) + hand] = _fingerprint(hashed)
+    policy[at] = hand + 1
 
 
 @nb.njit(inline="always")
-def next_victim(counters, base, hand, ways):  # type: ignore[no-untyped-def]
-    """The way of the main queue that is put out next, from `hand` on. Those passed over lose a hit."""
-    way = max(hand, PROBATION)
-    for _ in range(MAX_HEAT * ways):  # ends sooner unless readers count all the while
-        heat = get_heat(counters, base, way)
-        if heat == 0:
-            break
-        set_heat(counters, base, way, heat - 1)
-        way = way + 1 if way + 1 < ways else PROBATION
-    return way
+def on_probation(policy, s):  # type: ignore[no-untyped-def]
+    """The way on probation in set `s`, or -1."""
+    return nb.int64(policy[s * POLICY_BYTES + PROBATION]) - 1
+
+
+@nb.njit(inline="always")
+def put_on_probation(policy, s, way):  # type: ignore[no-untyped-def]
+    """`way` -1 for none."""
+    policy[s * POLICY_BYTES + PROBATION] = way + 1

@@ -1,18 +1,20 @@
-"""The set-associative cache of the host tier: where a key's set lies, and how a batch is looked up.
+"""The set-associative cache of the host tier: where a key lies, and how a batch is looked up.
 
 Free functions of the arrays in `Areas`, which are views of one mapping. Any number of threads may run
 `lookup` at any time, without a lock and without the GIL; the functions that write (`setwrite`) are
 run by one thread at a time. Memory only: nothing survives the process.
 
-**A set** has 32 ways. Its head is one cache line: version, hands, a heat counter and a one-byte tag a way. Keys and rows lie apart, so that a look-up reads the head, then as a rule one line of keys
-and the row. All-zero memory is an empty set (tag 0 = empty way), so fresh pages need no writing.
+**A set** has 28 ways, in four lines of seven. A key belongs to one line of its set, its home, and lies there unless
+that is full of others that belong there; then it lies in another line of the set, and the home says in which. So a
+look-up reads one line, as a rule, and the row: what it costs is a matter of how many places it asks memory for.
+All-zero memory is an empty set, so fresh pages need no writing. Numbers are little-endian.
 
-    head, 64 bytes      0  uint32 version, odd while the set is written
-                        4  uint8 hand of probation   5  uint8 hand of main   6  uint8 hand of the ghosts
-                        8  32 x 2 bits heat         16  unused
-                       32  32 x uint8 tag
-    ghosts, 64 bytes    28 x uint16 fingerprints of keys put out lately (`heat.py`)
-    absent, 64 bytes    0  uint32 version   4  uint8 which of the 7 are taken   5  uint8 which were asked for lately
+    line, 64 bytes      0  uint32 version, odd while the line or one of its rows is written
+                        4  7 x 2 bits heat      6  uint8 which of the 7 are taken
+                        7  uint8 in which lines of the set keys lie that belong here
+                        8  7 x int64 key
+    policy, 64 bytes    a set: `heat.py`
+    absent, 64 bytes    a set: 0  uint32 version   4  uint8 which of the 7 are taken   5  uint8 which were asked for lately
                         6  uint8 hand       8  7 x int64 keys known not to exist
 
 **Which set**: `region * sets_per_region + fastrange(high hash bits)`, where the region is the low
@@ -21,12 +23,13 @@ more and it splits again: that is how a table is halved and doubled in place. Wh
 sets up to a cursor are merged already (as in linear hashing), so that at every moment each key has
 exactly one set. Depth and cursor are one word, the geometry.
 
-**Reading without a lock** (a sequence lock a set): read the version, read the set, read the version
+**Reading without a lock** (a sequence lock a line): read the version, read the line and the row, read the version
 again; had it been odd or has it changed, all that was read is void and read again. After a bounded
-number of tries the key is treated as a miss, which is always allowed. A reader with an old geometry
+number of tries the key is treated as a miss, which is always allowed; so is a key missed because it was just being
+moved to another line. A reader with an old geometry
 looks in a set that its key has left, and misses. Memory is given back only above the last region in
 use, and pages come back as zeros; versions then start from 0 again, so that a reader which slept from
-before could take two lives of a set for one. The epoch, which changes before memory is given back and
+before could take two lives of a line for one. The epoch, which changes before memory is given back and
 before it is used again, voids such a read.
 """
 
@@ -41,30 +44,34 @@ from numba import types
 
 from tierstore.kernels.atomics import (
     copy_bytes,
+    copy_line,
     fence_acquire,
     load_acquire,
     load_relaxed,
-    match32,
-    prefetch,
+    match8,
+    prefetch_far,
     trailing_zeros,
 )
 from tierstore.kernels.codec import decode_row
 from tierstore.kernels.heat import bump_heat
 from tierstore.types import Tier
 
-WAYS = 32
-HEAD_BYTES = 64
+LINE_BYTES = 64
+LINE_WAYS = 7
+LINES = 4
+WAYS = LINES * LINE_WAYS
 ABSENT_BYTES = 64
 ABSENT_WAYS = 7
-CONTROL_BYTES = 64
+CONTROL_BYTES = 128  # what follows begins at a multiple of it: two lines that processors like to fetch together
 
-HEAT_AT, TAGS_AT = 8, 32  # byte offsets in a head
+HEAT_AT, TAKEN_AT, AWAY_AT = 4, 6, 7  # byte offsets in a line
 GEOMETRY, EPOCH = 0, 1  # words of the control line
 
 _AHEAD = 16  # keys between the stages of a look-up
-_RING = 64  # at least two stages and the key itself; a power of two
+_RING = 64  # at least three stages and the key itself; a power of two
 _TRIES = 64  # of a reader against a writer
 _PREFETCH_BYTES = 512  # of a row; the hardware follows from there
+_SKIP, _ELSEWHERE, _SEARCH = -1, -2, -3  # instead of a slot: not asked for, not in its home line, to be searched for
 
 _PENDING = np.uint8(Tier.PENDING)
 _HOST = np.uint8(Tier.HOST)
@@ -72,13 +79,14 @@ _ABSENT = np.uint8(Tier.ABSENT)
 
 
 class Areas(NamedTuple):
-    """Views of one mapping; all but `rows` twice where two widths are needed. Index is set times size."""
+    """Views of one mapping; all but `rows` twice where two widths are needed. Index is set or line times size."""
 
     control: npt.NDArray[np.int64]  # geometry, epoch
-    heads: npt.NDArray[np.uint8]
-    heads32: npt.NDArray[np.uint32]  # the same bytes
-    keys: npt.NDArray[np.int64]
-    ghosts: npt.NDArray[np.uint16]
+    lines: npt.NDArray[np.uint8]
+    lines32: npt.NDArray[np.uint32]  # the same bytes
+    lines64: npt.NDArray[np.int64]  # the same bytes
+    policy: npt.NDArray[np.uint8]
+    policy16: npt.NDArray[np.uint16]  # the same bytes
     absent: npt.NDArray[np.uint8]
     absent32: npt.NDArray[np.uint32]  # the same bytes
     absent_keys: npt.NDArray[np.int64]  # the same bytes
@@ -94,7 +102,7 @@ def _array(element: types.Type, *, readonly: bool = False) -> types.Array:
 _BYTES = _array(types.uint8)
 AREAS = types.NamedTuple(
     (
-        _array(types.int64), _BYTES, _array(types.uint32), _array(types.int64), _array(types.uint16), _BYTES,
+        _array(types.int64), _BYTES, _array(types.uint32), _array(types.int64), _BYTES, _array(types.uint16), _BYTES,
         _array(types.uint32), _array(types.int64), types.int64, types.int64, types.int64,
     ),
     Areas,
@@ -113,10 +121,9 @@ def mix(key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def tag_of(hashed):  # type: ignore[no-untyped-def]
-    """1..255, from bits that choose neither region nor set nor fingerprint."""
-    tag = nb.uint8(hashed >> nb.uint64(8))
-    return tag if tag != 0 else nb.uint8(255)
+def home_of(hashed):  # type: ignore[no-untyped-def]
+    """Which line of its set a key belongs to, from bits that choose neither region nor set nor fingerprint."""
+    return nb.int64((hashed >> nb.uint64(8)) & nb.uint64(LINES - 1))
 
 
 @nb.njit(inline="always")
@@ -130,14 +137,25 @@ def set_of(hashed, geometry, sets_per_region):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def find_way(heads, keys, s, tag, key):  # type: ignore[no-untyped-def]
-    """The way of set `s` that holds `key`, or -1."""
-    matches = match32(heads, s * HEAD_BYTES + TAGS_AT, tag)
-    while matches != 0:
-        way = trailing_zeros(matches)
-        if keys[s * WAYS + way] == key:
-            return way
-        matches &= matches - nb.uint32(1)
+def find_in_line(lines, lines64, line, key):  # type: ignore[no-untyped-def]
+    """Where in a line `key` is, 0..6, or -1."""
+    matches = (match8(lines64, line * 8, key) >> nb.uint32(1)) & nb.uint32(lines[line * LINE_BYTES + TAKEN_AT])
+    return trailing_zeros(matches) if matches != 0 else -1
+
+
+@nb.njit(inline="always")
+def find_way(lines, lines64, s, home, key):  # type: ignore[no-untyped-def]
+    """The way of set `s` that holds `key`, whose line is `home`, or -1."""
+    place = find_in_line(lines, lines64, s * LINES + home, key)
+    if place >= 0:
+        return home * LINE_WAYS + place
+    away = nb.uint32(lines[(s * LINES + home) * LINE_BYTES + AWAY_AT])
+    while away != 0:
+        other = trailing_zeros(away)
+        place = find_in_line(lines, lines64, s * LINES + other, key)
+        if place >= 0:
+            return other * LINE_WAYS + place
+        away &= away - nb.uint32(1)
     return -1
 
 
@@ -151,85 +169,163 @@ def find_absent(absent, absent_keys, s, key):  # type: ignore[no-untyped-def]
     return -1
 
 
+@nb.njit(inline="always")
+def _copy(code, out_code, source, target, dim, out_bytes):  # type: ignore[no-untyped-def]
+    if code != out_code:
+        decode_row(code, out_code, source, target, dim)
+    else:
+        copy_bytes(target, source, out_bytes)
+
+
+@nb.njit
+def _read(areas, epoch, line, key, code, out_code, target, dim, out_bytes):  # type: ignore[no-untyped-def]
+    """Write the row of `key` to `target` if `line` holds it. Returns 1, or 0 if not, or -1 if there is no telling."""
+    for _ in range(_TRIES):
+        version = load_acquire(areas.lines32, line * 16)
+        if version & 1:
+            continue
+        place = find_in_line(areas.lines, areas.lines64, line, key)
+        if place >= 0:
+            source = areas.rows + (line * LINE_WAYS + place) * areas.row_bytes
+            _copy(code, out_code, source, target, dim, out_bytes)
+        fence_acquire()
+        if load_relaxed(areas.control, EPOCH) != epoch:
+            return -1
+        if load_relaxed(areas.lines32, line * 16) == version:
+            if place >= 0:
+                bump_heat(areas.lines, line * LINE_BYTES + HEAT_AT, place)
+                return 1
+            return 0
+    return -1
+
+
+@nb.njit
+def _search(areas, epoch, s, home, key, code, out_code, target, dim, out_bytes, default):  # type: ignore[no-untyped-def]
+    """The whole way of one key, step by step: home, the other lines that it may be in, the absent keys."""
+    line = s * LINES + home
+    if _read(areas, epoch, line, key, code, out_code, target, dim, out_bytes) > 0:
+        return _HOST
+    away = nb.uint32(areas.lines[line * LINE_BYTES + AWAY_AT])
+    while away != 0:
+        other = s * LINES + trailing_zeros(away)
+        if _read(areas, epoch, other, key, code, out_code, target, dim, out_bytes) > 0:
+            return _HOST
+        away &= away - nb.uint32(1)
+    absent = areas.absent
+    for _ in range(_TRIES):
+        version = load_acquire(areas.absent32, s * 16)
+        if version & 1:
+            continue
+        place = find_absent(absent, areas.absent_keys, s, key)
+        fence_acquire()
+        if load_relaxed(areas.control, EPOCH) != epoch:
+            break
+        if load_relaxed(areas.absent32, s * 16) == version:
+            if place < 0:
+                break
+            copy_bytes(target, default, out_bytes)
+            asked = absent[s * ABSENT_BYTES + 5]
+            if not (asked >> place) & 1:
+                absent[s * ABSENT_BYTES + 5] = asked | (1 << place)
+            return _ABSENT
+    return _PENDING
+
+
 @nb.njit(
-    types.void(AREAS, KEYS, _BYTES, types.int64, types.int64, types.int64, types.int64, types.int64),
+    types.int64(AREAS, KEYS, _BYTES, types.int64, types.int64, types.int64, types.int64, types.int64),
     nogil=True, cache=True,
 )  # fmt: skip
 def lookup(areas, keys, state, code, out_code, out, dim, default):  # type: ignore[no-untyped-def]
     """Answer what is here among the keys whose state is PENDING: rows with HOST, absent keys with ABSENT.
 
     `out` is the address of float32 (`out_code` 0) or float16 (1) [n, dim], `default` that of one such
-    row, `code` the storage dtype's. Rows of keys left PENDING hold anything. Counts heat.
+    row, `code` the storage dtype's. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were
+    answered with HOST.
 
-    Three stages a key, `_AHEAD` keys apart, so that memory answers while others are worked on: ask for
-    the set's head; scan tags and ask for key and row, or for the absent line; check and copy.
+    Four stages a key, `_AHEAD` keys apart, so that memory answers while others are worked on: ask for the line; find
+    the key in it and ask for the row; for the few that lie in another line of the set, do that there; check and copy.
     """
     n = keys.size
-    control, heads, heads32, all_keys = areas.control, areas.heads, areas.heads32, areas.keys
-    absent, absent32, absent_keys = areas.absent, areas.absent32, areas.absent_keys
+    control, lines, lines32, lines64 = areas.control, areas.lines, areas.lines32, areas.lines64
     rows, row_bytes, sets_per_region = areas.rows, areas.row_bytes, areas.sets_per_region
-    heads_at, keys_at, absent_at = heads.ctypes.data, all_keys.ctypes.data, absent.ctypes.data
+    lines_at, absent_at = lines.ctypes.data, areas.absent.ctypes.data
+    asked_bytes = min(row_bytes, _PREFETCH_BYTES)
     out_bytes = dim * (4 >> out_code)
+    whole_lines = code == out_code and out_bytes & 63 == 0
     epoch = load_acquire(control, EPOCH)
     geometry = load_acquire(control, GEOMETRY)
-    hashes = np.empty(_RING, np.uint64)
-    sets = np.empty(_RING, np.int64)
-    for step in range(n + 2 * _AHEAD):
+    homes = np.empty(_RING, np.int64)
+    slots = np.empty(_RING, np.int64)
+    hits = 0
+    for step in range(n + 3 * _AHEAD):
         if step < n:
             hashed = mix(keys[step])
-            s = set_of(hashed, geometry, sets_per_region)
-            hashes[step & (_RING - 1)] = hashed
-            sets[step & (_RING - 1)] = s
-            prefetch(heads_at + s * HEAD_BYTES)
+            line = set_of(hashed, geometry, sets_per_region) * LINES + home_of(hashed)
+            homes[step & (_RING - 1)] = line
+            slots[step & (_RING - 1)] = _ELSEWHERE if state[step] == _PENDING else _SKIP
+            prefetch_far(lines_at + line * LINE_BYTES)
         i = step - _AHEAD
-        if 0 <= i < n and state[i] == _PENDING:
-            s = sets[i & (_RING - 1)]
-            matches = match32(heads, s * HEAD_BYTES + TAGS_AT, tag_of(hashes[i & (_RING - 1)]))
-            if matches != 0:
-                slot = s * WAYS + trailing_zeros(matches)
-                prefetch(keys_at + slot * 8)
-                for line in range(0, min(row_bytes, _PREFETCH_BYTES), 64):
-                    prefetch(rows + slot * row_bytes + line)
+        if 0 <= i < n and slots[i & (_RING - 1)] != _SKIP:
+            line = homes[i & (_RING - 1)]
+            place = find_in_line(lines, lines64, line, keys[i])
+            if place >= 0:
+                slot = line * LINE_WAYS + place
+                slots[i & (_RING - 1)] = slot
+                for at in range(0, asked_bytes, 64):
+                    prefetch_far(rows + slot * row_bytes + at)
             else:
-                prefetch(absent_at + s * ABSENT_BYTES)
+                prefetch_far(absent_at + line // LINES * ABSENT_BYTES)
+                away = nb.uint32(lines[line * LINE_BYTES + AWAY_AT])
+                while away != 0:
+                    prefetch_far(lines_at + (line // LINES * LINES + trailing_zeros(away)) * LINE_BYTES)
+                    away &= away - nb.uint32(1)
         i = step - 2 * _AHEAD
-        if i < 0 or state[i] != _PENDING:
-            continue
-        key, s, hashed = keys[i], sets[i & (_RING - 1)], hashes[i & (_RING - 1)]
-        for _ in range(_TRIES):
-            version = load_acquire(heads32, s * 16)
-            if version & 1:
-                continue
-            way = find_way(heads, all_keys, s, tag_of(hashed), key)
-            if way >= 0:
-                source = rows + (s * WAYS + way) * row_bytes
-                if code == out_code:
-                    copy_bytes(out + i * out_bytes, source, out_bytes)
-                else:
-                    decode_row(code, out_code, source, out + i * out_bytes, dim)
-            fence_acquire()
-            if load_relaxed(control, EPOCH) != epoch:
-                break
-            if load_relaxed(heads32, s * 16) == version:
-                if way >= 0:
-                    state[i] = _HOST
-                    bump_heat(heads, s * HEAD_BYTES + HEAT_AT, way)
-                break
-        if state[i] == _HOST:
-            continue
-        for _ in range(_TRIES):
-            version = load_acquire(absent32, s * 16)
-            if version & 1:
-                continue
-            place = find_absent(absent, absent_keys, s, key)
-            fence_acquire()
-            if load_relaxed(control, EPOCH) != epoch:
-                break
-            if load_relaxed(absent32, s * 16) == version:
+        if 0 <= i < n and slots[i & (_RING - 1)] == _ELSEWHERE:
+            line = homes[i & (_RING - 1)]
+            slot = _SEARCH
+            away = nb.uint32(lines[line * LINE_BYTES + AWAY_AT])
+            while away != 0:
+                other = line // LINES * LINES + trailing_zeros(away)
+                place = find_in_line(lines, lines64, other, keys[i])
                 if place >= 0:
-                    state[i] = _ABSENT
-                    copy_bytes(out + i * out_bytes, default, out_bytes)
-                    asked = absent[s * ABSENT_BYTES + 5]
-                    if not (asked >> place) & 1:
-                        absent[s * ABSENT_BYTES + 5] = asked | (1 << place)
-                break
+                    slot = other * LINE_WAYS + place
+                    for at in range(0, asked_bytes, 64):
+                        prefetch_far(rows + slot * row_bytes + at)
+                    break
+                away &= away - nb.uint32(1)
+            slots[i & (_RING - 1)] = slot
+        i = step - 3 * _AHEAD
+        if i < 0:
+            continue
+        slot = slots[i & (_RING - 1)]
+        if slot == _SKIP:
+            continue
+        target = out + i * out_bytes
+        if slot >= 0:
+            line = slot // LINE_WAYS
+            place = slot - line * LINE_WAYS
+            head = load_acquire(lines64, line * 8)
+            if lines64[line * 8 + 1 + place] == keys[i] and head & 1 == 0 and (head >> (8 * TAKEN_AT + place)) & 1:
+                if whole_lines:
+                    for at in range(0, out_bytes, 64):
+                        copy_line(target + at, rows + slot * row_bytes + at)
+                else:
+                    _copy(code, out_code, rows + slot * row_bytes, target, dim, out_bytes)
+                fence_acquire()
+                if load_relaxed(lines32, line * 16) == nb.uint32(head):
+                    bump_heat(lines, line * LINE_BYTES + HEAT_AT, place)
+                    state[i] = _HOST
+                    hits += 1
+                    continue
+        line = homes[i & (_RING - 1)]
+        s = line // LINES
+        answer = _search(areas, epoch, s, line - s * LINES, keys[i], code, out_code, target, dim, out_bytes, default)
+        state[i] = answer
+        hits += answer == _HOST
+    fence_acquire()
+    if load_relaxed(control, EPOCH) != epoch:  # rather than at each key: it changes only with the size
+        for i in range(n):
+            if state[i] == _HOST:
+                state[i] = _PENDING
+        return 0
+    return hits

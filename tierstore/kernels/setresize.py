@@ -10,17 +10,20 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels.atomics import fence_acquire, load_acquire, load_relaxed, match32, store_release, trailing_zeros
-from tierstore.kernels.heat import GHOST_BYTES, get_heat
+from tierstore.kernels.atomics import fence_acquire, load_acquire, load_relaxed, store_release
+from tierstore.kernels.heat import POLICY_BYTES, on_probation, put_on_probation
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENT_WAYS,
     AREAS,
+    AWAY_AT,
     GEOMETRY,
-    HEAD_BYTES,
-    HEAT_AT,
-    TAGS_AT,
+    LINE_BYTES,
+    LINE_WAYS,
+    LINES,
+    TAKEN_AT,
     WAYS,
+    home_of,
     mix,
     set_of,
 )
@@ -29,17 +32,53 @@ from tierstore.kernels.setwrite import (
     COUNTERS,
     EVICTED,
     ROWS,
-    close_set,
-    erase,
+    close_version,
     forget_absent,
+    free_way,
+    heat_at,
+    key_at,
+    make_home,
     mark_absent,
-    open_set,
+    open_version,
     put,
     rank_of,
+    remove,
+    row_at,
+    taken_at,
 )
 
 RANKS = 8  # degrees of `rank_of`
 _POSITIONS = types.Array(types.int64, 1, "C")
+
+
+@nb.njit
+def _take_over(areas, low, key, heat, rank, source, counters):  # type: ignore[no-untyped-def]
+    """Let set `low` hold a row of a set that goes, if there is room or a row of lower rank."""
+    home = home_of(mix(key))
+    way = free_way(areas, low, home)
+    if way < 0:
+        counters[ROWS] -= 1
+        counters[EVICTED] += 1
+        way = 0
+        for other in range(1, WAYS):
+            if rank_of(areas, low, other) < rank_of(areas, low, way):
+                way = other
+        if rank <= rank_of(areas, low, way):
+            return
+        remove(areas, low, way)
+    put(areas, low, make_home(areas, low, way, home), key, heat, source)
+
+
+@nb.njit
+def _clear(areas, s):  # type: ignore[no-untyped-def]
+    for line in range(s * LINES, (s + 1) * LINES):
+        version = open_version(areas.lines32, line)
+        areas.lines[line * LINE_BYTES + TAKEN_AT] = 0
+        areas.lines[line * LINE_BYTES + AWAY_AT] = 0
+        close_version(areas.lines32, line, version)
+    version = open_version(areas.absent32, s)
+    areas.absent[s * ABSENT_BYTES + 4] = 0
+    close_version(areas.absent32, s, version)
 
 
 @nb.njit(types.void(AREAS, types.int64, types.int64, COUNTERS), nogil=True, cache=True)
@@ -50,42 +89,15 @@ def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     for low in range(begin, end):
         high = low + half
         for way in range(WAYS):
-            tag = areas.heads[high * HEAD_BYTES + TAGS_AT + way]
-            if tag == 0:
-                continue
-            heat = get_heat(areas.heads, high * HEAD_BYTES + HEAT_AT, way)
-            free = match32(areas.heads, low * HEAD_BYTES + TAGS_AT, nb.uint8(0))
-            if free != 0:
-                target = trailing_zeros(free)
-            else:
-                counters[ROWS] -= 1
-                counters[EVICTED] += 1
-                target = 0
-                for other in range(1, WAYS):
-                    if rank_of(areas, low, other) < rank_of(areas, low, target):
-                        target = other
-                if rank_of(areas, high, way) <= rank_of(areas, low, target):
-                    continue
-            put(
-                areas,
-                low,
-                target,
-                tag,
-                areas.keys[high * WAYS + way],
-                heat,
-                areas.rows + (high * WAYS + way) * areas.row_bytes,
-            )
+            if taken_at(areas, high, way):
+                key, heat, rank = key_at(areas, high, way), heat_at(areas, high, way), rank_of(areas, high, way)
+                _take_over(areas, low, key, heat, rank, row_at(areas, high, way), counters)
         taken = nb.int64(areas.absent[high * ABSENT_BYTES + 4])
         for place in range(ABSENT_WAYS):
             if (taken >> place) & 1:
                 counters[ABSENT_KEYS] -= 1
                 mark_absent(areas, counters, low, areas.absent_keys[high * 8 + 1 + place])
-        version = open_set(areas.heads32, high)
-        areas.heads[high * HEAD_BYTES + TAGS_AT : high * HEAD_BYTES + TAGS_AT + WAYS] = 0
-        close_set(areas.heads32, high, version)
-        version = open_set(areas.absent32, high)
-        areas.absent[high * ABSENT_BYTES + 4] = 0
-        close_set(areas.absent32, high, version)
+        _clear(areas, high)
     store_release(areas.control, GEOMETRY, (end << 8) | depth)
 
 
@@ -96,14 +108,16 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     half = (areas.sets_per_region << depth) >> 1
     for low in range(begin, end):
         high = low + half
-        for i in range(GHOST_BYTES // 2):
-            areas.ghosts[high * (GHOST_BYTES // 2) + i] = areas.ghosts[low * (GHOST_BYTES // 2) + i]
+        for i in range(POLICY_BYTES):
+            areas.policy[high * POLICY_BYTES + i] = areas.policy[low * POLICY_BYTES + i]
+        put_on_probation(areas.policy, high, -1)
         for way in range(WAYS):
-            tag, key = areas.heads[low * HEAD_BYTES + TAGS_AT + way], areas.keys[low * WAYS + way]
-            if tag != 0 and set_of(mix(key), depth, areas.sets_per_region) == high:
-                heat = get_heat(areas.heads, low * HEAD_BYTES + HEAT_AT, way)
-                put(areas, high, way, tag, key, heat, areas.rows + (low * WAYS + way) * areas.row_bytes)
-                erase(areas, low, way)
+            key = key_at(areas, low, way)
+            if taken_at(areas, low, way) and set_of(mix(key), depth, areas.sets_per_region) == high:
+                put(areas, high, way, key, heat_at(areas, low, way), row_at(areas, low, way))
+                if on_probation(areas.policy, low) == way:
+                    put_on_probation(areas.policy, high, way)
+                remove(areas, low, way)
         taken = nb.int64(areas.absent[low * ABSENT_BYTES + 4])
         for place in range(ABSENT_WAYS):
             key = areas.absent_keys[low * 8 + 1 + place]
@@ -118,7 +132,7 @@ def count_ranks(areas, sets, counts):  # type: ignore[no-untyped-def]
     """Add to counts[rank], int64[8], the resident rows of each rank in the first `sets` sets."""
     for s in range(sets):
         for way in range(WAYS):
-            if areas.heads[s * HEAD_BYTES + TAGS_AT + way] != 0:
+            if taken_at(areas, s, way):
                 counts[rank_of(areas, s, way)] += 1
 
 
@@ -126,20 +140,20 @@ def count_ranks(areas, sets, counts):  # type: ignore[no-untyped-def]
 def list_keys(areas, sets, out, begin, end):  # type: ignore[no-untyped-def]
     """Put resident keys of rank r into out[begin[r]:end[r]] while there is room; `begin` comes back advanced.
 
-    Sets that a writer is in are passed over.
+    Lines that a writer is in are passed over.
     """
-    ranks = np.empty(WAYS, np.int64)
-    found = np.empty(WAYS, np.int64)
-    for s in range(sets):
-        version = load_acquire(areas.heads32, s * 16)
-        n = 0
-        for way in range(WAYS):
-            if areas.heads[s * HEAD_BYTES + TAGS_AT + way] != 0:
+    ranks = np.empty(LINE_WAYS, np.int64)
+    found = np.empty(LINE_WAYS, np.int64)
+    for line in range(sets * LINES):
+        version = load_acquire(areas.lines32, line * 16)
+        s, first, n = line // LINES, line % LINES * LINE_WAYS, 0
+        for way in range(first, first + LINE_WAYS):
+            if taken_at(areas, s, way):
                 ranks[n] = rank_of(areas, s, way)
-                found[n] = areas.keys[s * WAYS + way]
+                found[n] = key_at(areas, s, way)
                 n += 1
         fence_acquire()
-        if version & 1 or load_relaxed(areas.heads32, s * 16) != version:
+        if version & 1 or load_relaxed(areas.lines32, line * 16) != version:
             continue
         for i in range(n):
             at = begin[ranks[i]]

@@ -1,8 +1,11 @@
-"""The writing half of the set-associative cache (`setcache`): insert, update, erase, halve and double.
+"""The writing half of the set-associative cache (`setcache`): insert, update, erase.
 
 One thread at a time runs these, on one table; readers go on meanwhile. Whatever a reader could take for
-an answer (tag, key, row, absent key) is written between `open_set` and `close_set` of its set. Heat, hands
-and ghosts are advice, and written without.
+an answer (key, row, absent key) is written between `open_version` and `close_version` of its line. Heat, hands
+and ghosts are advice, and written without; so is what a line says of keys that lie away from it, of which a reader
+may learn late: then it misses.
+
+A row that is moved within its set is for a moment there twice, never not at all.
 """
 
 from __future__ import annotations
@@ -10,23 +13,16 @@ from __future__ import annotations
 import numba as nb
 from numba import types
 
-from tierstore.kernels.atomics import (
-    copy_bytes,
-    fence_release,
-    last_one,
-    match32,
-    prefetch,
-    store_relaxed,
-    store_release,
-    trailing_zeros,
-)
+from tierstore.kernels.atomics import copy_bytes, fence_release, prefetch, store_relaxed, store_release, trailing_zeros
 from tierstore.kernels.heat import (
-    GHOST_BYTES,
+    MAIN_HAND,
+    MAX_HEAT,
     MOVE_AT,
-    PROBATION,
+    POLICY_BYTES,
     add_ghost,
     get_heat,
-    next_victim,
+    on_probation,
+    put_on_probation,
     set_heat,
     take_ghost,
 )
@@ -34,38 +30,42 @@ from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENT_WAYS,
     AREAS,
+    AWAY_AT,
     BOOLS,
     GEOMETRY,
-    HEAD_BYTES,
     HEAT_AT,
     KEYS,
-    TAGS_AT,
+    LINE_BYTES,
+    LINE_WAYS,
+    LINES,
+    TAKEN_AT,
     WAYS,
     find_absent,
     find_way,
+    home_of,
     mix,
     set_of,
-    tag_of,
 )
 
 ROWS, ABSENT_KEYS, ADMITTED, EVICTED = range(4)  # of the counters, int64[4]
 
 _AHEAD = 8  # keys asked for ahead
+_FULL = (1 << LINE_WAYS) - 1
 COUNTERS = types.Array(types.int64, 1, "C")
 
 
 @nb.njit
-def open_set(words, s):  # type: ignore[no-untyped-def]
-    """Make a set's version odd, before anything in the set changes. Returns the version to close with."""
-    version = words[s * 16]
-    store_relaxed(words, s * 16, nb.uint32(version + 1))
+def open_version(words, line):  # type: ignore[no-untyped-def]
+    """Make a line's version odd, before anything in it changes. Returns the version to close with."""
+    version = words[line * 16]
+    store_relaxed(words, line * 16, nb.uint32(version + 1))
     fence_release()
     return nb.uint32(version + 2)
 
 
 @nb.njit
-def close_set(words, s, version):  # type: ignore[no-untyped-def]
-    store_release(words, s * 16, version)
+def close_version(words, line, version):  # type: ignore[no-untyped-def]
+    store_release(words, line * 16, version)
 
 
 @nb.njit
@@ -74,9 +74,9 @@ def forget_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
         return
     place = find_absent(areas.absent, areas.absent_keys, s, key)
     if place >= 0:
-        version = open_set(areas.absent32, s)
+        version = open_version(areas.absent32, s)
         areas.absent[s * ABSENT_BYTES + 4] &= ~(1 << place)
-        close_set(areas.absent32, s, version)
+        close_version(areas.absent32, s, version)
         counters[ABSENT_KEYS] -= 1
 
 
@@ -94,69 +94,145 @@ def mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
         asked &= ~(1 << place)
         place = (place + 1) % ABSENT_WAYS
     counters[ABSENT_KEYS] += 0 if (taken >> place) & 1 else 1
-    version = open_set(areas.absent32, s)
+    version = open_version(areas.absent32, s)
     areas.absent_keys[s * 8 + 1 + place] = key
     areas.absent[base + 4] = taken | (1 << place)
     areas.absent[base + 5] = asked & ~(1 << place)
     areas.absent[base + 6] = place + 1
-    close_set(areas.absent32, s, version)
+    close_version(areas.absent32, s, version)
     return True
 
 
 @nb.njit
-def put(areas, s, way, tag, key, heat, source):  # type: ignore[no-untyped-def]
-    """Let `way` of set `s` hold this key and the row at address `source`."""
-    version = open_set(areas.heads32, s)
-    areas.heads[s * HEAD_BYTES + TAGS_AT + way] = tag
-    areas.keys[s * WAYS + way] = key
-    copy_bytes(areas.rows + (s * WAYS + way) * areas.row_bytes, source, areas.row_bytes)
-    close_set(areas.heads32, s, version)
-    set_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way, heat)
+def taken_at(areas, s, way):  # type: ignore[no-untyped-def]
+    taken = nb.int64(areas.lines[(s * LINES + way // LINE_WAYS) * LINE_BYTES + TAKEN_AT])
+    return (taken >> (way % LINE_WAYS)) & 1 == 1
 
 
 @nb.njit
-def erase(areas, s, way):  # type: ignore[no-untyped-def]
-    version = open_set(areas.heads32, s)
-    areas.heads[s * HEAD_BYTES + TAGS_AT + way] = 0
-    close_set(areas.heads32, s, version)
+def key_at(areas, s, way):  # type: ignore[no-untyped-def]
+    return areas.lines64[(s * LINES + way // LINE_WAYS) * 8 + 1 + way % LINE_WAYS]
+
+
+@nb.njit
+def row_at(areas, s, way):  # type: ignore[no-untyped-def]
+    """The address of the row that the key at `way` has."""
+    return areas.rows + (s * WAYS + way) * areas.row_bytes
+
+
+@nb.njit
+def heat_at(areas, s, way):  # type: ignore[no-untyped-def]
+    base = (s * LINES + way // LINE_WAYS) * LINE_BYTES + HEAT_AT
+    return get_heat(areas.lines, base, way % LINE_WAYS)
+
+
+@nb.njit
+def set_heat_at(areas, s, way, heat):  # type: ignore[no-untyped-def]
+    set_heat(areas.lines, (s * LINES + way // LINE_WAYS) * LINE_BYTES + HEAT_AT, way % LINE_WAYS, heat)
 
 
 @nb.njit
 def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
     """0..7: how much a row is worth keeping, by hits, then by queue."""
-    return get_heat(areas.heads, s * HEAD_BYTES + HEAT_AT, way) * 2 + (1 if way >= PROBATION else 0)
+    return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s) == way else 1)
+
+
+@nb.njit
+def put(areas, s, way, key, heat, source):  # type: ignore[no-untyped-def]
+    """Let `way` of set `s`, which is free, hold this key and the row at address `source`."""
+    line, place = s * LINES + way // LINE_WAYS, way % LINE_WAYS
+    version = open_version(areas.lines32, line)
+    areas.lines64[line * 8 + 1 + place] = key
+    areas.lines[line * LINE_BYTES + TAKEN_AT] |= 1 << place
+    copy_bytes(row_at(areas, s, way), source, areas.row_bytes)
+    close_version(areas.lines32, line, version)
+    set_heat_at(areas, s, way, heat)
+    home = home_of(mix(key))
+    if home != way // LINE_WAYS:
+        areas.lines[(s * LINES + home) * LINE_BYTES + AWAY_AT] |= 1 << (way // LINE_WAYS)
+
+
+@nb.njit
+def remove(areas, s, way):  # type: ignore[no-untyped-def]
+    """Free `way` of set `s`."""
+    line, place = s * LINES + way // LINE_WAYS, way % LINE_WAYS
+    version = open_version(areas.lines32, line)
+    areas.lines[line * LINE_BYTES + TAKEN_AT] &= ~(1 << place)
+    close_version(areas.lines32, line, version)
+    if on_probation(areas.policy, s) == way:
+        put_on_probation(areas.policy, s, -1)
+    home = home_of(mix(key_at(areas, s, way)))
+    if home == way // LINE_WAYS:
+        return
+    first = way - place
+    for other in range(first, first + LINE_WAYS):
+        if taken_at(areas, s, other) and home_of(mix(key_at(areas, s, other))) == home:
+            return
+    areas.lines[(s * LINES + home) * LINE_BYTES + AWAY_AT] &= ~(1 << (way // LINE_WAYS))
+
+
+@nb.njit
+def free_way(areas, s, home):  # type: ignore[no-untyped-def]
+    """A way of set `s` that is free, in line `home` if there is one; -1 if the set is full."""
+    for i in range(LINES):
+        line = (home + i) % LINES
+        free = ~nb.int64(areas.lines[(s * LINES + line) * LINE_BYTES + TAKEN_AT]) & _FULL
+        if free != 0:
+            return line * LINE_WAYS + trailing_zeros(nb.uint32(free))
+    return -1
+
+
+@nb.njit
+def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
+    """Which way a key that belongs to line `home` takes, when `way` of its set is free.
+
+    If a row lies in that line that belongs elsewhere, it makes room and goes to `way`, which suits it best if that is
+    in its own line.
+    """
+    if way // LINE_WAYS == home:
+        return way
+    guest = -1
+    for other in range(home * LINE_WAYS, (home + 1) * LINE_WAYS):
+        owner = home_of(mix(key_at(areas, s, other)))
+        if taken_at(areas, s, other) and owner != home:
+            guest = other
+            if owner == way // LINE_WAYS:
+                break
+    if guest < 0:
+        return way
+    put(areas, s, way, key_at(areas, s, guest), heat_at(areas, s, guest), row_at(areas, s, guest))
+    if on_probation(areas.policy, s) == guest:
+        put_on_probation(areas.policy, s, way)
+    remove(areas, s, guest)
+    return guest
+
+
+@nb.njit
+def next_victim(areas, s):  # type: ignore[no-untyped-def]
+    """The way of the main queue that is put out next, from its hand on. Those passed over lose a hit."""
+    at = s * POLICY_BYTES + MAIN_HAND
+    way = nb.int64(areas.policy[at]) % WAYS
+    for _ in range((MAX_HEAT + 1) * WAYS):  # ends sooner unless readers count all the while
+        if way != on_probation(areas.policy, s):
+            heat = heat_at(areas, s, way)
+            if heat == 0:
+                break
+            set_heat_at(areas, s, way, heat - 1)
+        way = (way + 1) % WAYS
+    areas.policy[at] = way + 1
+    return way
 
 
 @nb.njit
 def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
-    """Put a row out of the full set `s`, by the rules of `heat`. Returns the way that a new key is to take.
-
-    The row there may be one that still stands elsewhere in the set: `put` the new one at once.
-    """
-    heads, base = areas.heads, s * HEAD_BYTES
-    known = take_ghost(areas.ghosts, s, hashed)
-    way = nb.int64(heads[base + 4]) % PROBATION
-    victim, moves = way, False
-    if known or get_heat(heads, base + HEAT_AT, way) >= MOVE_AT:
-        victim = next_victim(heads, base + HEAT_AT, nb.int64(heads[base + 5]), WAYS)
-        heads[base + 5] = victim + 1 if victim + 1 < WAYS else PROBATION
-        moves = not known
-    heads[base + 6] = add_ghost(areas.ghosts, s, nb.int64(heads[base + 6]), mix(areas.keys[s * WAYS + victim]))
-    if known:
-        return victim
-    heads[base + 4] = (way + 1) % PROBATION
-    if moves:
-        at = areas.rows + (s * WAYS + way) * areas.row_bytes
-        put(
-            areas,
-            s,
-            victim,
-            heads[base + TAGS_AT + way],
-            areas.keys[s * WAYS + way],
-            get_heat(heads, base + HEAT_AT, way),
-            at,
-        )
-    return way
+    """Put a row out of the full set `s`, by the rules of `heat`. Returns (its way, whether the new key is on probation)."""
+    known = take_ghost(areas.policy16, s, hashed)
+    way = -1 if known else on_probation(areas.policy, s)
+    if way < 0 or heat_at(areas, s, way) >= MOVE_AT:
+        way = next_victim(areas, s)
+    add_ghost(areas.policy, areas.policy16, s, mix(key_at(areas, s, way)))
+    remove(areas, s, way)
+    return way, not known
 
 
 @nb.njit(types.int64(AREAS, KEYS, types.int64, types.boolean, COUNTERS), nogil=True, cache=True)
@@ -164,34 +240,38 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
     """Let in distinct keys with the rows at address `rows`. Returns how many were let in.
 
     A key that is resident keeps its row: both were read under views that are current. Without `evict`
-    only free ways are filled, main's first, because such keys come hottest first.
+    only free ways are filled, and nobody is on probation, because such keys come hottest first.
     """
     geometry = areas.control[GEOMETRY]
-    heads = areas.heads
+    lines = areas.lines
     admitted = 0
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
-            ahead = set_of(mix(keys[i + _AHEAD]), geometry, areas.sets_per_region)
-            prefetch(heads.ctypes.data + ahead * HEAD_BYTES)
-            prefetch(areas.ghosts.ctypes.data + ahead * GHOST_BYTES)
+            hashed = mix(keys[i + _AHEAD])
+            ahead = set_of(hashed, geometry, areas.sets_per_region)
+            prefetch(lines.ctypes.data + (ahead * LINES + home_of(hashed)) * LINE_BYTES)
+            prefetch(areas.policy.ctypes.data + ahead * POLICY_BYTES)
             prefetch(areas.absent.ctypes.data + ahead * ABSENT_BYTES)
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
-        tag = tag_of(hashed)
-        if find_way(heads, areas.keys, s, tag, key) >= 0:
+        home = home_of(hashed)
+        if find_way(lines, areas.lines64, s, home, key) >= 0:
             continue
-        free = match32(heads, s * HEAD_BYTES + TAGS_AT, nb.uint8(0))
-        if free != 0:
-            way = trailing_zeros(free) if evict else last_one(free)
+        way = free_way(areas, s, home)
+        probation = evict and on_probation(areas.policy, s) < 0
+        if way >= 0:
             counters[ROWS] += 1
         elif evict:
-            way = make_room(areas, s, hashed)
+            way, probation = make_room(areas, s, hashed)
             counters[EVICTED] += 1
         else:
             continue
         forget_absent(areas, counters, s, key)
-        put(areas, s, way, tag, key, 0, rows + i * areas.row_bytes)
+        way = make_home(areas, s, way, home)
+        put(areas, s, way, key, 0, rows + i * areas.row_bytes)
+        if probation:
+            put_on_probation(areas.policy, s, way)
         admitted += 1
     counters[ADMITTED] += admitted
     return admitted
@@ -205,7 +285,7 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         hashed = mix(keys[i])
         s = set_of(hashed, geometry, areas.sets_per_region)
-        if find_way(areas.heads, areas.keys, s, tag_of(hashed), keys[i]) < 0 and mark_absent(
+        if find_way(areas.lines, areas.lines64, s, home_of(hashed), keys[i]) < 0 and mark_absent(
             areas, counters, s, keys[i]
         ):
             marked += 1
@@ -216,24 +296,26 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
 def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no-untyped-def]
     """Bring what is held of keys[begin:end] up to a delta: overwrite or erase rows, set and clear absent marks."""
     geometry = areas.control[GEOMETRY]
-    heads = areas.heads
+    lines = areas.lines
     for i in range(begin, end):
         if i + _AHEAD < end:
-            ahead = set_of(mix(keys[i + _AHEAD]), geometry, areas.sets_per_region)
-            prefetch(heads.ctypes.data + ahead * HEAD_BYTES)
+            hashed = mix(keys[i + _AHEAD])
+            ahead = set_of(hashed, geometry, areas.sets_per_region)
+            prefetch(lines.ctypes.data + (ahead * LINES + home_of(hashed)) * LINE_BYTES)
             prefetch(areas.absent.ctypes.data + ahead * ABSENT_BYTES)
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
-        way = find_way(heads, areas.keys, s, tag_of(hashed), key)
+        way = find_way(lines, areas.lines64, s, home_of(hashed), key)
         if deleted[i]:
             if way >= 0:
-                erase(areas, s, way)
+                remove(areas, s, way)
                 counters[ROWS] -= 1
                 mark_absent(areas, counters, s, key)
             continue
         forget_absent(areas, counters, s, key)
         if way >= 0:
-            version = open_set(areas.heads32, s)
-            copy_bytes(areas.rows + (s * WAYS + way) * areas.row_bytes, rows + i * areas.row_bytes, areas.row_bytes)
-            close_set(areas.heads32, s, version)
+            line = s * LINES + way // LINE_WAYS
+            version = open_version(areas.lines32, line)
+            copy_bytes(row_at(areas, s, way), rows + i * areas.row_bytes, areas.row_bytes)
+            close_version(areas.lines32, line, version)

@@ -20,6 +20,8 @@ from tierstore.service.known import KnownRequests
 from tierstore.service.pool import ByteBudget, WorkerPool
 from tierstore.service.shared_memory import Regions
 from tierstore.service.shed import Shed, Waits
+from tierstore.service.status import outcome_of, status_of
+from tierstore.service.tfs_signature import Signatures
 
 if TYPE_CHECKING:
     from tierstore.service.door import Door
@@ -54,6 +56,7 @@ class Service:
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.known_requests = KnownRequests()
+        self.signatures = Signatures()
         self.request_times = RequestTimes()
         self.infer_stats = InferStats()
         self.freshness = Freshness()
@@ -71,16 +74,18 @@ class Service:
         if self.fleet is not None:
             self.fleet.refresh()
 
-    def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError | None = None) -> None:
-        """Count a look-up that failed, where there is a version to count it for. Any thread."""
+    def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
+        """Count a look-up that failed, for the version that had been chosen for it or the active one. Any thread."""
         if self.hands_on and isinstance(error, (NotFound, NotReady)):
             return
-        try:
-            active = self.dataplane.model(model).active_version
-        except TierstoreError:
-            return
-        if active is not None:
-            self.infer_stats.failed(model, active, elapsed_ns)
+        version = error.version
+        if version is None:
+            try:
+                version = self.dataplane.model(model).active_version
+            except TierstoreError:
+                return
+        if version is not None:
+            self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The store's status, with what worker processes have counted."""

@@ -26,15 +26,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tierstore.errors import InvalidInput, NotFound, TooLarge
+from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.predict.session import Slot
 from tierstore.service.plans import (
     ANSWERS,
@@ -67,6 +67,9 @@ __all__ = [
 ]
 
 
+Asked: TypeAlias = Request | memoryview | Callable[[View], Request]
+
+
 class Inference:
     """One request under way: holds a view from `open` to `close`. One thread at a time.
 
@@ -87,7 +90,7 @@ class Inference:
         "raw",
     )
 
-    def __init__(self, lease: Any, request: Request | memoryview, max_response: int) -> None:
+    def __init__(self, lease: Any, request: Asked, max_response: int) -> None:
         self._lease, self._max_response = lease, max_response
         self._lookups: list[tuple[Call, Lookup]] = []
         self._slot: Slot | None = None
@@ -102,16 +105,17 @@ class Inference:
                     raise Elsewhere
                 spec, self.raw = raw_input(self._view, request)
                 request = Request([spec], [])
-            plan = request.plan
-            if plan is None or not plan.fits(self._view):
-                plan = request.plan = make_plan(self._view, request)
-            self.plan: Plan = plan
+            elif not isinstance(request, Request):
+                request = request(self._view)
+            plan = self.plan = _planned(self._view, request)
             if plan.work_bytes > max_response:
                 raise TooLarge(
                     f"the look-up takes {plan.work_bytes} bytes of rows, {max_response} are allowed: split it, or raise max_response"
                 )
-        except BaseException:
+        except BaseException as error:
             lease.__exit__(None, None, None)
+            if isinstance(error, TierstoreError):
+                error.version = self._view.version
             raise
 
     def __enter__(self) -> Inference:
@@ -120,6 +124,8 @@ class Inference:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, TierstoreError) and error.version is None:
+            error.version = self.version
         self.close()
 
     def close(self) -> None:
@@ -232,9 +238,34 @@ class DataPlane:
             raise NotFound(f"unknown model {shown(name)}")
         return self._store.model(name)
 
-    def open(self, model: str, version: int | None, request: Request | memoryview) -> Inference:
+    def splits(self, model: str) -> bool:
+        """Whether requests that name no version go to more than one: then it is worth the while to look for a `route`."""
+        return self.model(model).served.canary is not None
+
+    def open(
+        self,
+        model: str,
+        version: int | str | None,
+        request: Asked,
+        *,
+        route: bytes | str | None = None,
+    ) -> Inference:
         """Begin a request: hold its view, until `Inference.close`, and plan it.
 
-        `request` may be the raw keys of a model's only feature, in the binary form. `version` None: the active one.
+        `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the request
+        for the view that will answer it. `version` is a number, a label, or None: then the active version answers or, as its share says, the canary, the same one for equal `route`s. An
+        error tells by its `version` which one had been chosen.
         """
-        return Inference(self.model(model).view(version), request, self._max_response)
+        return Inference(self.model(model).view(version, route), request, self._max_response)
+
+
+def _planned(view: View, request: Request) -> Plan:
+    """The request's plan under the view's version: one that it has, or a new one."""
+    plan = request.plan
+    if plan is not None and plan.fits(view):
+        return plan
+    other = request.other_plan
+    if other is None or not other.fits(view):
+        other = make_plan(view, request)
+    request.plan, request.other_plan = other, plan
+    return other

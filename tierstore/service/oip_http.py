@@ -85,15 +85,23 @@ class OipHttp:
     # --- look-ups
 
     async def _infer(
-        self, name: str, version: int | None, body: memoryview, headers: Headers, holding: Holding, caller: Caller
+        self,
+        name: str,
+        version: int | str | None,
+        body: memoryview,
+        headers: Headers,
+        holding: Holding,
+        caller: Caller,
     ) -> Response:
         service = self._service
         began_ns = time.perf_counter_ns()
         call = InferCall(service, name, version, body, headers, holding, caller)
         try:
             response, served = await call.run(service.known_requests)
-        except TierstoreError:
-            service.count_failed(name, time.perf_counter_ns() - began_ns)
+        except TierstoreError as error:
+            if error.version is None:
+                error.version = call.chosen
+            service.count_failed(name, time.perf_counter_ns() - began_ns, error)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response
@@ -149,7 +157,7 @@ class OipHttp:
             return await self._statistics(name, version)
         return json_response(oip_models.model_metadata(model, version))
 
-    async def _statistics(self, name: str | None, version: int | None) -> Response:
+    async def _statistics(self, name: str | None, version: int | str | None) -> Response:
         service = self._service
         if service.fleet is not None:
             await service.control.run(service.refresh)
@@ -190,8 +198,8 @@ def _allow(method: str, allowed: str) -> None:
         raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")
 
 
-def _model_path(parts: list[str]) -> tuple[str, int | None]:
-    """(model, version) of `{model}` or `{model}/versions/{version}`."""
+def _model_path(parts: list[str]) -> tuple[str, int | str | None]:
+    """(model, version) of `{model}` or `{model}/versions/{number or label}`."""
     if len(parts) == 1:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":

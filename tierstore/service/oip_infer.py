@@ -38,6 +38,7 @@ DIRECT_BODY_BYTES = 64 << 10
 DIRECT_JSON_BYTES = 8 << 10  # elements in JSON, either way, cost far more a byte
 DIRECT_KEYS = 8192
 DIRECT_WORK_BYTES = 1 << 20  # of rows
+REQUEST_ID = b"x-request-id"  # requests of one id get one version
 
 
 class InferCall:
@@ -45,14 +46,14 @@ class InferCall:
 
     __slots__ = (
         "_asked", "_began_ns", "_buffer", "_inference", "_joint", "_layout", "_plan", "_tail", "body", "caller",
-        "headers", "holding", "model", "service", "spent", "version",
+        "chosen", "headers", "holding", "model", "service", "spent", "version",
     )  # fmt: skip
 
     def __init__(
         self,
         service: Service,
         model: str,
-        version: int | None,
+        version: int | str | None,
         body: memoryview,
         headers: Headers,
         holding: Holding,
@@ -61,6 +62,7 @@ class InferCall:
         self.service, self.model, self.version = service, model, version
         self.body, self.headers, self.holding, self.caller = body, headers, holding, caller
         self.spent = Timings()
+        self.chosen: int | None = None  # the version that answers, once it is known
         self._began_ns = time.perf_counter_ns()
         self._asked: InferRequest | None = None
         self._tail: memoryview | None = None
@@ -202,7 +204,10 @@ class InferCall:
     def _open(self) -> None:
         asked = self._asked
         assert asked is not None
-        self._inference = self.service.dataplane.open(self.model, self.version, asked.request)
+        plane = self.service.dataplane
+        route = self.headers.get(REQUEST_ID) if self.version is None and plane.splits(self.model) else None
+        self._inference = plane.open(self.model, self.version, asked.request, route=route)
+        self.chosen = self._inference.version
         self._layout = _layout_of(asked, self.model, self._inference.plan)
 
     def _start(self) -> bool:

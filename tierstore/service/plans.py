@@ -192,7 +192,9 @@ class Request:
     inputs: Sequence[TensorSpec]
     outputs: Sequence[RequestedOutput]
     combiner: str | None = None
-    plan: Plan | None = None  # of the latest version it was asked of; threads may race to set it to equal ones
+    # of the latest two versions it was asked of, as two may be served; threads may race to set them to equal ones
+    plan: Plan | None = None
+    other_plan: Plan | None = None
 
 
 def make_plan(view: View, request: Request) -> Plan:

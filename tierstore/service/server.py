@@ -269,8 +269,8 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _say(url: str, grpc_target: str | None) -> None:
-    also = "" if grpc_target is None else f", gRPC at {grpc_target}"
-    sys.stdout.write(f"tierstore serves at {url}{also}\n")
+    also = "" if grpc_target is None else f"gRPC at {grpc_target}\n"
+    sys.stdout.write(f"tierstore serves at {url}\n{also}")
     sys.stdout.flush()
 
 

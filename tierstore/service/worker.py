@@ -21,6 +21,7 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.engine.mirror import MirrorStore
 from tierstore.engine.sharing import Changes
+from tierstore.errors import InvalidInput
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
 from tierstore.service.dataplane import Elsewhere
@@ -30,7 +31,9 @@ from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
 from tierstore.service.oip_http import OipHttp
+from tierstore.service.parameters import version_of
 from tierstore.service.server import FINISH_S, make_server
+from tierstore.service.tfs_http import TfsHttp
 
 REPORT_S = 1.0
 _EXIT_ORPHAN = 3
@@ -41,27 +44,44 @@ class _Root:
 
     def __init__(self, service: Service, link: Link) -> None:
         self._service, self._store = service, service.store
-        self._oip = OipHttp(service)
+        self._oip, self._tfs = OipHttp(service), TfsHttp(service)
         self._forward = Forward(lambda: service.control.run(link.connect))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         if path.endswith("/infer") and path.startswith("/v2/models/"):
-            if not self._store.fresh:
-                await self._service.control.run(self._store.refresh)
-            if self._answers(path.split("/")[3:-1]):
-                replay = Replay(receive)
-                try:
-                    await self._oip(scope, replay, send)
-                    return
-                except Elsewhere:  # it needs the dense part; nothing has been sent yet
-                    receive = replay.again
+            await self._look_up(self._oip, path.split("/")[3:-1], scope, receive, send)
+        elif path.endswith(":predict") and path.startswith("/v1/models/"):
+            await self._look_up(self._tfs, path.removesuffix(":predict").split("/")[3:], scope, receive, send)
+        else:
+            await self._forward(scope, receive, send)
+
+    async def _look_up(
+        self, protocol: OipHttp | TfsHttp, parts: list[str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if not self._store.fresh:
+            await self._service.control.run(self._store.refresh)
+        if self._answers(parts):
+            replay = Replay(receive)
+            try:
+                await protocol(scope, replay, send)
+                return
+            except Elsewhere:  # it needs the dense part; nothing has been sent yet
+                receive = replay.again
         await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:
-        """Whether `{model}` or `{model}/versions/{version}` is what is served; if not, the owner says what is wrong."""
-        active = self._store.active(parts[0])
-        return active is not None and (len(parts) == 1 or parts[1:] == ["versions", str(active)])
+        """Whether `{model}` or `{model}/versions/{number or label}` is served; if not, the owner says what is wrong."""
+        served = self._store.served(parts[0])
+        if served.active is None or len(parts) == 1:
+            return served.active is not None
+        if len(parts) != 3 or parts[1] != "versions":
+            return False
+        try:
+            asked = version_of(parts[2])
+        except InvalidInput:
+            return False
+        return asked in served.versions if isinstance(asked, int) else asked in served.all_labels()
 
 
 class Worker:

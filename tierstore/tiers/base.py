@@ -42,8 +42,11 @@ class CacheTier(Protocol):
 
     budget_bytes: int
 
-    def lookup(self, keys: Keys, out: Vectors, state: States) -> None:
-        """Decode rows of resident keys into `out`, the table's default for keys known absent; count heat."""
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
+        """Decode rows of resident keys into `out`, the table's default for keys known absent; count heat.
+
+        Returns how many keys were answered with a row.
+        """
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Offer distinct keys with their stored rows; admission is the tier's. Returns rows let in."""

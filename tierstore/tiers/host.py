@@ -25,8 +25,8 @@ import numpy as np
 from tierstore.errors import ConfigError
 from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
-from tierstore.kernels.heat import GHOST_BYTES
-from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, HEAD_BYTES, WAYS, Areas
+from tierstore.kernels.heat import POLICY_BYTES
+from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, LINE_BYTES, LINES, WAYS, Areas
 from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
@@ -46,7 +46,7 @@ class _Layout:
 
     def __init__(self, spec: TableSpec, budget_bytes: int) -> None:
         self.row_bytes = spec.row_bytes
-        self.set_bytes = HEAD_BYTES + GHOST_BYTES + ABSENT_BYTES + WAYS * (8 + spec.row_bytes)
+        self.set_bytes = sum(self.area_bytes())
         sets = max(0, (budget_bytes - CONTROL_BYTES) // self.set_bytes)
         # a deeper table can shrink further, but loses the sets that are left over from whole regions
         self.max_depth = max(min(2, sets.bit_length() - 1), min(_MAX_DEPTH, (sets // 64).bit_length() - 1), 0)
@@ -55,8 +55,8 @@ class _Layout:
         self.size = CONTROL_BYTES + self.sets * self.set_bytes
 
     def area_bytes(self) -> tuple[int, ...]:
-        """Bytes a set, area by area; the order of areas does not matter, each is halved by itself."""
-        return HEAD_BYTES, GHOST_BYTES, ABSENT_BYTES, WAYS * 8, WAYS * self.row_bytes
+        """Bytes a set, area by area, each of which is halved by itself. Lines and rows begin where cache lines do."""
+        return LINES * LINE_BYTES, ABSENT_BYTES, WAYS * self.row_bytes, POLICY_BYTES
 
     def cut(self, memory: mmap.mmap | SharedMapping) -> Areas:
         """Views of the areas of a mapping of `size` bytes, which they keep alive."""
@@ -67,10 +67,10 @@ class _Layout:
         for size in (CONTROL_BYTES, *(self.sets * n for n in self.area_bytes())):
             parts.append(whole[begin : begin + size])
             begin += size
-        control, heads, ghosts, absent, keys, rows = parts
+        control, lines, absent, rows, policy = parts
         return Areas(
-            control.view(np.int64), heads, heads.view(np.uint32), keys.view(np.int64), ghosts.view(np.uint16), absent,
-            absent.view(np.uint32), absent.view(np.int64), _address(rows), self.row_bytes, self.sets_per_region,
+            control.view(np.int64), lines, lines.view(np.uint32), lines.view(np.int64), policy, policy.view(np.uint16),
+            absent, absent.view(np.uint32), absent.view(np.int64), _address(rows), self.row_bytes, self.sets_per_region,
         )  # fmt: skip
 
 
@@ -81,39 +81,29 @@ class _Reader:
         # constant after construction
         self.spec, self.budget_bytes = spec, int(budget_bytes)
         self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
+        self._defaults_at = [_address(default) for default in self._defaults]
+        self._code, self._dim = spec.dtype.code, spec.dim  # a look-up of few keys would notice asking the spec
         self._layout = _Layout(spec, self.budget_bytes)
         self._areas: Areas | None = None
 
-    def lookup(self, keys: Keys, out: Vectors, state: States) -> None:
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; the rest is left as it is.
 
         `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous. Rows of `out`
-        that stay PENDING hold anything. Counts heat.
+        that stay PENDING hold anything. Counts heat. Returns how many were answered with a row.
         """
         areas = self._areas
         if areas is None:
-            return
+            return 0
         self._check(keys, out, state)
         half = out_code(out)
-        setcache.lookup(
-            areas,
-            np.ascontiguousarray(keys),
-            state,
-            self.spec.dtype.code,
-            half,
-            _address(out),
-            self.spec.dim,
-            _address(self._defaults[half]),
-        )
+        keys = np.ascontiguousarray(keys)
+        hits = setcache.lookup(areas, keys, state, self._code, half, _address(out), self._dim, self._defaults_at[half])
+        return int(hits)
 
     def _check(self, keys: Keys, out: Vectors, state: States) -> None:
         n = len(keys)
-        if (
-            out.shape != (n, self.spec.dim)
-            or state.shape != (n,)
-            or not out.flags.c_contiguous
-            or not out.flags.writeable
-        ):
+        if out.shape != (n, self._dim) or state.shape != (n,) or not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError(
                 f"expected contiguous out[{n}, {self.spec.dim}] and state[{n}], got {out.shape} and {state.shape}"
             )
@@ -327,7 +317,7 @@ class HostTable(_Reader):
         with self._lock:
             areas.control[GEOMETRY] = depth - 1
             areas.control[EPOCH] += 1
-            self._give_back(half, 2 * half)
+            self._give_back(half)
         self._huge.clear()
         self._swept = -1
 
@@ -344,13 +334,13 @@ class HostTable(_Reader):
                 setresize.split(areas, max(0, end - step), end, self._counters)
             time.sleep(_HAND_OVER_S)
 
-    def _give_back(self, begin: int, end: int) -> None:
-        """Free the memory of sets [begin, end) in every area, whole pages; they read as zeros, that is as empty sets."""
+    def _give_back(self, begin: int) -> None:
+        """Free the memory of all sets from `begin` on in every area, whole pages; they read as zeros, as empty sets do."""
         page = mmap.PAGESIZE
         at = CONTROL_BYTES
         for size in self._layout.area_bytes():
             first = -(-(at + begin * size) // page) * page
-            last = (at + end * size) // page * page
+            last = (at + self._layout.sets * size) // page * page
             if last > first:
                 self._memory.madvise(self._giving_back, first, last - first)
             at += self._layout.sets * size

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, NotReady, Overloaded
 from tierstore.service.context import Service
+from tierstore.service.dataplane import Elsewhere
 from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, outcome_of
@@ -59,6 +60,11 @@ def by_message(kind: Any, method: Callable[[Any], Any]) -> Unary:
         return answer
 
     return call
+
+
+def request_id(context: Context) -> bytes | str | None:
+    """The call's `x-request-id`, by which parts of one request get one version; None where it has none."""
+    return next((entry.value for entry in context.invocation_metadata() or () if entry.key == "x-request-id"), None)
 
 
 def check_waited_for(context: Context) -> None:
@@ -190,7 +196,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                     waits.take(began_ns)
                 answer = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                if elsewhere is not None and isinstance(error, (NotFound, NotReady)):
+                if elsewhere is not None and isinstance(error, (Elsewhere, NotFound, NotReady)):
                     return elsewhere(message, context)
                 log_failure(error, f"{servicer.name}/{name}")
                 if isinstance(error, (DeadlineExceeded, Cancelled)):

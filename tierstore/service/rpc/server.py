@@ -20,6 +20,7 @@ from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.inference import Inference
 from tierstore.service.rpc.pools import CallPool
 from tierstore.service.rpc.standard import MAX_WATCHERS, Health, reflect
+from tierstore.service.rpc.tfserving import TensorFlowServing
 
 CONTROL_THREADS = 4
 CONTROL_QUEUE = 64
@@ -30,7 +31,7 @@ KEEPALIVE_MS = 10_000  # how often a client may ping without being sent away
 
 def servicers_of(service: Service) -> list[Servicer]:
     """The protocols that are spoken beside health and reflection."""
-    return [Inference(service).servicer]
+    return [Inference(service).servicer, *TensorFlowServing(service).servicers]
 
 
 class GrpcServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tierstore.client import Client, sync
+from tierstore.client import Client
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, InvalidInput, NotFound, NotReady, SequenceGap, SnapshotError
 from tierstore.service.server import ServerThread
@@ -166,7 +167,7 @@ def test_many_features_come_in_one_answer(loaded: Client, loaded_store: Store) -
 def test_a_large_lookup_is_put_together_from_parts(
     loaded: Client, loaded_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync, "SPLIT_KEYS", 100)
+    monkeypatch.setattr(loaded, "_settings", dataclasses.replace(loaded._settings, split_keys=100))
     keys = np.random.default_rng(0).integers(0, ITEMS + 50, 1234)
     for left, right in zip(
         loaded.lookup("ctr", "item_id", keys, return_found=True),
