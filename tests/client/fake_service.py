@@ -144,10 +144,8 @@ class FakeService:
             self.paths.append(f"{handler.command} {handler.path}")
         if handler.path.endswith("/infer"):
             self._infer(handler, body)
-        elif (
-            handler.path == "/v2/models/m"
-            or (handler.path.startswith("/v2/models/m/versions/")
-            and handler.path.count("/") == 5)
+        elif handler.path == "/v2/models/m" or (
+            handler.path.startswith("/v2/models/m/versions/") and handler.path.count("/") == 5
         ):
             entries = [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in INPUTS]
             self._send(handler, 200, {"name": "m", "versions": [str(self.version)], "inputs": entries, "outputs": []})

@@ -34,16 +34,10 @@ DEADLINE_S = 120
 REQUESTS = [*cases.look_ups(), *cases.predictions()]
 for asked_for, wanted in REQUESTS:
     asked_for.answers = asked_for.answers or list(wanted if isinstance(wanted, dict) else asked_for.inputs)
-# what a client has no words for
-BEYOND = {
-    "tierstore": {"bags of a batch", "rows of a batch", "a version that is named", "an unknown version"}
-    | {case.name for case, _ in cases.predictions()},
-}
 ASKED = [
     pytest.param(client, case, expected, id=f"{client}-{case.name}")
     for case, expected in REQUESTS
     for client in CLIENTS
-    if case.name not in BEYOND.get(client, ())
 ]
 
 Answers = dict[str, exchange.Answer]
