@@ -68,6 +68,24 @@ class Settings(BaseSettings):
         default_factory=lambda: max(2, _cores()), ge=1, description="threads that run look-ups of the service"
     )
     lookup_queue: int = Field(1024, ge=1, description="look-ups that may wait for a thread; beyond it clients get 503")
+    max_queue_s: float = Field(
+        10.0, gt=0, description="seconds that a look-up may wait for a thread; one that has waited longer gets 503"
+    )
+    max_connections: int = Field(
+        2048,
+        ge=1,
+        description="HTTP connections of a process; requests on further ones get 503. At most half of the files that a process may open",
+    )
+    batch_max_items: int = Field(
+        0,
+        ge=0,
+        description="items (rows of the batch dimension) that concurrent small predict requests over HTTP are joined to; 0 joins none",
+    )
+    batch_delay_us: int = Field(
+        0,
+        ge=0,
+        description="microseconds that a predict request waits for others to join; 0: while it waits for a thread",
+    )
     disk_threads: int = Field(8, ge=1, description="threads that read misses from disk, all models together")
     load_workers: int = Field(
         default_factory=lambda: min(4, _cores()), ge=1, description="helper processes of a bulk load"

@@ -30,7 +30,12 @@ from collections.abc import Sequence
 
 
 class TierstoreError(Exception):
-    """Root of the tree; catch it to catch all of tierstore's own errors."""
+    """Root of the tree; catch it to catch all of tierstore's own errors.
+
+    `version` is the version of a model that the request had been given to, where the service knows it.
+    """
+
+    version: int | None = None
 
 
 class InvalidInput(TierstoreError, ValueError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def answers(tensors: dict[str, np.ndarray], wanted: list[str]) -> dict[str, np.n
 class FakeService:
     """`with FakeService() as service`: `url`, and what it was asked in `seen`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.script: list[Act] = []
         self.documents: Callable[[str, str, bytes], tuple[int, Any]] | None = None
         self.version = 1
@@ -123,7 +124,9 @@ class FakeService:
                 pass  # connections are cut on purpose
 
         self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        if tls is not None:  # the handshake is each connection's own business, so it does not stop the others
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
+        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
 
     def __enter__(self) -> FakeService:
@@ -157,10 +160,12 @@ class FakeService:
             self._send(handler, 404, {"error": "no such path"})
 
     def _infer(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
-        length = int(handler.headers["inference-header-content-length"])
+        length = int(handler.headers.get("inference-header-content-length", len(body)))
         document = json.loads(body[:length])
         tensors, at = {}, length
         for entry in document["inputs"]:
+            if "shared_memory_region" in entry["parameters"]:
+                continue  # this service does not look into it
             nbytes = entry["parameters"]["binary_data_size"]
             raw = body[at : at + nbytes]
             at += nbytes

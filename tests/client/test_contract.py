@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tierstore.client import AsyncClient
 from tierstore.errors import (
     Closed,
     DeadlineExceeded,
@@ -490,3 +492,33 @@ def test_a_token_goes_with_every_request(make: Make, service: FakeService) -> No
 def test_a_url_that_is_none_is_refused(make: Make, url: str) -> None:
     with pytest.raises(InvalidInput, match=r"http://127\.0\.0\.1:8000"):
         make(url)
+
+
+def test_a_verb_that_is_cancelled_leaves_no_connection_behind(service: FakeService) -> None:
+    service.script = [Act(how="hang")] * 3
+
+    async def cancelled() -> None:
+        async with AsyncClient(service.url, split_keys=10, max_connections=2) as client:
+            asking = asyncio.create_task(client.lookup("m", "f", np.arange(25)))
+            while len(service.seen) < 2:
+                await asyncio.sleep(0)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert client.figures()["connections"] == {"busy": 0, "idle": 0, "limit": 2, "waiting": 0}
+            service.released.set()
+            service.script.clear()
+            same(await client.lookup("m", "f", np.arange(25)), rows(np.arange(25)))
+
+    asyncio.run(cancelled())
+
+
+def test_an_async_client_belongs_to_one_loop_at_a_time(service: FakeService) -> None:
+    client = AsyncClient(service.url)
+    for _ in range(2):  # one loop after the other has ended
+        asyncio.run(client.lookup("m", "f", [1]))
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        first.run(client.lookup("m", "f", [1]))
+        with pytest.raises(InvalidInput, match="event loop"):
+            second.run(client.lookup("m", "f", [1]))
+        first.run(client.close())

@@ -103,7 +103,8 @@ def serve(
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def announce(url: str, grpc_target: str | None) -> None:
-        also = "" if grpc_target is None else f", gRPC at {grpc_target}"
-        typer.echo(f"tierstore serves {settings.data} at {url}{also}")
+        typer.echo(f"tierstore serves {settings.data} at {url}")
+        if grpc_target is not None:
+            typer.echo(f"gRPC at {grpc_target}")
 
     run_service(settings, announce=announce)

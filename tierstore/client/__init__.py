@@ -7,7 +7,7 @@ comes back as the error of `tierstore.errors` that the embedded store would have
 from __future__ import annotations
 
 from tierstore.client.aio import AsyncClient
-from tierstore.client.face import RemoteModel
+from tierstore.client.remote import RemoteModel
 from tierstore.client.sync import Client
 
 __all__ = ["AsyncClient", "Client", "RemoteModel"]

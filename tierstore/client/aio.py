@@ -40,6 +40,7 @@ class AsyncClient(Face):
 
     async def close(self) -> None:
         """Close the connections; verbs under way still end. May be called twice."""
+        await self._run(self._shared.close())
         self._pool.close()
         await asyncio.sleep(0)  # transports close in the loop's next round
 

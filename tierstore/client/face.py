@@ -6,29 +6,26 @@ A `RemoteModel` holds nothing but a name. A face may be used wherever its client
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from tierstore import __version__
-from tierstore.client import inputs as given_inputs
-from tierstore.client import steps, wire
+from tierstore.client import steps
 from tierstore.client.address import Address
-from tierstore.client.batches import Batch
 from tierstore.client.flights import Policy, RetryBudget
-from tierstore.client.shards import cut_items, cut_lookup
+from tierstore.client.remote import RemoteModel
+from tierstore.client.shared import Choice, Shared
 from tierstore.client.sources import delta_model, snapshot_model
-from tierstore.client.steps import Asked, ModelFacts, Steps, Until, Version
+from tierstore.client.steps import ModelFacts, Steps, Until
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.types import DeltaResult, ProgressFn
 
-SPLIT_KEYS = 1 << 16  # of one request; larger look-ups go out as several, side by side
-SPLIT_ITEMS = 350  # of one `predict`
+SPLIT_KEYS = 1 << 15  # of one request; larger look-ups go out as several, side by side
+SPLIT_ITEMS = 2048  # of one `predict`
 SWITCH_TIMEOUT_S = 600.0  # a version is caught up and warmed before it serves, however long that takes
-_ANSWERS: dict[str, dict[str, str]] = {"float32": {}, "float16": {"dtype": "FP16"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +56,8 @@ class Face(ABC):
         split_items: the same for the items of one `predict`. None: never.
         parallel: requests of one call under way at once.
         max_connections: to the service, of all calls together.
+        shared_memory: `auto` lets large look-ups go through memory shared with a service on the same host that allows
+            it; True all that fit; False none. Answers are the same.
 
     Every verb raises Unreachable when nothing answers, DeadlineExceeded when the time is over, Overloaded when the
     service is too busy, Forbidden when it does not let this caller, and otherwise the errors of the embedded store.
@@ -77,6 +76,7 @@ class Face(ABC):
         split_items: int | None = SPLIT_ITEMS,
         parallel: int = 4,
         max_connections: int = 32,
+        shared_memory: Choice = "auto",
     ) -> None:
         self._address = Address.of(url)
         for name, value in (("parallel", parallel), ("max_connections", max_connections), ("retries", retries + 1)):
@@ -90,6 +90,7 @@ class Face(ABC):
         self._settings = Settings(timeout_s, hedge_after_s, split_keys, split_items, max_connections, policy)
         self._budget = RetryBudget(policy.retry_burst, policy.retry_share)
         self._facts = ModelFacts()
+        self._shared = Shared(self._address, shared_memory)
         self._fields = _fields(self._address, token)
         self._open()
 
@@ -110,6 +111,7 @@ class Face(ABC):
         budget = self._budget
         return {
             "connections": self._connections(),
+            "shared_memory": self._shared.figures(),
             "repeats": {"left": budget.left, "limit": budget.most, "taken": budget.taken, "refused": budget.refused},
         }
 
@@ -200,15 +202,38 @@ class Face(ABC):
 
     def activate(self, model: str, version: int, *, force: bool = False) -> Any:
         """Serve a kept version. Conflict for a stale one, unless `force`."""
-        return self._run(self._switch(model, "/activate", {"version": version, **_forced(force)}, result=False))
+        return self._run(self._switch(model, "/activate", {"version": version, **_forced(force)}))
 
     def rollback(self, model: str, *, force: bool = False) -> Any:
         """Serve the version before the active one, and return it. Conflict if there is none, or it is stale and not `force`."""
-        return self._run(self._switch(model, "/rollback", _forced(force), result=True))
+        return self._run(self._switch(model, "/rollback", _forced(force), result="active_version"))
 
     def drop(self, model: str, version: int) -> Any:
         """Remove a version from disk. Conflict for the active one."""
         return self._run(_nothing(steps.exchange("DELETE", f"{_admin(model)}/versions/{version}", self._until())))
+
+    def canary(self, model: str, version: int, share: float = 0.05, *, force: bool = False) -> Any:
+        """Serve a kept version to `share` (0 to 1) of the requests that name none; for the canary, change its share alone."""
+        body = {"version": version, "share": share, **_forced(force)}
+        return self._run(self._switch(model, "/canary", body))
+
+    def promote(self, model: str) -> Any:
+        """Make the canary the active version, and return it. Conflict where there is none."""
+        return self._run(self._switch(model, "/promote", None, result="active_version"))
+
+    def withdraw(self, model: str) -> Any:
+        """Stop serving the canary, and return its version, which is kept. Conflict where there is none."""
+        return self._run(self._switch(model, "/withdraw", None, result="withdrawn"))
+
+    def label(self, model: str, name: str, version: int) -> Any:
+        """Let a label stand for a version that is served, until that is served no more."""
+        path = f"{_admin(model)}/labels/{quote(name, safe='')}"
+        return self._run(_nothing(_json(steps.exchange("PUT", path, self._until(), {"version": version}))))
+
+    def unlabel(self, model: str, name: str) -> Any:
+        """Remove a label."""
+        path = f"{_admin(model)}/labels/{quote(name, safe='')}"
+        return self._run(_nothing(_json(steps.exchange("DELETE", path, self._until()))))
 
     # --- steps
 
@@ -245,172 +270,10 @@ class Face(ABC):
         answer = yield from _json(sent)
         return DeltaResult(model, int(answer["seq"]), bool(answer["applied"]))
 
-    def _switch(self, model: str, path: str, body: Any, *, result: bool) -> Steps:
+    def _switch(self, model: str, path: str, body: Any, *, result: str | None = None) -> Steps:
         until = Until(max(SWITCH_TIMEOUT_S, self._settings.timeout_s))
         answer = yield from _json(steps.exchange("POST", _admin(model) + path, until, body))
-        return int(answer["active_version"]) if result else None
-
-
-class RemoteModel:
-    """A model of a service. Holds nothing but its name, so it stays good across version switches.
-
-    Options that all look-ups take: `dtype` of the answer, `float32` or `float16`; `version`, a number or a label, by
-    default what the service chooses; `timeout_s` of the whole; `request_id`, by which a service that splits traffic over
-    versions chooses one: the same for the same id.
-
-    A request beyond `split_keys` goes out as several, side by side. All are answered by one version, but a delta may
-    become visible between them.
-    """
-
-    def __init__(self, client: Face, name: str) -> None:
-        self._client, self.name = client, name
-
-    @property
-    def ready(self) -> Any:
-        """Whether a version of the model is served."""
-        return self._client._run(steps.succeeds(f"{steps.model_path(self.name)}/ready", self._client._until()))
-
-    def metadata(self, *, version: Version = None) -> Any:
-        """The protocol's model metadata: `inputs` and `outputs` with their datatypes and shapes."""
-        client = self._client
-        return client._run(steps.metadata(client._facts, self.name, version, client._until(), renew=True))
-
-    def lookup(self, feature: str, keys: Any, *, return_found: bool = False, **options: Any) -> Any:
-        """Rows of `keys`, in their order.
-
-        Args:
-            feature: a feature of the model.
-            keys: n keys: an integer array or list, strings for a string table, or an Arrow array.
-            return_found: also tell which keys the table holds.
-            options: see the class.
-
-        Returns vectors [n, dim], or (vectors [n, dim], found bool[n]).
-        """
-        return self._client._run(self._one(Batch.of(feature, keys), return_found, None, **options))
-
-    def lookup_bags(
-        self,
-        feature: str,
-        keys: Any,
-        offsets: Any,
-        *,
-        weights: Any = None,
-        combiner: str | None = None,
-        return_found: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Embedding bags, pooled.
-
-        Args:
-            keys: n keys, as in `lookup`.
-            offsets: int64[bags], the start of each bag in `keys`: the first 0, never descending, no end entry.
-            weights: float32[n], 1 each if not given.
-            combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
-            options: see the class.
-
-        Returns vectors [bags, dim], zeros for an empty bag; with `return_found` also found bool[n].
-        """
-        batch = Batch.of(feature, keys, offsets, weights)
-        return self._client._run(self._one(batch, return_found, combiner, **options))
-
-    def lookup_many(self, keys: Mapping[str, Any], *, return_found: bool = False, **options: Any) -> Any:
-        """Several features at once, in one request and so of one moment.
-
-        Args:
-            keys: by feature: keys as `lookup` takes them, or for bags a tuple `(keys, offsets)` or
-                `(keys, offsets, weights)` as `lookup_bags` takes them.
-            options: see the class.
-
-        Returns {feature: what `lookup` or `lookup_bags` returns}.
-        """
-        batches = [Batch.given(feature, value) for feature, value in keys.items()]
-        return self._client._run(self._many(batches, return_found, None, **options))
-
-    def predict(
-        self,
-        inputs: Mapping[str, Any],
-        *,
-        outputs: Sequence[str] | None = None,
-        version: Version = None,
-        timeout_s: float | None = None,
-        request_id: str | None = None,
-        split_items: int | Literal["client"] | None = "client",
-    ) -> Any:
-        """Outputs of the model's dense part for a batch of items.
-
-        Args:
-            inputs: by name: keys of features and the dense part's own inputs, an array each, converted to the datatype
-                that the model declares; for ragged features `(keys, offsets)` or `(keys, offsets, weights)`. Axis 0, or
-                the bag, is the item; what has one entry (the user) goes with all items.
-            outputs: names; by default those of the dense part.
-            version, timeout_s, request_id: as for look-ups.
-            split_items: in place of the client's. None sends one request: for a model whose answer for an item depends
-                on the others in the batch.
-
-        Returns {name: array}, or the array itself where no outputs are named and the model answers one.
-        """
-        asked = self._asked(version, timeout_s, request_id)
-        most = self._client._settings.split_items if split_items == "client" else split_items
-        return self._client._run(self._predict(asked, inputs, outputs, most))
-
-    # --- steps
-
-    def _asked(self, version: Version, timeout_s: float | None, request_id: str | None) -> Asked:
-        if request_id is not None and not (request_id and request_id.isascii() and request_id.isprintable()):
-            raise InvalidInput(f"request_id: expected printable ASCII, came {request_id!r}")
-        client = self._client
-        return Asked(self.name, version, client._until(timeout_s), request_id, client._settings.hedge_after_s)
-
-    def _one(self, batch: Batch, return_found: bool, combiner: str | None, **options: Any) -> Steps:
-        answers = yield from self._many([batch], return_found, combiner, **options)
-        return answers[batch.feature]
-
-    def _many(
-        self,
-        batches: list[Batch],
-        return_found: bool,
-        combiner: str | None,
-        *,
-        dtype: str = "float32",
-        version: Version = None,
-        timeout_s: float | None = None,
-        request_id: str | None = None,
-    ) -> Steps:
-        asked = self._asked(version, timeout_s, request_id)
-        outputs = {batch.feature: _outputs(batch.feature, dtype, return_found, combiner) for batch in batches}
-        most = self._client._settings.split_keys
-        cut = cut_lookup(batches, outputs, most)
-        whole = partial(cut_lookup, batches, outputs, None)
-        arrays = yield from steps.infer(asked, cut, whole, self._client._facts)
-        answers: dict[str, Any] = {}
-        for batch in batches:
-            rows = steps.named(arrays, batch.feature)
-            found = steps.named(arrays, f"{batch.feature}.found") if return_found else None
-            answers[batch.feature] = rows if found is None else (rows, found)
-        return answers
-
-    def _predict(
-        self, asked: Asked, inputs: Mapping[str, Any], outputs: Sequence[str] | None, most: int | None
-    ) -> Steps:
-        facts = self._client._facts
-        document = yield from steps.metadata(facts, self.name, asked.version, asked.until)
-        wanted = steps.wanted_outputs(outputs)
-        while True:
-            try:
-                given = given_inputs.given(inputs, document)
-                cut = cut_items(given, wanted, None if self.name in facts.whole else most)
-                arrays = yield from steps.infer(asked, cut, partial(cut_items, given, wanted, None), facts)
-                break
-            except InvalidInput:  # was it refused for what an earlier version declared?
-                newer = yield from steps.metadata(facts, self.name, asked.version, asked.until, renew=True)
-                if newer == document:
-                    raise
-                document = newer
-        for name in outputs or ():
-            steps.named(arrays, name)
-        if outputs is None and len(arrays) == 1:
-            return next(iter(arrays.values()))
-        return arrays
+        return None if result is None else int(answer[result])
 
 
 def _fields(address: Address, token: str | None) -> str:
@@ -421,16 +284,6 @@ def _fields(address: Address, token: str | None) -> str:
     if not (token.isascii() and token.isprintable()):
         raise InvalidInput("token: expected printable ASCII")
     return f"{fields}Authorization: Bearer {token}\r\n"
-
-
-def _outputs(feature: str, dtype: str, return_found: bool, combiner: str | None) -> list[wire.Output]:
-    parameters = _ANSWERS.get(dtype)
-    if parameters is None:
-        raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")
-    if combiner is not None:
-        parameters = {**parameters, "combiner": combiner}
-    rows = [wire.Output(feature, dict(parameters))]
-    return [*rows, wire.Output(f"{feature}.found", {})] if return_found else rows
 
 
 def _admin(model: str) -> str:

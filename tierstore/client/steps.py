@@ -22,6 +22,7 @@ import numpy.typing as npt
 import orjson
 
 from tierstore.client import wire
+from tierstore.client.batches import Batch
 from tierstore.client.flights import Call, Outgoing
 from tierstore.client.replies import Reply, Tensors
 from tierstore.client.shards import Cut, Gather
@@ -68,7 +69,30 @@ class ModelFacts:
 
     metadata: dict[tuple[str, Version], dict[str, Any]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)  # models whose answers cannot be put together from shards
+    dims: dict[tuple[str, Version, str], int] = field(default_factory=dict)  # of features' rows
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def learn_dims(self, model: str, version: Version, rows: Mapping[str, npt.NDArray[Any] | None]) -> None:
+        for feature, array in rows.items():
+            if array is not None and array.ndim and self.dims.get((model, version, feature)) != array.shape[-1]:
+                with self._lock:
+                    if len(self.dims) >= 16 * _MOST_MODELS:
+                        self.dims.clear()
+                    self.dims[model, version, feature] = array.shape[-1]
+
+    def answer_bytes(
+        self, model: str, version: Version, batches: Sequence[Batch], dtype: str, found: bool
+    ) -> dict[str, int] | None:
+        """Bytes of each output of a look-up, if the features' rows have the size that they had; None if never seen."""
+        sizes = {}
+        for batch in batches:
+            dim = self.dims.get((model, version, batch.feature))
+            if dim is None:
+                return None
+            sizes[batch.feature] = batch.rows * dim * (2 if dtype == "float16" else 4)
+            if found:
+                sizes[f"{batch.feature}.found"] = batch.n
+        return sizes
 
     def learn(self, model: str, version: Version, document: dict[str, Any]) -> None:
         with self._lock:

@@ -39,6 +39,7 @@ class Client(Face):
 
     def close(self) -> None:
         """Close the connections; requests under way on other threads still end. May be called twice."""
+        self._run(self._shared.close())
         self._links.close()
 
     def _connections(self) -> dict[str, int]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tierstore.engine.model import Model, Shared
+from tierstore.engine.model import Model
+from tierstore.engine.switching import Shared
 from tierstore.engine.version import VersionInfo, watermark_record, write_record
 from tierstore.errors import InvalidInput, SnapshotError, StorageError
 from tierstore.formats import files

@@ -1,16 +1,12 @@
 """A view: what one request works on. A version, the overlays over it, and the seq that both add up to.
 
-Immutable, so any number of threads may look up in one. `Publisher` holds the current view and knows which older
-ones are still read (read-copy-update): a delta is folded only when nobody reads a view from before it, and an old
-version is closed only when its last reader has left.
+Immutable, so any number of threads may look up in one. Which views are current, and which older ones are still read,
+is the publisher's to know (`publisher.py`).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -283,97 +279,3 @@ def _weights(weights: Any, n: int) -> np.ndarray:
     if array.shape != (n,):
         raise InvalidInput(f"weights: expected one a key, shape ({n},), came {array.shape}")
     return array
-
-
-class Publisher:
-    """The current view, and those before it that somebody still reads. Any thread."""
-
-    def __init__(self, told: Sequence[Callable[[], None]] = ()) -> None:
-        """Each of `told` is called at each publication, under `changed`: it must not wait for anything."""
-        self._told = told
-        self.changed = (
-            threading.Condition()
-        )  # notified at each publication and when a retired view is left by its last reader
-        self._current: View | None = None
-        self._retired: list[View] = []
-        self._pinned: list[Version] = []
-
-    @property
-    def current(self) -> View | None:
-        return self._current
-
-    def publish(self, view: View | None) -> None:
-        """From now on requests that start work on `view`. One atomic step."""
-        with self.changed:
-            old, self._current = self._current, view
-            if old is not None and old.readers:
-                self._retired.append(old)
-            for tell in self._told:
-                tell()
-            self.changed.notify_all()
-
-    def enter(self) -> View | None:
-        with self.changed:
-            view = self._current
-            if view is not None:
-                view.readers += 1
-            return view
-
-    def leave(self, view: View) -> None:
-        with self.changed:
-            view.readers -= 1
-            if not view.readers and view is not self._current:
-                self._retired.remove(view)
-                self.changed.notify_all()
-
-    def read_below(self, version: Version, seq: int) -> bool:
-        """Whether somebody still reads `version` as it was before `seq`. Call it under `changed`."""
-        return any(view.holder is version and view.seq < seq for view in self._retired)
-
-    def reads(self, version: Version) -> bool:
-        """Whether `version` is current, still read, or pinned. Call it under `changed`."""
-        current = self._current
-        if current is not None and current.holder is version:
-            return True
-        return version in self._pinned or any(view.holder is version for view in self._retired)
-
-    @contextmanager
-    def pinned(self) -> Iterator[Version | None]:
-        """Keep the current version open for long work that is no look-up: unlike a view, it holds no fold back."""
-        with self.changed:
-            version = None if self._current is None else self._current.holder
-            if version is not None:
-                self._pinned.append(version)
-        try:
-            yield version
-        finally:
-            if version is not None:
-                with self.changed:
-                    self._pinned.remove(version)
-                    self.changed.notify_all()
-
-
-class Lease:
-    """`with` this to hold a view for the length of a request."""
-
-    __slots__ = ("_asked", "_model", "_publisher", "_view")
-
-    def __init__(self, publisher: Publisher, model: str, asked: int | None) -> None:
-        self._publisher, self._model, self._asked = publisher, model, asked
-
-    def __enter__(self) -> View:
-        view = self._publisher.enter()
-        if view is None:
-            raise NotReady(f"model {self._model!r} has no active version; load or activate one")
-        if self._asked is not None and view.version != self._asked:
-            self._publisher.leave(view)
-            raise NotReady(
-                f"model {self._model!r} serves version {view.version}, not {self._asked}; activate that one first"
-            )
-        self._view = view
-        return view
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._publisher.leave(self._view)

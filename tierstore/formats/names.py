@@ -5,6 +5,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
 
     <data>/LOCK                                   held by the one process that has the store open
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
+    <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
         version.json  db/  dense.onnx  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
@@ -27,6 +28,7 @@ from tierstore.types import NAME, check_name
 LOCK = "LOCK"
 MODELS = "models"
 CURRENT = "CURRENT"
+ROUTES = "routes.json"
 LOG = "log"
 LOG_BASE = "base.json"
 VERSION_RECORD = "version.json"
@@ -156,6 +158,10 @@ class ModelDirectory:
     @property
     def current(self) -> Path:
         return self.root / CURRENT
+
+    @property
+    def routes(self) -> Path:
+        return self.root / ROUTES
 
     @property
     def log(self) -> Path:

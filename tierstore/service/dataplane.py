@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tierstore.errors import InvalidInput, NotFound, TooLarge
+from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.predict.session import Slot
 from tierstore.service.plans import (
     ANSWERS,
@@ -107,16 +107,15 @@ class Inference:
                 request = Request([spec], [])
             elif not isinstance(request, Request):
                 request = request(self._view)
-            plan = request.plan
-            if plan is None or not plan.fits(self._view):
-                plan = request.plan = make_plan(self._view, request)
-            self.plan: Plan = plan
+            plan = self.plan = _planned(self._view, request)
             if plan.work_bytes > max_response:
                 raise TooLarge(
                     f"the look-up takes {plan.work_bytes} bytes of rows, {max_response} are allowed: split it, or raise max_response"
                 )
-        except BaseException:
+        except BaseException as error:
             lease.__exit__(None, None, None)
+            if isinstance(error, TierstoreError):
+                error.version = self._view.version
             raise
 
     def __enter__(self) -> Inference:
@@ -125,6 +124,8 @@ class Inference:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, TierstoreError) and error.version is None:
+            error.version = self.version
         self.close()
 
     def close(self) -> None:
@@ -237,10 +238,34 @@ class DataPlane:
             raise NotFound(f"unknown model {shown(name)}")
         return self._store.model(name)
 
-    def open(self, model: str, version: int | str | None, request: Asked) -> Inference:
+    def splits(self, model: str) -> bool:
+        """Whether requests that name no version go to more than one: then it is worth the while to look for a `route`."""
+        return self.model(model).served.canary is not None
+
+    def open(
+        self,
+        model: str,
+        version: int | str | None,
+        request: Asked,
+        *,
+        route: bytes | str | None = None,
+    ) -> Inference:
         """Begin a request: hold its view, until `Inference.close`, and plan it.
 
         `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the request
-        for the view that will answer it. `version` None: the active one.
+        for the view that will answer it. `version` is a number, a label, or None: then the active version answers or, as its share says, the canary, the same one for equal `route`s. An
+        error tells by its `version` which one had been chosen.
         """
-        return Inference(self.model(model).view(version), request, self._max_response)
+        return Inference(self.model(model).view(version, route), request, self._max_response)
+
+
+def _planned(view: View, request: Request) -> Plan:
+    """The request's plan under the view's version: one that it has, or a new one."""
+    plan = request.plan
+    if plan is not None and plan.fits(view):
+        return plan
+    other = request.other_plan
+    if other is None or not other.fits(view):
+        other = make_plan(view, request)
+    request.plan, request.other_plan = other, plan
+    return other

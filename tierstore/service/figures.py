@@ -88,6 +88,8 @@ class ModelCounts:
     failed_ns: int = 0
     last_inference_ms: int = 0
     spent: Timings = field(default_factory=Timings)
+    outcomes: dict[str, int] = field(default_factory=dict)  # requests, by outcome
+    seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))  # of successes
 
     def document(self) -> dict[str, object]:
         """The `inference_stats` of the protocol. Every request is its own execution; nothing is cached as a whole."""
@@ -106,6 +108,9 @@ class ModelCounts:
             "cache_hit": entry(0, 0),
             "cache_miss": entry(0, 0),
         }
+
+
+_SUMS = ("success", "failed", "success_ns", "failed_ns")
 
 
 @dataclass(slots=True)
@@ -146,6 +151,8 @@ class InferStats:
             counts.success += 1
             counts.success_ns += elapsed_ns
             counts.last_inference_ms = time.time_ns() // 1_000_000
+            counts.outcomes["ok"] = counts.outcomes.get("ok", 0) + 1
+            counts.seconds.add(elapsed_ns / 1e9)
             total = counts.spent
             total.queued_ns += spent.queued_ns
             total.input_ns += spent.input_ns
@@ -161,9 +168,10 @@ class InferStats:
         with self._lock:
             return {model: replace(times) for model, times in self._predicts.items()}
 
-    def failed(self, model: str, version: int, elapsed_ns: int) -> None:
+    def failed(self, model: str, version: int, elapsed_ns: int, outcome: str = "error") -> None:
         with self._lock:
             counts = self.of(model, version)
+            counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
             counts.failed += 1
             counts.failed_ns += elapsed_ns
 
@@ -172,7 +180,13 @@ class InferStats:
         with self._lock:
             counts, self._counts = self._counts, {}
         return [
-            {"model": model, "version": version, **asdict(of)}
+            {
+                "model": model,
+                "version": version,
+                **{name: getattr(of, name) for name in (*_SUMS, "last_inference_ms", "outcomes")},
+                "spent": asdict(of.spent),
+                "seconds": [of.seconds.counts, of.seconds.total],
+            }
             for model, versions in counts.items()
             for version, of in versions.items()
         ]
@@ -182,11 +196,19 @@ class InferStats:
         with self._lock:
             for more in taken:
                 counts = self.of(more["model"], more["version"])
-                for name in ("success", "failed", "success_ns", "failed_ns"):
+                for name in _SUMS:
                     setattr(counts, name, getattr(counts, name) + more[name])
                 counts.last_inference_ms = max(counts.last_inference_ms, more["last_inference_ms"])
                 for name, ns in more["spent"].items():
                     setattr(counts.spent, name, getattr(counts.spent, name) + ns)
+                for outcome, n in more["outcomes"].items():
+                    counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + n
+                counts.seconds.absorb(*more["seconds"])
+
+    def known(self) -> list[tuple[str, int, ModelCounts]]:
+        """(model, version, counts) of what has been asked for."""
+        with self._lock:
+            return [(model, number, of) for model, versions in self._counts.items() for number, of in versions.items()]
 
     def of(self, model: str, version: int) -> ModelCounts:
         """Counts of a version that is known to exist; made at its first request."""
@@ -195,7 +217,7 @@ class InferStats:
             counts = versions.get(version)
             if counts is None:
                 while len(versions) >= self.KEPT_VERSIONS:
-                    del versions[next(iter(versions))]
+                    del versions[min(versions, key=lambda number: versions[number].last_inference_ms)]
                 counts = versions[version] = ModelCounts()
             return counts
 

@@ -244,6 +244,7 @@ class Fleet:
     def _absorb(self, worker: _Worker, report: dict[str, Any]) -> None:
         self.service.request_times.absorb(report["requests"])
         self.service.infer_stats.absorb(report["infer"])
+        self.service.shed.absorb(report["shed"])
         worker.gauges = report["gauges"]
         if report["report"] is not None:
             with self._reports:

@@ -13,11 +13,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tierstore.service.context import Service
+from tierstore.service.figures import InferStats
 from tierstore.service.known import KNOWN_REQUESTS
 from tierstore.service.shared_memory import MAX_REGIONS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_STATES = ("active", "kept", "stale", "loading")
+_STATES = ("active", "canary", "kept", "stale", "loading")
 
 
 class Exposition:
@@ -52,6 +53,7 @@ class _StoreCollector(Collector):
         status = self._service.store.status()
         yield from _tables(status["models"])
         yield from _models(status["models"])
+        yield from _requests(self._service.infer_stats, status["models"])
         yield from _dense(status["models"], self._service.settings.dense_buffers)
         for what in ("host", "overlay"):
             budget = status.get(f"{what}_budget")
@@ -67,22 +69,23 @@ def _tables(models: dict[str, Any]) -> Iterator[Metric]:
         "tierstore_lookup_keys", "Keys looked up, by the tier that answered.", labels=["model", "table", "tier"]
     )
     held = GaugeMetricFamily(
-        "tierstore_tier_bytes", "Bytes that a table holds in a tier.", labels=["model", "table", "tier"]
+        "tierstore_tier_bytes",
+        "Bytes that a table holds in a tier, in all versions that are served.",
+        labels=["model", "table", "tier"],
     )
     budget = GaugeMetricFamily(
-        "tierstore_tier_budget_bytes", "Bytes that a table may hold in a tier.", labels=["model", "table", "tier"]
+        "tierstore_tier_budget_bytes",
+        "Bytes that a table may hold in a tier, in all versions that are served.",
+        labels=["model", "table", "tier"],
     )
     rows = GaugeMetricFamily("tierstore_table_rows", "Rows of a table's snapshot.", labels=["model", "table"])
     for model, document in models.items():
         for table, entry in document["tables"].items():
             rows.add_metric([model, table], entry["rows"])
-            for family, figures in (
-                (keys, entry["lookup_keys"]),
-                (held, entry["tier_bytes"]),
-                (budget, entry["tier_budget_bytes"]),
-            ):
-                for tier, value in figures.items():
-                    family.add_metric([model, table, tier], value)
+            beside = ((document.get("canary") or {}).get("tables") or {}).get(table, {})
+            for family, kind in ((keys, "lookup_keys"), (held, "tier_bytes"), (budget, "tier_budget_bytes")):
+                for tier, value in entry[kind].items():
+                    family.add_metric([model, table, tier], value + beside.get(kind, {}).get(tier, 0))
     yield from (keys, held, budget, rows)
 
 
@@ -103,9 +106,17 @@ def _dense(models: dict[str, Any], limit_bytes: int) -> Iterator[Metric]:
 
 def _models(models: dict[str, Any]) -> Iterator[Metric]:
     watermark = GaugeMetricFamily(
-        "tierstore_delta_watermark", "The seq up to which the active version holds every delta.", labels=["model"]
+        "tierstore_delta_watermark",
+        "The seq up to which the active version holds every delta that is meant for it.",
+        labels=["model"],
     )
     active = GaugeMetricFamily("tierstore_active_version", "The version that answers; 0 for none.", labels=["model"])
+    canary = GaugeMetricFamily(
+        "tierstore_canary_version", "The version that is the canary; 0 for none.", labels=["model"]
+    )
+    share = GaugeMetricFamily(
+        "tierstore_canary_share", "The canary's share of the requests that name no version.", labels=["model"]
+    )
     versions = GaugeMetricFamily("tierstore_versions", "Versions by state.", labels=["model", "state"])
     overlay = GaugeMetricFamily(
         "tierstore_overlay_bytes", "Bytes of deltas that are visible but not folded yet.", labels=["model"]
@@ -117,14 +128,39 @@ def _models(models: dict[str, Any]) -> Iterator[Metric]:
         if document["watermark"] is not None:
             watermark.add_metric([model], document["watermark"])
         active.add_metric([model], document["active_version"] or 0)
+        beside = document.get("canary") or {}
+        canary.add_metric([model], beside.get("version", 0))
+        share.add_metric([model], beside.get("share", 0.0))
         states = [version["state"] for version in document["versions"]]
         for state in _STATES:
             versions.add_metric([model, state], states.count(state))
-        overlay.add_metric([model], document.get("overlay_bytes", 0))
+        overlay.add_metric([model], document.get("overlay_bytes", 0) + beside.get("overlay_bytes", 0))
         for stat, value in document.get("disk", {}).items():
             if isinstance(value, (int, float)):
                 disk.add_metric([model, stat], value)
-    yield from (watermark, active, versions, overlay, disk)
+    yield from (watermark, active, canary, share, versions, overlay, disk)
+
+
+def _requests(stats: InferStats, models: dict[str, Any]) -> Iterator[Metric]:
+    """Look-ups by the version that answered; of versions that are there, so that no series outlives its version."""
+    requests = CounterMetricFamily(
+        "tierstore_model_requests",
+        "Look-ups, by the version that answered them.",
+        labels=["model", "version", "outcome"],
+    )
+    seconds = HistogramMetricFamily(
+        "tierstore_model_request_seconds",
+        "Seconds of look-ups that were answered, by the version that answered them.",
+        labels=["model", "version"],
+    )
+    there = {(name, entry["version"]) for name, document in models.items() for entry in document["versions"]}
+    for model, version, counts in stats.known():
+        if (model, version) not in there:
+            continue
+        for outcome, n in counts.outcomes.copy().items():
+            requests.add_metric([model, str(version), outcome], n)
+        seconds.add_metric([model, str(version)], counts.seconds.buckets(), counts.seconds.total)
+    yield from (requests, seconds)
 
 
 def _predictions(service: Service) -> Iterator[Metric]:
@@ -170,6 +206,8 @@ class _ServiceCollector(Collector):
         yield from (times, fresh)
         yield from _predictions(service)
         yield _gauge("tierstore_ready", "1 while the service is ready, 0 while it drains.", float(service.ready))
+        yield from service.shed.families()
+        yield from service.batches.families()
         yield from self._bounds()
         if service.grpc is not None:
             yield from service.grpc.families()
@@ -210,6 +248,9 @@ class _ServiceCollector(Collector):
                 f"Requests refused as that bound on {budget.name} was reached.",
                 value=budget.rejected,
             )
+        if service.door is not None:
+            yield _gauge("tierstore_connections", "HTTP connections that are open.", service.door.open)
+            yield _gauge("tierstore_connections_limit", "HTTP connections that may be open.", service.door.limit)
         yield _gauge(
             "tierstore_known_requests", "Request headers kept parsed and planned.", len(service.known_requests)
         )

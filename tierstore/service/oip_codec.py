@@ -15,7 +15,7 @@ import orjson
 
 from tierstore.errors import InvalidInput
 from tierstore.service.dataplane import OutputSpec, Plan, Request, RequestedOutput
-from tierstore.service.parameters import flag, place, refuse_classification, span, text
+from tierstore.service.parameters import flag, place, refuse_classification, span, text, timeout_us
 from tierstore.service.shared_memory import Regions, Span
 from tierstore.service.tensors import (
     Elements,
@@ -61,6 +61,7 @@ class InferRequest:
     targets: list[Span | bool | None]
     binary_default: bool
     id: str | None
+    timeout_us: int | None = None
 
     @property
     def reusable(self) -> bool:
@@ -103,7 +104,8 @@ def parse_request(header: memoryview, tail_bytes: int | None) -> InferRequest:
     outputs, targets = _requested(request)
     inputs, sources = _inputs(request, tail_bytes)
     combiner = text(parameters, "combiner", "request", "")
-    return InferRequest(Request(inputs, outputs, combiner), sources, targets, bool(default), request_id)
+    asked = Request(inputs, outputs, combiner)
+    return InferRequest(asked, sources, targets, bool(default), request_id, timeout_us(parameters))
 
 
 def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[TensorSpec], list[InBody | InJson | Span]]:

@@ -22,6 +22,7 @@ from tierstore.service.http import (
     Response,
     Scope,
     Send,
+    caller_of,
     decode_body,
     error_response,
     json_response,
@@ -30,6 +31,7 @@ from tierstore.service.http import (
 from tierstore.service.oip_infer import InferCall
 from tierstore.service.parameters import version_of
 from tierstore.service.pool import Holding
+from tierstore.service.shed import Caller, Gone
 from tierstore.service.status import HttpError, log_failure, outcome_of
 from tierstore.service.tensors import shown
 
@@ -50,8 +52,8 @@ class OipHttp:
         headers: Headers = dict(scope["headers"])
         try:
             try:
-                response = await self._answer(scope, headers, receive, holding)
-            except Disconnected:
+                response = await self._answer(scope, headers, receive, holding, began_ns)
+            except (Disconnected, Gone):
                 return
             except Elsewhere:
                 raise  # of a worker process, to its owner
@@ -64,14 +66,17 @@ class OipHttp:
         seconds = (time.perf_counter_ns() - began_ns) / 1e9
         self._service.request_times.add(PROTOCOL, outcome_of(response.status), seconds)
 
-    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, holding: Holding) -> Response:
+    async def _answer(
+        self, scope: Scope, headers: Headers, receive: Receive, holding: Holding, began_ns: int
+    ) -> Response:
         method, parts = scope["method"], scope["path"].split("/")[2:]
         if len(parts) >= 3 and parts[0] == "models" and parts[-1] == "infer":
             _allow(method, "POST")
             name, version = _model_path(parts[1:-1])
             self._service.dataplane.model(name)  # an unknown one is refused before its body is read
+            caller = caller_of(scope, headers, began_ns)
             body = await read_body(receive, headers, self._service.settings.max_request, holding)
-            return await self._infer(name, version, body, headers, holding)
+            return await self._infer(name, version, body, headers, holding, caller)
         body = memoryview(b"")
         if method == "POST":
             body = await read_body(receive, headers, _CONTROL_BODY_BYTES, holding)
@@ -80,15 +85,23 @@ class OipHttp:
     # --- look-ups
 
     async def _infer(
-        self, name: str, version: int | None, body: memoryview, headers: Headers, holding: Holding
+        self,
+        name: str,
+        version: int | str | None,
+        body: memoryview,
+        headers: Headers,
+        holding: Holding,
+        caller: Caller,
     ) -> Response:
         service = self._service
         began_ns = time.perf_counter_ns()
-        call = InferCall(service, name, version, body, headers, holding)
+        call = InferCall(service, name, version, body, headers, holding, caller)
         try:
             response, served = await call.run(service.known_requests)
-        except TierstoreError:
-            service.count_failed(name, time.perf_counter_ns() - began_ns)
+        except TierstoreError as error:
+            if error.version is None:
+                error.version = call.chosen
+            service.count_failed(name, time.perf_counter_ns() - began_ns, error)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response
@@ -144,7 +157,7 @@ class OipHttp:
             return await self._statistics(name, version)
         return json_response(oip_models.model_metadata(model, version))
 
-    async def _statistics(self, name: str | None, version: int | None) -> Response:
+    async def _statistics(self, name: str | None, version: int | str | None) -> Response:
         service = self._service
         if service.fleet is not None:
             await service.control.run(service.refresh)
@@ -185,8 +198,8 @@ def _allow(method: str, allowed: str) -> None:
         raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")
 
 
-def _model_path(parts: list[str]) -> tuple[str, int | None]:
-    """(model, version) of `{model}` or `{model}/versions/{version}`."""
+def _model_path(parts: list[str]) -> tuple[str, int | str | None]:
+    """(model, version) of `{model}` or `{model}/versions/{number or label}`."""
     if len(parts) == 1:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore import __version__
+from tierstore.engine.served import STABLE
 from tierstore.errors import InvalidInput, NotReady
 from tierstore.service.dataplane import KEY_DATATYPES, View
 from tierstore.service.figures import InferStats
@@ -59,16 +60,16 @@ def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
     return {"name": "tierstore", "version": __version__, "extensions": extensions}
 
 
-def model_metadata(model: Any, version: int | None) -> dict[str, Any]:
-    """Metadata of a model. NotReady where it has no active version, NotFound or NotReady for another `version`."""
+def model_metadata(model: Any, version: int | str | None) -> dict[str, Any]:
+    """Metadata of a model: of the active version, unless `version` (a number or label) says which. NotReady, NotFound as `Model.view`."""
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
         return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
 
-    with model.view(version) as view:
+    with model.view(STABLE if version is None else version) as view:
         document = {
             "name": model.name,
-            "versions": [str(view.version)],
+            "versions": [str(number) for number in _served(model, view, version)],
             "platform": PLATFORM,
             "inputs": [entry(tensor) for tensor in inputs_of(view)],
             "outputs": [entry(tensor) for tensor in outputs_of(view)],
@@ -78,7 +79,7 @@ def model_metadata(model: Any, version: int | None) -> dict[str, Any]:
         return document
 
 
-def model_config(model: Any, version: int | None) -> dict[str, Any]:
+def model_config(model: Any, version: int | str | None) -> dict[str, Any]:
     """What Triton's clients read from a model's configuration; batching is the caller's own, hence size 0."""
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
@@ -88,22 +89,27 @@ def model_config(model: Any, version: int | None) -> dict[str, Any]:
             "dims": tensor.shape,
         }
 
-    with model.view(version) as view:
+    with model.view(STABLE if version is None else version) as view:
         return {
             "name": model.name,
             "platform": PLATFORM,
             "backend": PLATFORM,
-            "version_policy": {"specific": {"versions": [view.version]}},
+            "version_policy": {"specific": {"versions": _served(model, view, version)}},
             "max_batch_size": 0,
             "input": [{**entry(tensor), "optional": tensor.optional} for tensor in inputs_of(view)],
             "output": [entry(tensor) for tensor in outputs_of(view)],
         }
 
 
-def is_ready(model: Any, version: int | None) -> bool:
+def _served(model: Any, view: View, version: int | str | None) -> list[int]:
+    """What can be asked for; of a request that names one, that one."""
+    return [view.version] if version is not None else sorted(model.served.versions)
+
+
+def is_ready(model: Any, version: int | str | None) -> bool:
     """Whether look-ups are answered, by `version` where it is given."""
     try:
-        with model.view(version):
+        with model.view(STABLE if version is None else version):
             return True
     except NotReady:
         return False
@@ -114,27 +120,28 @@ def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
     entries = []
     for name, model in store.status()["models"].items():
         for version in model["versions"]:
-            ready = version["state"] == "active"
+            ready = version["state"] in ("active", "canary")
             if ready or not only_ready:
                 entry = {"name": name, "version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
                 entries.append(entry if ready else {**entry, "reason": version["state"]})
     return entries
 
 
-def statistics(store: Any, counted: InferStats, name: str | None, version: int | None) -> dict[str, Any]:
-    """Statistics of the active version of a model, or of all; NotFound or NotReady for another `version`, as for a look-up."""
+def statistics(store: Any, counted: InferStats, name: str | None, version: int | str | None) -> dict[str, Any]:
+    """Statistics of what a model serves, or every model; of `version` alone if given, with the errors of a look-up."""
     stats: list[dict[str, Any]] = []
     for each in [name] if name is not None else store.models():
-        active = store.model(each).active_version
-        if version is not None and version != active:
-            with store.model(each).view(version):
-                pass
-        if active is not None:
-            counts = counted.of(each, active)
+        model = store.model(each)
+        versions = model.served.versions
+        if version is not None:
+            with model.view(version) as view:
+                versions = (view.version,)
+        for number in versions:
+            counts = counted.of(each, number)
             stats.append(
                 {
                     "name": each,
-                    "version": str(active),
+                    "version": str(number),
                     "last_inference": counts.last_inference_ms,
                     "inference_count": counts.success,
                     "execution_count": counts.success,

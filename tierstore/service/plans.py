@@ -157,7 +157,7 @@ class Plan:
     """What a request comes to under one version and dense part: checked against both, ready for data. Not changed after.
 
     `features` are that version's own, and `wiring` and `loose` that dense part's, by which they are told from any other.
-    `dense` says how it is run, if it is. `memo` is the transport's, to keep with it.
+    `dense` says how it is run, if it is. `memo` is the transport's, to keep with it, and `joint` the batcher's.
     """
 
     version: int
@@ -170,6 +170,7 @@ class Plan:
     work_bytes: int
     keys: int
     memo: Any = None
+    joint: Any = None
 
     def fits(self, view: View) -> bool:
         """Whether it is of the view's version and dense part."""
@@ -191,7 +192,9 @@ class Request:
     inputs: Sequence[TensorSpec]
     outputs: Sequence[RequestedOutput]
     combiner: str | None = None
-    plan: Plan | None = None  # of the latest version it was asked of; threads may race to set it to equal ones
+    # of the latest two versions it was asked of, as two may be served; threads may race to set them to equal ones
+    plan: Plan | None = None
+    other_plan: Plan | None = None
 
 
 def make_plan(view: View, request: Request) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -29,6 +30,7 @@ from tierstore.service.allocator import tune_allocator
 from tierstore.service.app import make_root
 from tierstore.service.connection import BoundedHttpProtocol
 from tierstore.service.context import Service
+from tierstore.service.door import Door, raise_file_limit
 from tierstore.service.fleet import Fleet
 from tierstore.service.guard import check_listen_address
 from tierstore.service.watch import Watcher
@@ -41,7 +43,6 @@ logger = logging.getLogger(__name__)
 GRPC_PORT = 8001
 GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
 BACKLOG = 1024
-CONNECTIONS_BEYOND_THE_QUEUE = 1024  # idle ones, and those of the admin interface
 KEEP_ALIVE_S = 75
 MAX_WORKERS = 64
 FINISH_S = 30  # for what is in progress when the listener closes
@@ -88,11 +89,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(app: Any, settings: Settings) -> _Server:
-    """uvicorn for the application, within the bounds of the settings; it is not started."""
+def make_server(app: Any, door: Door) -> _Server:
+    """uvicorn for the application, with the connections that `door` lets in; it is not started."""
     config = uvicorn.Config(
         app,
-        http=BoundedHttpProtocol,
+        http=functools.partial(BoundedHttpProtocol, door=door),  # type: ignore[arg-type]
         loop="uvloop",
         ws="none",
         lifespan="off",
@@ -101,8 +102,6 @@ def make_server(app: Any, settings: Settings) -> _Server:
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        # A last resort, answered in plain text; the look-up queue sheds earlier, and in the protocol's words.
-        limit_concurrency=settings.lookup_queue + settings.lookup_threads + CONNECTIONS_BEYOND_THE_QUEUE,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=FINISH_S,
     )
@@ -124,7 +123,8 @@ class HttpService:
         self.grpc_target: str | None = None  # what a gRPC client is given
         if isinstance(settings.grpc_port, int):
             self._add_grpc(settings.grpc_port)
-        self._server = make_server(make_root(self.service), settings)
+        self.service.door = Door(self.service)
+        self._server = make_server(make_root(self.service), self.service.door)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
         self._fleet: Fleet | None = None
@@ -269,8 +269,8 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _say(url: str, grpc_target: str | None) -> None:
-    also = "" if grpc_target is None else f", gRPC at {grpc_target}"
-    sys.stdout.write(f"tierstore serves at {url}{also}\n")
+    also = "" if grpc_target is None else f"gRPC at {grpc_target}\n"
+    sys.stdout.write(f"tierstore serves at {url}\n{also}")
     sys.stdout.flush()
 
 
@@ -284,6 +284,7 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _
     settings = grpc_port_by_default(settings)
     check_settings(settings)
     tune_allocator()
+    raise_file_limit()
     with _listen(settings) as listener, Store(settings) as store:
         service = HttpService(store, settings, listener)
         service.run(lambda: announce(service.url, service.grpc_target), signals=True)

@@ -21,14 +21,17 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.engine.mirror import MirrorStore
 from tierstore.engine.sharing import Changes
+from tierstore.errors import InvalidInput
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
 from tierstore.service.dataplane import Elsewhere
+from tierstore.service.door import Door
 from tierstore.service.forward import Forward, Replay
 from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
 from tierstore.service.oip_http import OipHttp
+from tierstore.service.parameters import version_of
 from tierstore.service.server import FINISH_S, make_server
 from tierstore.service.tfs_http import TfsHttp
 
@@ -68,9 +71,17 @@ class _Root:
         await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:
-        """Whether `{model}` or `{model}/versions/{version}` is what is served; if not, the owner says what is wrong."""
-        active = self._store.active(parts[0])
-        return active is not None and (len(parts) == 1 or parts[1:] == ["versions", str(active)])
+        """Whether `{model}` or `{model}/versions/{number or label}` is served; if not, the owner says what is wrong."""
+        served = self._store.served(parts[0])
+        if served.active is None or len(parts) == 1:
+            return served.active is not None
+        if len(parts) != 3 or parts[1] != "versions":
+            return False
+        try:
+            asked = version_of(parts[2])
+        except InvalidInput:
+            return False
+        return asked in served.versions if isinstance(asked, int) else asked in served.all_labels()
 
 
 class Worker:
@@ -84,7 +95,8 @@ class Worker:
         self._store = MirrorStore(self._link, Changes(hello["changes"]))
         self._service = Service(self._store, settings)
         self._listener = socket.socket(fileno=hello["listener"])
-        self._server = make_server(Guard(_Root(self._service, self._link), settings), settings)
+        self._service.door = Door(self._service)
+        self._server = make_server(Guard(_Root(self._service, self._link), settings), self._service.door)
         self._loop: asyncio.AbstractEventLoop | None = None
         grpc = hello["grpc"]
         if grpc is not None:
@@ -133,6 +145,7 @@ class Worker:
                 "lookups": self._store.take_counts(),
                 "requests": service.request_times.take(),
                 "infer": service.infer_stats.take(),
+                "shed": service.shed.take(),
                 "gauges": {
                     "lookup_threads_busy": service.lookups.busy,
                     "lookup_queue_depth": service.lookups.waiting,

@@ -23,6 +23,7 @@ from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, outcome_of
 from tierstore.service.rpc.types import Context, Stream, Unary
+from tierstore.service.shed import Waits
 from tierstore.service.status import log_failure, message_of
 
 STANDARD = "grpc"  # the protocol label of what is gRPC's own
@@ -61,6 +62,11 @@ def by_message(kind: Any, method: Callable[[Any], Any]) -> Unary:
     return call
 
 
+def request_id(context: Context) -> bytes | str | None:
+    """The call's `x-request-id`, by which parts of one request get one version; None where it has none."""
+    return next((entry.value for entry in context.invocation_metadata() or () if entry.key == "x-request-id"), None)
+
+
 def check_waited_for(context: Context) -> None:
     """Raise where nobody waits for an answer any more: before work is begun, not after."""
     if context.time_remaining() <= 0:
@@ -86,6 +92,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         owner: Owner | None = None,
     ) -> None:
         self._service = service
+        self._lookups = lookups
         self._owner = owner
         self._refusals = CallPool("refusal", threads=REFUSALS, queue_limit=0)
         self._lock = threading.Lock()
@@ -145,6 +152,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             error = Overloaded(
                 f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second"
             )
+            self._service.shed.count("queue_full")
             self._service.request_times.add(protocol, outcome_of(code_of(error)), 0.0)
             context.abort(code_of(error), message_of(error))
             return iter(())
@@ -174,18 +182,25 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             yield message
 
     def _unary(self, servicer: Servicer, pool: CallPool, name: str, method: Unary, owner: Owner | None) -> Unary:
-        times, protocol = self._service.request_times, servicer.protocol
+        times, shed, protocol = self._service.request_times, self._service.shed, servicer.protocol
         elsewhere = None if owner is None else owner.unary(f"/{servicer.name}/{name}")
+        waits = None
+        if pool is self._lookups:
+            waits = Waits("grpc_lookup", shed, self._service.settings.max_queue_s)
 
         def run(message: bytes, context: Context) -> bytes:
             began_ns = submitted_ns()
             try:
                 check_waited_for(context)
+                if waits is not None:
+                    waits.take(began_ns)
                 answer = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 if elsewhere is not None and isinstance(error, (Elsewhere, NotFound, NotReady)):
                     return elsewhere(message, context)
                 log_failure(error, f"{servicer.name}/{name}")
+                if isinstance(error, (DeadlineExceeded, Cancelled)):
+                    shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
                 code = code_of(error)
                 times.add(protocol, outcome_of(code), (time.perf_counter_ns() - began_ns) / 1e9)
                 context.abort(code, message_of(error))

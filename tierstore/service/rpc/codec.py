@@ -76,7 +76,7 @@ class RpcRequest:
     each requested output goes, None for in the answer; `raws` is how many raw tensors there must be."""
 
     model: str
-    version: int | None
+    version: int | str | None
     request: Request
     sources: list[Raw | Typed | Span]
     targets: list[Span | None]

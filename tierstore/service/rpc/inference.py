@@ -90,7 +90,7 @@ class Inference:
     # --- look-ups
 
     def _infer(self, received: bytes, context: Context) -> bytes:
-        return infer(self._service, received, submitted_ns())
+        return infer(self._service, received, context, submitted_ns())
 
     def _stream(self, received: Iterator[bytes], context: Context) -> Iterator[bytes]:
         """Answers in the order of the requests; what is wrong with one is its own answer, and the stream goes on."""
@@ -100,7 +100,7 @@ class Inference:
             outcome = "ok"
             try:
                 check_waited_for(context)
-                answer = infer(self._service, request, began_ns, _FINAL)
+                answer = infer(self._service, request, context, began_ns, _FINAL)
             except Cancelled:
                 return
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
@@ -152,7 +152,7 @@ class Inference:
         oip_models.check_load_parameters(asked.parameters)
 
 
-def _version(name: str) -> int | None:
+def _version(name: str) -> int | str | None:
     return version_of(name) if name else None
 
 

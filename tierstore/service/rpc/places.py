@@ -2,17 +2,15 @@
 
 Made and closed by the process that has the store. The owner keeps the port for its workers with a socket that is bound
 and does not listen, so connections go to them alone; each of them listens on the port for itself (SO_REUSEPORT), so
-one that dies takes no other's connections with it. What the workers hand on goes over a Unix socket in a directory
-that only this user can enter.
+one that dies takes no other's connections with it. What the workers hand on goes over a Unix socket without a file
+(Linux's abstract names), of which nothing is left behind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
+import secrets
 import socket
-import tempfile
 
 from tierstore.errors import ConfigError
 
@@ -44,15 +42,12 @@ class SharedPort:
                     port = probe.getsockname()[1]
             self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self._kept.bind((host, port))
-            self._folder = tempfile.mkdtemp(prefix="tierstore-")
         except OSError as error:
             self._kept.close()
             raise taken(host, port) from error
         self.port: int = self._kept.getsockname()[1]
         self.address = address_of(host, self.port)
-        self.owner = f"unix:{os.path.join(self._folder, 'grpc')}"
+        self.owner = f"unix-abstract:tierstore-{os.getpid()}-{secrets.token_hex(8)}"
 
     def close(self) -> None:
         self._kept.close()
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self._folder)
