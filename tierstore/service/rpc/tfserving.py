@@ -14,7 +14,7 @@ from tierstore.service.context import Service
 from tierstore.service.dataplane import Request, View
 from tierstore.service.figures import Timings
 from tierstore.service.pool import Holding
-from tierstore.service.rpc.calls import Servicer, by_message, parsed
+from tierstore.service.rpc.calls import Servicer, by_message, parsed, request_id
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.pools import submitted_ns
 from tierstore.service.rpc.status import Unserved
@@ -89,7 +89,9 @@ class TensorFlowServing:
                 elements.extend(ordered)
                 return made
 
-            with service.dataplane.open(model, wanted, request) as inference:
+            plane = service.dataplane
+            route = request_id(context) if wanted is None and plane.splits(model) else None
+            with plane.open(model, wanted, request, route=route) as inference:
                 plan = inference.plan
                 holding.take(plan.work_bytes)
                 parsed_ns = time.perf_counter_ns()
