@@ -102,6 +102,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     )
     with in_process_loads(), Store(settings) as store:
         store.load_snapshot(cases.write_snapshot(root))
+        store.load_snapshot(cases.write_snapshot(root, canary=True), activate=False)
+        store.canary(cases.MODEL, cases.VERSION + 1, share=0.0)
         store.load_snapshot(cases.write_snapshot(root, cases.RANKER, cases.ranker()))
         with ServerThread(store) as server:
             job = exchange.Job(server.url.removeprefix("http://"), server.grpc_target, [case for case, _ in REQUESTS])
