@@ -16,6 +16,7 @@ from tierstore.service.context import Service
 from tierstore.service.figures import InferStats
 from tierstore.service.known import KNOWN_REQUESTS
 from tierstore.service.shared_memory import MAX_REGIONS
+from tierstore.service.tfs_signature import MAX_SIGNATURES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("active", "canary", "kept", "stale", "loading")
@@ -274,6 +275,8 @@ class _ServiceCollector(Collector):
         yield _gauge(
             "tierstore_known_requests", "Request headers kept parsed and planned.", len(service.known_requests)
         )
+        yield _gauge("tierstore_signatures", "Signatures of versions that are kept.", len(service.signatures))
+        yield _gauge("tierstore_signatures_limit", "Signatures that may be kept.", MAX_SIGNATURES)
         yield _gauge("tierstore_known_requests_limit", "Request headers that may be kept.", KNOWN_REQUESTS)
         yield _gauge("tierstore_shared_memory_regions", "Regions of clients that are registered.", len(service.regions))
         yield _gauge("tierstore_shared_memory_regions_limit", "Regions that may be registered.", MAX_REGIONS)
