@@ -180,7 +180,7 @@ class OneSet:
     def __init__(self) -> None:
         self.keys: list[int | None] = [None] * setcache.WAYS
         self.hits = [0] * setcache.WAYS
-        self.probation: int | None = None  # its way
+        self.probation: list[int] = []
         self.hand = self.ghost_hand = 0
         self.ghosts: list[int | None] = [None] * heat.GHOSTS
 
@@ -205,8 +205,8 @@ class OneSet:
         return None
 
     def victim(self) -> int:
-        while self.hand == self.probation or self.hits[self.hand]:
-            if self.hand != self.probation:
+        while self.hand in self.probation or self.hits[self.hand]:
+            if self.hand not in self.probation:
                 self.hits[self.hand] -= 1
             self.hand = (self.hand + 1) % setcache.WAYS
         way = self.hand
@@ -214,20 +214,23 @@ class OneSet:
         return way
 
     def put_out(self, key: int) -> tuple[int, bool]:
-        known, way = key in self.ghosts, self.probation
+        known = key in self.ghosts
         if known:
             self.ghosts[self.ghosts.index(key)] = None
-        if known or way is None or self.hits[way]:
+        if known or len(self.probation) < 2:
             way = self.victim()
+        elif self.hits[self.probation[0]]:
+            way = self.victim()
+            self.probation.pop(0)
+        else:
+            way = self.probation.pop(0)
         self.ghosts[self.ghost_hand] = self.keys[way]
         self.ghost_hand = (self.ghost_hand + 1) % heat.GHOSTS
         self.keys[way] = None
-        if way == self.probation:
-            self.probation = None
         return way, not known
 
     def insert(self, key: int) -> None:
-        home, on_probation = self.home(key), self.probation is None
+        home, on_probation = self.home(key), True
         way = self.free(home)
         if way is None:
             way, on_probation = self.put_out(key)
@@ -236,12 +239,11 @@ class OneSet:
             returning = [other for other in guests if self.home(self.keys[other]) == way // setcache.LINE_WAYS]  # type: ignore[arg-type]  # fmt: skip
             guest = returning[0] if returning else guests[-1]
             self.keys[way], self.hits[way] = self.keys[guest], self.hits[guest]
-            if self.probation == guest:
-                self.probation = way
+            self.probation = [way if other == guest else other for other in self.probation]
             way = guest
         self.keys[way], self.hits[way] = key, 0
-        if on_probation:
-            self.probation = way
+        if on_probation and len(self.probation) < 2:
+            self.probation.append(way)
 
 
 @pytest.mark.parametrize("seed", range(5))

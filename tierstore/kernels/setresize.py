@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels.atomics import fence_acquire, load_acquire, load_relaxed, store_release
-from tierstore.kernels.heat import POLICY_BYTES, on_probation, put_on_probation
+from tierstore.kernels.heat import POLICY_BYTES, QUEUE, enter_probation
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENT_WAYS,
@@ -110,14 +110,16 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
         high = low + half
         for i in range(POLICY_BYTES):
             areas.policy[high * POLICY_BYTES + i] = areas.policy[low * POLICY_BYTES + i]
-        put_on_probation(areas.policy, high, -1)
+        queue = areas.policy[low * POLICY_BYTES + QUEUE], areas.policy[low * POLICY_BYTES + QUEUE + 1]
+        areas.policy[high * POLICY_BYTES + QUEUE] = areas.policy[high * POLICY_BYTES + QUEUE + 1] = 0
         for way in range(WAYS):
             key = key_at(areas, low, way)
             if taken_at(areas, low, way) and set_of(mix(key), depth, areas.sets_per_region) == high:
                 put(areas, high, way, key, heat_at(areas, low, way), row_at(areas, low, way))
-                if on_probation(areas.policy, low) == way:
-                    put_on_probation(areas.policy, high, way)
                 remove(areas, low, way)
+        for entry in queue:
+            if entry != 0 and taken_at(areas, high, nb.int64(entry) - 1):
+                enter_probation(areas.policy, high, nb.int64(entry) - 1)
         taken = nb.int64(areas.absent[low * ABSENT_BYTES + 4])
         for place in range(ABSENT_WAYS):
             key = areas.absent_keys[low * 8 + 1 + place]

@@ -20,9 +20,12 @@ from tierstore.kernels.heat import (
     MOVE_AT,
     POLICY_BYTES,
     add_ghost,
+    enter_probation,
     get_heat,
+    leave_probation,
+    oldest_on_probation,
     on_probation,
-    put_on_probation,
+    rename_on_probation,
     set_heat,
     take_ghost,
 )
@@ -134,7 +137,7 @@ def set_heat_at(areas, s, way, heat):  # type: ignore[no-untyped-def]
 @nb.njit
 def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
     """0..7: how much a row is worth keeping, by hits, then by queue."""
-    return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s) == way else 1)
+    return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s, way) else 1)
 
 
 @nb.njit
@@ -159,8 +162,7 @@ def remove(areas, s, way):  # type: ignore[no-untyped-def]
     version = open_version(areas.lines32, line)
     areas.lines[line * LINE_BYTES + TAKEN_AT] &= ~(1 << place)
     close_version(areas.lines32, line, version)
-    if on_probation(areas.policy, s) == way:
-        put_on_probation(areas.policy, s, -1)
+    leave_probation(areas.policy, s, way)
     home = home_of(mix(key_at(areas, s, way)))
     if home == way // LINE_WAYS:
         return
@@ -201,8 +203,7 @@ def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
     if guest < 0:
         return way
     put(areas, s, way, key_at(areas, s, guest), heat_at(areas, s, guest), row_at(areas, s, guest))
-    if on_probation(areas.policy, s) == guest:
-        put_on_probation(areas.policy, s, way)
+    rename_on_probation(areas.policy, s, guest, way)
     remove(areas, s, guest)
     return guest
 
@@ -213,7 +214,7 @@ def next_victim(areas, s):  # type: ignore[no-untyped-def]
     at = s * POLICY_BYTES + MAIN_HAND
     way = nb.int64(areas.policy[at]) % WAYS
     for _ in range((MAX_HEAT + 1) * WAYS):  # ends sooner unless readers count all the while
-        if way != on_probation(areas.policy, s):
+        if not on_probation(areas.policy, s, way):
             heat = heat_at(areas, s, way)
             if heat == 0:
                 break
@@ -227,9 +228,12 @@ def next_victim(areas, s):  # type: ignore[no-untyped-def]
 def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
     """Put a row out of the full set `s`, by the rules of `heat`. Returns (its way, whether the new key is on probation)."""
     known = take_ghost(areas.policy16, s, hashed)
-    way = -1 if known else on_probation(areas.policy, s)
-    if way < 0 or heat_at(areas, s, way) >= MOVE_AT:
+    way = -1 if known else oldest_on_probation(areas.policy, s)
+    if way < 0:
         way = next_victim(areas, s)
+    elif heat_at(areas, s, way) >= MOVE_AT:
+        moved, way = way, next_victim(areas, s)
+        leave_probation(areas.policy, s, moved)
     add_ghost(areas.policy, areas.policy16, s, mix(key_at(areas, s, way)))
     remove(areas, s, way)
     return way, not known
@@ -258,8 +262,7 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
         home = home_of(hashed)
         if find_way(lines, areas.lines64, s, home, key) >= 0:
             continue
-        way = free_way(areas, s, home)
-        probation = evict and on_probation(areas.policy, s) < 0
+        way, probation = free_way(areas, s, home), evict
         if way >= 0:
             counters[ROWS] += 1
         elif evict:
@@ -271,7 +274,7 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
         way = make_home(areas, s, way, home)
         put(areas, s, way, key, 0, rows + i * areas.row_bytes)
         if probation:
-            put_on_probation(areas.policy, s, way)
+            enter_probation(areas.policy, s, way)
         admitted += 1
     counters[ADMITTED] += admitted
     return admitted
