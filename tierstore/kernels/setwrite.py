@@ -41,6 +41,7 @@ from tierstore.kernels.setcache import (
     LINE_BYTES,
     LINE_WAYS,
     LINES,
+    LINES_AN_ABSENT,
     TAKEN_AT,
     WAYS,
     find_absent,
@@ -72,23 +73,23 @@ def close_version(words, line, version):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def forget_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
-    if areas.absent[s * ABSENT_BYTES + 4] == 0:
+def forget_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
+    if areas.absent[a * ABSENT_BYTES + 4] == 0:
         return
-    place = find_absent(areas.absent, areas.absent_keys, s, key)
+    place = find_absent(areas.absent, areas.absent_keys, a, key)
     if place >= 0:
-        version = open_version(areas.absent32, s)
-        areas.absent[s * ABSENT_BYTES + 4] &= ~(1 << place)
-        close_version(areas.absent32, s, version)
+        version = open_version(areas.absent32, a)
+        areas.absent[a * ABSENT_BYTES + 4] &= ~(1 << place)
+        close_version(areas.absent32, a, version)
         counters[ABSENT_KEYS] -= 1
 
 
 @nb.njit
-def mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
+def mark_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
     """Clock: the first place from the hand that was not asked for since the hand last passed makes room."""
-    if find_absent(areas.absent, areas.absent_keys, s, key) >= 0:
+    if find_absent(areas.absent, areas.absent_keys, a, key) >= 0:
         return False
-    base = s * ABSENT_BYTES
+    base = a * ABSENT_BYTES
     taken, asked = nb.int64(areas.absent[base + 4]), nb.int64(areas.absent[base + 5])
     place = nb.int64(areas.absent[base + 6]) % ABSENT_WAYS
     for _ in range(2 * ABSENT_WAYS):
@@ -97,12 +98,12 @@ def mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
         asked &= ~(1 << place)
         place = (place + 1) % ABSENT_WAYS
     counters[ABSENT_KEYS] += 0 if (taken >> place) & 1 else 1
-    version = open_version(areas.absent32, s)
-    areas.absent_keys[s * 8 + 1 + place] = key
+    version = open_version(areas.absent32, a)
+    areas.absent_keys[a * 8 + 1 + place] = key
     areas.absent[base + 4] = taken | (1 << place)
     areas.absent[base + 5] = asked & ~(1 << place)
     areas.absent[base + 6] = place + 1
-    close_version(areas.absent32, s, version)
+    close_version(areas.absent32, a, version)
     return True
 
 
@@ -253,9 +254,10 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
         if i + _AHEAD < keys.size:
             hashed = mix(keys[i + _AHEAD])
             ahead = set_of(hashed, geometry, areas.sets_per_region)
-            prefetch(lines.ctypes.data + (ahead * LINES + home_of(hashed)) * LINE_BYTES)
+            line = ahead * LINES + home_of(hashed)
+            prefetch(lines.ctypes.data + line * LINE_BYTES)
             prefetch(areas.policy.ctypes.data + ahead * POLICY_BYTES)
-            prefetch(areas.absent.ctypes.data + ahead * ABSENT_BYTES)
+            prefetch(areas.absent.ctypes.data + line // LINES_AN_ABSENT * ABSENT_BYTES)
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
@@ -270,7 +272,7 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
             counters[EVICTED] += 1
         else:
             continue
-        forget_absent(areas, counters, s, key)
+        forget_absent(areas, counters, (s * LINES + home) // LINES_AN_ABSENT, key)
         way = make_home(areas, s, way, home)
         put(areas, s, way, key, 0, rows + i * areas.row_bytes)
         if probation:
@@ -288,9 +290,9 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         hashed = mix(keys[i])
         s = set_of(hashed, geometry, areas.sets_per_region)
-        if find_way(areas.lines, areas.lines64, s, home_of(hashed), keys[i]) < 0 and mark_absent(
-            areas, counters, s, keys[i]
-        ):
+        a = (s * LINES + home_of(hashed)) // LINES_AN_ABSENT
+        resident = find_way(areas.lines, areas.lines64, s, home_of(hashed), keys[i]) >= 0
+        if not resident and mark_absent(areas, counters, a, keys[i]):
             marked += 1
     return marked
 
@@ -304,19 +306,21 @@ def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no
         if i + _AHEAD < end:
             hashed = mix(keys[i + _AHEAD])
             ahead = set_of(hashed, geometry, areas.sets_per_region)
-            prefetch(lines.ctypes.data + (ahead * LINES + home_of(hashed)) * LINE_BYTES)
-            prefetch(areas.absent.ctypes.data + ahead * ABSENT_BYTES)
+            line = ahead * LINES + home_of(hashed)
+            prefetch(lines.ctypes.data + line * LINE_BYTES)
+            prefetch(areas.absent.ctypes.data + line // LINES_AN_ABSENT * ABSENT_BYTES)
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
+        a = (s * LINES + home_of(hashed)) // LINES_AN_ABSENT
         way = find_way(lines, areas.lines64, s, home_of(hashed), key)
         if deleted[i]:
             if way >= 0:
                 remove(areas, s, way)
                 counters[ROWS] -= 1
-                mark_absent(areas, counters, s, key)
+                mark_absent(areas, counters, a, key)
             continue
-        forget_absent(areas, counters, s, key)
+        forget_absent(areas, counters, a, key)
         if way >= 0:
             line = s * LINES + way // LINE_WAYS
             version = open_version(areas.lines32, line)
