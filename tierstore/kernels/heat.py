@@ -1,6 +1,6 @@
 """Heat: how often a row was asked for lately, and which keys were put out lately; what promotion is decided by.
 
-S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. Three of a set's rows are a probation queue, the
+S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. Four of a set's rows are a probation queue, the
 others the main queue. A row counts its hits up to 3. A new key takes the place of the oldest in probation; that one
 moves on to main if it was asked for meanwhile. In main a hand goes round the ways, passes over rows that have hits
 left, taking one off each, and stops at one that has none. Who is put out leaves a fingerprint in the set's ghost
@@ -10,7 +10,7 @@ ways, so that a row changes queues without being moved.
 
     policy, 128 bytes a set   0  56 x uint16 fingerprints of keys put out lately, 0 for none
                             112  uint8 hand of main   113  uint8 hand of the ghosts
-                            114  3 x uint8 ways in probation, plus one, oldest first, 0 for none   117  unused
+                            114  4 x uint8 ways in probation, plus one, oldest first, 0 for none   118  unused
 
 Readers count hits without a lock and without atomics, so that a count may be lost to a neighbour's in
 the same byte: heat is advice, and never decides whether an answer is right.
@@ -24,7 +24,7 @@ from tierstore.kernels.atomics import match32, trailing_zeros
 
 POLICY_BYTES = 128
 GHOSTS = 56  # fingerprints of 16 bits a set
-PROBATION = 3  # ways of 56
+PROBATION = 4  # ways of 56
 MAX_HEAT = 3
 MOVE_AT = 1  # hits in probation that earn a place in main
 MAIN_HAND, GHOST_HAND, QUEUE = 112, 113, 114  # byte offsets
@@ -88,7 +88,10 @@ def add_ghost(policy, policy16, s, hashed):  # type: ignore[no-untyped-def]
 @nb.njit(inline="always")
 def on_probation(policy, s, way):  # type: ignore[no-untyped-def]
     at = s * POLICY_BYTES + QUEUE
-    return policy[at] == way + 1 or policy[at + 1] == way + 1 or policy[at + 2] == way + 1
+    for entry in range(at, at + PROBATION):
+        if policy[entry] == way + 1:
+            return True
+    return False
 
 
 @nb.njit(inline="always")
