@@ -26,7 +26,17 @@ from tierstore.errors import ConfigError
 from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
 from tierstore.kernels.heat import POLICY_BYTES
-from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, LINE_BYTES, LINES, WAYS, Areas
+from tierstore.kernels.setcache import (
+    ABSENT_BYTES,
+    ABSENTS,
+    CONTROL_BYTES,
+    EPOCH,
+    GEOMETRY,
+    LINE_BYTES,
+    LINES,
+    WAYS,
+    Areas,
+)
 from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
@@ -57,7 +67,7 @@ class _Layout:
 
     def area_bytes(self) -> tuple[int, ...]:
         """Bytes a set, area by area, each of which is halved by itself. Lines and rows begin where cache lines do."""
-        return LINES * LINE_BYTES, ABSENT_BYTES, WAYS * self.row_bytes, POLICY_BYTES
+        return LINES * LINE_BYTES, ABSENTS * ABSENT_BYTES, WAYS * self.row_bytes, POLICY_BYTES
 
     def cut(self, memory: mmap.mmap | SharedMapping) -> Areas:
         """Views of the areas of a mapping of `size` bytes, which they keep alive."""
