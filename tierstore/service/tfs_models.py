@@ -24,7 +24,7 @@ def version_states(store: Any, name: str, version: int | str | None) -> list[tup
         with store.model(name).view(version) as view:
             version = view.version
     document = store.status(name)["models"][name]
-    states = [(entry["version"], STATES.get(entry["state"], "AVAILABLE")) for entry in document["versions"]]
+    states = [(entry["version"], STATES[entry["state"]]) for entry in document["versions"]]
     if version is not None:
         states = [entry for entry in states if entry[0] == version]
     if not states:

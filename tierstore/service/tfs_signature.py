@@ -45,7 +45,7 @@ DTYPES: dict[str, tuple[int, str]] = {
     "UINT32": (22, "DT_UINT32"),
     "UINT64": (23, "DT_UINT64"),
 }
-_MODELS = 256
+MAX_SIGNATURES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +117,21 @@ def signature_of(view: View) -> Signature:
 
 
 class Signatures:
-    """The latest signature of each model; the oldest makes room."""
+    """The latest signature of each version that was asked for; all make room when there are too many."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Signature] = {}  # every use of it is one atomic step
+        self._kept: dict[tuple[str, int], Signature] = {}  # every use of it is one atomic step
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def of(self, model: str, view: View) -> Signature:
-        kept = self._kept.get(model)
+        key = model, view.version
+        kept = self._kept.get(key)
         if kept is None or not kept.fits(view):
-            if len(self._kept) >= _MODELS:
+            if len(self._kept) >= MAX_SIGNATURES:
                 self._kept.clear()
-            kept = self._kept[model] = signature_of(view)
+            kept = self._kept[key] = signature_of(view)
         return kept
 
 

@@ -90,8 +90,9 @@ class TensorFlowServing:
                 elements.extend(ordered)
                 return made
 
-            route = request_id(context) if wanted is None and service.dataplane.splits(model) else None
-            with service.dataplane.open(model, wanted, request, route=route) as inference:
+            plane = service.dataplane
+            route = request_id(context) if wanted is None and plane.splits(model) else None
+            with plane.open(model, wanted, request, route=route) as inference:
                 plan = inference.plan
                 holding.take(plan.work_bytes)
                 parsed_ns = time.perf_counter_ns()
