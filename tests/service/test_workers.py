@@ -404,7 +404,12 @@ def test_grpc_calls_that_a_worker_does_not_answer_come_from_the_owner(rpc: list[
         assert client.is_server_ready()
         assert client.is_model_ready("ctr")
         assert list(client.get_model_metadata("ctr").versions) == ["1"]
-        for model, version, code in (("nobody", "", "NOT_FOUND"), ("ctr", "9", "NOT_FOUND"), ("ctr", "x", "INVALID")):
+        for model, version, code in (
+            ("nobody", "", "NOT_FOUND"),
+            ("ctr", "9", "NOT_FOUND"),
+            ("ctr", "x", "NOT_FOUND"),
+            ("ctr", "x y", "INVALID"),
+        ):
             with pytest.raises(InferenceServerException) as caught:
                 client.infer(model, [keys_tensor()], version)
             assert code in caught.value.status()
