@@ -340,3 +340,26 @@ def test_swaps_and_new_dense_parts_under_load_fail_no_request_and_mix_no_answer(
         thread.join(60)
     assert wrong == []
     assert all({6, 7} <= mine for mine in seen)
+
+
+def test_a_canary_has_its_own_dense_part_and_a_delta_brings_one_to_both(open_store, tmp_path):
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
+    store.apply_delta(served(1, seq=1))
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=1, dense=om.telltale(0, TELLTALE)), activate=False)
+    store.apply_delta(served(2, seq=2, base_version=2))
+    store.canary("ctr", 2, 0.5)
+    model = store.model("ctr")
+    assert [told(model.predict(ASK, version=number)) for number in (1, 2)] == [1, 2]
+    with pytest.raises(DeltaError, match="the dense part cannot be served: the dense part is not an ONNX model"):
+        store.apply_delta(scenes.delta(3, dense=b"no graph"))
+    store.apply_delta(served(3, seq=3))
+    with model.view(1) as active, model.view(2) as canary:
+        assert active.predictor is not canary.predictor
+    assert [told(model.predict(ASK, version=number)) for number in (1, 2)] == [3, 3]
+    assert {told(model.predict(ASK)) for _ in range(20)} == {3}
+    assert state(store, 2) == "served"
+    store.promote("ctr")
+    assert told(model.predict(ASK)) == 3
+    store.close()
+    assert told(open_store().model("ctr").predict(ASK)) == 3

@@ -56,13 +56,33 @@ class _StoreCollector(Collector):
         yield from _models(status["models"])
         yield from _requests(self._service.infer_stats, status["models"])
         yield from _dense(status["models"], self._service.settings.dense_buffers)
-        for what in ("host", "overlay"):
+        for what in ("host", "device", "overlay"):
             budget = status.get(f"{what}_budget")
             if budget:
                 yield _gauge(f"tierstore_{what}_used_bytes", f"Bytes of the {what} budget in use.", budget["used"])
                 yield _gauge(
                     f"tierstore_{what}_budget_bytes", f"The {what} budget of the whole store.", budget["total"]
                 )
+        yield from _device(status.get("device") or {})
+
+
+def _device(device: dict[str, Any]) -> Iterator[Metric]:
+    yield _gauge("tierstore_device_present", "Whether there is a device tier.", float(bool(device.get("present"))))
+    if not device.get("present"):
+        return
+    for name, text in (
+        ("promotions_waiting", "Offers of keys to the device tier that wait for their thread."),
+        ("promotions_limit", "Offers that may wait; beyond it they are dropped."),
+        ("workspaces_taken", "Workspaces on devices that are in use."),
+        ("workspaces", "Workspaces there are; who finds none free waits."),
+        ("workspace_bytes", "Bytes of device memory that workspaces take."),
+    ):
+        yield _gauge(f"tierstore_device_{name}", text, device[name])
+    yield CounterMetricFamily(
+        "tierstore_device_promotions_dropped",
+        "Offers dropped as the queue was full.",
+        value=device["promotions_dropped"],
+    )
 
 
 def _tables(models: dict[str, Any]) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tierstore.engine.served import STABLE
 from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Wiring
 from tierstore.service.dataplane import Elsewhere, View
@@ -136,7 +137,7 @@ class Signatures:
 
 def metadata(model: Any, version: int | str | None) -> dict[str, Any]:
     """The answer to GetModelMetadata in its JSON form. NotReady where nothing serves, NotFound for no such version."""
-    with model.view(version) as view:
+    with model.view(STABLE if version is None else version) as view:
         signature = signature_of(view)
         number = view.version
     inputs = {name: _tensor_document(tensor) for name, tensor in signature.inputs.items()}

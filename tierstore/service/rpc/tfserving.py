@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from tierstore.engine.served import STABLE
 from tierstore.errors import InvalidInput, TierstoreError
 from tierstore.service import tfs_models, tfs_signature
 from tierstore.service.context import Service
@@ -123,7 +124,7 @@ class TensorFlowServing:
         for field in asked.metadata_field:
             if field != SIGNATURE_FIELD:
                 raise InvalidInput(f"metadata_field {shown(field)} is not known; expected {SIGNATURE_FIELD}")
-        with self._service.dataplane.model(name).view(version) as view:
+        with self._service.dataplane.model(name).view(STABLE if version is None else version) as view:
             signature = tfs_signature.signature_of(view)
             answer = MetadataResponse()
             answer.model_spec.name = name
