@@ -1,4 +1,4 @@
-# The service on CPU, RocksDB and HTTP. Build: docker build -t tierstore .
+# The service on CPU and RocksDB, over HTTP and gRPC. Build: docker build -t tierstore .
 FROM python:3.12-slim
 
 # Numba keeps compiled kernels in the home directory, which a user without write access to the package needs.
@@ -8,7 +8,7 @@ RUN useradd --create-home --uid 10001 tierstore \
 WORKDIR /opt/tierstore
 COPY pyproject.toml README.md LICENSE ./
 COPY tierstore ./tierstore
-RUN pip install --no-cache-dir .
+RUN pip install --no-cache-dir ".[grpc]"
 
 USER tierstore
 WORKDIR /home/tierstore
@@ -24,7 +24,7 @@ ENV TIERSTORE_DATA=/data \
     PYTHONUNBUFFERED=1
 
 VOLUME /data
-EXPOSE 8000
+EXPOSE 8000 8001
 
 # Ready is also the answer of a service that holds no model yet. Kernels compile at the first start: hence the start period.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=90s --retries=3 \

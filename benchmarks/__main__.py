@@ -32,6 +32,7 @@ TOLD_LINES = 15
 # Arguments by size, for benchmarks that do not take --tiny and --full themselves; None leaves it out.
 ARGUMENTS: dict[str, dict[str, list[str] | None]] = {
     "cache_policy": {"tiny": None, "default": ["--quick"], "full": []},
+    "client_lookup": {"tiny": None, "default": [], "full": ["--full"]},
     "host_lookup": {
         "tiny": ["--rows", "3000", "--rounds", "2"],
         "default": ["--rows", "1000000", "10000000", "--rounds", "11"],

@@ -20,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.footprint import anonymous_bytes, file_bytes
+from tierstore.engine.publisher import Lease, Publisher
+from tierstore.engine.served import Served
 from tierstore.engine.table import LookupCounts, Table
-from tierstore.engine.view import Lease, Publisher, View
+from tierstore.engine.view import View
 from tierstore.kernels import codec
 from tierstore.tiers.host import HostTable
 from tierstore.types import FeatureSpec, KeyType, StorageDtype, TableSpec, Tier
@@ -106,8 +108,8 @@ class Tierstore:
         holder: Any = SimpleNamespace(
             number=1, specs={spec.name: spec}, tables={spec.name: table}, features={FEATURE: FeatureSpec(FEATURE, spec.name)}, padding={}
         )  # fmt: skip
-        self._publisher = Publisher()
-        self._publisher.publish(View(holder, (), 0))
+        self._publisher = Publisher("bench")
+        self._publisher.publish(Served(View(holder, (), 0)))
 
     def resident(self, rows: Rows) -> Positions:
         """Positions of the rows that found a place."""
@@ -122,14 +124,14 @@ class Tierstore:
         publisher = self._publisher
 
         def lookup(keys: Positions, out: np.ndarray) -> None:
-            with Lease(publisher, "bench", None) as view:
+            with Lease(publisher) as view:
                 view.lookup(FEATURE, keys, out=out)
 
         return lookup
 
     def bags(self, keys: Positions, offsets: Positions, out: np.ndarray) -> None:
         """Sums of bags, pooled by the store."""
-        with Lease(self._publisher, "bench", None) as view:
+        with Lease(self._publisher) as view:
             view.lookup_bags(FEATURE, keys, offsets, combiner="sum", out=out)
 
     @property

@@ -3,7 +3,7 @@
     python -m benchmarks.wire_lookup [--quick] [--rows 1_000_000] [--json FILE]
 
 Servers run as processes of their own on loopback: the service over rows that are all in memory, the same HTTP stack
-that parses the request and answers ready bytes ("echo"), and `redis-server` answering a pipelined MGET of the same
+that parses the request and answers ready bytes ("echo"), the service over gRPC, and grpcio answering ready bytes ("grpc echo"), and `redis-server` answering a pipelined MGET of the same
 keys. They take turns, a round each, so that whatever else the machine does meets all of them alike; figures are medians
 over the rounds, ratios medians of each round's ratio. "take" is no server: the CPU that `numpy.take` needs in this
 process to gather as many rows of a table as large, into as many buffers in turn, as the floor under any look-up. CPU is the server process's own clock. The client is one thread
@@ -28,12 +28,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.machine import describe
 from benchmarks.report import headline
 from benchmarks.wire_servers import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
+
+if TYPE_CHECKING:
+    from benchmarks.wire_grpc import GrpcServer
 
 VARIANTS = 16  # requests with different keys, sent in turn
 CONNECTIONS = (1, 8)
@@ -126,15 +130,15 @@ class Server:
 
 
 @contextmanager
-def child(*command: str) -> Iterator[tuple[int, int]]:
-    """(process id, port) of a server that prints its port."""
+def child(*command: str) -> Iterator[tuple[int, list[int]]]:
+    """(process id, ports) of a server that prints its ports."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(command)} did not start")
-        yield process.pid, int(line)
+        yield process.pid, [int(port) for port in line.split()]
     finally:
         process.terminate()
         process.wait(60)
@@ -264,8 +268,12 @@ def redis(rows: int) -> Iterator[Server]:
 # --- measuring
 
 
-def turn(server: Server, batches: list[np.ndarray], connections: int, requests: int) -> tuple[float, float]:
+def turn(
+    server: Server | GrpcServer, batches: list[np.ndarray], connections: int, requests: int
+) -> tuple[float, float]:
     """(CPU µs of the server, µs of wall time) a request."""
+    if not isinstance(server, Server):
+        return server.turn(batches, connections, requests, cpu_s)
     frames = [server.frames(i, batches) for i in range(connections)]
     space = memoryview(bytearray(max(size for mine in frames for _, size, _ in mine)))
     with ExitStack() as stack:
@@ -320,7 +328,9 @@ def headlines(results: list[dict[str, object]], clients: list[dict[str, object]]
     return made
 
 
-def measure(servers: list[Server], rows: int, sizes: list[int], rounds: int, requests: int) -> list[dict[str, object]]:
+def measure(
+    servers: list[Server | GrpcServer], rows: int, sizes: list[int], rounds: int, requests: int
+) -> list[dict[str, object]]:
     rng = np.random.default_rng(1)
     results: list[dict[str, object]] = []
     gather = Gather(rows)
@@ -420,6 +430,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("build/wire_lookup.json"))
     parser.add_argument("--no-shared-memory", action="store_true")
     parser.add_argument("--no-redis", action="store_true")
+    parser.add_argument("--no-grpc", action="store_true")
     options = parser.parse_args()
     rows = options.rows or (200_000 if options.quick else 1_000_000)
     rounds, requests = (5, 160) if options.quick else (15, 400)
@@ -427,11 +438,21 @@ def main() -> None:
     skipped = {}
     with ExitStack() as stack:
         where = stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-"))
-        pid, port = stack.enter_context(child(*python, "echo"))
-        servers = [Server("echo", pid, port, over_http(port, checked=False))]
+        pid, (port,) = stack.enter_context(child(*python, "echo"))
+        servers: list[Server | GrpcServer] = [Server("echo", pid, port, over_http(port, checked=False))]
         shared = [] if options.no_shared_memory else ["--shared-memory"]
-        pid, port = stack.enter_context(child(*python, "store", "--where", where, "--rows", str(rows), *shared))
+        pid, (port, *others) = stack.enter_context(
+            child(*python, "store", "--where", where, "--rows", str(rows), *shared)
+        )
         servers.append(Server("http", pid, port, over_http(port, checked=True)))
+        if others and not options.no_grpc:
+            from benchmarks.wire_grpc import GrpcServer
+
+            servers.append(GrpcServer("grpc", pid, others[0], checked=True))
+            pid_of_echo, (echo_port,) = stack.enter_context(child(*python, "grpc-echo"))
+            servers.append(GrpcServer("grpc echo", pid_of_echo, echo_port, checked=False))
+        else:
+            skipped["grpc"] = "left out" if others else "the extra grpc is not installed"
         if shared:
             regions = Regions(port)
             stack.callback(regions.close)

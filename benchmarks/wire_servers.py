@@ -1,7 +1,8 @@
-"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|store …`.
+"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|grpc-echo|store …`.
 
 `echo` is the limit of the transport: the service's own HTTP stack, settings and request parser, answering ready bytes.
-`store` is the service as it is, over a table whose rows are all in memory. Both print their port when they answer.
+`grpc-echo` is grpcio doing the same. `store` is the service as it is, over a table whose rows are all in memory. They
+print their ports when they answer.
 """
 
 from __future__ import annotations
@@ -92,6 +93,15 @@ def serve_echo() -> None:
             runner.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 
+def serve_grpc_echo() -> None:
+    from benchmarks.wire_grpc import echo_server
+
+    tune_allocator()
+    server, port = echo_server()
+    print(port, flush=True)
+    server.wait_for_termination()
+
+
 def serve_store(where: Path, rows: int, shared_memory: bool) -> None:
     """Load `rows` rows, all of them into memory, and serve them."""
     from tierstore.service.server import serve
@@ -107,18 +117,24 @@ def serve_store(where: Path, rows: int, shared_memory: bool) -> None:
         store.load_snapshot(source)
     settings = load_settings(None, data=data, host_budget=budget, port=0, drain_s=0, allow_client_shm=shared_memory)
     logging.disable(logging.INFO)
-    serve(settings, announce=lambda url, _: print(url.rpartition(":")[2], flush=True))
+
+    def announce(*places: str | None) -> None:
+        print(*(place.rpartition(":")[2] for place in places if place), flush=True)
+
+    serve(settings, announce=announce)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("server", choices=["echo", "store"])
+    parser.add_argument("server", choices=["echo", "grpc-echo", "store"])
     parser.add_argument("--where", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--shared-memory", action="store_true")
     options = parser.parse_args()
     if options.server == "echo":
         serve_echo()
+    elif options.server == "grpc-echo":
+        serve_grpc_echo()
     else:
         serve_store(options.where, options.rows, options.shared_memory)
     sys.exit(0)

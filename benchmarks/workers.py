@@ -61,7 +61,10 @@ class Server:
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().split()[-1]
+        said = self._process.stdout.readline()
+        if (url := re.search(r"http://[^\s,]+", said)) is None:
+            raise SystemExit(f"the service did not say where it listens, but: {said!r}")
+        self.url = url.group()
         self.admin = httpx.Client(base_url=self.url, timeout=600)
         job = self.admin.post("/admin/models/bench/snapshots", json={"source": str(snapshot)}).json()["job"]
         while (state := self.admin.get(f"/admin/jobs/{job}").json())["state"] == "running":
@@ -229,17 +232,18 @@ def measure(rows: int, keys_a_call: int, rounds: int, seconds: float) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--keys", type=int, nargs="+", default=[64, 4096], help="keys a request")
+    parser.add_argument("--keys", type=int, nargs="+", help="keys a request (default 64 and 4096)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
     parser.add_argument("--json", type=Path, default=Path("build/workers.json"))
     options = parser.parse_args()
-    rows, rounds, seconds = (20_000, 2, 0.3) if options.tiny else (options.rows, options.rounds, 1.5)
+    rows, rounds, seconds = (20_000, 2, 0.05) if options.tiny else (options.rows, options.rounds, 1.5)
+    sizes = options.keys or ([64] if options.tiny else [64, 4096])
     print(f"{describe()}; {rows:,} rows of dim {DIM} float32, all in memory; {CONNECTIONS} connections\n")
     print("| keys a request | workers | M keys/CPU s | M keys/s | memory, MiB | 2 over 1, CPU | 2 over 1, clock |")
     print("|---|---|---|---|---|---|---|")
     results = []
-    for keys in options.keys:
+    for keys in sizes:
         got = measure(rows, keys, rounds, seconds)
         results.append(got)
         for workers in (1, SEVERAL):

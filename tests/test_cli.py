@@ -25,13 +25,28 @@ from tierstore.cli.app import app
 from tierstore.cli.progress import shown_progress
 from tierstore.config import ENV_PREFIX
 from tierstore.engine.store import Store
-from tierstore.service.server import ServerThread
+from tierstore.service.server import ServerThread, has_grpc
 from tierstore.types import Progress
 
 ROOT = Path(__file__).parents[1]
 ROWS, DIM = 300, 8
 SMALL = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2, "fold_grace_s": 0.0}
-COMMANDS = {"serve", "load", "delta", "activate", "rollback", "drop", "lookup", "status", "verify", "demo"}
+COMMANDS = {
+    "serve",
+    "load",
+    "delta",
+    "activate",
+    "rollback",
+    "canary",
+    "promote",
+    "withdraw",
+    "label",
+    "drop",
+    "lookup",
+    "status",
+    "verify",
+    "demo",
+}
 
 
 def row(stamp: int, key: int) -> list[float]:
@@ -281,6 +296,42 @@ def test_versions_and_deltas_from_load_to_drop(cli: Cli, tmp_path: Path, place: 
     assert {"lookup_keys", "tier_bytes", "tier_budget_bytes"} <= model["tables"]["item"].keys()
 
 
+def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    for version in (1, 2):
+        activate = [] if version == 1 else ["--no-activate"]
+        assert cli("load", write_snapshot(tmp_path, version), *activate, *place).code == 0
+    begun = cli("canary", "ctr", 2, "--share", "12.5%", *place)
+    assert begun.out == "ctr serves version 2 as canary, to 12.5% of the requests\n", begun.err
+    shared = cli("canary", "ctr", 2, "--share", "1", *place, "--json").document
+    assert shared == {"model": "ctr", "canary": {"version": 2, "share": 1.0}}
+    assert cli("lookup", "ctr", "item_id", 7, *place, "--json").document["rows"][0]["row"] == row(2, 7)
+    assert cli("label", "ctr", "trial", 2, *place).out == "ctr label trial stands for version 2\n"
+    text = cli("status", "ctr", *place).out
+    assert "canary 2 gets 100% of the requests" in text
+    assert "canary, trial" in text
+    served = cli("drop", "ctr", 2, *place)
+    assert served.code == 1
+    assert "is the canary" in served.err
+    assert cli("withdraw", "ctr", *place, "--json").document == {"model": "ctr", "withdrawn": 2}
+    refused = cli("label", "ctr", "trial", 2, *place)
+    assert refused.code == 1
+    assert "may only point to what is served" in refused.err
+    assert cli("canary", "ctr", 2, *place).out.endswith("to 5% of the requests\n")
+    assert cli("promote", "ctr", *place).out == "ctr serves version 2\n"
+    assert cli("label", "ctr", "holdout", 2, *place).code == 0
+    assert cli("label", "ctr", "holdout", "--remove", *place).out == "ctr label holdout is removed\n"
+    model = cli("status", "ctr", *place, "--json").document["models"]["ctr"]
+    assert (model["active_version"], model["canary"], model["labels"]) == (2, None, {"stable": 2})
+    again = cli("promote", "ctr", *place)
+    assert again.code == 1
+    assert "has no canary" in again.err
+
+
+@pytest.mark.parametrize("share", ["105%", "-1", "half", "%", "nan"])
+def test_a_share_that_is_none_is_used_wrongly(cli: Cli, share: str) -> None:
+    assert cli("canary", "ctr", 2, f"--share={share}").code == 2
+
+
 def test_rows_and_status_for_a_person(cli: Cli, tmp_path: Path, place: list[str]) -> None:
     assert cli("load", write_snapshot(tmp_path, 1), *place).code == 0
     lines = cli("lookup", "ctr", "item_id", "3", "0x10", "999", *place).out.splitlines()
@@ -414,6 +465,8 @@ def test_serve_says_where_it_listens_and_ends_in_order(tmp_path: Path) -> None:
         line = service.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert found, (line, (tmp_path / "err").read_text())
+        if has_grpc():
+            assert re.fullmatch(r"gRPC at 127\.0\.0\.1:\d+\n", service.stdout.readline())
         with tierstore.Client(found.group()) as client:
             assert client.ready()
             assert client.load_snapshot(snapshot) == 1

@@ -27,6 +27,7 @@ FLOORS = {
     "formats": 1,
     "tiers": 2,
     "ingest": 3,
+    "predict": 3,
     "engine": 4,
     "service": 5,
     "client": 6,
@@ -49,10 +50,13 @@ SIDEWAYS = {
 CEILING = {"client": 1}
 
 # driver → the modules and folders that may import it
-DOORS = {
+DOORS: dict[str, set[str]] = {
     "rocksdict": {"tiers.disk", "tiers.sst"},
+    "cupy": {"tiers.device"},
     "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
     "llvmlite": {"kernels"},
+    "onnxruntime": {"predict"},
+    "onnx": {"predict", "demo"},
     "fastapi": {"service"},
     "starlette": {"service"},
     "uvicorn": {"service"},
@@ -61,7 +65,7 @@ DOORS = {
     "typer": {"cli", "demo"},
     "click": {"cli"},
     "rich": {"cli", "demo"},
-    "httpx": {"client", "demo"},
+    "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
     "grpc": {"service.rpc"},
     "grpc_health": {"service.rpc"},
     "grpc_reflection": {"service.rpc"},

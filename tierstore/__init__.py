@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tierstore.client import Client
+    from tierstore.client import AsyncClient, Client
     from tierstore.engine.model import Model
     from tierstore.engine.store import Store
     from tierstore.engine.store import open_store as open
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tierstore.formats.writers import DeltaWriter, SnapshotWriter
 
 _HOMES = {
+    "AsyncClient": ("tierstore.client", "AsyncClient"),
     "Client": ("tierstore.client", "Client"),
     "DeltaWriter": ("tierstore.formats.writers", "DeltaWriter"),
     "Model": ("tierstore.engine.model", "Model"),
@@ -36,7 +37,7 @@ _HOMES = {
     "View": ("tierstore.engine.view", "View"),
     "open": ("tierstore.engine.store", "open_store"),
 }
-__all__ = ["Client", "DeltaWriter", "Model", "SnapshotWriter", "Store", "TierstoreError", "View", "open"]
+__all__ = ["AsyncClient", "Client", "DeltaWriter", "Model", "SnapshotWriter", "Store", "TierstoreError", "View", "open"]
 
 
 def __getattr__(name: str) -> Any:

@@ -48,6 +48,14 @@ class Settings(BaseSettings):
         default_factory=_default_host_budget,
         description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together",
     )
+    device_budget: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="bytes of memory of each GPU for cached rows, keys, bookkeeping and staging, all models together; 0 for no device tier (extra `gpu`)",
+    )
+    device_layout: Literal["replica", "shard"] = Field(
+        "replica", description="with several GPUs: the hottest rows on each (`replica`), or each key on one (`shard`)"
+    )
     overlay_budget: Size = Field(
         ByteSize(256 << 20),
         description="bytes of deltas that are visible but not folded yet; beyond it producers get 429",
@@ -68,9 +76,47 @@ class Settings(BaseSettings):
         default_factory=lambda: max(2, _cores()), ge=1, description="threads that run look-ups of the service"
     )
     lookup_queue: int = Field(1024, ge=1, description="look-ups that may wait for a thread; beyond it clients get 503")
+    max_queue_s: float = Field(
+        10.0, gt=0, description="seconds that a look-up may wait for a thread; one that has waited longer gets 503"
+    )
+    max_connections: int = Field(
+        2048,
+        ge=1,
+        description="HTTP connections of a process; requests on further ones get 503. At most half of the files that a process may open",
+    )
+    batch_max_items: int = Field(
+        0,
+        ge=0,
+        description="items (rows of the batch dimension) that concurrent small predict requests over HTTP are joined to; 0 joins none",
+    )
+    batch_delay_us: int = Field(
+        0,
+        ge=0,
+        description="microseconds that a predict request waits for others to join; 0: while it waits for a thread",
+    )
     disk_threads: int = Field(8, ge=1, description="threads that read misses from disk, all models together")
     load_workers: int = Field(
         default_factory=lambda: min(4, _cores()), ge=1, description="helper processes of a bulk load"
+    )
+    # the dense part (extra `dense`)
+    dense_intra_threads: int = Field(
+        1, ge=1, description="threads of one run of a dense part; look-up threads run several at once anyway"
+    )
+    dense_inter_threads: int = Field(1, ge=1, description="branches of a dense part's graph that run at once")
+    dense_affinity: str | None = Field(
+        None,
+        description="processors that the threads of a run are bound to, but for its first: ONNX Runtime's form, such as `2;3` (it counts from 1)",
+    )
+    dense_spinning: bool = Field(False, description="let the threads of a run spin while they wait for work")
+    dense_graph_optimization: Literal["off", "basic", "extended", "all"] = Field(
+        "all", description="how far ONNX Runtime rewrites a dense part when it is loaded"
+    )
+    dense_arena: bool = Field(True, description="let ONNX Runtime keep memory between runs")
+    dense_buffers: Size = Field(
+        ByteSize(64 << 20), description="bytes of row buffers that a dense part keeps for reuse"
+    )
+    dense_options: dict[str, str] = Field(
+        default_factory=dict, description="further entries of ONNX Runtime's session configuration"
     )
     # versions and deltas
     keep_versions: int = Field(1, ge=0, description="versions kept beside the active one for rollback")
@@ -93,7 +139,9 @@ class Settings(BaseSettings):
         default_factory=lambda: [Path.cwd()],
         description="snapshots are read only from under these; separated by ':' in the environment",
     )
-    allow_client_shm: bool = Field(False, description="serve OIP's system shared memory extension")
+    allow_client_shm: bool = Field(
+        False, description="serve OIP's shared memory extensions: system, and CUDA where there is a GPU"
+    )
     allow_open_network: bool = Field(
         False, description="listen beyond loopback without tokens: anyone who reaches the port may change models"
     )

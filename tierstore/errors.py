@@ -10,7 +10,7 @@
     │   └── SequenceGap                a delta out of turn; `expected_seq` says which is next
     ├── TooLarge (ValueError)          beyond a configured size
     ├── Overloaded                     a bound is reached; `retry_after_s` says when to come back
-    ├── DeadlineExceeded (TimeoutError) the caller's deadline passed before work was begun
+    ├── DeadlineExceeded (TimeoutError) the caller's deadline passed before the answer was there
     ├── NotReady                       known, but not able to answer yet
     ├── Locked                         the data directory is held by another process
     ├── Closed                         the store was closed
@@ -18,7 +18,8 @@
     ├── Unreachable (ConnectionError)  no service answers at that address
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     └── StorageError (OSError)         the disk or its driver failed
-        └── Corruption                 bytes read back are not those written
+        ├── Corruption                 bytes read back are not those written
+        └── InferenceError             ONNX Runtime failed, and not by what the caller sent
 
 Transports map these to their own codes (`service/`); nothing below knows a status code.
 """
@@ -29,7 +30,12 @@ from collections.abc import Sequence
 
 
 class TierstoreError(Exception):
-    """Root of the tree; catch it to catch all of tierstore's own errors."""
+    """Root of the tree; catch it to catch all of tierstore's own errors.
+
+    `version` is the version of a model that the request had been given to, where the service knows it.
+    """
+
+    version: int | None = None
 
 
 class InvalidInput(TierstoreError, ValueError):
@@ -86,7 +92,7 @@ class Overloaded(TierstoreError):
 
 
 class DeadlineExceeded(TierstoreError, TimeoutError):
-    """The caller's deadline passed while the request waited; no work was done for it."""
+    """The caller's deadline passed. From the service: while the request waited, so no work was done for it."""
 
 
 class NotReady(TierstoreError):
@@ -122,6 +128,10 @@ class StorageError(TierstoreError, OSError):
     def __init__(self, message: str, *, keys: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.keys: Sequence[int] = keys
+
+
+class InferenceError(StorageError):
+    """The dense part could not be run, for a reason that does not lie in the request."""
 
 
 class Corruption(StorageError):

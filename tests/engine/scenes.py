@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,7 @@ def write_snapshot(
     model: str = "ctr",
     rows: dict[str, int] = ROWS,
     dense: bytes | None = None,
+    requests: Iterable[dict[str, Any]] = (),
 ) -> Path:
     """Tables `user` and `item`; features `user_id`, `item_id`, and `clicked`, bags over items (mean, padding key 0)."""
     where = root / f"{model}-{version}"
@@ -49,7 +52,18 @@ def write_snapshot(
         writer.warmup("item", np.arange(32, dtype=np.int64))
         if dense is not None:
             writer.dense(dense)
+        for request in requests:
+            writer.request(request)
     return where
+
+
+def some_dense() -> bytes:
+    """A dense part that every version takes; any bytes where the extra `dense` is not installed, and nothing looks."""
+    if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
+        return b"d"
+    from tests.predict import onnx_models
+
+    return onnx_models.linear({"user_id": np.ones(DIM["user"])})
 
 
 def delta(

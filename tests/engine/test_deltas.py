@@ -227,9 +227,10 @@ def test_many_small_deltas_stand_as_few_overlays(open_store, tmp_path):
 def test_a_new_dense_part_is_kept_with_its_rows(open_store, tmp_path):
     store = open_store()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
-    store.apply_delta(scenes.delta(1, {"item": ([1], scenes.vectors("item", 1, [1]))}, dense=b"model bytes"))
+    dense = scenes.some_dense()
+    store.apply_delta(scenes.delta(1, {"item": ([1], scenes.vectors("item", 1, [1]))}, dense=dense))
     settled(store)
-    assert (tmp_path / "data/models/ctr/1/dense.onnx").read_bytes() == b"model bytes"
+    assert (tmp_path / "data/models/ctr/1/dense.onnx").read_bytes() == dense
     with store.model("ctr").view() as view:
         assert view.has_dense
 

@@ -93,7 +93,7 @@ class Scene:
             stamp=version,
             delta_seq=self.seq - behind,
             rows={"user": 200, "item": 300},
-            dense=b"d",
+            dense=scenes.some_dense(),
         )
 
         def load() -> None:

@@ -217,13 +217,13 @@ def test_progress_and_observers_are_told(store, tmp_path):
 
 
 def test_status_carries_the_promised_figures(store, tmp_path):
-    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=b"onnx"))
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
     store.model("ctr").lookup("item_id", [1, 1, 5000, 900])
     model = store.status("ctr")["models"]["ctr"]
     assert model["active_version"] == 1
     assert model["watermark"] == 0
     assert model["versions"][0]["state"] == "active"
-    assert model["versions"][0]["dense"] == "kept, not served"
+    assert model["versions"][0]["dense"] is None
     item = model["tables"]["item"]
     assert item["rows"] == 1000
     assert sum(item["lookup_keys"].values()) == 4

@@ -57,7 +57,7 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Helpers]:
+def started(own_helpers: None, monkeypatch: pytest.MonkeyPatch) -> list[Helpers]:
     """The helpers that loads have started."""
     made: list[Helpers] = []
 
@@ -201,6 +201,7 @@ def test_progress_counts_every_row_of_both_phases_and_comes_often(tmp_path: Path
     assert len(seen) <= 6 + 20 * (seen[-1][0] - seen[0][0])
 
 
+@pytest.mark.usefixtures("own_helpers")
 def test_a_helper_holds_its_share_of_memory_and_not_the_table(tmp_path: Path, out: Path) -> None:
     """The table takes 264 MB, twice that while it is merged; the helper may hold 32, its libraries (90), and what a reader holds of a batch (130)."""
     rng = np.random.default_rng(8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,9 @@ def _codes(table: str) -> dict[int, np.ndarray]:
 class FakeView:
     """A view of the one version."""
 
-    has_dense = True
+    predictor = None
+    unserved = "install tierstore[dense]"
+    dense_elsewhere = False
     version = VERSION
     seq = 0
 
@@ -129,15 +132,16 @@ class FakeModel:
 
     def __init__(self, name: str, features: dict[str, FeatureSpec]) -> None:
         self.name, self.active_version = name, VERSION
+        self.served = SimpleNamespace(versions=(VERSION,), canary=None)
         self.gate = threading.Event()
         self.gate.set()
         self._view = FakeView(features, self.gate)
 
     @contextmanager
-    def view(self, version: int | None = None) -> Iterator[FakeView]:
+    def view(self, version: int | str | None = None, route: bytes | str | None = None) -> Iterator[FakeView]:
         if not self.ready:
             raise NotReady(f"model {self.name!r} has no active version")
-        if version not in (None, VERSION):
+        if version not in (None, VERSION, "stable"):
             raise NotFound(f"no version {version}")
         yield self._view
 

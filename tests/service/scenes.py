@@ -34,7 +34,7 @@ def write_snapshot(
     model: str = "ctr",
     shift: float = 0.0,
     delta_seq: int = 0,
-    dense: bool = True,
+    dense: bytes | None = None,
 ) -> Path:
     """The model of `fake_store`, every value `shift` higher."""
     where = root / f"{model}-{version}"
@@ -49,8 +49,8 @@ def write_snapshot(
         writer.feature("clicked", table="item", combiner="mean")
         writer.feature("user", table="user")
         writer.feature("big", table="big")
-        if dense:
-            writer.dense(b"not looked into")
+        if dense is not None:
+            writer.dense(dense)
     return where
 
 

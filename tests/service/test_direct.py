@@ -62,7 +62,7 @@ def pooled(own: Own) -> list[object]:
     calls: list[object] = []
     pool = own[1].service.lookups
     run = pool.run
-    pool.run = lambda *call: (calls.append(call), run(*call))[1]  # type: ignore[method-assign,assignment]
+    pool.run = lambda *call, **more: (calls.append(call), run(*call, **more))[1]  # type: ignore[method-assign,assignment]
     return calls
 
 

@@ -385,7 +385,9 @@ def test_no_work_is_done_for_what_nobody_waits_for(waiting: Any, monkeypatch: py
     store, server, stub, first = waiting
     opened = []
     open_of = server.service.dataplane.open
-    monkeypatch.setattr(server.service.dataplane, "open", lambda *args: opened.append(args) or open_of(*args))
+    monkeypatch.setattr(
+        server.service.dataplane, "open", lambda *args, **options: opened.append(args) or open_of(*args, **options)
+    )
     asked = request()
     if how == "timeout":
         asked.parameters["timeout"].int64_param = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tierstore.errors import TierstoreError
 from tierstore.service import fleet
 from tierstore.service.server import ServerThread
 
-from .conftest import eventually, load, settings_for
+from .conftest import GRPC, eventually, load, settings_for
 
 WORKERS = 2
 READERS = 6
@@ -37,7 +38,9 @@ class Scene:
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
         self.store = stack.enter_context(
-            Store(settings_for(root, workers=WORKERS, keep_versions=4, fold_grace_s=0.0, lookup_threads=2))
+            Store(
+                settings_for(root, workers=WORKERS, keep_versions=4, fold_grace_s=0.0, lookup_threads=2, grpc_port=GRPC)
+            )
         )
         self.store.load_snapshot(write_snapshot(root))
         self.server = stack.enter_context(ServerThread(self.store))
@@ -330,6 +333,36 @@ def test_workers_that_do_not_come_up_are_an_error_and_leave_the_store_as_it_was(
         np.testing.assert_array_equal(store.model("ctr").lookup("item_id", KEYS), vectors("item", 1, KEYS))
 
 
+def test_a_canary_answers_from_every_worker_and_a_request_id_means_the_same_in_all(shared: Scene) -> None:
+    if 2 not in shared.store.model("ctr").versions:
+        load(shared.admin, write_snapshot(shared.root, 2, stamp=2), activate=False)
+    before = _of_version_2(shared)
+    with ExitStack() as stack:
+        clients = shared.connect(stack)
+        shared.admin.post("/admin/models/ctr/canary", json={"version": 2, "share": 0.5}).raise_for_status()
+        ids = [f"r{number}" for number in range(10)]
+        chosen = []
+        for client in clients:
+            path = "/v2/models/ctr/infer"
+            answers = [client.post(path, content=ITEM, headers={"x-request-id": each}).json() for each in ids]
+            chosen.append([answer["model_version"] for answer in answers])
+            assert client.post("/v2/models/ctr/versions/canary/infer", content=ITEM).json()["model_version"] == "2"
+            assert client.post("/v2/models/ctr/versions/nobody/infer", content=ITEM).status_code == 404
+        assert set(chosen[0]) == {"1", "2"}
+        assert all(each == chosen[0] for each in chosen)
+        shared.admin.post("/admin/models/ctr/withdraw").raise_for_status()
+        for client in clients:
+            assert client.post("/v2/models/ctr/infer", content=ITEM).json()["model_version"] == "1"
+            assert client.post("/v2/models/ctr/versions/canary/infer", content=ITEM).status_code == 404
+    assert _of_version_2(shared) - before == chosen[0].count("2") * len(chosen) + len(chosen)
+
+
+def _of_version_2(scene: Scene) -> float:
+    counted = scene.admin.get("/metrics").text
+    found = re.findall(r'tierstore_model_requests_total\{model="ctr",outcome="ok",version="2"\} (\S+)', counted)
+    return float(found[0]) if found else 0.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_owner(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "tierstore", "serve", "--data", str(tmp_path / "data"), "--port", "0"]
@@ -349,3 +382,76 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+# --- gRPC
+
+
+@pytest.fixture
+def rpc(shared: Scene) -> Iterator[list[Any]]:
+    """Clients on connections of their own, which reach workers as the kernel likes."""
+    triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+    with ExitStack() as stack:
+        # a connection a client, where grpcio would share one
+        yield [
+            stack.enter_context(
+                triton.InferenceServerClient(
+                    shared.server.grpc_target, channel_args=[("grpc.use_local_subchannel_pool", 1)]
+                )
+            )
+            for _ in range(READERS)
+        ]
+
+
+def keys_tensor() -> Any:
+    import tritonclient.grpc as triton
+
+    given = triton.InferInput("item_id", [len(KEYS)], "INT64")
+    given.set_data_from_numpy(KEYS)
+    return given
+
+
+def test_grpc_look_ups_are_answered_by_workers_and_counted_once(
+    shared: Scene, rpc: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.server.service.dataplane, "open", lambda *_: pytest.fail("the owner was asked"))
+
+    def successes() -> int:
+        (model,) = rpc[0].get_inference_statistics("ctr").model_stats
+        return int(model.inference_stats.success.count)
+
+    before = successes()
+    for client in rpc:
+        answer = client.infer("ctr", [keys_tensor()], str(1))
+        np.testing.assert_array_equal(answer.as_numpy("item_id"), vectors("item", 0, KEYS))
+    assert successes() - before == len(rpc)
+
+
+def test_grpc_calls_that_a_worker_does_not_answer_come_from_the_owner(rpc: list[Any]) -> None:
+    from tritonclient.utils import InferenceServerException
+
+    for client in rpc:
+        assert client.is_server_ready()
+        assert client.is_model_ready("ctr")
+        assert list(client.get_model_metadata("ctr").versions) == ["1"]
+        for model, version, code in (("nobody", "", "NOT_FOUND"), ("ctr", "9", "NOT_FOUND"), ("ctr", "x y", "INVALID")):
+            with pytest.raises(InferenceServerException) as caught:
+                client.infer(model, [keys_tensor()], version)
+            assert code in caught.value.status()
+        answers: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error, put=answers.put: put((result, error)))
+        client.async_stream_infer("ctr", [keys_tensor()])
+        result, error = answers.get(timeout=60)
+        assert error is None
+        np.testing.assert_array_equal(result.as_numpy("item_id"), vectors("item", 0, KEYS))
+        client.stop_stream()
+
+
+def test_health_is_watched_through_a_worker(shared: Scene) -> None:
+    grpc = pytest.importorskip("grpc", reason="extra grpc is not installed")
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(shared.server.grpc_target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()

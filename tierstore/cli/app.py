@@ -11,7 +11,7 @@ import typer
 
 from tierstore import __version__
 from tierstore.cli.options import AsJson, Data, Force, ModelName, Url, VersionNumber
-from tierstore.cli.place import key_type, local, parse_keys, place
+from tierstore.cli.place import key_type, local, parse_keys, parse_share, place
 from tierstore.cli.serve import ServeCommand, serve
 
 app = typer.Typer(
@@ -140,8 +140,77 @@ def rollback(model: ModelName, data: Data = None, url: Url = None, force: Force 
 
 
 @app.command()
+def canary(
+    model: ModelName,
+    version: VersionNumber,
+    share: Annotated[
+        str, typer.Option("--share", metavar="SHARE", help="Of the requests that name no version: 5% or 0.05.")
+    ] = "5%",
+    data: Data = None,
+    url: Url = None,
+    force: Force = False,
+    json: AsJson = False,
+) -> None:
+    """Serve a kept version beside the active one, to a share of the requests.
+
+    For the version that is the canary already, only the share changes.
+    """
+    part = parse_share(share)
+    with place(data, url) as held:
+        held.canary(model, version, part, force=force)
+    _say(
+        json,
+        {"model": model, "canary": {"version": version, "share": part}},
+        f"{model} serves version {version} as canary, to {100 * part:g}% of the requests",
+    )
+
+
+@app.command()
+def promote(model: ModelName, data: Data = None, url: Url = None, json: AsJson = False) -> None:
+    """Make the canary the active version."""
+    with place(data, url) as held:
+        version = held.promote(model)
+    _say(json, {"model": model, "active_version": version}, f"{model} serves version {version}")
+
+
+@app.command()
+def withdraw(model: ModelName, data: Data = None, url: Url = None, json: AsJson = False) -> None:
+    """Stop serving the canary; the version is kept."""
+    with place(data, url) as held:
+        version = held.withdraw(model)
+    _say(json, {"model": model, "withdrawn": version}, f"{model} version {version} is withdrawn, and kept")
+
+
+@app.command()
+def label(
+    model: ModelName,
+    name: Annotated[str, typer.Argument(metavar="LABEL", help="Name of the label.", show_default=False)],
+    version: Annotated[
+        int | None, typer.Argument(metavar="VERSION", help="Number of a version that is served.", show_default=False)
+    ] = None,
+    data: Data = None,
+    url: Url = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the label.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Let a label stand for a version that is served.
+
+    It goes when that version is served no more. `stable` and `canary` are always there.
+    """
+    if (version is None) is not remove:
+        raise typer.BadParameter("give the VERSION that the label is to stand for, or --remove")
+    with place(data, url) as held:
+        if version is None:
+            held.unlabel(model, name)
+        else:
+            held.label(model, name, version)
+    done = "is removed" if version is None else f"stands for version {version}"
+    _say(json, {"model": model, "label": name, "version": version}, f"{model} label {name} {done}")
+
+
+@app.command()
 def drop(model: ModelName, version: VersionNumber, data: Data = None, url: Url = None, json: AsJson = False) -> None:
-    """Delete a version that is not active."""
+    """Delete a version that is not served."""
     with place(data, url) as held:
         held.drop(model, version)
     _say(json, {"model": model, "dropped": version}, f"{model} version {version} is dropped")

@@ -84,6 +84,17 @@ def parse_keys(words: list[str], kind: KeyType) -> list[int] | list[str]:
         raise typer.BadParameter(f"the table's keys are {kind}: expected numbers, came {wrong!r}") from None
 
 
+def parse_share(text: str) -> float:
+    """A share as it is typed: `5%`, `0.05`."""
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise typer.BadParameter(f"a share is from 0% to 100%, or from 0 to 1; came {text!r}")
+    return share
+
+
 def _is_int(word: str) -> bool:
     try:
         int(word, 0)

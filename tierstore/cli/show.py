@@ -58,6 +58,10 @@ def status(document: dict[str, Any]) -> None:
             else "[yellow]nothing active[/]"
         )
         console.print(f"[bold]{escape(name)}[/]  {state}")
+        if canary := model.get("canary"):
+            console.print(
+                f"  canary [bold]{canary['version']}[/] gets {100 * canary['share']:g}% of the requests, watermark {canary['watermark']}"
+            )
         if model.get("problem"):
             console.print(f"  [red]problem:[/] {escape(str(model['problem']))}")
         if model.get("last_event_time"):
@@ -74,12 +78,15 @@ def status(document: dict[str, Any]) -> None:
 
 
 def _versions(versions: list[dict[str, Any]]) -> Table:
-    table = Table("version", "state", "watermark", "created", box=None, header_style="dim", padding=(0, 2))
+    table = Table("version", "state", "labels", "watermark", "created", box=None, header_style="dim", padding=(0, 2))
     for entry in versions:
         state = entry["state"]
         if state == "loading":
             state += f": {entry.get('phase', '')} {_percent(entry.get('done'), entry.get('total'))}"
-        table.add_row(str(entry["version"]), state, _text(entry.get("watermark")), _text(entry.get("created_at")))
+        labels = escape(", ".join(entry.get("labels", ())))
+        table.add_row(
+            str(entry["version"]), state, labels, _text(entry.get("watermark")), _text(entry.get("created_at"))
+        )
     return table
 
 

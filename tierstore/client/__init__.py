@@ -1,4 +1,4 @@
-"""The verbs of a store over the network: `Client` talks to a running service.
+"""The verbs of a store over the network: `Client` talks to a running service, `AsyncClient` does so from asyncio.
 
 Needs neither the engine nor its drivers, so it works where no store is. Whatever the service refuses
 comes back as the error of `tierstore.errors` that the embedded store would have raised.
@@ -6,6 +6,8 @@ comes back as the error of `tierstore.errors` that the embedded store would have
 
 from __future__ import annotations
 
-from tierstore.client.sync import Client, RemoteModel
+from tierstore.client.aio import AsyncClient
+from tierstore.client.remote import RemoteModel
+from tierstore.client.sync import Client
 
-__all__ = ["Client", "RemoteModel"]
+__all__ = ["AsyncClient", "Client", "RemoteModel"]

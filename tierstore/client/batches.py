@@ -22,15 +22,41 @@ class Batch:
     weights: npt.NDArray[np.float32] | None = None
 
     @staticmethod
+    def given(feature: str, value: Any) -> Batch:
+        """`value` is keys, or `(keys, offsets)`, or `(keys, offsets, weights)` as a tuple."""
+        if not isinstance(value, tuple) or (value and all(np.ndim(one) == 0 for one in value)):
+            return Batch.of(feature, value)
+        if len(value) not in (2, 3):
+            raise InvalidInput(
+                f"{feature!r}: expected keys, (keys, offsets) or (keys, offsets, weights), came a tuple of {len(value)}"
+            )
+        return Batch.of(feature, *value)
+
+    @staticmethod
     def of(feature: str, keys: Any, offsets: Any = None, weights: Any = None) -> Batch:
         """Check and convert what a caller gave. The service checks it against the table."""
-        array = _keys(keys)
+        array = as_keys(keys)
         starts = None if offsets is None else _offsets(offsets, len(array))
         return Batch(feature, array, starts, None if weights is None else _weights(weights, len(array)))
 
     @property
     def n(self) -> int:
         return len(self.keys)
+
+    @property
+    def rows(self) -> int:
+        """Of its answer: one a key, or one a bag."""
+        return len(self.keys) if self.offsets is None else len(self.offsets)
+
+    def bags(self, first: int, last: int) -> Batch:
+        """Bags [first, last) alone."""
+        starts = self.offsets
+        assert starts is not None
+        if first == last:
+            return Batch(self.feature, self.keys[:0], starts[:0], None if self.weights is None else self.weights[:0])
+        begin, end = int(starts[first]), self.n if last == len(starts) else int(starts[last])
+        weights = None if self.weights is None else self.weights[begin:end]
+        return Batch(self.feature, self.keys[begin:end], starts[first:last] - begin, weights)
 
     def inputs(self) -> list[wire.Input]:
         """The tensors of a request: `<feature>`, and `.offsets` and `.weights` where they are given."""
@@ -53,14 +79,12 @@ def split(batch: Batch, most: int) -> list[Batch]:
         # the last bag that still ends within reach: the start of the one after it is where it ends
         reach = int(np.searchsorted(starts, starts[first] + most, side="right")) - 1
         last = len(starts) if batch.n - starts[first] <= most else max(reach, first + 1)
-        begin, end = int(starts[first]), batch.n if last == len(starts) else int(starts[last])
-        weights = None if batch.weights is None else batch.weights[begin:end]
-        parts.append(Batch(batch.feature, batch.keys[begin:end], starts[first:last] - begin, weights))
+        parts.append(batch.bags(first, last))
         first = last
     return parts
 
 
-def _keys(keys: Any) -> Any:
+def as_keys(keys: Any) -> Any:
     """int64, uint64 or Arrow `large_string`, of one dimension."""
     array = keys if isinstance(keys, np.ndarray) else _from_other(keys)
     if isinstance(array, np.ndarray):

@@ -10,7 +10,6 @@ Pure functions on values of the caller; any thread may call them.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from tierstore.errors import InvalidInput, TierstoreError
 
-HEADER_LENGTH = "Inference-Header-Content-Length"
-ALIGNMENT = 64  # bytes; what NumPy, numba and torch like best
+HEADER_LENGTH = "inference-header-content-length"  # of both directions
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -43,12 +42,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input tensor; `data` are its bytes, of any type that has the buffer protocol."""
+    """One input tensor. `data` are its bytes; `span` the parameters that say where in shared memory they lie, if there."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: memoryview
+    span: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,19 @@ class Output:
     parameters: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back: the version that answered, and each output by name. The arrays share one buffer."""
+def dtype_of(datatype: str | None) -> np.dtype[Any] | None:
+    """NumPy's word for a datatype of numbers; None for any other."""
+    return _DTYPES.get(datatype or "")
 
-    version: int | None
-    outputs: dict[str, npt.NDArray[Any]]
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """The protocol's word for a dtype of numbers."""
+    return _NAMES[dtype]
 
 
 def numbers(name: str, values: npt.NDArray[Any]) -> Input:
     """An input of numbers. Shares the array's memory where it lies in order."""
-    array = np.ascontiguousarray(values)
+    array = np.asarray(values, order="C")
     datatype = _NAMES.get(array.dtype)
     if datatype is None:
         raise InvalidInput(f"input {name!r}: expected integers, floats or booleans, came {array.dtype}")
@@ -97,79 +99,96 @@ def strings(name: str, array: Any) -> Input:
     return Input(name, "BYTES", (n,), raw.data)
 
 
-def request(inputs: Sequence[Input], outputs: Sequence[Output]) -> tuple[dict[str, str], bytes]:
-    """HTTP headers and body of an inference request whose tensors all travel as bytes."""
-    header: dict[str, Any] = {
-        "inputs": [
-            {
-                "name": i.name,
-                "shape": i.shape,
-                "datatype": i.datatype,
-                "parameters": {"binary_data_size": i.data.nbytes},
-            }
-            for i in inputs
-        ],
-    }
+@dataclass(frozen=True, slots=True)
+class Described:
+    """An output as an answer's JSON tells of it: `nbytes` follow the JSON, or its elements are in `data`, or elsewhere."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    nbytes: int | None
+    data: Any = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the array; `object` for BYTES."""
+        return OBJECT if self.datatype == "BYTES" else _DTYPES[self.datatype]
+
+
+OBJECT = np.dtype(object)
+
+
+def document(inputs: Sequence[Input], outputs: Sequence[Output], timeout_s: float | None = None) -> bytes:
+    """The JSON of a request whose tensors travel as bytes behind it, or lie in the places that their spans name.
+
+    timeout_s: the request's parameter `timeout`, sent in microseconds.
+    """
+    described: list[dict[str, Any]] = [
+        {
+            "name": i.name,
+            "shape": i.shape,
+            "datatype": i.datatype,
+            "parameters": {"binary_data_size": i.data.nbytes} if i.span is None else i.span,
+        }
+        for i in inputs
+    ]
+    request: dict[str, Any] = {"inputs": described}
+    parameters: dict[str, Any] = {}
     if outputs:
-        header["outputs"] = [{"name": o.name, "parameters": {"binary_data": True, **o.parameters}} for o in outputs]
+        request["outputs"] = [{"name": o.name, "parameters": {"binary_data": True, **o.parameters}} for o in outputs]
     else:
-        header["parameters"] = {"binary_data_output": True}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(text))}
-    return headers, b"".join([text, *(i.data for i in inputs)])
+        parameters["binary_data_output"] = True
+    if timeout_s is not None:
+        parameters["timeout"] = max(1, int(timeout_s * 1e6))
+    if parameters:
+        request["parameters"] = parameters
+    return orjson.dumps(request)
 
 
-def buffer(nbytes: int, header_nbytes: int) -> npt.NDArray[np.uint8]:
-    """Uninitialized uint8[nbytes] for an answer, placed so that what follows the JSON header is aligned."""
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    skip = -(memory.ctypes.data + header_nbytes) % ALIGNMENT
-    return memory[skip : skip + nbytes]
-
-
-def answer(body: npt.NDArray[np.uint8], header_nbytes: int) -> Answer:
-    """Read an inference answer. Arrays of numbers share `body`'s memory, but for one that lies askew, which is copied."""
+def described(text: bytes | bytearray | memoryview) -> tuple[int | None, list[Described]]:
+    """(the version that answered, its outputs) of an answer's JSON. TierstoreError for one that is none."""
     try:
-        header = json.loads(body[:header_nbytes].tobytes())
-        outputs: dict[str, npt.NDArray[Any]] = {}
-        at = header_nbytes
+        header = orjson.loads(text)
+        outputs = []
         for output in header["outputs"]:
-            name, datatype, shape = output["name"], output["datatype"], tuple(output["shape"])
-            nbytes = output.get("parameters", {}).get("binary_data_size")
+            nbytes = (output.get("parameters") or {}).get("binary_data_size")
+            one = Described(output["name"], output["datatype"], tuple(output["shape"]), nbytes, output.get("data"))
             if nbytes is None:
-                outputs[name] = _from_json(datatype, shape, output["data"])
-                continue
-            outputs[name] = _from_bytes(datatype, shape, body[at : at + nbytes])
-            at += nbytes
-        if at != len(body):
-            raise ValueError(f"{len(body) - at} bytes are left over")
+                if one.data is None and one.datatype not in _DTYPES:
+                    raise ValueError(f"output {one.name!r} has neither bytes nor data")
+            elif one.dtype is not OBJECT and nbytes != math.prod(one.shape) * one.dtype.itemsize:
+                raise ValueError(f"{nbytes} bytes for {one.datatype} of shape {one.shape}")
+            outputs.append(one)
         version = header.get("model_version")
-        return Answer(int(version) if version else None, outputs)
-    except (KeyError, TypeError, ValueError) as error:
-        raise TierstoreError(f"the service's answer is not one of the Open Inference Protocol: {error}") from error
+        return int(version) if version else None, outputs
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise not_of_the_protocol(error) from error
 
 
-def _from_bytes(datatype: str, shape: tuple[int, ...], raw: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    if datatype == "BYTES":
-        return _from_length_prefixed(raw.tobytes(), shape)
-    dtype = _DTYPES[datatype]
-    if raw.nbytes != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{raw.nbytes} bytes for {datatype} of shape {shape}")
-    array = np.frombuffer(raw, dtype).reshape(shape)
-    return array if array.flags.aligned else array.copy()
+def not_of_the_protocol(why: object) -> TierstoreError:
+    return TierstoreError(f"the service's answer is not one of the Open Inference Protocol: {why}")
 
 
-def _from_json(datatype: str, shape: tuple[int, ...], data: Any) -> npt.NDArray[Any]:
-    dtype = np.dtype(object) if datatype == "BYTES" else _DTYPES[datatype]
-    return np.array(data, dtype=dtype).reshape(shape)
+def from_json(output: Described) -> npt.NDArray[Any]:
+    """An output whose elements came in the JSON."""
+    try:
+        return np.array(output.data, dtype=output.dtype).reshape(output.shape)
+    except (TypeError, ValueError) as error:
+        raise not_of_the_protocol(error) from error
 
 
-def _from_length_prefixed(raw: bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+def from_length_prefixed(raw: bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     """BYTES of a dense part's output (labels and the like): few, and of no fixed width, hence one by one."""
     items, at = [], 0
     while at < len(raw):
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
+        if end > len(raw):
+            raise not_of_the_protocol("a BYTES tensor is cut")
         items.append(raw[at + 4 : end])
         at = end
     array = np.empty(len(items), object)
     array[:] = items
-    return array.reshape(shape)
+    try:
+        return array.reshape(shape)
+    except ValueError as error:
+        raise not_of_the_protocol(error) from error

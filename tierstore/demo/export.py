@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from tierstore.demo.canary import item_canaries, user_canaries, write_number
 from tierstore.demo.clicklog import item_keys, user_keys
-from tierstore.demo.trainer import DIM
+from tierstore.demo.graph import can_predict, graph
+from tierstore.demo.trainer import DIM, Dense
 from tierstore.formats.writers import DeltaWriter, SnapshotWriter
 from tierstore.types import Keys, StorageDtype, Vectors
 
@@ -33,8 +34,12 @@ def write_snapshot(
     users: Vectors,
     items: npt.NDArray[np.int64],
     item_vectors: Vectors,
+    dense: Dense,
 ) -> None:
-    """Write a snapshot of all users ([users, DIM]) and of the item rows `items` (ascending) with their vectors."""
+    """Write a snapshot of all users ([users, DIM]), of the item rows `items` (ascending) with their vectors, and of `dense`.
+
+    The dense part is left out where it cannot be served, see `graph.can_predict`.
+    """
     version_row, seq_row = write_number(version), write_number(delta_seq)
     canaries = np.stack([version_row, seq_row])
     with SnapshotWriter(directory, model=MODEL, version=version, delta_seq=delta_seq) as snapshot:
@@ -49,6 +54,8 @@ def write_snapshot(
         snapshot.feature(USER, table="user")
         snapshot.feature(ITEM, table="item")
         snapshot.feature(CLICKED, table="item", combiner="mean")
+        if can_predict():
+            snapshot.dense(graph(dense, user=USER, item=ITEM, bag=CLICKED))
 
 
 def delta(
@@ -60,8 +67,9 @@ def delta(
     items: npt.NDArray[np.int64],
     item_vectors: Vectors,
     gone: npt.NDArray[np.int32],
+    dense: Dense,
 ) -> bytes:
-    """A minute's delta: upserts of the rows that changed in both tables, deletes of the items that are gone."""
+    """A minute's delta: upserts of the rows that changed in both tables, deletes of the items that are gone, the dense part."""
     seq_row = write_number(seq)[None].astype(np.float16)
     written = io.BytesIO()
     with DeltaWriter(written, model=MODEL, seq=seq, event_time=event_time) as out:
@@ -70,6 +78,8 @@ def delta(
         out.upsert("item", item_keys(items), item_vectors.astype(np.float16))
         out.upsert("item", item_canaries()[1:], seq_row)
         out.delete("item", item_keys(gone))
+        if can_predict():
+            out.dense(graph(dense, user=USER, item=ITEM, bag=CLICKED))
     return written.getvalue()
 
 

@@ -78,6 +78,9 @@ class DemoReport:
     versions_seen: list[int] = field(default_factory=list)
     rows_checked: int = 0
     mismatches: int = 0
+    served_scores: bool = False  # whether the service scored, dense part and all
+    scores_checked: int = 0  # of those, compared with the trainer's dense part on rows looked up
+    score_mismatches: int = 0
     steps_s: dict[str, float] = field(default_factory=dict)
     total_s: float = 0.0
     url: str = ""
@@ -85,7 +88,7 @@ class DemoReport:
     @property
     def ok(self) -> bool:
         """Nothing failed, no answer was mixed or stale, no row differed, and the deltas were worth it."""
-        wrong = self.failed_requests + self.mixed_answers + self.stale_answers + self.mismatches
+        wrong = self.failed_requests + self.mixed_answers + self.stale_answers + self.mismatches + self.score_mismatches
         return (
             wrong == 0 and self.requests > 0 and self.quality is not None and self.quality.deltas > self.quality.daily
         )
@@ -184,6 +187,11 @@ def _figures(report: DemoReport) -> Table:
     table.add_row("answers from two states", _count(report.mixed_answers, report.requests))
     table.add_row("stale answers", _count(report.stale_answers, report.requests))
     table.add_row("rows read back", f"{_count(report.mismatches, report.rows_checked)} differ from the trainer's")
+    if report.served_scores:
+        checked = _count(report.score_mismatches, report.scores_checked)
+        table.add_row("scores of the service", f"{checked} differ from the trainer's dense part on the same rows")
+    else:
+        table.add_row("scores", "made by the demo: the service predicts where tierstore[dense] is installed")
     table.add_row("took", f"{report.total_s:.0f} s")
     return table
 

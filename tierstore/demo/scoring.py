@@ -1,4 +1,4 @@
-"""Scores and checks from rows that the service answered: nothing here reads the trainer's tables to score.
+"""Scores and checks from what the service answered: nothing here reads the trainer's tables to score.
 
 Free functions; any thread may call them with a client of its own.
 """
@@ -11,14 +11,31 @@ import numpy.typing as npt
 from tierstore.client import RemoteModel
 from tierstore.demo.clicklog import Events, WorldSize, item_keys, user_keys
 from tierstore.demo.export import CLICKED, ITEM, USER
+from tierstore.demo.graph import CONTEXT_INPUT, LOGIT
 from tierstore.demo.report import Quality
 from tierstore.demo.trainer import Dense, Trainer, auc
 
 BATCH = 4_096  # events or keys a request
 
 
+def predicted(model: RemoteModel, events: Events) -> npt.NDArray[np.float32]:
+    """Logits float32[n] of `events`, by the service: rows and dense part of each request are of one moment."""
+    parts = []
+    for first in range(0, len(events), BATCH):
+        last = min(first + BATCH, len(events))
+        starts = events.starts[first : last + 1]
+        inputs = {
+            USER: user_keys(events.users[first:last]),
+            ITEM: item_keys(events.items[first:last]),
+            CLICKED: (item_keys(events.history[starts[0] : starts[-1]]), starts[:-1] - starts[0]),
+            CONTEXT_INPUT: events.context[first:last],
+        }
+        parts.append(np.asarray(model.predict(inputs, outputs=[LOGIT])[LOGIT], np.float32).reshape(-1))
+    return np.concatenate(parts)
+
+
 def scores(model: RemoteModel, events: Events, dense: Dense) -> npt.NDArray[np.float32]:
-    """Logits float32[n] of `events`, from user rows, item rows and history bags looked up in the service."""
+    """The same, with the dense part kept on this side and applied to rows looked up in the service."""
     parts = []
     for first in range(0, len(events), BATCH):
         last = min(first + BATCH, len(events))

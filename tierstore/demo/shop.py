@@ -63,9 +63,9 @@ class Shop:
         with self._lock:
             exists = np.flatnonzero(self.item_exists)
             users, item_vectors = self.trainer.user.astype(np.float16), self.trainer.item[exists].astype(np.float16)
-            seq = self.seq
+            seq, dense = self.seq, self.trainer.dense
         export.write_snapshot(
-            path, version=version, delta_seq=seq, users=users, items=exists, item_vectors=item_vectors
+            path, version=version, delta_seq=seq, users=users, items=exists, item_vectors=item_vectors, dense=dense
         )
         return len(users) + len(exists), seq
 
@@ -90,5 +90,6 @@ class Shop:
             items=items,
             item_vectors=self.trainer.item[items],
             gone=gone,
+            dense=self.trainer.dense,
         )
         return MinuteDelta(self.seq, event_time, payload, len(users) + len(items) + len(gone))

@@ -106,11 +106,12 @@ def _second_snapshot(
     streamed.beside_rows_per_s = rows / took_s
     plan.note(f"snapshot {new}, the state after delta {seq}, loaded beside in {took_s:.1f} s")
     streamed.window("deltas, switching versions")
-    for step in (
+    switches: list[Callable[[], object]] = [
         lambda: client.activate(MODEL, new),
         lambda: client.rollback(MODEL),
         lambda: client.activate(MODEL, new),
-    ):
+    ]
+    for step in switches:
         began = time.monotonic()
         step()
         now = client.status(MODEL)["models"][MODEL]["active_version"]

@@ -50,8 +50,9 @@ class Holder(Protocol):
 class HostBudget:
     """Deals `total` bytes to the versions that are open.
 
-    A version that replaces another begins at half of its final share while the other is halved in place,
-    keeping its hottest rows, so a switch never goes beyond the budget; `settle` lets it grow once the other is gone.
+    A version that replaces another, or comes beside it as a canary, begins at half of its final share while the other is
+    halved in place, keeping its hottest rows, so neither goes beyond the budget; `settle` lets it grow once the other
+    is gone.
     """
 
     def __init__(self, total: int) -> None:
@@ -63,11 +64,12 @@ class HostBudget:
     def used(self) -> int:
         return sum(holder.host_reserved_bytes for holder in self._holders)
 
-    def admit(self, holder: Holder, replacing: Holder | None) -> None:
-        """Make room for `holder` and attach its host tables."""
+    def admit(self, holder: Holder, replacing: Holder | None, *others_leaving: Holder) -> None:
+        """Make room for `holder` and attach its host tables. `others_leaving` go with the one that it replaces."""
         with self._lock:
             need = holder.host_need_bytes
-            others = [h for h in self._holders if h is not replacing]
+            leaving = [h for h in (replacing, *others_leaving) if h in self._holders]
+            others = [h for h in self._holders if h not in leaving]
             if replacing is None:
                 fraction = 1.0
                 final = min(need, int(self.total * need / max(1, need + sum(h.host_need_bytes for h in others))))
@@ -75,7 +77,7 @@ class HostBudget:
                 fraction = 0.5
                 final = min(need, self.total - sum(h.host_reserved_bytes for h in others))
             while self.total - self.used < math.ceil(final * fraction):
-                victim = self._victim(replacing)
+                victim = self._victim(leaving)
                 if victim is None:
                     final = int((self.total - self.used) / fraction)
                     break
@@ -83,11 +85,12 @@ class HostBudget:
             holder.attach_host(max(0, final), fraction, replacing)
             self._holders.append(holder)
 
-    def _victim(self, replacing: Holder | None) -> Holder | None:
-        if replacing in self._holders and replacing is not None and replacing.host_fraction > MIN_FRACTION:
-            return replacing
-        shrinkable = [h for h in self._holders if h.host_fraction > MIN_FRACTION]
-        return max(shrinkable, key=lambda h: h.host_reserved_bytes, default=None)
+    def _victim(self, leaving: Sequence[Holder | None]) -> Holder | None:
+        for candidates in (leaving, self._holders):
+            shrinkable = [h for h in candidates if h is not None and h.host_fraction > MIN_FRACTION]
+            if shrinkable:
+                return max(shrinkable, key=lambda h: h.host_reserved_bytes)
+        return None
 
     def release(self, holder: Holder) -> None:
         """Take back what `holder` had; its host tables are closed already."""

@@ -1,7 +1,8 @@
 """Lending views to other processes on this machine: they look up in the owner's memory, under the owner's rules.
 
-A borrower is one more reader of a view, by the same count as a request of this process: it holds the view of each
-model from when it takes it until it says that none of its requests reads it any more. So a delta is folded only when
+A borrower is one more reader of a view, by the same count as a request of this process: it holds the views that each
+model serves (the active version's, and a canary's) from when it takes them until it says that none of its requests
+reads them any more. It routes requests between them as the owner does. So a delta is folded only when
 no process reads a view from before it, a version is closed only when no process reads it, and who never gives back
 holds up folding as a slow request does. A borrower that dies is `end`ed, and all that it held is free.
 
@@ -17,10 +18,12 @@ from typing import Any
 
 from tierstore.engine.model import Model
 from tierstore.engine.overlay import Overlay
+from tierstore.engine.publisher import Publisher
+from tierstore.engine.served import Served
 from tierstore.engine.sharing import Changes, SharedOverlay, describe_version
 from tierstore.engine.store import Store
 from tierstore.engine.version import Version
-from tierstore.engine.view import Publisher, View
+from tierstore.engine.view import View
 from tierstore.errors import NotFound
 from tierstore.tiers.host import HostTable
 from tierstore.types import Keys, Rows, States
@@ -31,7 +34,6 @@ class Borrower:
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[Publisher, View]] = {}
-        self.current: dict[str, int] = {}  # model → the view it was given last
         self.ended = False
 
 
@@ -67,7 +69,7 @@ class Lender:
             publisher.leave(view)
 
     def sync(self, borrower: Borrower, known: dict[str, list[int]]) -> tuple[dict[str, Any], list[int]]:
-        """Lend the current view of every model; returns a document and the descriptors that go with it, in order.
+        """Lend the views that every model serves; returns a document and the descriptors that go with it, in order.
 
         `known` are the serials of `versions` and `overlays` that the borrower has and keeps for as long as it holds
         what this returns. The descriptors are to be duplicated (sent) before the borrower gives anything back.
@@ -78,46 +80,54 @@ class Lender:
         known_versions, known_overlays = set(known["versions"]), set(known["overlays"])
         with self._lock:
             for name in self._store.models():
-                view_id, view = self._lend(borrower, name)
-                if view is None:
-                    document["models"][name] = None
-                    continue
-                serial = self._serial_of(view.holder)
-                if serial not in known_versions:
-                    known_versions.add(serial)
-                    document["versions"][serial], of_tables = describe_version(view.holder)
-                    document["versions"][serial]["fds"] = len(of_tables)
-                    fds += of_tables
-                overlays = []
-                for overlay in view.overlays:
-                    number, copy = self._copy_of(overlay)
-                    overlays.append(number)
-                    if number not in known_overlays:
-                        known_overlays.add(number)
-                        document["overlays"][number] = copy.document
-                        fds.append(copy.fd)
-                document["models"][name] = {
-                    "view": view_id, "version": serial, "seq": view.seq, "overlays": overlays
-                }  # fmt: skip
+                served, lent = self._lend(borrower, name)
+                views: list[dict[str, Any]] = []
+                for view_id, view in lent:
+                    serial = self._serial_of(view.holder)
+                    if serial not in known_versions:
+                        known_versions.add(serial)
+                        document["versions"][serial], of_tables = describe_version(view.holder)
+                        document["versions"][serial]["fds"] = len(of_tables)
+                        fds += of_tables
+                    overlays = []
+                    for overlay in view.overlays:
+                        number, copy = self._copy_of(overlay)
+                        overlays.append(number)
+                        if number not in known_overlays:
+                            known_overlays.add(number)
+                            document["overlays"][number] = copy.document
+                            fds.append(copy.fd)
+                    views.append(
+                        {
+                            "view": view_id,
+                            "version": serial,
+                            "seq": view.seq,
+                            "overlays": overlays,
+                            "dense": view.predictor is not None,
+                            "unserved": view.unserved,
+                        }
+                    )
+                # the active version's view comes first
+                document["models"][name] = {"views": views, "share": served.share, "labels": dict(served.labels)}
             self._forget()
         return document, fds
 
-    def _lend(self, borrower: Borrower, name: str) -> tuple[int, View | None]:
+    def _lend(self, borrower: Borrower, name: str) -> tuple[Served, list[tuple[int, View]]]:
         try:
             publisher = self._store.model(name).publisher
         except NotFound:  # a first load that failed has just taken its model away
-            return 0, None
-        view = publisher.enter()
-        if view is None:
-            borrower.current.pop(name, None)
-            return 0, None
-        last = borrower.current.get(name, 0)
-        if last in borrower.held and borrower.held[last][1] is view:
-            publisher.leave(view)
-            return last, view
-        view_id = borrower.current[name] = next(self._next)
-        borrower.held[view_id] = publisher, view
-        return view_id, view
+            return Served(), []
+        served = publisher.enter_all()
+        lent = []
+        for view in served.views:
+            view_id = next((number for number, (_, held) in borrower.held.items() if held is view), None)
+            if view_id is None:
+                view_id = next(self._next)
+                borrower.held[view_id] = publisher, view
+            else:
+                publisher.leave(view)
+            lent.append((view_id, view))
+        return served, lent
 
     def give_back(self, borrower: Borrower, view_id: int) -> None:
         """No request of the borrower reads that view any more, or will."""
@@ -145,19 +155,24 @@ class Lender:
     def lagging(self, borrower: Borrower) -> set[int]:
         """Views that the borrower holds though newer ones are there."""
         with self._lock:
-            return {view_id for view_id, (publisher, view) in borrower.held.items() if publisher.current is not view}
+            return {
+                view_id for view_id, (publisher, view) in borrower.held.items() if view not in publisher.served.views
+            }
 
     def collapse(self, limit: int) -> int:
-        """Have some of the active versions' host tables in huge pages, for every process; returns how many pages.
+        """Have some of the served versions' host tables in huge pages, for every process; returns how many pages.
 
         A millisecond each. Zero when there is nothing to gain for now.
         """
         done = 0
         for name in self._store.models():
-            with contextlib.suppress(NotFound), self._store.model(name).publisher.pinned() as version:
-                for table in version.tables.values() if version is not None else ():
-                    if isinstance(table.host, HostTable) and done < limit:
-                        done += table.host.collapse(limit - done)
+            with contextlib.suppress(NotFound):
+                publisher = self._store.model(name).publisher
+                for number in publisher.served.versions:
+                    with publisher.pinned(number) as version:
+                        for table in version.tables.values() if version is not None else ():
+                            if isinstance(table.host, HostTable) and done < limit:
+                                done += table.host.collapse(limit - done)
         return done
 
     def model(self, name: str) -> Model:

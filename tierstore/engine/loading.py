@@ -12,13 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from tierstore.engine.model import Model, Shared
+from tierstore.engine.model import Model
+from tierstore.engine.switching import Shared
 from tierstore.engine.version import VersionInfo, watermark_record, write_record
-from tierstore.errors import SnapshotError, StorageError
+from tierstore.errors import InvalidInput, SnapshotError, StorageError
 from tierstore.formats import files
-from tierstore.formats.names import VersionDirectory
+from tierstore.formats.names import REQUEST_SUFFIX, VersionDirectory
+from tierstore.formats.requests import read_request
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.bulkload import BaseBuild, BulkLoad
+from tierstore.predict.session import DenseCounts
 from tierstore.tiers.disk import write_sst
 from tierstore.tiers.sealed import BASES, base_record
 from tierstore.types import Progress, ProgressFn
@@ -36,6 +39,7 @@ def load(
     """Load `snapshot` as a version of `model`. Returns the version. Whatever fails, nothing that served changes."""
     manifest = snapshot.manifest
     number = manifest.version
+    _check_dense(snapshot, shared)
     with model.loading(number, manifest.delta_seq) as note:
 
         def tell(step: Progress) -> None:
@@ -78,6 +82,24 @@ def _ingest(build: BaseBuild, delta_seq: int, where: VersionDirectory, shared: S
         disk.close()
 
 
+def _check_dense(snapshot: Snapshot, shared: Shared) -> None:
+    """Refuse a dense part that could not be served, and requests that cannot be read, before any row is."""
+    for name, path in snapshot.request_paths():
+        read_request(path, file=name)
+    path_ = snapshot.dense_path()
+    if path_ is None or snapshot.manifest.dense is None or shared.dense.missing is not None:
+        return
+    name = snapshot.manifest.dense.path
+    try:
+        model = path_.read_bytes()
+    except OSError as error:
+        raise SnapshotError(f"cannot be read: {error.strerror or error}", file=name) from error
+    try:
+        shared.dense.load(model, snapshot.manifest.feature_specs(), snapshot.manifest.table_specs(), DenseCounts())
+    except InvalidInput as error:
+        raise SnapshotError(str(error), file=name) from error
+
+
 def _keep_the_rest(snapshot: Snapshot, where: VersionDirectory) -> None:
     dense = snapshot.dense_path()
     if dense is not None:
@@ -88,6 +110,11 @@ def _keep_the_rest(snapshot: Snapshot, where: VersionDirectory) -> None:
             files.make_dir(where.warmup(name).parent)
             with files.publish(where.warmup(name)) as file:
                 np.save(file, keys, allow_pickle=False)
+    requests = snapshot.request_paths()
+    if requests:
+        files.make_dir(where.requests)
+    for i, (_, path) in enumerate(requests):
+        _copy(path, where.requests / f"{i:05d}{REQUEST_SUFFIX}")
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -13,10 +13,12 @@ import threading
 from typing import Any, Protocol, cast
 
 from tierstore.engine.overlay import Overlay
+from tierstore.engine.publisher import Lease, Publisher
+from tierstore.engine.served import Served
 from tierstore.engine.sharing import Changes, MirrorVersion, mirror_overlay
 from tierstore.engine.table import LookupCounts
 from tierstore.engine.version import Version
-from tierstore.engine.view import Lease, Publisher, View
+from tierstore.engine.view import View
 from tierstore.errors import NotFound
 from tierstore.types import Keys, Rows, States
 
@@ -47,13 +49,17 @@ class _OwnersDisk:
 class _View(View):
     """A view that is lent. `serials` are the owner's names of its overlays."""
 
-    __slots__ = ("serials", "view_id")
+    __slots__ = ("_unserved", "serials", "view_id")
 
-    def __init__(
-        self, view_id: int, version: MirrorVersion, overlays: tuple[Overlay, ...], serials: list[int], seq: int
-    ) -> None:
-        super().__init__(cast(Version, version), overlays, seq)
-        self.view_id, self.serials = view_id, serials
+    def __init__(self, entry: dict[str, Any], version: MirrorVersion, overlays: tuple[Overlay, ...]) -> None:
+        super().__init__(cast(Version, version), overlays, entry["seq"])
+        self.view_id, self.serials = entry["view"], entry["overlays"]
+        self.dense_elsewhere = bool(entry["dense"])
+        self._unserved: str | None = entry["unserved"]
+
+    @property
+    def unserved(self) -> str | None:
+        return self._unserved
 
     @property
     def mirror(self) -> MirrorVersion:
@@ -61,24 +67,24 @@ class _View(View):
 
 
 class _Publisher(Publisher):
-    """Gives a view back to the owner when it is not current any more and its last reader has left."""
+    """Gives a view back to the owner when it is not served any more and its last reader has left."""
 
-    def __init__(self, owner: Owner) -> None:
-        super().__init__()
+    def __init__(self, model: str, owner: Owner) -> None:
+        super().__init__(model)
         self._owner = owner
 
-    def publish(self, view: View | None) -> None:
+    def publish(self, served: Served) -> None:
         with self.changed:
-            old = self.current
-            super().publish(view)
-            unread = old is not None and not old.readers
-        if old is not None and unread:
-            self._owner.give_back(cast(_View, old).view_id)
+            old = self.served
+            super().publish(served)
+            unread = [view for view in old.views if view not in served.views and not view.readers]
+        for view in unread:
+            self._owner.give_back(cast(_View, view).view_id)
 
     def leave(self, view: View) -> None:
         with self.changed:
             super().leave(view)
-            unread = not view.readers and view is not self.current
+            unread = not view.readers and view not in self.served.views
         if unread:
             self._owner.give_back(cast(_View, view).view_id)
 
@@ -88,14 +94,19 @@ class MirrorModel:
 
     def __init__(self, name: str, store: MirrorStore, owner: Owner) -> None:
         self.name = name
-        self.publisher = _Publisher(owner)
+        self.publisher = _Publisher(name, owner)
         self.counts: dict[str, LookupCounts] = {}
         self._store = store
 
-    def view(self, version: int | None = None) -> Lease:
-        """As `Model.view`, but a version that is not there is told like one that is not active: NotReady."""
+    def view(self, version: int | str | None = None, route: bytes | str | None = None) -> Lease:
+        """As `Model.view`, but a version that is not there is told like one that is not served: NotReady."""
         self._store.refresh()
-        return Lease(self.publisher, self.name, version)
+        return Lease(self.publisher, version, route)
+
+    @property
+    def served(self) -> Served:
+        """What requests get right now, without looking for something newer."""
+        return self.publisher.served
 
     @property
     def active_version(self) -> int | None:
@@ -150,11 +161,10 @@ class MirrorStore:
             raise NotFound(f"no model {name!r}; there is {', '.join(sorted(self._models)) or 'none yet'}")
         return model
 
-    def active(self, name: str) -> int | None:
-        """The version of a model that requests get right now, without looking for a newer one; None if there is none."""
+    def served(self, name: str) -> Served:
+        """What requests of a model get right now, without looking for something newer; nothing if there is no such model."""
         model = self._models.get(name)
-        view = None if model is None else model.publisher.current
-        return None if view is None else view.version
+        return Served() if model is None else model.served
 
     def take_counts(self) -> dict[str, dict[str, list[int]]]:
         """Keys looked up since the last call, by model and table, one number a `Tier`."""
@@ -165,8 +175,7 @@ class MirrorStore:
         return {name: counted for name, of in taken.items() if (counted := {t: c for t, c in of.items() if any(c)})}
 
     def _current(self) -> list[_View]:
-        views = [model.publisher.current for model in self._models.values()]
-        return [cast(_View, view) for view in views if view is not None]
+        return [cast(_View, view) for model in self._models.values() for view in model.served.views]
 
     def _known(self) -> dict[str, list[int]]:
         views = self._current()
@@ -184,21 +193,21 @@ class MirrorStore:
         }
         left = list(fds)
         models = {name: self._models.get(name) or MirrorModel(name, self, self._owner) for name in document["models"]}
-        views: dict[str, _View | None] = {}
+        taken: dict[str, Served] = {}
         try:
             for name, entry in document["models"].items():
-                views[name] = entry and self._view(models[name], entry, document, left, versions, overlays)
+                views = [self._view(models[name], one, document, left, versions, overlays) for one in entry["views"]]
+                active, canary = [*views, None, None][:2]
+                taken[name] = Served(active, canary, entry["share"], entry["labels"])
         finally:
             for fd in left:
                 os.close(fd)
         gone = [model for name, model in self._models.items() if name not in models]
         self._models = models
         for model in gone:
-            model.publisher.publish(None)
-        for name, view in views.items():
-            current = cast("_View | None", models[name].publisher.current)
-            if view is not current and (view is None or current is None or view.view_id != current.view_id):
-                models[name].publisher.publish(view)
+            model.publisher.publish(Served())
+        for name, served in taken.items():
+            models[name].publisher.publish(served)
         self._seen = document["change"]  # last: from here on requests do not wait for this
 
     def _view(
@@ -210,7 +219,10 @@ class MirrorStore:
         versions: dict[int, MirrorVersion],
         overlays: dict[int, Overlay],
     ) -> _View:
-        """The view of `entry`. Descriptors come in the order in which versions and overlays are first named."""
+        """The view of `entry`, that which is here already if it is. Descriptors come in the order in which versions and overlays are first named."""
+        for held in model.served.views:
+            if cast(_View, held).view_id == entry["view"]:
+                return cast(_View, held)
         serial = entry["version"]
         version = versions.get(serial)
         if version is None:
@@ -222,6 +234,4 @@ class MirrorStore:
         for number in entry["overlays"]:
             if number not in overlays:
                 overlays[number] = mirror_overlay(document["overlays"][str(number)], left.pop(0), version.specs)
-        return _View(
-            entry["view"], version, tuple(overlays[n] for n in entry["overlays"]), entry["overlays"], entry["seq"]
-        )
+        return _View(entry, version, tuple(overlays[n] for n in entry["overlays"]))

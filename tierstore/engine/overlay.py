@@ -15,6 +15,7 @@ import numpy as np
 from tierstore.errors import DeltaError
 from tierstore.formats.delta import Delta, DeltaTable
 from tierstore.kernels import codec, overlay_index
+from tierstore.predict.session import DenseSession
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
 
@@ -71,6 +72,7 @@ class Overlay:
     hi: int
     tables: Mapping[str, OverlayTable]
     dense: bytes | None = None
+    predictor: DenseSession | None = None  # of `dense`; None where it cannot be served here
     born_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -82,8 +84,8 @@ class Overlay:
         tables = dict(self.tables)
         for name, table in newer.tables.items():
             tables[name] = tables[name].merged(table) if name in tables else table
-        dense = newer.dense if newer.dense is not None else self.dense
-        return Overlay(self.lo, newer.hi, tables, dense, self.born_s)
+        of = newer if newer.dense is not None else self
+        return Overlay(self.lo, newer.hi, tables, of.dense, of.predictor, self.born_s)
 
 
 def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None) -> tuple[Overlay, ...]:

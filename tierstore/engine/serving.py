@@ -1,4 +1,7 @@
-"""What a model serves right now: the view that requests take, the deltas that go into it, and their folding.
+"""What a model serves right now: the views that requests take, the deltas that go into them, and their folding.
+
+There is one log, and a delta goes into every version that is served: all their views are published as one, before the
+delta is acknowledged. Each version folds by itself, one fold at a time.
 
 Look-ups: any thread, no lock beyond the view's count. Deltas: any thread, one at a time (`write`). `fold_oldest`: one
 thread. `write` is taken before the publisher's condition.
@@ -10,22 +13,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from tierstore.engine.budget import OverlayBudget
 from tierstore.engine.deltalog import DeltaLog
+from tierstore.engine.dense import DenseParts
 from tierstore.engine.observer import Observer
 from tierstore.engine.overlay import Overlay, encode_delta, stack
+from tierstore.engine.publisher import Publisher
+from tierstore.engine.served import Served
 from tierstore.engine.version import Version
-from tierstore.engine.view import Publisher, View
-from tierstore.errors import Conflict, NotReady, SequenceGap
+from tierstore.engine.view import View
+from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap
 from tierstore.formats.delta import Delta
+from tierstore.predict.session import DenseSession
 from tierstore.types import DeltaResult, TableSpec
 
 
 class Serving:
-    """The published view of one model and the way of a delta into it."""
+    """The published views of one model and the way of a delta into them."""
 
     def __init__(
         self,
@@ -38,56 +46,108 @@ class Serving:
     ) -> None:
         # constant after construction
         self.name, self.deltas = name, deltas
-        self.publisher = Publisher(told)
-        self.write = threading.Lock()  # held by whoever changes the log or the view
+        self.publisher = Publisher(name, told)
+        self.write = threading.Lock()  # held by whoever changes the log or a view
         self._budget, self._observers, self._grace_s = budget, observers, grace_s
         # guarded by write
         self._folding: Overlay | None = None
         self.last_event: datetime | None = None
 
     @property
+    def served(self) -> Served:
+        return self.publisher.served
+
+    @property
     def current(self) -> View | None:
+        """The active version's view."""
         return self.publisher.current
 
     def apply(
-        self, delta: Delta, data: bytes | memoryview, specs_of: Callable[[int], Mapping[str, TableSpec] | None]
+        self,
+        delta: Delta,
+        data: bytes | memoryview,
+        specs_of: Callable[[int], Mapping[str, TableSpec] | None],
+        dense: DenseParts,
     ) -> DeltaResult:
         """Log a delta, then publish it. On return it is durable, and every request that starts sees it whole.
 
-        `specs_of` gives the tables of a version that may not be serving, or None for one that is not known (yet).
+        `specs_of` gives the tables of a version that may not be served, or None for one that is not known (yet).
+        `dense` makes its dense part ready, if it brings one.
         """
+        ahead = self._ready_dense(delta, dense)
         with self.write:
             if self._is_held(delta):
                 return DeltaResult(self.name, delta.seq, applied=False)
-            view = self.current
-            if view is None:
+            served = self.served
+            if served.active is None:
                 raise NotReady(f"model {self.name!r} has no active version; load or activate one before sending deltas")
-            overlay = encode_delta(
-                delta, view.holder.specs, for_this_version=delta.base_version in (None, view.version)
-            )
-            if (
-                delta.base_version not in (None, view.version)
-                and (specs := specs_of(delta.base_version or 0)) is not None
-            ):
+            # a canary's snapshot may reach beyond the log; then it holds the delta already
+            views = [view for view in served.views if view.seq < delta.seq]
+            new = [self._encode(delta, view, served) for view in views]
+            base = delta.base_version
+            if base is not None and served.numbered(base) is None and (specs := specs_of(base)) is not None:
                 # that version would choke on it at catch-up, when it is too late to refuse it
                 encode_delta(delta, specs, for_this_version=True)
-            self._budget.take(overlay.nbytes)
+                if delta.dense is not None:
+                    dense.check(delta.seq, delta.dense, base)
+            for view, overlay in zip(views, new, strict=True):
+                if overlay.dense is not None:
+                    if view.holder not in ahead:  # switched meanwhile, or its turn was not foreseen
+                        ahead[view.holder] = self._session(delta, view, served, dense)
+                    overlay.predictor = ahead[view.holder]
+            taken = _bytes(new)
+            self._budget.take(taken)
             try:
                 # all that may fail comes before the log: what is in it must become visible
-                overlays = stack(view.overlays, overlay, frozen=self._folding)
+                stacks = [
+                    stack(view.overlays, overlay, frozen=self._folding)
+                    for view, overlay in zip(views, new, strict=True)
+                ]
                 self.deltas.append(delta.seq, data, delta.digest)
             except BaseException:
-                self._budget.give(overlay.nbytes)
+                self._budget.give(taken)
                 raise
             # rows that a newer delta in the same overlay replaced are gone
-            self._budget.give(_bytes(view.overlays) + overlay.nbytes - _bytes(overlays))
-            self.publisher.publish(View(view.holder, overlays, delta.seq))
+            self._budget.give(sum(_bytes(view.overlays) for view in views) + taken - sum(map(_bytes, stacks)))
+            self.publisher.publish(
+                served.with_views(
+                    View(view.holder, overlays, delta.seq) for view, overlays in zip(views, stacks, strict=True)
+                )
+            )
             self.last_event = delta.event_time
         freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
         rows = sum(len(table.keys) for table in delta.tables.values())
         for observer in self._observers:
             observer.delta_visible(self.name, delta.seq, rows, freshness_s)
         return DeltaResult(self.name, delta.seq, applied=True)
+
+    def _encode(self, delta: Delta, view: View, served: Served) -> Overlay:
+        with _naming_the_canary(view, served):
+            return encode_delta(delta, view.holder.specs, for_this_version=delta.base_version in (None, view.version))
+
+    def _session(self, delta: Delta, view: View, served: Served, dense: DenseParts) -> DenseSession | None:
+        assert delta.dense is not None
+        with _naming_the_canary(view, served):
+            return dense.of_delta(delta.seq, delta.dense, view)
+
+    def _ready_dense(self, delta: Delta, dense: DenseParts) -> dict[Version, DenseSession | None]:
+        """Sessions of a delta's dense part, by version, made before `write` is taken, so that nobody waits for them.
+
+        The delta's turn may change until then: whatever is doubtful is left for later.
+        """
+        last = self.deltas.last
+        if delta.dense is None or last is None or delta.seq != last + 1:
+            return {}
+        served = self.publisher.enter_all()
+        try:
+            return {
+                view.holder: self._session(delta, view, served, dense)
+                for view in served.views
+                if delta.base_version in (None, view.version) and view.seq < delta.seq
+            }
+        finally:
+            for view in served.views:
+                self.publisher.leave(view)
 
     def _is_held(self, delta: Delta) -> bool:
         last = self.deltas.last
@@ -106,65 +166,82 @@ class Serving:
             )
         return True
 
-    def switch(self, version: Version | None) -> Version | None:
-        """Publish a version that is caught up, or nothing. Holds `write`. Returns the version that served before."""
-        before = self.current
-        self.publisher.publish(None if version is None else View(version, (), version.watermark))
-        if before is None:
-            return None
-        self._budget.give(_bytes(before.overlays))
-        return before.holder
+    def set(self, served: Served) -> list[Version]:
+        """Publish what is to be served, caught up. Holds `write`. Returns the versions that were and are no more."""
+        before = self.served.views
+        self.publisher.publish(served)
+        gone = [view for view in before if served.of(view.holder) is None]
+        self._budget.give(sum(_bytes(view.overlays) for view in gone))
+        return [view.holder for view in gone]
 
     def fold_due(self) -> bool:
         """Whether there is an overlay that nobody reads beneath. Call it under the publisher's condition."""
-        view = self.current
-        return (
-            view is not None
-            and bool(view.overlays)
-            and not self.publisher.read_below(view.holder, view.overlays[-1].hi)
-        )
+        return any(map(self._is_due, self.served.views))
+
+    def _is_due(self, view: View) -> bool:
+        return bool(view.overlays) and not self.publisher.read_below(view.holder, view.overlays[-1].hi)
 
     def fold_oldest(self, interrupted: Callable[[], bool]) -> None:
         """Fold the oldest overlay into the tiers, then publish a view without it. Producers and look-ups go on.
 
-        Waits for those who read beneath it, until the version is replaced or `interrupted` (called under the
-        publisher's condition) is true: one slow reader must not keep the caller from everything else.
+        Waits for those who read beneath it, until its version is not served any more, another one can be folded, or
+        `interrupted` (called under the publisher's condition) is true: one slow reader must not keep the caller from
+        everything else.
         """
         changed = self.publisher.changed
-        view = self.current
-        if view is None or not view.overlays:
+        with changed:
+            waiting = sorted((v for v in self.served.views if v.overlays), key=lambda v: v.overlays[-1].born_s)
+            view = next(filter(self._is_due, waiting), waiting[0] if waiting else None)
+        if view is None:
             return
         version = view.holder
         wait_s = view.overlays[-1].born_s + self._grace_s - time.monotonic()
 
         def off() -> bool:
-            current = self.current
-            return current is None or current.holder is not version or interrupted()
+            return self.served.of(version) is None or interrupted()
 
         with changed:
             if wait_s > 0 and changed.wait_for(off, timeout=wait_s):
                 return
         with self.write:
-            view = self.current
-            if view is None or view.holder is not version or not view.overlays:
+            view = self.served.of(version)
+            if view is None or not view.overlays:
                 return
             oldest = self._folding = view.overlays[-1]  # from here on no delta merges into it
         try:
             with changed:
-                changed.wait_for(lambda: off() or not self.publisher.read_below(version, oldest.hi))
-                if off():
+                changed.wait_for(
+                    lambda: off() or not self.publisher.read_below(version, oldest.hi) or self._due_beside(version)
+                )
+                if off() or self.publisher.read_below(version, oldest.hi):
                     return
             version.fold(oldest)
             with self.write:
-                view = self.current
-                if view is not None and view.holder is version:
+                view = self.served.of(version)
+                if view is not None:
                     rest = tuple(overlay for overlay in view.overlays if overlay is not oldest)
-                    self.publisher.publish(View(version, rest, view.seq))
+                    self.publisher.publish(self.served.with_views([View(version, rest, view.seq)]))
                     self._budget.give(oldest.nbytes)
         finally:
             with self.write:
                 self._folding = None
 
+    def _due_beside(self, version: Version) -> bool:
+        return any(view.holder is not version and self._is_due(view) for view in self.served.views)
 
-def _bytes(overlays: tuple[Overlay, ...]) -> int:
+
+@contextmanager
+def _naming_the_canary(view: View, served: Served) -> Iterator[None]:
+    """A delta that is refused for the canary's sake says so: what is active could take it."""
+    try:
+        yield
+    except DeltaError as error:
+        if view is not served.canary:
+            raise
+        raise DeltaError(
+            f"{error}; version {view.version} is the canary: withdraw it, or send what is for one version alone with a base_version"
+        ) from error
+
+
+def _bytes(overlays: Sequence[Overlay]) -> int:
     return sum(overlay.nbytes for overlay in overlays)

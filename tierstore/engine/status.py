@@ -8,27 +8,32 @@ from __future__ import annotations
 from typing import Any
 
 from tierstore.engine.model import Model
+from tierstore.engine.served import Served
+from tierstore.engine.version import VersionInfo
 from tierstore.engine.view import View
-from tierstore.errors import NotReady
 
 
 def model_status(model: Model) -> dict[str, Any]:
     """`{"active_version", "watermark", "versions": […], "tables": {…}, …}`, see docs/http-api.md."""
+    served = model.publisher.enter_all()  # held, so that what it tells of stays open
     try:
-        with model.view() as view:
-            return _document(model, view)
-    except NotReady:
-        return _document(model, None)
+        return _document(model, served)
+    finally:
+        for view in served.views:
+            model.publisher.leave(view)
 
 
-def _document(model: Model, view: View | None) -> dict[str, Any]:
+def _document(model: Model, served: Served) -> dict[str, Any]:
+    view = served.active
     document: dict[str, Any] = {
         "model": model.name,
         "active_version": None if view is None else view.version,
         "watermark": None if view is None else view.seq,
+        "canary": None if served.canary is None else _canary(served.canary, served.share),
+        "labels": served.all_labels(),
         "problem": model.problem,
         "log": model.log_status(),
-        "versions": _versions(model, view),
+        "versions": _versions(model, served),
         "tables": {},
     }
     if view is not None:
@@ -42,24 +47,56 @@ def _document(model: Model, view: View | None) -> dict[str, Any]:
                 name: {"table": feature.table, "combiner": feature.combiner.value if feature.combiner else None}
                 for name, feature in view.features.items()
             },
+            "dense": model.dense.counts.as_dict()
+            | {"buffer_bytes": 0 if view.predictor is None else view.predictor.buffer_bytes},
             "disk": version.disk.stats(),
             "tables": version.status(),
         }
     return document
 
 
-def _versions(model: Model, view: View | None) -> list[dict[str, Any]]:
+def _canary(view: View, share: float) -> dict[str, Any]:
+    tables = view.holder.status()
+    return {
+        "version": view.version,
+        "share": share,
+        "watermark": view.seq,
+        "folded_watermark": view.holder.watermark,
+        "overlays": len(view.overlays),
+        "overlay_bytes": sum(overlay.nbytes for overlay in view.overlays),
+        # look-ups are counted over all versions of the model, so they are not repeated here
+        "tables": {
+            name: {key: entry[key] for key in ("rows", "tier_bytes", "tier_budget_bytes")}
+            for name, entry in tables.items()
+        },
+    }
+
+
+def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
+    """What becomes of a version's dense part; `view` if it is served."""
+    if view is not None and view.has_dense:
+        return "served" if view.predictor is not None else f"kept, not served: {view.unserved}"
+    return model.dense.kept if info.has_dense else None
+
+
+def _versions(model: Model, served: Served) -> list[dict[str, Any]]:
     entries = []
+    labels = served.all_labels()
     for info in model.infos():
-        active = view is not None and info.number == view.version
+        view = served.numbered(info.number)
+        state = "stale" if model.is_stale(info) else "kept"
+        if view is not None:
+            state = "active" if view is served.active else "canary"
         entries.append(
             {
                 "version": info.number,
-                "state": "active" if active else "stale" if model.is_stale(info) else "kept",
-                "watermark": view.seq if view is not None and active else info.watermark,
+                "state": state,
+                "share": _share(served, view),
+                "labels": [name for name, number in labels.items() if number == info.number],
+                "watermark": info.watermark if view is None else view.seq,
                 "delta_seq": info.manifest.delta_seq,
                 "created_at": info.manifest.to_document().get("created_at"),
-                "dense": "kept, not served" if info.has_dense else None,
+                "dense": _dense(model, info, view),
             }
         )
     for number, step in model.loads():
@@ -74,3 +111,10 @@ def _versions(model: Model, view: View | None) -> list[dict[str, Any]]:
             }
         )
     return sorted(entries, key=lambda entry: entry["version"])
+
+
+def _share(served: Served, view: View | None) -> float | None:
+    """Of the requests that name no version; None for what is not served."""
+    if view is None:
+        return None
+    return served.share if view is served.canary else 1.0 - served.share

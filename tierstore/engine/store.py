@@ -21,17 +21,20 @@ from typing import Any
 from tierstore.config import Settings, load_settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.checking import verify_store
+from tierstore.engine.devices import Devices
 from tierstore.engine.loading import load
-from tierstore.engine.model import Model, Shared
+from tierstore.engine.model import Model
 from tierstore.engine.observer import Observer
 from tierstore.engine.status import model_status
+from tierstore.engine.switching import Shared, ignore
 from tierstore.errors import Closed, DeltaError, Locked, NotFound, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot import open_snapshot
+from tierstore.predict.runtime import Runtime
 from tierstore.tiers.disk import ReaderPool
-from tierstore.types import DeltaResult, Progress, ProgressFn, VerifyReport
+from tierstore.types import DeltaResult, ProgressFn, VerifyReport
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +48,6 @@ def open_store(path: str | Path | None = None, *, config: str | Path | None = No
     return Store(load_settings(config, **({} if path is None else {"data": path}), **settings))
 
 
-def _ignore(progress: Progress) -> None:
-    pass
-
-
 class Store:
     """Models in one data directory. A context manager; `close` it otherwise."""
 
@@ -60,7 +59,12 @@ class Store:
         try:
             readers = ReaderPool(settings.disk_threads)
             self._shared = Shared(
-                settings, readers, HostBudget(settings.host_budget), OverlayBudget(settings.overlay_budget)
+                settings,
+                readers,
+                HostBudget(settings.host_budget),
+                OverlayBudget(settings.overlay_budget),
+                Runtime(settings),
+                Devices(settings),
             )
             self._models_lock = threading.Lock()
             self._models: dict[str, Model] = {}
@@ -134,7 +138,7 @@ class Store:
             self._loads[held.name] += 1
         try:
             return load(
-                held, snapshot, self._shared, activate=activate, progress=progress or _ignore, cancelled=cancelled
+                held, snapshot, self._shared, activate=activate, progress=progress or ignore, cancelled=cancelled
             )
         finally:
             with self._models_lock:
@@ -173,24 +177,55 @@ class Store:
 
     def activate(self, model: str, version: int, *, force: bool = False, progress: ProgressFn | None = None) -> None:
         """Switch to a kept version: caught up, warmed, then in one step. `force` takes one that is stale."""
-        self.model(model).activate(version, force=force, progress=progress or _ignore)
+        self.model(model).activate(version, force=force, progress=progress or ignore)
 
     def rollback(self, model: str, *, force: bool = False, progress: ProgressFn | None = None) -> int:
         """Switch to the newest kept version older than the active one. Returns it."""
-        return self.model(model).rollback(force=force, progress=progress or _ignore)
+        return self.model(model).rollback(force=force, progress=progress or ignore)
+
+    def canary(
+        self,
+        model: str,
+        version: int,
+        share: float = 0.05,
+        *,
+        force: bool = False,
+        progress: ProgressFn | None = None,
+    ) -> None:
+        """Serve a kept version beside the active one, to `share` (0 to 1) of the requests that name no version.
+
+        It is caught up and warmed first; for the version that is the canary already only the share changes.
+        """
+        self.model(model).canary(version, share, force=force, progress=progress or ignore)
+
+    def promote(self, model: str) -> int:
+        """Make the canary the active version, in one step. Returns it."""
+        return self.model(model).promote()
+
+    def withdraw(self, model: str) -> int:
+        """Stop serving the canary; it is kept. Returns it."""
+        return self.model(model).withdraw()
+
+    def label(self, model: str, name: str, version: int) -> None:
+        """Let a label stand for a version that is served, until that is served no more."""
+        self.model(model).label(name, version)
+
+    def unlabel(self, model: str, name: str) -> None:
+        """Remove a label."""
+        self.model(model).unlabel(name)
 
     def deactivate(self, model: str) -> None:
-        """Stop serving a model; its versions are kept."""
+        """Stop serving a model, its canary as well; its versions are kept."""
         self.model(model).deactivate()
 
     def drop(self, model: str, version: int) -> None:
-        """Delete a version. Conflict for the active one."""
+        """Delete a version. Conflict for one that is served."""
         self.model(model).drop(version)
 
     def verify(self, progress: ProgressFn | None = None) -> VerifyReport:
         """Read every version and every logged delta back and check them."""
         self._check_open()
-        return verify_store([self._models[name] for name in self.models()], progress or _ignore)
+        return verify_store([self._models[name] for name in self.models()], progress or ignore)
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The status document: `{"models": {name: …}}`, with the store's own bounds beside it."""
@@ -201,7 +236,8 @@ class Store:
             "models": {name: model_status(self._models[name]) for name in names},
             "host_budget": {"used": shared.host_budget.used, "total": shared.host_budget.total},
             "overlay_budget": {"used": shared.overlay_budget.used, "total": shared.overlay_budget.total},
-            "device": {"present": False, "reason": "this release has no device tier"},
+            "device_budget": {"used": shared.devices.budget.used, "total": shared.devices.budget.total},
+            "device": shared.devices.status(),
         }
 
     def close(self) -> None:
@@ -217,6 +253,7 @@ class Store:
     def _close_models(self) -> None:
         with contextlib.ExitStack() as stack:  # one that fails keeps no other from being closed
             stack.callback(self._shared.readers.close)
+            stack.callback(self._shared.devices.close)
             for model in self._models.values():
                 stack.callback(model.close)
 

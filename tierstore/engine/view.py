@@ -1,26 +1,27 @@
 """A view: what one request works on. A version, the overlays over it, and the seq that both add up to.
 
-Immutable, so any number of threads may look up in one. `Publisher` holds the current view and knows which older
-ones are still read (read-copy-update): a delta is folded only when nobody reads a view from before it, and an old
-version is closed only when its last reader has left.
+Immutable, so any number of threads may look up in one. Which views are current, and which older ones are still read,
+is the publisher's to know (`publisher.py`).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from tierstore.engine.device_answers import answer_on_device, devices_of
 from tierstore.engine.overlay import Overlay, OverlayTable
+from tierstore.engine.predicting import predict
 from tierstore.engine.table import Table
 from tierstore.engine.version import Version
-from tierstore.errors import InvalidInput, NotFound, NotReady
+from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
 from tierstore.formats.keys import as_codes
 from tierstore.kernels.pool import check_offsets, pool_bags
+from tierstore.predict.runtime import INSTALL
+from tierstore.predict.session import DenseSession
+from tierstore.tiers.device_lookup import Bags
 from tierstore.types import Combiner, FeatureSpec, Keys, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
@@ -30,11 +31,15 @@ ANSWER_DTYPES = {"float32": np.float32, "float16": np.float16}
 class View:
     """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
 
-    __slots__ = ("_by_table", "_version", "overlays", "readers", "seq")
+    __slots__ = ("_by_table", "_version", "dense_elsewhere", "overlays", "predictor", "readers", "seq")
 
     def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
         self._version, self.overlays, self.seq = version, overlays, seq
         self._by_table = {name: tuple(o.tables[name] for o in overlays if name in o.tables) for name in version.specs}
+        # of the newest delta that brought one, else of the version
+        newest = next((overlay for overlay in overlays if overlay.dense is not None), None)
+        self.predictor: DenseSession | None = version.predictor if newest is None else newest.predictor
+        self.dense_elsewhere = False  # whether another process serves the dense part of this view
         self.readers = 0  # guarded by the publisher's lock
 
     @property
@@ -53,8 +58,19 @@ class View:
 
     @property
     def has_dense(self) -> bool:
-        """Whether the version keeps a dense part."""
-        return self._version.info.has_dense
+        """Whether the version keeps a dense part; `predictor` says whether it is served."""
+        return self._version.info.has_dense or any(overlay.dense is not None for overlay in self.overlays)
+
+    @property
+    def unserved(self) -> str | None:
+        """Why the dense part that is kept is not served; None where it is, and where there is none."""
+        if self.predictor is not None or not self.has_dense:
+            return None
+        return self._version.unserved or INSTALL
+
+    def overlays_of(self, table: str) -> tuple[OverlayTable, ...]:
+        """What the view's overlays hold of a table, newest first."""
+        return self._by_table[table]
 
     def table_of(self, feature: str) -> TableSpec:
         """The table that a feature reads. NotFound names the features there are."""
@@ -69,7 +85,14 @@ class View:
         return feature, self._version.tables[feature.table]
 
     def lookup(
-        self, feature: str, keys: Any, *, dtype: str = "float32", out: Vectors | None = None, return_found: bool = False
+        self,
+        feature: str,
+        keys: Any,
+        *,
+        dtype: str = "float32",
+        out: Vectors | None = None,
+        return_found: bool = False,
+        device: str | None = None,
     ) -> Any:
         """Rows of `keys`, in their order.
 
@@ -79,13 +102,19 @@ class View:
             dtype: of the answer, `float32` or `float16`.
             out: C-contiguous array [n, dim] of that dtype to write into and return.
             return_found: also return bool[n], False where the table's default was answered.
+            device: `cpu` (as None is), or `gpu` or `gpu:<number>`: then the vectors are a CuPy array on that device,
+                complete when it is returned; `found` stays a NumPy array.
 
         Returns:
             The vectors [n, dim], or (vectors, found).
 
         Raises:
             NotFound: no such feature. InvalidInput: keys, dtype or out that do not fit. StorageError: the disk failed.
+            MissingExtra, NotReady: there is no device tier to answer on.
         """
+        if device not in (None, "cpu"):
+            vectors, found = self._on_device(device, feature, keys, dtype=dtype, out=out)
+            return (vectors, found) if return_found else vectors
         work = self.begin(feature, keys, dtype=dtype, out=out)
         answer = work.finish()
         return (answer, work.found) if return_found else answer
@@ -101,6 +130,7 @@ class View:
         dtype: str = "float32",
         out: Vectors | None = None,
         return_found: bool = False,
+        device: str | None = None,
     ) -> Any:
         """One pooled vector a bag.
 
@@ -109,14 +139,45 @@ class View:
             offsets: int64[bags], where each bag starts; the first is 0, there is no end entry. An empty bag gives zeros.
             weights: float32[n], or None for ones.
             combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
-            dtype, out, return_found: as for `lookup`, `out` being [bags, dim]; `found` is bool[n], one a key.
+            dtype, out, return_found, device: as for `lookup`, `out` being [bags, dim]; `found` is bool[n], one a key.
 
         Returns:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
         """
+        if device not in (None, "cpu"):
+            vectors, found = self._on_device(
+                device, feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out
+            )
+            return (vectors, found) if return_found else vectors
         work = self.begin(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out)
         answer = work.finish()
         return (answer, work.found) if return_found else answer
+
+    def predict(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None) -> Any:
+        """Scores of the dense part, on rows of this view.
+
+        Args:
+            inputs: for a feature its keys, [n] or [batch, k], or (keys, offsets) or (keys, offsets, weights) for ragged
+                bags, offsets as for `lookup_bags`; for the dense part's own inputs arrays or nested lists.
+            outputs: names of those to return; None for all.
+
+        Returns:
+            `{output: array}`; the array alone where the dense part has one output and `outputs` is None.
+
+        Raises:
+            InvalidInput: no dense part, or inputs that do not fit it. MissingExtra: it needs an extra. NotReady: it is
+            kept but cannot be served. InferenceError, StorageError: ONNX Runtime or the disk failed.
+        """
+        session = self.predictor
+        if session is None:
+            if not self.has_dense:
+                raise InvalidInput(f"version {self.version} has no dense part, so it predicts nothing; look rows up")
+            why = f"the dense part of version {self.version} is not served: {self.unserved}"
+            raise MissingExtra(why) if INSTALL in why else NotReady(why)
+        answer = predict(self, session, inputs, outputs or ())
+        if outputs is None and len(answer) == 1:
+            return next(iter(answer.values()))
+        return answer
 
     def begin(
         self,
@@ -146,6 +207,34 @@ class View:
             rows = np.empty((len(codes), table.spec.dim), np.float32)
         padding = None if spec.padding_key is None else codes == self._version.padding[feature]
         return Lookup(table, self._by_table[spec.table], self.seq, codes, rows, padding, answer, bags)
+
+    def _on_device(
+        self, device: str, feature: str, keys: Any, *, dtype: str, out: Vectors | None, **bag: Any
+    ) -> tuple[Any, np.ndarray]:
+        """(vectors on the device, found)."""
+        if out is not None:
+            raise InvalidInput(f"out: an answer with device={device!r} is a new array; leave out away")
+        spec, table = self._feature(feature)
+        codes = as_codes(keys, table.spec.key)
+        wanted = _dtype(dtype)
+        bags = None
+        if bag.get("offsets") is not None:
+            weights = bag["weights"]
+            bags = Bags(
+                check_offsets(bag["offsets"], len(codes)),
+                None if weights is None else _weights(weights, len(codes)),
+                self._combiner(spec, bag["combiner"]),
+            )
+        padding = None if spec.padding_key is None else codes == self._version.padding[feature]
+
+        def on_cpu() -> tuple[Vectors, np.ndarray]:
+            work = self.begin(feature, keys, dtype=dtype, **bag)
+            return work.finish(), work.found
+
+        devices = devices_of(self._version, device)
+        return answer_on_device(
+            devices, device, table, self._by_table[spec.table], self.seq, codes, padding, wanted, bags, on_cpu
+        )
 
     def _combiner(self, feature: FeatureSpec, asked: str | None) -> Combiner:
         if asked is None:
@@ -218,10 +307,15 @@ class Lookup:
         return self._answer
 
 
-def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:
+def _dtype(dtype: str) -> Any:
     wanted = ANSWER_DTYPES.get(dtype)
     if wanted is None:
         raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")
+    return wanted
+
+
+def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:
+    wanted = _dtype(dtype)
     if out is None:
         return np.empty(shape, wanted)
     if out.shape != shape or out.dtype != wanted or not out.flags.c_contiguous or not out.flags.writeable:
@@ -239,97 +333,3 @@ def _weights(weights: Any, n: int) -> np.ndarray:
     if array.shape != (n,):
         raise InvalidInput(f"weights: expected one a key, shape ({n},), came {array.shape}")
     return array
-
-
-class Publisher:
-    """The current view, and those before it that somebody still reads. Any thread."""
-
-    def __init__(self, told: Sequence[Callable[[], None]] = ()) -> None:
-        """Each of `told` is called at each publication, under `changed`: it must not wait for anything."""
-        self._told = told
-        self.changed = (
-            threading.Condition()
-        )  # notified at each publication and when a retired view is left by its last reader
-        self._current: View | None = None
-        self._retired: list[View] = []
-        self._pinned: list[Version] = []
-
-    @property
-    def current(self) -> View | None:
-        return self._current
-
-    def publish(self, view: View | None) -> None:
-        """From now on requests that start work on `view`. One atomic step."""
-        with self.changed:
-            old, self._current = self._current, view
-            if old is not None and old.readers:
-                self._retired.append(old)
-            for tell in self._told:
-                tell()
-            self.changed.notify_all()
-
-    def enter(self) -> View | None:
-        with self.changed:
-            view = self._current
-            if view is not None:
-                view.readers += 1
-            return view
-
-    def leave(self, view: View) -> None:
-        with self.changed:
-            view.readers -= 1
-            if not view.readers and view is not self._current:
-                self._retired.remove(view)
-                self.changed.notify_all()
-
-    def read_below(self, version: Version, seq: int) -> bool:
-        """Whether somebody still reads `version` as it was before `seq`. Call it under `changed`."""
-        return any(view.holder is version and view.seq < seq for view in self._retired)
-
-    def reads(self, version: Version) -> bool:
-        """Whether `version` is current, still read, or pinned. Call it under `changed`."""
-        current = self._current
-        if current is not None and current.holder is version:
-            return True
-        return version in self._pinned or any(view.holder is version for view in self._retired)
-
-    @contextmanager
-    def pinned(self) -> Iterator[Version | None]:
-        """Keep the current version open for long work that is no look-up: unlike a view, it holds no fold back."""
-        with self.changed:
-            version = None if self._current is None else self._current.holder
-            if version is not None:
-                self._pinned.append(version)
-        try:
-            yield version
-        finally:
-            if version is not None:
-                with self.changed:
-                    self._pinned.remove(version)
-                    self.changed.notify_all()
-
-
-class Lease:
-    """`with` this to hold a view for the length of a request."""
-
-    __slots__ = ("_asked", "_model", "_publisher", "_view")
-
-    def __init__(self, publisher: Publisher, model: str, asked: int | None) -> None:
-        self._publisher, self._model, self._asked = publisher, model, asked
-
-    def __enter__(self) -> View:
-        view = self._publisher.enter()
-        if view is None:
-            raise NotReady(f"model {self._model!r} has no active version; load or activate one")
-        if self._asked is not None and view.version != self._asked:
-            self._publisher.leave(view)
-            raise NotReady(
-                f"model {self._model!r} serves version {view.version}, not {self._asked}; activate that one first"
-            )
-        self._view = view
-        return view
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._publisher.leave(self._view)

@@ -29,12 +29,13 @@ from pydantic_core import ErrorDetails
 
 from tierstore.errors import SnapshotError
 from tierstore.formats.files import publish_json
-from tierstore.formats.names import KEYS_SUFFIX, MAX_ORDINAL, SNAPSHOT_MANIFEST
+from tierstore.formats.names import KEYS_SUFFIX, MAX_ORDINAL, REQUEST_SUFFIX, SNAPSHOT_MANIFEST
 from tierstore.formats.times import format_time, parse_time
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, check_name
 
 MAX_DIM = 1 << 16
 MAX_ROWS = 1 << 62
+MAX_REQUESTS = 1000  # to warm the dense part with
 # the first magnitude that rounds to infinity, and in bfloat16's case the float32 bit pattern of it
 _OVERFLOW_FLOAT32 = 2.0**128 - 2.0**103
 _OVERFLOW_FLOAT16 = 65520.0
@@ -90,6 +91,12 @@ def check_path(path: str) -> str:
 def _keys_path(path: str) -> str:
     if not path.endswith(KEYS_SUFFIX):
         raise ValueError(f"expected a {KEYS_SUFFIX} file, came {path!r}")
+    return check_path(path)
+
+
+def _request_path(path: str) -> str:
+    if not path.endswith(REQUEST_SUFFIX):
+        raise ValueError(f"expected a {REQUEST_SUFFIX} file, came {path!r}")
     return check_path(path)
 
 
@@ -181,6 +188,7 @@ class Manifest(_Entry):
     features: tuple[FeatureEntry, ...] = ()
     dense: DenseEntry | None = None
     warmup: Mapping[str, Annotated[str, AfterValidator(_keys_path)]] = Field(default_factory=dict)
+    requests: Annotated[tuple[Annotated[str, AfterValidator(_request_path)], ...], Field(max_length=MAX_REQUESTS)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
@@ -234,7 +242,10 @@ class Manifest(_Entry):
 
     def to_document(self) -> dict[str, Any]:
         """The document as plain JSON values; fields at their defaults that are absent by nature are left out."""
-        return self.model_dump(mode="json", exclude_none=True)
+        document = self.model_dump(mode="json", exclude_none=True)
+        if not self.requests:  # which earlier releases do not know
+            del document["requests"]
+        return document
 
     def write(self, path: str | Path) -> None:
         """Publish the document at `path`, whole and durable."""

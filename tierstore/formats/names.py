@@ -5,8 +5,9 @@ the `…_on_disk` listings, which read directories and skip names that are not o
 
     <data>/LOCK                                   held by the one process that has the store open
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
+    <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
-        version.json  db/  dense.onnx  warmup/<table>.npy  hot/<table>.npy  build/
+        version.json  db/  dense.onnx  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
 
@@ -27,15 +28,18 @@ from tierstore.types import NAME, check_name
 LOCK = "LOCK"
 MODELS = "models"
 CURRENT = "CURRENT"
+ROUTES = "routes.json"
 LOG = "log"
 LOG_BASE = "base.json"
 VERSION_RECORD = "version.json"
 DB = "db"
 DENSE = "dense.onnx"
 WARMUP = "warmup"
+REQUESTS = "requests"  # within WARMUP
 HOT = "hot"
 BUILD = "build"
 KEYS_SUFFIX = ".npy"
+REQUEST_SUFFIX = ".npz"
 
 # a snapshot
 SNAPSHOT_MANIFEST = "snapshot.json"
@@ -135,6 +139,11 @@ class VersionDirectory:
         """Keys that the snapshot asked to have warm."""
         return self.root / WARMUP / (check_name("table", table) + KEYS_SUFFIX)
 
+    @property
+    def requests(self) -> Path:
+        """Recorded requests that the snapshot asked to have run before it serves, `00000.npz` and on."""
+        return self.root / WARMUP / REQUESTS
+
     def hot(self, table: str) -> Path:
         """Keys that were hot when the version was last served."""
         return self.root / HOT / (check_name("table", table) + KEYS_SUFFIX)
@@ -149,6 +158,10 @@ class ModelDirectory:
     @property
     def current(self) -> Path:
         return self.root / CURRENT
+
+    @property
+    def routes(self) -> Path:
+        return self.root / ROUTES
 
     @property
     def log(self) -> Path:

@@ -113,6 +113,8 @@ class Snapshot:
             self._resolve(path, file_only=True)
         if self.manifest.dense is not None:
             self._resolve(self.manifest.dense.path, file_only=True)
+        for path in self.manifest.requests:
+            self._resolve(path, file_only=True)
 
     def batches(self, table: str, shard_no: int, batch_rows: int = 65536) -> Iterator[Batch]:
         """The shard's rows in order, at most `batch_rows` at a time (fewer where a row is wide).
@@ -168,6 +170,10 @@ class Snapshot:
     def dense_path(self) -> Path | None:
         """The ONNX file of the dense part, or None if the snapshot has none."""
         return None if self.manifest.dense is None else self._resolve(self.manifest.dense.path, file_only=True)
+
+    def request_paths(self) -> list[tuple[str, Path]]:
+        """(name in the manifest, file) of the recorded requests, in order."""
+        return [(name, self._resolve(name, file_only=True)) for name in self.manifest.requests]
 
     def _shard(self, table: str, shard_no: int) -> tuple[TableEntry, ShardEntry]:
         entry = self.manifest.table(table)

@@ -7,7 +7,7 @@ a directory that no reader takes for a snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,8 @@ from tierstore.formats.columns import as_vectors, first_not_finite
 from tierstore.formats.delta_writer import DeltaWriter
 from tierstore.formats.keys import as_arrow_strings, as_codes, from_codes
 from tierstore.formats.manifest import Manifest
-from tierstore.formats.names import DENSE, KEYS_SUFFIX, SNAPSHOT_MANIFEST, WARMUP
+from tierstore.formats.names import DENSE, KEYS_SUFFIX, REQUEST_SUFFIX, REQUESTS, SNAPSHOT_MANIFEST, WARMUP
+from tierstore.formats.requests import write_request
 from tierstore.formats.shard_files import ArrowShard, HugeCtrShard, ShardFile, TensorShard
 from tierstore.types import Combiner, KeyType, StorageDtype, check_name
 
@@ -74,6 +75,7 @@ class SnapshotWriter:
         self._tables: dict[str, TableWriter] = {}
         self._features: list[dict[str, Any]] = []
         self._warmup: dict[str, str] = {}
+        self._requests: list[str] = []
         self._dense: dict[str, str] | None = None
         self._closed = False
 
@@ -145,6 +147,14 @@ class SnapshotWriter:
             np.lib.format.write_array(file, column, allow_pickle=False)
         self._warmup[table] = path
 
+    def request(self, inputs: Mapping[str, Any]) -> None:
+        """Record a request, inputs as `Model.predict` takes them: each is run with the dense part before it serves."""
+        self._open()
+        path = f"{WARMUP}/{REQUESTS}/{len(self._requests):05d}{REQUEST_SUFFIX}"
+        files.make_dir((self.directory / path).parent)
+        write_request(self.directory / path, inputs)
+        self._requests.append(path)
+
     def close(self) -> Manifest:
         """Finish the tables and publish `snapshot.json`."""
         self._open()
@@ -152,7 +162,12 @@ class SnapshotWriter:
         try:
             tables = tuple(table.finish() for table in self._tables.values())
             manifest = Manifest.create(
-                **self._head, tables=tables, features=tuple(self._features), warmup=self._warmup, dense=self._dense
+                **self._head,
+                tables=tables,
+                features=tuple(self._features),
+                warmup=self._warmup,
+                requests=tuple(self._requests),
+                dense=self._dense,
             )
             manifest.write(self.directory / SNAPSHOT_MANIFEST)
         except BaseException:

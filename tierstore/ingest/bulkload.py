@@ -92,7 +92,7 @@ class BulkLoad:
     ) -> None:
         self._snapshot = snapshot
         self._tables = snapshot.manifest.tables
-        self._out_dir = Path(out_dir)
+        self._out_dir = Path(out_dir).absolute()
         self._workers = max(1, workers)
         self._base: BaseKind = base
         self._share = max(8 << 20, memory_bytes // self._workers)  # of one helper

@@ -105,21 +105,7 @@ class _Helper:
         self._stderr = stderr
         self._task: tuple[int, str] | None = None
         self._partial = b""
-        environment = dict(os.environ)
-        # a helper must find what this process has found, wherever it was found, and nothing in its working directory
-        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        try:
-            with open(stderr, "wb") as errors:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "tierstore.ingest.worker"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    env=environment,
-                )
-        except OSError as error:
-            raise StorageError(f"cannot start a load helper ({sys.executable}): {error.strerror or error}") from error
-        _step_back(self.process.pid)
+        self.process = start(stderr)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin = self.process.stdin
@@ -171,6 +157,26 @@ class _Helper:
         self.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
+
+
+def start(stderr: Path) -> subprocess.Popen[bytes]:
+    """A helper process that waits for its first line. Raises StorageError."""
+    environment = dict(os.environ)
+    # a helper must find what this process has found, wherever it was found, and nothing in its working directory
+    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    try:
+        with open(stderr, "wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tierstore.ingest.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+            )
+    except OSError as error:
+        raise StorageError(f"cannot start a load helper ({sys.executable}): {error.strerror or error}") from error
+    _step_back(process.pid)
+    return process
 
 
 def _step_back(pid: int) -> None:

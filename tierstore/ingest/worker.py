@@ -2,8 +2,8 @@
 
 It reads JSON lines from stdin and answers on what was stdout when it started:
 
-    in   {"root": …, "manifest": {…}}             once: the snapshot
-         {"task": "SortShards", …fields}          then one at a time
+    in   {"root": …, "manifest": {…}}             the snapshot that the tasks after it are about
+         {"task": "SortShards", …fields}          one at a time
     out  {"rows": 65536}                          rows done since the last such line
          {"done": {…}, "peak_bytes": …}           the task's result
          {"error": kind, …}                       kind: snapshot, storage or internal; the helper goes on
@@ -43,10 +43,13 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not end up between the answers
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_watch_stdin, args=(lines,), daemon=True).start()
-    hello = json.loads(lines.get())
-    snapshot = Snapshot(Path(hello["root"]), Manifest.parse(json.dumps(hello["manifest"])))
+    snapshot: Snapshot | None = None
     while True:
         fields = json.loads(lines.get())
+        if "root" in fields:
+            snapshot = Snapshot(Path(fields["root"]), Manifest.parse(json.dumps(fields["manifest"])))
+            continue
+        assert snapshot is not None
         task = TASKS[fields.pop("task")](**fields)
         teller = _Teller(answers)
         try:

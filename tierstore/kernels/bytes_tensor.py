@@ -1,6 +1,6 @@
-"""The wire form of string tensors, u32 little-endian length before each element, taken apart.
+"""The wire form of string tensors, u32 little-endian length before each element, taken apart and put together.
 
-A function of arrays: no shared state, nogil; any thread may call it.
+Functions of arrays: no shared state, nogil; any thread may call them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,35 @@ def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
         filled += length
         offsets[i + 1] = filled
     return at
+
+
+@njit(
+    types.void(_BYTES, types.Array(types.int64, 1, "C", readonly=True), types.Array(types.uint8, 1, "C")),
+    cache=True,
+    nogil=True,
+)
+def _join(data, offsets, wire):  # type: ignore[no-untyped-def]
+    at = np.int64(0)
+    for i in range(len(offsets) - 1):
+        length = offsets[i + 1] - offsets[i]
+        for k in range(4):
+            wire[at + k] = (length >> (8 * k)) & 255
+        at += 4
+        for k in range(length):
+            wire[at + k] = data[offsets[i] + k]
+        at += length
+
+
+def join_prefixed(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """The wire form of elements that lie end to end: element i is `data[offsets[i]:offsets[i + 1]]`, below 2^32 bytes.
+
+    data uint8[bytes], offsets int64[n + 1], ascending; read-only or not.
+    """
+    data, offsets = data.view(), offsets.view()
+    data.flags.writeable = offsets.flags.writeable = False
+    wire = np.empty(int(offsets[-1] - offsets[0]) + 4 * (len(offsets) - 1), np.uint8)
+    _join(data, offsets, wire)
+    return wire
 
 
 def split_prefixed(wire: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

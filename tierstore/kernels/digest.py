@@ -9,9 +9,9 @@ Free functions of arrays; any thread; the interpreter lock is released.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
+from numba import njit, types
 
 from tierstore.types import Keys, Rows
 
@@ -19,6 +19,9 @@ from tierstore.types import Keys, Rows
 _C1 = np.uint64(0xFF51AFD7ED558CCD)
 _C2 = np.uint64(0xC4CEB9FE1A85EC53)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+_U64S = types.Array(types.uint64, 1, "C", readonly=True)
+_WORDS = types.Array(types.uint64, 2, "C", readonly=True)
 
 
 def digest_rows(keys: Keys, rows: Rows) -> int:
@@ -33,7 +36,16 @@ def digest_rows(keys: Keys, rows: Rows) -> int:
     return int(_digest(np.ascontiguousarray(keys).view(np.uint64), words, np.uint64(row_bytes)))
 
 
-@numba.njit(nogil=True, cache=True)
+@njit("uint64(uint64)", cache=True, nogil=True)
+def _mix(x: np.uint64) -> np.uint64:
+    x ^= x >> np.uint64(33)
+    x *= _C1
+    x ^= x >> np.uint64(33)
+    x *= _C2
+    return x ^ (x >> np.uint64(33))
+
+
+@njit(types.uint64(_U64S, _WORDS, types.uint64), cache=True, nogil=True)
 def _digest(keys: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], row_bytes: np.uint64) -> np.uint64:
     total = np.uint64(0)
     for i in range(keys.shape[0]):
@@ -43,12 +55,3 @@ def _digest(keys: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], row_byt
             h ^= h >> np.uint64(29)
         total += _mix(h)
     return total
-
-
-@numba.njit(nogil=True, cache=True, inline="always")
-def _mix(x: np.uint64) -> np.uint64:
-    x ^= x >> np.uint64(33)
-    x *= _C1
-    x ^= x >> np.uint64(33)
-    x *= _C2
-    return x ^ (x >> np.uint64(33))

@@ -31,6 +31,7 @@ from tierstore.types import NAME
 PROBLEM = "application/problem+json"
 DELTA_TYPE = "application/vnd.apache.arrow.stream"
 
+LabelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="a name that is not all digits")]
 ModelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="name of the model")]
 VersionNumber = Annotated[int, Path(ge=1, le=MAX_ORDINAL)]
 
@@ -59,6 +60,38 @@ class RollbackRequest(_Strict):
     force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
 
 
+class CanaryRequest(_Strict):
+    """Serve a kept version beside the active one, or change the share of the one that is."""
+
+    version: int = Field(ge=1, le=MAX_ORDINAL)
+    share: float = Field(0.05, ge=0, le=1, description="of the requests that name no version: 0.05 is 5%")
+    force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
+
+
+class LabelRequest(_Strict):
+    """Let a label stand for a version that is served."""
+
+    version: int = Field(ge=1, le=MAX_ORDINAL)
+
+
+class Canary(BaseModel):
+    version: int
+    share: float
+
+
+class Routing(BaseModel):
+    """What is served: `labels` has `stable` and `canary` beside the free ones."""
+
+    model: str
+    active_version: int | None
+    canary: Canary | None
+    labels: dict[str, int]
+
+
+class Withdrawn(Routing):
+    withdrawn: int
+
+
 class JobStarted(BaseModel):
     """The load's job; follow it at /admin/jobs/{id}."""
 
@@ -82,7 +115,8 @@ def _problem(status: int, detail: str, headers: dict[str, str] | None = None, **
     return JSONResponse(document, status, headers, media_type=PROBLEM)
 
 
-def _answer_error(error: Exception) -> Response:
+def answer_error(error: Exception) -> Response:
+    """`error` as problem+json."""
     status = status_of(error)
     more = {"expected_seq": error.expected_seq} if isinstance(error, SequenceGap) else {}
     seconds = retry_after(error)
@@ -107,13 +141,14 @@ def make_app(service: Service) -> FastAPI:
     _add_pages(app, service)
     _add_loads(app, service)
     _add_models(app, service)
+    _add_routing(app, service)
     return app
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def ours(request: Request, error: Exception) -> Response:
         log_failure(error, f"{request.method} {request.url.path}")
-        return _answer_error(error)
+        return answer_error(error)
 
     async def theirs(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -243,9 +278,54 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.delete("/admin/models/{model}/versions/{version}", tags=["models"])
     async def drop(model: ModelName, version: VersionNumber) -> dict[str, Any]:
-        """Delete a version. 409 for the active one."""
+        """Delete a version. 409 for one that is served."""
         await service.control.run(store.drop, model, version)
         return {"model": model, "dropped": version}
+
+
+def _add_routing(app: FastAPI, service: Service) -> None:
+    store = service.store
+
+    def routing(model: str) -> dict[str, Any]:
+        served = store.model(model).served
+        canary = Canary(version=served.canary.version, share=served.share) if served.canary is not None else None
+        active = served.active.version if served.active is not None else None
+        return {"model": model, "active_version": active, "canary": canary, "labels": served.all_labels()}
+
+    async def route(model: str, verb: Callable[[], Any]) -> Routing:
+        await service.control.run(verb)
+        return Routing(**routing(model))
+
+    @app.post("/admin/models/{model}/canary", tags=["models"])
+    async def canary(model: ModelName, request: CanaryRequest) -> Routing:
+        """Serve a kept version to a share of the requests that name none: it is opened, caught up and warmed first.
+
+        For the version that is the canary already only the share changes.
+        """
+        return await route(
+            model, lambda: store.canary(model, request.version, float(request.share), force=request.force)
+        )
+
+    @app.post("/admin/models/{model}/promote", tags=["models"])
+    async def promote(model: ModelName) -> Routing:
+        """Make the canary the active version, in one step. 409 where there is none."""
+        return await route(model, lambda: store.promote(model))
+
+    @app.post("/admin/models/{model}/withdraw", tags=["models"])
+    async def withdraw(model: ModelName) -> Withdrawn:
+        """Stop serving the canary; the version is kept. 409 where there is none."""
+        number = await service.control.run(store.withdraw, model)
+        return Withdrawn(**routing(model), withdrawn=number)
+
+    @app.put("/admin/models/{model}/labels/{label}", tags=["models"])
+    async def label(model: ModelName, label: LabelName, request: LabelRequest) -> Routing:
+        """Let a label stand for a version that is served, until that is served no more. 409 for another version."""
+        return await route(model, lambda: store.label(model, label, request.version))
+
+    @app.delete("/admin/models/{model}/labels/{label}", tags=["models"])
+    async def unlabel(model: ModelName, label: LabelName) -> Routing:
+        """Remove a label."""
+        return await route(model, lambda: store.unlabel(model, label))
 
 
 def _service_state(service: Service) -> dict[str, Any]:

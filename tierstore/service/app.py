@@ -1,4 +1,4 @@
-"""The root application: `/v2` goes to the data plane, the rest to the admin application, all of it behind the guard.
+"""The root application: `/v2` and `/v1` go to the data plane, the rest to the admin application, all of it behind the guard.
 
 Event loop only.
 """
@@ -16,6 +16,7 @@ from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send, error_response
 from tierstore.service.oip_http import OipHttp
 from tierstore.service.status import outcome_of
+from tierstore.service.tfs_http import TfsHttp
 
 ADMIN_BODY_BYTES = 1 << 20  # of any request but a delta
 _PROTOCOL = "admin"
@@ -25,12 +26,16 @@ class _Root:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._oip = OipHttp(service)
+        self._tfs = TfsHttp(service)
         self._admin = make_app(service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         if path.startswith("/v2/") or path == "/v2":
             await self._oip(scope, receive, send)
+            return
+        if path.startswith("/v1/"):
+            await self._tfs(scope, receive, send)
             return
         began_s = time.perf_counter()
         status = 500

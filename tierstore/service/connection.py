@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with a bound on a request's head, and with answers that leave in one piece.
+"""uvicorn's HTTP/1.1 protocol with bounds, and with answers that leave in one piece.
 
 Event loop only, an object a connection.
 """
@@ -10,7 +10,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tierstore.service.door import REFUSED_S, Door
+from tierstore.service.http import CONNECTION
+
 HEAD_BYTES = 64 << 10
+PIPELINED = 64  # requests that a client may send ahead of their answers
 
 
 class _JoiningTransport:
@@ -50,15 +54,43 @@ class _JoiningTransport:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not."""
+    """One of the `door`'s connections, if there is one.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, which sends more than
+    PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept.
+    """
+
+    def __init__(self, *args: Any, door: Door | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._door = door
+        self._served: bool | None = None
+        self._lost = False
         self._head_bytes = 0
         self._in_head = True
 
+    def is_lost(self) -> bool:
+        """Whether the client has gone. Any thread."""
+        return self._lost
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
+        patience_s = float(self.timeout_keep_alive)
+        if self._door is not None:
+            self._served = self._door.enter()
+            if self._served is None:
+                transport.abort()
+                return
+            if not self._served:
+                self.app, patience_s = self._door, REFUSED_S
+        self.timeout_keep_alive_task = self.loop.call_later(patience_s, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        if self._door is not None and self._served is not None:
+            self._door.leave(self._served)
+            self._served = None
 
     def on_response_complete(self) -> None:
         self.transport.flush()  # type: ignore[attr-defined]
@@ -73,7 +105,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.send_400_response("Request head too large.")
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= PIPELINED:
+            self.transport.abort()
+            raise BufferError(f"more than {PIPELINED} requests were sent ahead of their answers")
         super().on_message_begin()
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._in_head = True
 
     def on_headers_complete(self) -> None:

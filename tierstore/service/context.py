@@ -11,15 +11,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import Settings
-from tierstore.errors import TierstoreError
+from tierstore.errors import NotFound, NotReady, TierstoreError
+from tierstore.service.batching import Batcher
 from tierstore.service.dataplane import DataPlane
 from tierstore.service.figures import Freshness, InferStats, RequestTimes
 from tierstore.service.jobs import Jobs
 from tierstore.service.known import KnownRequests
 from tierstore.service.pool import ByteBudget, WorkerPool
 from tierstore.service.shared_memory import Regions
+from tierstore.service.shed import Shed, Waits
+from tierstore.service.status import outcome_of, status_of
+from tierstore.service.tfs_signature import Signatures
 
 if TYPE_CHECKING:
+    from tierstore.service.door import Door
     from tierstore.service.fleet import Fleet
     from tierstore.service.rpc.server import GrpcServer
     from tierstore.service.watch import Watcher
@@ -38,18 +43,28 @@ class Service:
         self.started_s = time.time()
         self.ready = True
         self.dataplane = DataPlane(store, max_response=settings.max_response)
-        self.lookups = WorkerPool("lookup", threads=settings.lookup_threads, queue_limit=settings.lookup_queue)
+        self.shed = Shed()
+        self.lookups = WorkerPool(
+            "lookup",
+            threads=settings.lookup_threads,
+            queue_limit=settings.lookup_queue,
+            waits=Waits("lookup", self.shed, settings.max_queue_s),
+        )
+        self.batches = Batcher(settings, self.dataplane, self.lookups, self.shed)
         self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.known_requests = KnownRequests()
+        self.signatures = Signatures()
         self.request_times = RequestTimes()
         self.infer_stats = InferStats()
         self.freshness = Freshness()
         self.jobs = Jobs(store)
         self.watcher: Watcher | None = None
         self.fleet: Fleet | None = None  # with several worker processes
+        self.door: Door | None = None  # where HTTP is served
+        self.hands_on = False  # what is not found here is asked, and counted, elsewhere
         self.grpc: GrpcServer | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
@@ -59,14 +74,18 @@ class Service:
         if self.fleet is not None:
             self.fleet.refresh()
 
-    def count_failed(self, model: str, elapsed_ns: int) -> None:
-        """Count a look-up that failed, where there is a version to count it for. Any thread."""
-        try:
-            active = self.dataplane.model(model).active_version
-        except TierstoreError:
+    def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
+        """Count a look-up that failed, for the version that had been chosen for it or the active one. Any thread."""
+        if self.hands_on and isinstance(error, (NotFound, NotReady)):
             return
-        if active is not None:
-            self.infer_stats.failed(model, active, elapsed_ns)
+        version = error.version
+        if version is None:
+            try:
+                version = self.dataplane.model(model).active_version
+            except TierstoreError:
+                return
+        if version is not None:
+            self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The store's status, with what worker processes have counted."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tierstore.engine.observer import Observer
@@ -73,6 +73,9 @@ class Timings:
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
+    # of infer_ns
+    lookup_ns: int = 0
+    dense_ns: int = 0  # 0 for a request that does not need the dense part
 
 
 @dataclass(slots=True)
@@ -85,6 +88,8 @@ class ModelCounts:
     failed_ns: int = 0
     last_inference_ms: int = 0
     spent: Timings = field(default_factory=Timings)
+    outcomes: dict[str, int] = field(default_factory=dict)  # requests, by outcome
+    seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))  # of successes
 
     def document(self) -> dict[str, object]:
         """The `inference_stats` of the protocol. Every request is its own execution; nothing is cached as a whole."""
@@ -105,6 +110,30 @@ class ModelCounts:
         }
 
 
+_SUMS = ("success", "failed", "success_ns", "failed_ns")
+
+
+@dataclass(slots=True)
+class PredictTimes:
+    """Requests that the dense part has answered: how many, and their nanoseconds in all, queued, in look-ups, in ONNX Runtime.
+
+    What is left of `total_ns` is this service's own: parsing, planning, encoding.
+    """
+
+    count: int = 0
+    total_ns: int = 0
+    queued_ns: int = 0
+    lookup_ns: int = 0
+    dense_ns: int = 0
+
+    def add(self, elapsed_ns: int, spent: Timings) -> None:
+        self.count += 1
+        self.total_ns += elapsed_ns
+        self.queued_ns += spent.queued_ns
+        self.lookup_ns += spent.lookup_ns
+        self.dense_ns += spent.dense_ns
+
+
 class InferStats:
     """Statistics of the versions that answered, the latest few a model. Any thread."""
 
@@ -112,7 +141,9 @@ class InferStats:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._counts: dict[str, dict[int, ModelCounts]] = {}  # guarded by _lock
+        # guarded by _lock
+        self._counts: dict[str, dict[int, ModelCounts]] = {}
+        self._predicts: dict[str, PredictTimes] = {}
 
     def succeeded(self, model: str, version: int, elapsed_ns: int, spent: Timings) -> None:
         with self._lock:
@@ -120,15 +151,27 @@ class InferStats:
             counts.success += 1
             counts.success_ns += elapsed_ns
             counts.last_inference_ms = time.time_ns() // 1_000_000
+            counts.outcomes["ok"] = counts.outcomes.get("ok", 0) + 1
+            counts.seconds.add(elapsed_ns / 1e9)
             total = counts.spent
             total.queued_ns += spent.queued_ns
             total.input_ns += spent.input_ns
             total.infer_ns += spent.infer_ns
             total.output_ns += spent.output_ns
+            total.lookup_ns += spent.lookup_ns
+            total.dense_ns += spent.dense_ns
+            if spent.dense_ns:
+                self._predicts.setdefault(model, PredictTimes()).add(elapsed_ns, spent)
 
-    def failed(self, model: str, version: int, elapsed_ns: int) -> None:
+    def predicts(self) -> dict[str, PredictTimes]:
+        """By model, what its predictions have taken. They run in this process, whichever took the request."""
+        with self._lock:
+            return {model: replace(times) for model, times in self._predicts.items()}
+
+    def failed(self, model: str, version: int, elapsed_ns: int, outcome: str = "error") -> None:
         with self._lock:
             counts = self.of(model, version)
+            counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
             counts.failed += 1
             counts.failed_ns += elapsed_ns
 
@@ -137,7 +180,13 @@ class InferStats:
         with self._lock:
             counts, self._counts = self._counts, {}
         return [
-            {"model": model, "version": version, **asdict(of)}
+            {
+                "model": model,
+                "version": version,
+                **{name: getattr(of, name) for name in (*_SUMS, "last_inference_ms", "outcomes")},
+                "spent": asdict(of.spent),
+                "seconds": [of.seconds.counts, of.seconds.total],
+            }
             for model, versions in counts.items()
             for version, of in versions.items()
         ]
@@ -147,11 +196,19 @@ class InferStats:
         with self._lock:
             for more in taken:
                 counts = self.of(more["model"], more["version"])
-                for name in ("success", "failed", "success_ns", "failed_ns"):
+                for name in _SUMS:
                     setattr(counts, name, getattr(counts, name) + more[name])
                 counts.last_inference_ms = max(counts.last_inference_ms, more["last_inference_ms"])
                 for name, ns in more["spent"].items():
                     setattr(counts.spent, name, getattr(counts.spent, name) + ns)
+                for outcome, n in more["outcomes"].items():
+                    counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + n
+                counts.seconds.absorb(*more["seconds"])
+
+    def known(self) -> list[tuple[str, int, ModelCounts]]:
+        """(model, version, counts) of what has been asked for."""
+        with self._lock:
+            return [(model, number, of) for model, versions in self._counts.items() for number, of in versions.items()]
 
     def of(self, model: str, version: int) -> ModelCounts:
         """Counts of a version that is known to exist; made at its first request."""
@@ -160,7 +217,7 @@ class InferStats:
             counts = versions.get(version)
             if counts is None:
                 while len(versions) >= self.KEPT_VERSIONS:
-                    del versions[next(iter(versions))]
+                    del versions[min(versions, key=lambda number: versions[number].last_inference_ms)]
                 counts = versions[version] = ModelCounts()
             return counts
 

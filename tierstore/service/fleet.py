@@ -132,6 +132,7 @@ class _Worker:
                     "changes": shared[1],
                     "wake": shared[2],
                     "calls": [sock.fileno() for sock in theirs[1:]],
+                    "grpc": fleet.grpc,
                 }
             finally:
                 for sock in theirs:
@@ -184,7 +185,8 @@ class _Worker:
 class Fleet:
     """`settings.workers` processes over the store of `service`. `listener` is bound; the workers listen on it.
 
-    `connect` takes the service's end of a new connection; `loop` is the service's event loop.
+    `connect` takes the service's end of a new connection; `loop` is the service's event loop. `grpc` is the address that the
+    workers listen on for gRPC, and that of the owner's own server; None where gRPC is not served.
     """
 
     def __init__(
@@ -193,9 +195,10 @@ class Fleet:
         listener: socket.socket,
         connect: Callable[[socket.socket], None],
         loop: asyncio.AbstractEventLoop,
+        grpc: dict[str, str] | None = None,
     ) -> None:
         # constant after construction
-        self.service, self.listener, self.connect = service, listener, connect
+        self.service, self.listener, self.connect, self.grpc = service, listener, connect, grpc
         self._loop = loop
         self.lender = Lender(service.store)
         self.stopping = threading.Event()
@@ -241,6 +244,7 @@ class Fleet:
     def _absorb(self, worker: _Worker, report: dict[str, Any]) -> None:
         self.service.request_times.absorb(report["requests"])
         self.service.infer_stats.absorb(report["infer"])
+        self.service.shed.absorb(report["shed"])
         worker.gauges = report["gauges"]
         if report["report"] is not None:
             with self._reports:

@@ -53,6 +53,23 @@ class _Answer:
         self.complete = True
 
 
+class Replay:
+    """A request's body, remembered while it is read, so that another application can read it `again`. Event loop only."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._held: list[Any] = []
+
+    async def __call__(self) -> Any:
+        message = await self._receive()
+        self._held.append(message)
+        return message
+
+    async def again(self) -> Any:
+        """What was read so far, then what is left."""
+        return self._held.pop(0) if self._held else await self._receive()
+
+
 class Forward:
     """`connect` makes a connection to the owner; it is awaited on the event loop."""
 

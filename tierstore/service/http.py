@@ -15,6 +15,7 @@ import orjson
 
 from tierstore.errors import InvalidInput, TooLarge
 from tierstore.service.pool import Holding
+from tierstore.service.shed import Caller
 from tierstore.service.status import HttpError, message_of, retry_after, status_of
 
 Scope = MutableMapping[str, Any]
@@ -27,6 +28,11 @@ BODY_TIMEOUT_S = 60.0  # for a body that has begun to arrive
 _AUTO_DETECT = 47  # zlib's wbits for gzip and zlib streams alike
 _MAX_MEMBERS = 16  # of a gzip body: what is left is copied for each
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
+
+
+# a whole number of milliseconds: ours, and the one that Envoy, and so Istio, passes on to the services behind it
+TIMEOUT_HEADERS = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
+CONNECTION = "tierstore.connection"  # in a scope: the connection, which knows whether it is lost
 
 
 class Disconnected(Exception):
@@ -64,6 +70,21 @@ def error_response(error: BaseException) -> Response:
     if (seconds := retry_after(error)) is not None:
         response.headers.append((b"retry-after", seconds))
     return response
+
+
+def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:
+    """Who waits for the answer, with the deadline that its headers name. InvalidInput for one that has no meaning."""
+    connection = scope.get(CONNECTION)
+    caller = Caller(arrived_ns, None if connection is None else connection.is_lost)
+    for name in TIMEOUT_HEADERS:
+        value = headers.get(name)
+        if value is not None:
+            if not value.isdigit() or len(value) > 12:
+                raise InvalidInput(
+                    f"{name.decode()} is {value[:40].decode('latin-1')!r}, expected a number of milliseconds"
+                )
+            caller.within(int(value) * 1_000_000 or None)
+    return caller
 
 
 async def read_body(receive: Receive, headers: Headers, limit: int, holding: Holding) -> memoryview:

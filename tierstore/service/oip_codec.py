@@ -7,7 +7,7 @@ changed once made; any thread. A malformed request is InvalidInput.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import orjson
 
 from tierstore.errors import InvalidInput
 from tierstore.service.dataplane import OutputSpec, Plan, Request, RequestedOutput
-from tierstore.service.parameters import flag, place, refuse_classification, span, text
+from tierstore.service.parameters import flag, place, refuse_classification, span, text, timeout_us
 from tierstore.service.shared_memory import Regions, Span
 from tierstore.service.tensors import (
     Elements,
@@ -26,6 +26,7 @@ from tierstore.service.tensors import (
     elements_from_bytes,
     elements_from_json,
     shown,
+    wire_bytes,
 )
 
 HEADER_LENGTH = b"inference-header-content-length"
@@ -60,6 +61,7 @@ class InferRequest:
     targets: list[Span | bool | None]
     binary_default: bool
     id: str | None
+    timeout_us: int | None = None
 
     @property
     def reusable(self) -> bool:
@@ -102,7 +104,8 @@ def parse_request(header: memoryview, tail_bytes: int | None) -> InferRequest:
     outputs, targets = _requested(request)
     inputs, sources = _inputs(request, tail_bytes)
     combiner = text(parameters, "combiner", "request", "")
-    return InferRequest(Request(inputs, outputs, combiner), sources, targets, bool(default), request_id)
+    asked = Request(inputs, outputs, combiner)
+    return InferRequest(asked, sources, targets, bool(default), request_id, timeout_us(parameters))
 
 
 def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[TensorSpec], list[InBody | InJson | Span]]:
@@ -231,6 +234,7 @@ class Layout:
         "begin",
         "header",
         "json_bytes",
+        "late",
         "spans",
         "tail_begin",
         "tail_bytes",
@@ -266,7 +270,8 @@ class Layout:
         self._document: dict[str, Any] = {"model_name": model, "model_version": str(plan.version), "outputs": outputs}
         if asked.id is not None:
             self._document["id"] = asked.id
-        self.header = None if self._in_json else orjson.dumps(self._document)
+        self.late = not all(spec.fixed for spec in plan.specs)
+        self.header = None if self._in_json or self.late else orjson.dumps(self._document)
         # where the JSON begins in the buffer: the outputs behind it lie aligned, as far as malloc aligns the buffer itself
         self.begin = -len(self.header) % _ALIGNMENT if self.header is not None else 0
         self.tail_begin = 0 if self.header is None else self.begin + len(self.header)
@@ -275,17 +280,64 @@ class Layout:
         """InvalidInput where an output does not fit the place that the client gave it."""
         check_spans(self.spans, self._specs, regions)
 
-    def allocate(self) -> AnswerBuffer:
-        return AnswerBuffer(self, self._specs, self._places)
+    def allocate(self) -> Answer:
+        return LateAnswer(self, self._specs) if self.late else AnswerBuffer(self, self._specs, self._places)
 
-    def json(self, arrays: list[npt.NDArray[Any]]) -> bytes:
-        """The JSON before the binary outputs."""
+    def binary(self) -> list[int]:
+        """Outputs that go binary behind the JSON, in order."""
+        return [i for i, place in enumerate(self._places) if place is not None]
+
+    def json(self, arrays: list[npt.NDArray[Any]], sizes: dict[int, int] | None = None) -> bytes:
+        """The JSON before the binary outputs; `sizes` are the bytes of those that are not known beforehand."""
         if self.header is not None:
             return self.header
         outputs = [dict(output) for output in self._document["outputs"]]
+        for i, output in enumerate(outputs):
+            if not self._specs[i].fixed:
+                output["shape"] = arrays[i].shape
         for i in self._in_json:
-            outputs[i]["data"] = arrays[i].reshape(-1)
+            flat = arrays[i].reshape(-1)
+            outputs[i]["data"] = flat.tolist() if flat.dtype.hasobject else flat
+        for i, nbytes in (sizes or {}).items():
+            outputs[i]["parameters"] = {"binary_data_size": nbytes}
         return orjson.dumps({**self._document, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+class Answer(Protocol):
+    """One answer being filled: `arrays` one a spec, None where it is put there by the inference."""
+
+    arrays: list[Any]
+
+    def encode(self, regions: Regions) -> tuple[list[bytes | memoryview], int | None]: ...
+
+
+class LateAnswer:
+    """An answer with outputs whose size is known only once they are there. One thread at a time."""
+
+    def __init__(self, layout: Layout, specs: list[OutputSpec]) -> None:
+        self._layout, self._specs = layout, specs
+        self.arrays: list[Any] = [np.empty(spec.shape, spec.dtype) if spec.fixed else None for spec in specs]
+
+    def encode(self, regions: Regions) -> tuple[list[bytes | memoryview], int | None]:
+        """As `AnswerBuffer.encode`."""
+        layout, arrays = self._layout, self.arrays
+        for i, target in layout.spans:
+            write_late(target, self._specs[i], arrays[i], regions)
+        pieces = {i: wire_bytes(arrays[i]) for i in layout.binary()}
+        header = layout.json(arrays, {i: piece.nbytes for i, piece in pieces.items()})
+        if layout.tail_bytes is None:
+            return [header], None
+        return [header, *(piece.data for piece in pieces.values())], len(header)
+
+
+def write_late(target: Span, spec: OutputSpec, array: npt.NDArray[Any], regions: Regions) -> None:
+    """Write an output to shared memory whose size may not have been known before. InvalidInput where it does not fit."""
+    data = wire_bytes(array)
+    if target.nbytes < data.nbytes:
+        raise InvalidInput(
+            f"output {shown(spec.name)}: takes {data.nbytes} bytes, shared_memory_byte_size is {target.nbytes}"
+        )
+    regions.write(target, data)
 
 
 class AnswerBuffer:

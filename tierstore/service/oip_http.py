@@ -6,6 +6,7 @@ look-ups run on the look-up pool, whatever may block for long on the control poo
 
 from __future__ import annotations
 
+import base64
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ import orjson
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service import oip_models
 from tierstore.service.context import Service
+from tierstore.service.dataplane import Elsewhere
 from tierstore.service.http import (
     Disconnected,
     Headers,
@@ -21,6 +23,7 @@ from tierstore.service.http import (
     Response,
     Scope,
     Send,
+    caller_of,
     decode_body,
     error_response,
     json_response,
@@ -29,6 +32,7 @@ from tierstore.service.http import (
 from tierstore.service.oip_infer import InferCall
 from tierstore.service.parameters import version_of
 from tierstore.service.pool import Holding
+from tierstore.service.shed import Caller, Gone
 from tierstore.service.status import HttpError, log_failure, outcome_of
 from tierstore.service.tensors import shown
 
@@ -49,9 +53,11 @@ class OipHttp:
         headers: Headers = dict(scope["headers"])
         try:
             try:
-                response = await self._answer(scope, headers, receive, holding)
-            except Disconnected:
+                response = await self._answer(scope, headers, receive, holding, began_ns)
+            except (Disconnected, Gone):
                 return
+            except Elsewhere:
+                raise  # of a worker process, to its owner
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 log_failure(error, f"{scope['method']} {scope['path']}")
                 response = error_response(error)
@@ -61,14 +67,17 @@ class OipHttp:
         seconds = (time.perf_counter_ns() - began_ns) / 1e9
         self._service.request_times.add(PROTOCOL, outcome_of(response.status), seconds)
 
-    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, holding: Holding) -> Response:
+    async def _answer(
+        self, scope: Scope, headers: Headers, receive: Receive, holding: Holding, began_ns: int
+    ) -> Response:
         method, parts = scope["method"], scope["path"].split("/")[2:]
         if len(parts) >= 3 and parts[0] == "models" and parts[-1] == "infer":
             _allow(method, "POST")
             name, version = _model_path(parts[1:-1])
             self._service.dataplane.model(name)  # an unknown one is refused before its body is read
+            caller = caller_of(scope, headers, began_ns)
             body = await read_body(receive, headers, self._service.settings.max_request, holding)
-            return await self._infer(name, version, body, headers, holding)
+            return await self._infer(name, version, body, headers, holding, caller)
         body = memoryview(b"")
         if method == "POST":
             body = await read_body(receive, headers, _CONTROL_BODY_BYTES, holding)
@@ -77,15 +86,23 @@ class OipHttp:
     # --- look-ups
 
     async def _infer(
-        self, name: str, version: int | None, body: memoryview, headers: Headers, holding: Holding
+        self,
+        name: str,
+        version: int | str | None,
+        body: memoryview,
+        headers: Headers,
+        holding: Holding,
+        caller: Caller,
     ) -> Response:
         service = self._service
         began_ns = time.perf_counter_ns()
-        call = InferCall(service, name, version, body, headers, holding)
+        call = InferCall(service, name, version, body, headers, holding, caller)
         try:
             response, served = await call.run(service.known_requests)
-        except TierstoreError:
-            service.count_failed(name, time.perf_counter_ns() - began_ns)
+        except TierstoreError as error:
+            if error.version is None:
+                error.version = call.chosen
+            service.count_failed(name, time.perf_counter_ns() - began_ns, error)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
         return response
@@ -96,7 +113,7 @@ class OipHttp:
         match parts:
             case []:
                 _allow(method, "GET")
-                return json_response(oip_models.server_metadata(shared_memory=self._service.regions.enabled))
+                return json_response(oip_models.server_metadata(shared_memory=self._service.regions.kinds))
             case ["health", ("live" | "ready") as kind]:
                 _allow(method, "GET")
                 return Response(200 if kind == "live" or self._service.ready else 400)
@@ -116,14 +133,10 @@ class OipHttp:
             case ["repository", "models", name, ("load" | "unload") as verb]:
                 _allow(method, "POST")
                 return await self._repository(name, verb, _json_object(body, headers))
-            case ["systemsharedmemory", "region", name, verb] if name:
-                return await self._region(method, name, verb, body, headers)
-            case ["systemsharedmemory", ("status" | "unregister") as verb]:
-                return await self._region(method, None, verb, body, headers)
-            case ["cudasharedmemory", *rest] if rest:
-                if rest[-1] == "unregister":  # nothing is registered; benchmarks ask for it unconditionally
-                    return Response(200)
-                raise InvalidInput("CUDA shared memory is not enabled on this server")
+            case [("systemsharedmemory" | "cudasharedmemory") as kind, "region", name, verb] if name:
+                return await self._region(method, kind.removesuffix("sharedmemory"), name, verb, body, headers)
+            case [("systemsharedmemory" | "cudasharedmemory") as kind, ("status" | "unregister") as verb]:
+                return await self._region(method, kind.removesuffix("sharedmemory"), None, verb, body, headers)
         raise NotFound(f"no such path: /v2/{shown('/'.join(parts))[1:-1]}")
 
     async def _model(self, method: str, rest: list[str]) -> Response:
@@ -141,25 +154,31 @@ class OipHttp:
             return await self._statistics(name, version)
         return json_response(oip_models.model_metadata(model, version))
 
-    async def _statistics(self, name: str | None, version: int | None) -> Response:
+    async def _statistics(self, name: str | None, version: int | str | None) -> Response:
         service = self._service
         if service.fleet is not None:
             await service.control.run(service.refresh)
         return json_response(oip_models.statistics(service.store, service.infer_stats, name, version))
 
-    async def _region(self, method: str, name: str | None, verb: str, body: memoryview, headers: Headers) -> Response:
-        """System shared memory: one region, or with `name` None all of them."""
+    async def _region(
+        self, method: str, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
+    ) -> Response:
+        """Shared memory of a kind, `system` or `cuda`: one region, or with `name` None all of them."""
         regions = self._service.regions
         if verb == "status":
             _allow(method, "GET")
-            return json_response(regions.status(name))
+            return json_response(regions.status(name, kind))
         _allow(method, "POST")
-        if verb == "unregister":
-            await self._service.control.run(regions.unregister, name)
+        if verb == "unregister":  # where none can be registered too: benchmarks ask for it unconditionally
+            await self._service.control.run(regions.unregister, name, kind)
         elif verb == "register" and name is not None:
             asked = _json_object(body, headers)
-            place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
-            await self._service.control.run(regions.register, name, *place)
+            if kind == "cuda":
+                where = _handle(name, asked.get("raw_handle")), asked.get("device_id", 0), asked.get("byte_size")
+                await self._service.control.run(regions.register_cuda, name, *where)
+            else:
+                place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
+                await self._service.control.run(regions.register, name, *place)
         else:
             raise NotFound(f"no such path: a region has no {shown(verb)}; expected register, unregister or status")
         return Response(200)
@@ -177,13 +196,26 @@ class OipHttp:
         return Response(200)
 
 
+def _handle(name: str, given: object) -> bytes:
+    """The bytes of `{"b64": …}`."""
+    text = given.get("b64") if isinstance(given, dict) else None
+    try:
+        if isinstance(text, str):
+            return base64.b64decode(text, validate=True)
+    except ValueError:
+        pass
+    raise InvalidInput(
+        f"region {shown(name)}: raw_handle is {shown(given)}, expected an IPC handle as {{'b64': base64}}"
+    )
+
+
 def _allow(method: str, allowed: str) -> None:
     if method != allowed and not (allowed == "GET" and method == "HEAD"):
         raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")
 
 
-def _model_path(parts: list[str]) -> tuple[str, int | None]:
-    """(model, version) of `{model}` or `{model}/versions/{version}`."""
+def _model_path(parts: list[str]) -> tuple[str, int | str | None]:
+    """(model, version) of `{model}` or `{model}/versions/{number or label}`."""
     if len(parts) == 1:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":

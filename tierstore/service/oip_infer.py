@@ -14,13 +14,14 @@ from typing import Any
 
 from tierstore.errors import InvalidInput
 from tierstore.service.context import Service
-from tierstore.service.dataplane import Inference, Plan
+from tierstore.service.dataplane import Inference, Plan, Request
 from tierstore.service.figures import Timings
 from tierstore.service.http import Headers, Response, compress, decode_body, wanted_coding
+from tierstore.service.joining import Joint, Part, joint_of
 from tierstore.service.known import KNOWN_BYTES, KnownRequests
 from tierstore.service.oip_codec import (
     HEADER_LENGTH,
-    AnswerBuffer,
+    Answer,
     InferRequest,
     Layout,
     parse_raw,
@@ -29,33 +30,45 @@ from tierstore.service.oip_codec import (
     split_body,
 )
 from tierstore.service.pool import Holding
-from tierstore.service.tensors import shown
+from tierstore.service.shed import Caller
+from tierstore.service.tensors import Elements, shown
 
 # What is tried on the loop: a fraction of a millisecond's work.
 DIRECT_BODY_BYTES = 64 << 10
 DIRECT_JSON_BYTES = 8 << 10  # elements in JSON, either way, cost far more a byte
 DIRECT_KEYS = 8192
 DIRECT_WORK_BYTES = 1 << 20  # of rows
+REQUEST_ID = b"x-request-id"  # requests of one id get one version
 
 
 class InferCall:
     """A request under way. One thread at a time: the loop, then maybe a thread of the pool."""
 
     __slots__ = (
-        "_asked", "_began_ns", "_buffer", "_inference", "_layout", "_tail", "_work", "body", "headers", "holding",
-        "model", "service", "spent", "version",
+        "_asked", "_began_ns", "_buffer", "_inference", "_joint", "_layout", "_plan", "_tail", "body", "caller",
+        "chosen", "headers", "holding", "model", "service", "spent", "version",
     )  # fmt: skip
 
     def __init__(
-        self, service: Service, model: str, version: int | None, body: memoryview, headers: Headers, holding: Holding
+        self,
+        service: Service,
+        model: str,
+        version: int | str | None,
+        body: memoryview,
+        headers: Headers,
+        holding: Holding,
+        caller: Caller,
     ) -> None:
         self.service, self.model, self.version = service, model, version
-        self.body, self.headers, self.holding = body, headers, holding
+        self.body, self.headers, self.holding, self.caller = body, headers, holding, caller
         self.spent = Timings()
+        self.chosen: int | None = None  # the version that answers, once it is known
         self._began_ns = time.perf_counter_ns()
         self._asked: InferRequest | None = None
         self._tail: memoryview | None = None
         self._inference: Inference | None = None
+        self._joint: Joint | None = None
+        self._layout: Layout
 
     async def run(self, known: KnownRequests) -> tuple[Response, int]:
         """(answer, the version it is from). Event loop only."""
@@ -66,10 +79,14 @@ class InferCall:
                     return self._finish()
                 rest = self._go_on
             self._began_ns = time.perf_counter_ns()
-            future = self.service.lookups.run(rest)
+            if self._joint is not None:
+                return await asyncio.shield(self.service.batches.add(self, self.model, self._plan.version, self._joint))
+            future = self.service.lookups.run(rest, caller=self.caller)
         except BaseException:
             self._close()
             raise
+        if self._inference is not None:  # left by `rest`, unless that is not run any more
+            future.add_done_callback(lambda _: self._close())
         # Should whoever waits here be cancelled, the thread goes on: it is the one to leave the view.
         return await asyncio.shield(future)
 
@@ -86,20 +103,32 @@ class InferCall:
             return False
         self._asked = known.parse(self.model, header, None if tail is None else len(tail))
         self._tail = tail
+        self._check_deadline()
         if len(body) > DIRECT_BODY_BYTES or wanted_coding(headers.get(b"accept-encoding", b"")) is not None:
             return False
         self._open()
         assert self._inference is not None
         plan = self._inference.plan
         if (
-            plan.work_bytes <= DIRECT_WORK_BYTES
+            plan.dense is None
+            and plan.work_bytes <= DIRECT_WORK_BYTES
             and plan.keys <= DIRECT_KEYS
             and self._asked.span_bytes <= DIRECT_BODY_BYTES
             and self._layout.json_bytes <= DIRECT_JSON_BYTES
         ):
             return True
-        self._close()  # a view is not held while a large request waits for a thread
+        if plan.dense is not None and self.service.batches.max_items:
+            self._plan, self._joint = plan, self._joint_of(plan)
+        self._close()  # a view is not held while a request waits for a thread
         return False
+
+    def _joint_of(self, plan: Plan) -> Joint | None:
+        assert self._asked is not None
+        if plan.joint is None:
+            assert isinstance(self._asked.request, Request)
+            plan.joint = joint_of(self._asked.request, plan) or False
+        joint: Joint | None = plan.joint or None
+        return joint if self.service.batches.wants(joint) else None
 
     def _all(self) -> tuple[Response, int]:
         """All that the loop has not done, on a thread of the pool."""
@@ -107,6 +136,7 @@ class InferCall:
         try:
             if self._asked is None:
                 self._parse()
+                self._check_deadline()
             self._open()
             self._start()
             return self._finish()
@@ -120,6 +150,29 @@ class InferCall:
             return self._finish()
         finally:
             self._close()
+
+    # --- as one of several (see `batching.py`), on a thread of the pool
+
+    def prepare(self) -> tuple[Part, list[Any]]:
+        """Read the request. What it adds to the batch, and the arrays that its answer goes into."""
+        assert self._asked is not None
+        assert isinstance(self._asked.request, Request)
+        self._note_queued()
+        self._layout = _layout_of(self._asked, self.model, self._plan)
+        # twice: the rows of the batch, and its own of them
+        elements = self._read(self._plan, self._plan.work_bytes)
+        self._began_ns = time.perf_counter_ns()
+        return Part(self._asked.request, self._plan, elements), self._buffer.arrays
+
+    def complete(self, version: int, lookup_ns: int, dense_ns: int) -> tuple[Response, int]:
+        """The answer, once the arrays are filled."""
+        self.spent.lookup_ns, self.spent.dense_ns = lookup_ns, dense_ns
+        self.spent.infer_ns = time.perf_counter_ns() - self._began_ns
+        return self._encode(), version
+
+    def alone(self) -> tuple[Response, int]:
+        """The answer without the others."""
+        return self._all()
 
     # --- the steps
 
@@ -140,36 +193,59 @@ class InferCall:
         header, self._tail = split_body(body, length)
         self._asked = parse_request(header, None if self._tail is None else len(self._tail))
 
+    def _check_deadline(self) -> None:
+        """Before work is begun: what the request's own timeout says, once it is known."""
+        assert self._asked is not None
+        if self._asked.timeout_us is not None:
+            self.caller.within(self._asked.timeout_us * 1000)
+        if self.caller.deadline_ns is not None:
+            self.service.shed.check(self.caller)
+
     def _open(self) -> None:
         asked = self._asked
         assert asked is not None
-        self._inference = self.service.dataplane.open(self.model, self.version, asked.request)
+        plane = self.service.dataplane
+        route = self.headers.get(REQUEST_ID) if self.version is None and plane.splits(self.model) else None
+        self._inference = plane.open(self.model, self.version, asked.request, route=route)
+        self.chosen = self._inference.version
         self._layout = _layout_of(asked, self.model, self._inference.plan)
 
     def _start(self) -> bool:
         """Answer from memory what it can, without waiting. True if nothing is left for the disk."""
-        asked, inference, regions = self._asked, self._inference, self.service.regions
-        assert asked is not None
+        inference = self._inference
         assert inference is not None
-        self._layout.check_spans(regions)
-        self.holding.take(inference.plan.work_bytes + asked.span_bytes)
-        elements = [inference.raw] if inference.raw is not None else read_elements(asked, self._tail, regions)
+        elements = self._read(inference.plan, raw=inference.raw)
         parsed_ns = time.perf_counter_ns()
-        self.spent.input_ns = parsed_ns - self._began_ns
-        self._buffer: AnswerBuffer = self._layout.allocate()
         done = inference.begin(elements, self._buffer.arrays)
         self.spent.infer_ns = time.perf_counter_ns() - parsed_ns
         return done
+
+    def _read(self, plan: Plan, more_bytes: int = 0, raw: Elements = None) -> list[Elements]:
+        """The elements of the inputs; and memory for the answer, in `_buffer`."""
+        asked, regions = self._asked, self.service.regions
+        assert asked is not None
+        self._layout.check_spans(regions)
+        self.holding.take(plan.work_bytes + more_bytes + asked.span_bytes)
+        elements = [raw] if raw is not None else read_elements(asked, self._tail, regions)
+        self.spent.input_ns = time.perf_counter_ns() - self._began_ns
+        self._buffer: Answer = self._layout.allocate()
+        return elements
 
     def _finish(self) -> tuple[Response, int]:
         inference = self._inference
         assert inference is not None
         finishing_ns = time.perf_counter_ns()
         inference.finish()
-        version = inference.plan.version
+        version = inference.version
+        self.spent.lookup_ns, self.spent.dense_ns = inference.lookup_ns, inference.dense_ns
         self._close()
         answered_ns = time.perf_counter_ns()
         self.spent.infer_ns += answered_ns - finishing_ns
+        return self._encode(), version
+
+    def _encode(self) -> Response:
+        """The arrays as an answer."""
+        answered_ns = time.perf_counter_ns()
         chunks, header_bytes = self._buffer.encode(self.service.regions)
         response = Response(200, chunks)
         if header_bytes is not None:
@@ -181,7 +257,7 @@ class InferCall:
                 response.chunks = [compress(response.chunks, wish)]
                 response.headers.append((b"content-encoding", wish))
         self.spent.output_ns = time.perf_counter_ns() - answered_ns
-        return response, version
+        return response
 
     def _close(self) -> None:
         inference, self._inference = self._inference, None

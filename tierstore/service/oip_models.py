@@ -5,11 +5,12 @@ Functions of the store; they may take locks for a moment, and any thread may cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tierstore import __version__
+from tierstore.engine.served import STABLE
 from tierstore.errors import InvalidInput, NotReady
 from tierstore.service.dataplane import KEY_DATATYPES, View
 from tierstore.service.figures import InferStats
@@ -32,46 +33,54 @@ class TensorInfo:
 
 def inputs_of(view: View) -> Iterator[TensorInfo]:
     """Keys of every feature; offsets and weights, both optional, where it has a combiner."""
+    session = view.predictor
     for name, feature in view.features.items():
         # any subset of the features makes a request
         yield TensorInfo(name, KEY_DATATYPES[view.table_of(name).key][0], (-1,), optional=len(view.features) > 1)
         if feature.combiner is not None:
             yield TensorInfo(f"{name}.offsets", "INT64", (-1,), optional=True)
             yield TensorInfo(f"{name}.weights", "FP32", (-1,), optional=True)
+    for tensor in () if session is None else session.wiring.plain.values():
+        yield TensorInfo(tensor.name, tensor.datatype, tensor.sizes or (1,), optional=True)  # of look-ups
 
 
 def outputs_of(view: View) -> Iterator[TensorInfo]:
-    """A vector a key or bag, and whether each key was found."""
+    """What the dense part gives; a vector a key or bag, and whether each key was found."""
+    session = view.predictor
+    if session is not None:
+        for tensor in session.signature.outputs:
+            yield TensorInfo(tensor.name, tensor.datatype, session.sizes(tensor.name))
     for name in view.features:
         yield TensorInfo(name, "FP32", (-1, view.table_of(name).dim))
         yield TensorInfo(f"{name}.found", "BOOL", (-1,))
 
 
-def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
-    extensions = [*EXTENSIONS, *(["system_shared_memory"] if shared_memory else [])]
+def server_metadata(*, shared_memory: Sequence[str]) -> dict[str, Any]:
+    """`shared_memory`: the kinds of regions that are served."""
+    extensions = [*EXTENSIONS, *(f"{kind}_shared_memory" for kind in shared_memory)]
     return {"name": "tierstore", "version": __version__, "extensions": extensions}
 
 
-def model_metadata(model: Any, version: int | None) -> dict[str, Any]:
-    """Metadata of a model. NotReady where it has no active version, NotFound or NotReady for another `version`."""
+def model_metadata(model: Any, version: int | str | None) -> dict[str, Any]:
+    """Metadata of a model: of the active version, unless `version` (a number or label) says which. NotReady, NotFound as `Model.view`."""
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
         return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
 
-    with model.view(version) as view:
+    with model.view(STABLE if version is None else version) as view:
         document = {
             "name": model.name,
-            "versions": [str(view.version)],
+            "versions": [str(number) for number in _served(model, view, version)],
             "platform": PLATFORM,
             "inputs": [entry(tensor) for tensor in inputs_of(view)],
             "outputs": [entry(tensor) for tensor in outputs_of(view)],
         }
-        if view.has_dense:
-            document["parameters"] = {"dense": "kept, not served: the dense predictor is not available"}
+        if view.unserved is not None:
+            document["parameters"] = {"dense": f"kept, not served: {view.unserved}"}
         return document
 
 
-def model_config(model: Any, version: int | None) -> dict[str, Any]:
+def model_config(model: Any, version: int | str | None) -> dict[str, Any]:
     """What Triton's clients read from a model's configuration; batching is the caller's own, hence size 0."""
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
@@ -81,22 +90,27 @@ def model_config(model: Any, version: int | None) -> dict[str, Any]:
             "dims": tensor.shape,
         }
 
-    with model.view(version) as view:
+    with model.view(STABLE if version is None else version) as view:
         return {
             "name": model.name,
             "platform": PLATFORM,
             "backend": PLATFORM,
-            "version_policy": {"specific": {"versions": [view.version]}},
+            "version_policy": {"specific": {"versions": _served(model, view, version)}},
             "max_batch_size": 0,
             "input": [{**entry(tensor), "optional": tensor.optional} for tensor in inputs_of(view)],
             "output": [entry(tensor) for tensor in outputs_of(view)],
         }
 
 
-def is_ready(model: Any, version: int | None) -> bool:
+def _served(model: Any, view: View, version: int | str | None) -> list[int]:
+    """What can be asked for; of a request that names one, that one."""
+    return [view.version] if version is not None else sorted(model.served.versions)
+
+
+def is_ready(model: Any, version: int | str | None) -> bool:
     """Whether look-ups are answered, by `version` where it is given."""
     try:
-        with model.view(version):
+        with model.view(STABLE if version is None else version):
             return True
     except NotReady:
         return False
@@ -107,27 +121,28 @@ def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
     entries = []
     for name, model in store.status()["models"].items():
         for version in model["versions"]:
-            ready = version["state"] == "active"
+            ready = version["state"] in ("active", "canary")
             if ready or not only_ready:
                 entry = {"name": name, "version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
                 entries.append(entry if ready else {**entry, "reason": version["state"]})
     return entries
 
 
-def statistics(store: Any, counted: InferStats, name: str | None, version: int | None) -> dict[str, Any]:
-    """Statistics of the active version of a model, or of all; NotFound or NotReady for another `version`, as for a look-up."""
+def statistics(store: Any, counted: InferStats, name: str | None, version: int | str | None) -> dict[str, Any]:
+    """Statistics of what a model serves, or every model; of `version` alone if given, with the errors of a look-up."""
     stats: list[dict[str, Any]] = []
     for each in [name] if name is not None else store.models():
-        active = store.model(each).active_version
-        if version is not None and version != active:
-            with store.model(each).view(version):
-                pass
-        if active is not None:
-            counts = counted.of(each, active)
+        model = store.model(each)
+        versions = model.served.versions
+        if version is not None:
+            with model.view(version) as view:
+                versions = (view.version,)
+        for number in versions:
+            counts = counted.of(each, number)
             stats.append(
                 {
                     "name": each,
-                    "version": str(active),
+                    "version": str(number),
                     "last_inference": counts.last_inference_ms,
                     "inference_count": counts.success,
                     "execution_count": counts.success,

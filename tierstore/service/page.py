@@ -19,7 +19,7 @@ h1{font-size:20px;margin:0}h2{font-size:16px;margin:0 0 2px}h3{font-size:12px;co
 .tile b{display:block;font-size:20px;font-variant-numeric:tabular-nums}.tile span{color:var(--dim);font-size:12px}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}td,th{text-align:left;padding:4px 10px 4px 0;border-top:1px solid var(--line)}
 th{font-size:12px;color:var(--dim);font-weight:500;border:0}.pill{border-radius:9px;padding:1px 8px;font-size:12px;background:var(--line)}
-.pill.active,.pill.ready{background:var(--host);color:#fff}.pill.loading{background:var(--accent);color:#fff}.pill.stale,.pill.bad{background:var(--bad);color:#fff}
+.pill.active,.pill.ready{background:var(--host);color:#fff}.pill.canary{background:#eab308;color:#1c2330}.pill.loading{background:var(--accent);color:#fff}.pill.stale,.pill.bad{background:var(--bad);color:#fff}
 .bar{display:flex;height:10px;border-radius:5px;overflow:hidden;background:var(--line);min-width:120px}.bar i{display:block}
 .legend{display:flex;gap:12px;flex-wrap:wrap;font-size:12px;color:var(--dim)}.legend i{display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:4px}
 .problem{color:var(--bad)}a{color:var(--accent)}.scroll{overflow-x:auto}
@@ -49,10 +49,11 @@ function rates(now){const out={requests:null,tables:{}};if(last){const s=(now.at
 function model(m,rate){const card=el("div",{class:"card"},el("h2",{},m.model));
   card.append(el("span",{class:"dim"},m.active_version==null?"no active version":`version ${m.active_version} · watermark ${num(m.watermark)}`+
     (m.overlays?` · ${m.overlays} deltas not folded yet (${size(m.overlay_bytes)})`:"")));
+  if(m.canary)card.append(el("div",{class:"dim"},`canary ${m.canary.version} gets ${+(100*m.canary.share).toFixed(2)} % of the requests · watermark ${num(m.canary.watermark)}`));
   if(m.problem)card.append(el("div",{class:"problem"},m.problem));
-  if(m.versions.length){const t=el("table",{},el("tr",{},...["version","state","watermark","made","dense part"].map(h=>el("th",{},h))));
+  if(m.versions.length){const t=el("table",{},el("tr",{},...["version","state","labels","watermark","made","dense part"].map(h=>el("th",{},h))));
     for(const v of [...m.versions].reverse())t.append(el("tr",{},el("td",{},String(v.version)),el("td",{},el("span",{class:"pill "+v.state},v.state),
-      v.state==="loading"?` ${v.phase} ${pct(v.done,v.total)}`:""),el("td",{},num(v.watermark)),el("td",{},v.created_at||""),el("td",{},v.dense||"")));
+      v.state==="loading"?` ${v.phase} ${pct(v.done,v.total)}`:""),el("td",{},(v.labels||[]).join(", ")),el("td",{},num(v.watermark)),el("td",{},v.created_at||""),el("td",{},v.dense||"")));
     card.append(el("h3",{},"Versions"),el("div",{class:"scroll"},t))}
   const names=Object.keys(m.tables);if(names.length){const t=el("table",{},el("tr",{},...["table","rows","keys/s","answered by","memory","host memory","disk"].map(h=>el("th",{},h))));
     for(const n of names){const x=m.tables[n],r=rate.tables[m.model+"/"+n];const by=r&&r.sum?r.by:x.lookup_keys;const sum=Object.values(by).reduce((a,b)=>a+b,0);

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from tierstore.errors import InvalidInput
 from tierstore.service.shared_memory import Span
 from tierstore.service.tensors import shown
+from tierstore.types import NAME
 
 Parameters: TypeAlias = Mapping[str, Any]
 
@@ -20,11 +21,13 @@ _WORDS = {"dtype": "FP32 or FP16", "combiner": "sum, mean or sqrtn"}
 _VERSION = re.compile(r"[0-9]{1,19}")
 
 
-def version_of(name: str) -> int:
-    """The version that a path or a field names."""
-    if _VERSION.fullmatch(name) is None:
-        raise InvalidInput(f"a version is a number, came {shown(name)}")
-    return int(name)
+def version_of(name: str) -> int | str:
+    """The version number or label that a path or a field names. InvalidInput for what can be neither."""
+    if _VERSION.fullmatch(name):
+        return int(name)
+    if NAME.fullmatch(name) is None or name.isdigit():
+        raise InvalidInput(f"a version is a number, or a label such as 'stable' or 'canary'; came {shown(name)}")
+    return name
 
 
 def place(kind: str, name: str) -> str:

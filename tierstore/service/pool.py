@@ -10,28 +10,31 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tierstore.errors import Closed, Overloaded
+from tierstore.service.shed import Caller, Waits
 
 T = TypeVar("T")
 
-_Item = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
+_Item = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", int, Caller | None, Callable[..., Any], tuple[Any, ...]]
 
 
 class WorkerPool:
     """`threads` threads that take calls from one event loop, and no more than `queue_limit` that wait.
 
     Leaner than `loop.run_in_executor` (one future instead of two, no condition variable): the hand-over is paid
-    for by every look-up.
+    for by every look-up. With `waits`, a call that is of no use any more when a thread takes it is not run.
     """
 
-    def __init__(self, name: str, *, threads: int, queue_limit: int) -> None:
+    def __init__(self, name: str, *, threads: int, queue_limit: int, waits: Waits | None = None) -> None:
         # constant after construction
         self.name = name
         self.threads = threads
         self.queue_limit = queue_limit
+        self._waits = waits
         # written on the event loop alone
         self.rejected = 0
         self._pending = 0
@@ -52,19 +55,24 @@ class WorkerPool:
         """Calls in the queue."""
         return max(0, self._pending - self.threads)
 
-    def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full."""
+    def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
+        """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full.
+
+        What is awaited raises DeadlineExceeded, Gone or Overloaded where `caller` or the wait was over before.
+        """
         if self._closed:
             raise Closed("the service is shutting down")
         if self._pending >= self.threads + self.queue_limit:
             self.rejected += 1
+            if self._waits is not None:
+                self._waits.shed.count("queue_full")
             raise Overloaded(
                 f"{self.queue_limit} calls wait for the {self.name} threads already; try again in a second"
             )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._pending += 1
-        self._queue.put((loop, future, function, args))
+        self._queue.put((loop, future, time.perf_counter_ns(), caller, function, args))
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -78,16 +86,26 @@ class WorkerPool:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            loop, future, function, args = item
+            loop, future, queued_ns, caller, function, args = item
             result, error = None, None
             try:
                 if not future.cancelled():
+                    if self._waits is not None:
+                        self._waits.take(queued_ns, caller)
                     result = function(*args)
             except BaseException as caught:  # noqa: BLE001 - handed to whoever awaits the future
                 error = caught
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._finish, future, result, error)
-            del item, future, function, args, result, error  # an idle thread must not keep a request's buffers alive
+            del (
+                item,
+                future,
+                caller,
+                function,
+                args,
+                result,
+                error,
+            )  # an idle thread must not keep a request's buffers alive
 
     def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
         self._pending -= 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -18,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -29,16 +30,19 @@ from tierstore.service.allocator import tune_allocator
 from tierstore.service.app import make_root
 from tierstore.service.connection import BoundedHttpProtocol
 from tierstore.service.context import Service
+from tierstore.service.door import Door, raise_file_limit
 from tierstore.service.fleet import Fleet
 from tierstore.service.guard import check_listen_address
 from tierstore.service.watch import Watcher
+
+if TYPE_CHECKING:
+    from tierstore.service.rpc.places import SharedPort
 
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
 GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
 BACKLOG = 1024
-CONNECTIONS_BEYOND_THE_QUEUE = 1024  # idle ones, and those of the admin interface
 KEEP_ALIVE_S = 75
 MAX_WORKERS = 64
 FINISH_S = 30  # for what is in progress when the listener closes
@@ -85,11 +89,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(app: Any, settings: Settings) -> _Server:
-    """uvicorn for the application, within the bounds of the settings; it is not started."""
+def make_server(app: Any, door: Door) -> _Server:
+    """uvicorn for the application, with the connections that `door` lets in; it is not started."""
     config = uvicorn.Config(
         app,
-        http=BoundedHttpProtocol,
+        http=functools.partial(BoundedHttpProtocol, door=door),  # type: ignore[arg-type]
         loop="uvloop",
         ws="none",
         lifespan="off",
@@ -98,8 +102,6 @@ def make_server(app: Any, settings: Settings) -> _Server:
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        # A last resort, answered in plain text; the look-up queue sheds earlier, and in the protocol's words.
-        limit_concurrency=settings.lookup_queue + settings.lookup_threads + CONNECTIONS_BEYOND_THE_QUEUE,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=FINISH_S,
     )
@@ -116,31 +118,37 @@ class HttpService:
         self.port: int = listener.getsockname()[1]
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         self.service = Service(store, settings)
+        self._grpc_place: SharedPort | None = None
+        self.grpc_port: int | None = None
+        self.grpc_target: str | None = None  # what a gRPC client is given
         if isinstance(settings.grpc_port, int):
             self._add_grpc(settings.grpc_port)
-        self._server = make_server(make_root(self.service), settings)
+        self.service.door = Door(self.service)
+        self._server = make_server(make_root(self.service), self.service.door)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
         self._fleet: Fleet | None = None
         self._ending: asyncio.Future[None] | None = None
 
-    @property
-    def grpc_port(self) -> int | None:
-        return None if self.service.grpc is None else self.service.grpc.port
-
-    @property
-    def grpc_target(self) -> str | None:
-        """What a gRPC client is given, None where gRPC is not served."""
-        return None if self.service.grpc is None else self.service.grpc.target
-
     def _add_grpc(self, port: int) -> None:
+        """Listen for gRPC: on the port, or, with workers, where they hand on what they do not answer."""
+        from tierstore.service.rpc.places import SharedPort, address_of, taken
         from tierstore.service.rpc.server import GrpcServer
 
         try:
-            self.service.grpc = GrpcServer(self.service, self.host, port)
+            if self._settings.workers > 1:
+                self._grpc_place = SharedPort(self.host, port)
+                self.service.grpc = GrpcServer(self.service, self._grpc_place.owner)
+                self.grpc_port = self._grpc_place.port
+            else:
+                try:
+                    self.service.grpc = GrpcServer(self.service, address_of(self.host, port))
+                except OSError as error:
+                    raise taken(self.host, port) from error
+                self.grpc_port = self.service.grpc.port
+            self.grpc_target = address_of(self.host, self.grpc_port)
         except BaseException:
-            self.service.close()
-            self._socket.close()
+            self._close()
             raise
 
     def run(self, started: Callable[[], None], *, signals: bool) -> None:
@@ -149,12 +157,16 @@ class HttpService:
             with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
                 runner.run(self._serve(started, signals))
         finally:
-            self._socket.close()
-            grpc = self.service.grpc
-            if grpc is not None:
-                grpc.stop(0.0)  # if it has not begun to end
-                grpc.close()
-            self.service.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._socket.close()
+        if self.service.grpc is not None:
+            self.service.grpc.stop(0.0)  # if it has not begun to end
+            self.service.grpc.close()
+        if self._grpc_place is not None:
+            self._grpc_place.close()
+        self.service.close()
 
     def stop(self, drain_s: float | None = None) -> None:
         """Begin to end: not ready now, closed after `drain_s` (default: the setting). A second call ends at once."""
@@ -174,17 +186,19 @@ class HttpService:
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
-            if shared:
-                await self._start_fleet(serving)
             if self.service.grpc is not None:
                 self.service.grpc.start()
+            if shared:
+                await self._start_fleet(serving)
             started()
         await serving
 
     async def _start_fleet(self, serving: asyncio.Future[None]) -> None:
         """Have worker processes answer on the port; this one answers what they hand on."""
         loop = asyncio.get_running_loop()
-        fleet = Fleet(self.service, self._socket, lambda sock: self._adopt(loop, sock), loop)
+        place = self._grpc_place
+        grpc = None if place is None else {"address": place.address, "owner": place.owner}
+        fleet = Fleet(self.service, self._socket, lambda sock: self._adopt(loop, sock), loop, grpc)
         self._fleet = fleet
         try:
             await asyncio.to_thread(fleet.start)
@@ -228,8 +242,6 @@ class HttpService:
 
     def _end(self) -> None:
         """Begin to close. Workers end first: what they are at may need this process."""
-        if self.service.grpc is not None:
-            self.service.grpc.stop(FINISH_S)
         if self._fleet is None:
             self._exit()
         elif self._ending is None:
@@ -238,6 +250,8 @@ class HttpService:
 
     def _exit(self) -> None:
         self._server.should_exit = True
+        if self.service.grpc is not None:
+            self.service.grpc.stop(FINISH_S)
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -255,8 +269,8 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _say(url: str, grpc_target: str | None) -> None:
-    also = "" if grpc_target is None else f", gRPC at {grpc_target}"
-    sys.stdout.write(f"tierstore serves at {url}{also}\n")
+    also = "" if grpc_target is None else f"gRPC at {grpc_target}\n"
+    sys.stdout.write(f"tierstore serves at {url}\n{also}")
     sys.stdout.flush()
 
 
@@ -270,6 +284,7 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _
     settings = grpc_port_by_default(settings)
     check_settings(settings)
     tune_allocator()
+    raise_file_limit()
     with _listen(settings) as listener, Store(settings) as store:
         service = HttpService(store, settings, listener)
         service.run(lambda: announce(service.url, service.grpc_target), signals=True)

@@ -12,10 +12,11 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tierstore.errors import InvalidInput
-from tierstore.kernels.bytes_tensor import split_prefixed
+from tierstore.kernels.bytes_tensor import join_prefixed, split_prefixed
 
 Elements: TypeAlias = Any  # ndarray or pyarrow array; pyarrow has no types to check
 
@@ -35,7 +36,7 @@ NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
 }
 BYTES = "BYTES"
 _JSON_KINDS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
-_MAX_RANK = 8
+MAX_RANK = 8
 _MAX_SIZE = (1 << 31) - 1  # of one dimension
 
 
@@ -68,8 +69,8 @@ def check_datatype(name: str, datatype: object) -> str:
 
 def check_shape(name: str, shape: object) -> tuple[int, ...]:
     """`shape` as a tuple of sizes, none negative."""
-    if not isinstance(shape, (list, tuple)) or not shape or len(shape) > _MAX_RANK:
-        raise InvalidInput(f"input {shown(name)}: expected a shape of 1 to {_MAX_RANK} sizes, came {shown(shape)}")
+    if not isinstance(shape, (list, tuple)) or not shape or len(shape) > MAX_RANK:
+        raise InvalidInput(f"input {shown(name)}: expected a shape of 1 to {MAX_RANK} sizes, came {shown(shape)}")
     for size in shape:
         if type(size) is not int or not 0 <= size <= _MAX_SIZE:
             raise InvalidInput(
@@ -107,12 +108,17 @@ def elements_from_json(name: str, datatype: str, shape: tuple[int, ...], data: o
     """Elements of a tensor from a JSON list, flat in row-major order or nested as `shape` says."""
     if not isinstance(data, list):
         raise InvalidInput(f"input {shown(name)}: expected data as a list, came {type(data).__name__}")
-    flat, nested = _flatten(name, data, len(shape))
+    flat, nested = flatten(name, data, len(shape))
     count = math.prod(shape)
     if len(flat) != count or (len(nested) > 1 and nested != shape):
         raise InvalidInput(
             f"input {shown(name)}: shape {shown(list(shape))} does not match data of {shown(list(nested))}"
         )
+    return elements_from_list(name, datatype, flat)
+
+
+def elements_from_list(name: str, datatype: str, flat: list[Any]) -> Elements:
+    """Elements of a tensor from a list of JSON values, flat in row-major order."""
     kinds = set(map(type, flat))
     dtype = NUMPY_DTYPE.get(datatype)
     allowed = {str} if dtype is None else _JSON_KINDS[dtype.kind]
@@ -133,6 +139,19 @@ def string_element(data: memoryview) -> pa.Array:
     return pa.array([bytes(data)], pa.large_binary())
 
 
+def wire_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """An output in its binary form, uint8[bytes]: its own memory, or for an object array of str a copy."""
+    if not array.dtype.hasobject:
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if not array.size:
+        return np.empty(0, np.uint8)
+    texts = pa.array(array.reshape(-1), pa.large_string())
+    offsets = np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1)
+    data = texts.buffers()[2]
+    payload = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+    return join_prefixed(payload, offsets)
+
+
 def _strings_from_bytes(name: str, count: int, data: memoryview) -> pa.Array:
     try:
         payload, offsets = split_prefixed(np.frombuffer(data, np.uint8), count)
@@ -141,7 +160,7 @@ def _strings_from_bytes(name: str, count: int, data: memoryview) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(payload)])
 
 
-def _flatten(name: str, data: list[Any], rank: int) -> tuple[list[Any], tuple[int, ...]]:
+def flatten(name: str, data: list[Any], rank: int) -> tuple[list[Any], tuple[int, ...]]:
     """(elements, sizes a level) of evenly nested lists; one pass of C code a level, none a element."""
     sizes = [len(data)]
     while data and type(data[0]) is list:

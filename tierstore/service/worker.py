@@ -21,14 +21,19 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.engine.mirror import MirrorStore
 from tierstore.engine.sharing import Changes
+from tierstore.errors import InvalidInput
 from tierstore.service.allocator import tune_allocator
 from tierstore.service.context import Service
-from tierstore.service.forward import Forward
+from tierstore.service.dataplane import Elsewhere
+from tierstore.service.door import Door
+from tierstore.service.forward import Forward, Replay
 from tierstore.service.guard import Guard
 from tierstore.service.http import Receive, Scope, Send
 from tierstore.service.link import Link
 from tierstore.service.oip_http import OipHttp
-from tierstore.service.server import make_server
+from tierstore.service.parameters import version_of
+from tierstore.service.server import FINISH_S, make_server
+from tierstore.service.tfs_http import TfsHttp
 
 REPORT_S = 1.0
 _EXIT_ORPHAN = 3
@@ -39,23 +44,47 @@ class _Root:
 
     def __init__(self, service: Service, link: Link) -> None:
         self._service, self._store = service, service.store
-        self._oip = OipHttp(service)
+        self._oip, self._tfs = OipHttp(service), TfsHttp(service)
         self._forward = Forward(lambda: service.control.run(link.connect))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         if path.endswith("/infer") and path.startswith("/v2/models/"):
-            if not self._store.fresh:
-                await self._service.control.run(self._store.refresh)
-            if self._answers(path.split("/")[3:-1]):
-                await self._oip(scope, receive, send)
+            await self._look_up(self._oip, path.split("/")[3:-1], scope, receive, send)
+        elif path.endswith(":predict") and path.startswith("/v1/models/"):
+            await self._look_up(self._tfs, path.removesuffix(":predict").split("/")[3:], scope, receive, send)
+        else:
+            await self._forward(scope, receive, send)
+
+    async def _look_up(
+        self, protocol: OipHttp | TfsHttp, parts: list[str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if not self._store.fresh:
+            await self._service.control.run(self._store.refresh)
+        if self._answers(parts):
+            replay = Replay(receive)
+            try:
+                await protocol(scope, replay, send)
                 return
+            except Elsewhere:  # it needs the dense part; nothing has been sent yet
+                receive = replay.again
         await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:
-        """Whether `{model}` or `{model}/versions/{version}` is what is served; if not, the owner says what is wrong."""
-        active = self._store.active(parts[0])
-        return active is not None and (len(parts) == 1 or parts[1:] == ["versions", str(active)])
+        """Whether `{model}` or `{model}/versions/{number or label}` is served, or `{model}/labels/{label}`.
+
+        If not, the owner says what is wrong.
+        """
+        served = self._store.served(parts[0])
+        if served.active is None or len(parts) == 1:
+            return served.active is not None
+        if len(parts) != 3 or parts[1] not in ("versions", "labels"):
+            return False
+        try:
+            asked = version_of(parts[2])
+        except InvalidInput:
+            return False
+        return asked in served.versions if isinstance(asked, int) else asked in served.all_labels()
 
 
 class Worker:
@@ -69,8 +98,15 @@ class Worker:
         self._store = MirrorStore(self._link, Changes(hello["changes"]))
         self._service = Service(self._store, settings)
         self._listener = socket.socket(fileno=hello["listener"])
-        self._server = make_server(Guard(_Root(self._service, self._link), settings), settings)
+        self._service.door = Door(self._service)
+        self._server = make_server(Guard(_Root(self._service, self._link), settings), self._service.door)
         self._loop: asyncio.AbstractEventLoop | None = None
+        grpc = hello["grpc"]
+        if grpc is not None:
+            from tierstore.service.rpc.server import GrpcServer
+
+            self._service.hands_on = True
+            self._service.grpc = GrpcServer(self._service, grpc["address"], owner=grpc["owner"])
 
     def run(self) -> None:
         """Serve until the owner says stop."""
@@ -80,6 +116,9 @@ class Worker:
             for work in (self._listen, self._follow):
                 threading.Thread(target=work, name=f"tierstore{work.__name__}", daemon=True).start()
             runner.run(self._serve())
+            if self._service.grpc is not None:
+                self._service.grpc.close()
+            runner.run(self._last_report())
         self._service.close()
 
     async def _serve(self) -> None:
@@ -87,9 +126,13 @@ class Worker:
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
+            if self._service.grpc is not None:
+                self._service.grpc.start()
             self._link.tell({"up": os.getpid()})
             self._report_often()
         await serving
+
+    async def _last_report(self) -> None:
         self._report(None)
 
     def _report_often(self) -> None:
@@ -105,6 +148,7 @@ class Worker:
                 "lookups": self._store.take_counts(),
                 "requests": service.request_times.take(),
                 "infer": service.infer_stats.take(),
+                "shed": service.shed.take(),
                 "gauges": {
                     "lookup_threads_busy": service.lookups.busy,
                     "lookup_queue_depth": service.lookups.waiting,
@@ -112,6 +156,7 @@ class Worker:
                     "inflight_bytes": service.inflight.used_bytes,
                     "inflight_rejected": service.inflight.rejected,
                     "connections": len(self._server.server_state.connections),
+                    **({} if service.grpc is None else service.grpc.gauges()),
                 },
             }
         )
@@ -135,6 +180,8 @@ class Worker:
 
     def _stop(self) -> None:
         self._server.should_exit = True
+        if self._service.grpc is not None:
+            self._service.grpc.stop(FINISH_S)
 
 
 def main() -> None:

@@ -27,6 +27,9 @@ def families(fleet: Fleet) -> Iterator[Metric]:
         ("inflight_bytes", "Bytes of look-ups in progress"),
         ("inflight_rejected", "Requests refused as that bound was reached, since its start"),
         ("connections", "Connections"),
+        ("grpc_threads_busy", "gRPC look-up threads at work"),
+        ("grpc_queue_depth", "gRPC look-ups that wait for a thread"),
+        ("grpc_rejected", "gRPC look-ups refused as the queue was full, since its start"),
     ):
         family = GaugeMetricFamily(f"tierstore_worker_{name}", f"{text}, in a worker process.", labels=["worker"])
         for worker in fleet.workers:

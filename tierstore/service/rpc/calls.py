@@ -11,21 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from tierstore.errors import DeadlineExceeded, InvalidInput, Overloaded
+from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, NotReady, Overloaded
 from tierstore.service.context import Service
+from tierstore.service.dataplane import Elsewhere
+from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, outcome_of
+from tierstore.service.rpc.types import Context, Stream, Unary
+from tierstore.service.shed import Waits
 from tierstore.service.status import log_failure, message_of
 
-Context: TypeAlias = Any  # grpc.ServicerContext; grpcio has no types to check
-Unary: TypeAlias = Callable[[bytes, Context], bytes]
-Stream: TypeAlias = Callable[[Iterator[bytes], Context], Iterator[bytes]]
-
+STANDARD = "grpc"  # the protocol label of what is gRPC's own
 REFUSALS = 1  # threads that tell callers that there is no room
 
 
@@ -61,6 +62,11 @@ def by_message(kind: Any, method: Callable[[Any], Any]) -> Unary:
     return call
 
 
+def request_id(context: Context) -> bytes | str | None:
+    """The call's `x-request-id`, by which parts of one request get one version; None where it has none."""
+    return next((entry.value for entry in context.invocation_metadata() or () if entry.key == "x-request-id"), None)
+
+
 def check_waited_for(context: Context) -> None:
     """Raise where nobody waits for an answer any more: before work is begun, not after."""
     if context.time_remaining() <= 0:
@@ -70,7 +76,10 @@ def check_waited_for(context: Context) -> None:
 
 
 class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Finds the handler of each call, on grpcio's serving thread; the handlers run on the pools."""
+    """Finds the handler of each call, on grpcio's serving thread; the handlers run on the pools.
+
+    With an `owner`, a worker process's calls: look-ups of what it has are answered here, the rest there.
+    """
 
     def __init__(
         self,
@@ -80,8 +89,11 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         lookups: CallPool,
         controls: CallPool,
         streams: CallPool,
+        owner: Owner | None = None,
     ) -> None:
         self._service = service
+        self._lookups = lookups
+        self._owner = owner
         self._refusals = CallPool("refusal", threads=REFUSALS, queue_limit=0)
         self._lock = threading.Lock()
         # guarded by _lock
@@ -89,13 +101,18 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._closing = False
         self._handlers: dict[str, tuple[CallPool | None, Any, Any]] = {}
         for servicer in servicers:
-            for pool, methods in ((lookups, servicer.lookups), (controls, servicer.controls)):
-                for name, method in methods.items():
-                    run = self._unary(servicer.protocol, pool, f"{servicer.name}/{name}", method)
-                    self._enter(pool, servicer, name, grpc.unary_unary_rpc_method_handler(run))
+            for name, method in servicer.lookups.items():
+                run = self._unary(servicer, lookups, name, method, owner)
+                self._enter(lookups, servicer, name, grpc.unary_unary_rpc_method_handler(run))
+            for name, method in servicer.controls.items():
+                path = f"/{servicer.name}/{name}"
+                there = None if owner is None else _on(controls, owner.unary(path))
+                run = there or self._unary(servicer, controls, name, method, None)
+                self._enter(controls, servicer, name, grpc.unary_unary_rpc_method_handler(run))
             for name, stream in servicer.streams.items():
-                flow = _on(streams, self._flow(stream))
-                self._enter(streams, servicer, name, grpc.stream_stream_rpc_method_handler(flow))
+                flow = stream if owner is None else owner.stream(f"/{servicer.name}/{name}")
+                handler = grpc.stream_stream_rpc_method_handler(_on(streams, self._flow(flow)))
+                self._enter(streams, servicer, name, handler)
 
     def end_streams(self) -> None:
         """End those that wait for a message now, the others after the message that they are at. Any thread."""
@@ -108,9 +125,9 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     def close(self) -> None:
         self._refusals.shutdown()
 
-    def enter(self, service: str, name: str, handler: Any) -> None:
-        """Add a method with a handler of its own, which is not bounded here. Before the server starts."""
-        self._handlers[f"/{service}/{name}"] = None, handler, None
+    def enter(self, service: str, name: str, handler: Any, pool: CallPool | None = None) -> None:
+        """Add a method with a handler of its own, within the bound of `pool`. Before the server starts."""
+        self._enter(pool, Servicer(service, STANDARD), name, handler)
 
     def service(self, handler_call_details: Any) -> Any:
         """The handler of a call, or None for a method that there is not."""
@@ -123,18 +140,24 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         pool.reject()
         return refusal
 
-    def _enter(self, pool: CallPool, servicer: Servicer, name: str, handler: Any) -> None:
-        def refuse(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
+    def _enter(self, pool: CallPool | None, servicer: Servicer, name: str, handler: Any) -> None:
+        refusal = None
+        if pool is not None:
+            # as a stream, whatever the method is: its message is not waited for
+            refusal = grpc.stream_stream_rpc_method_handler(_on(self._refusals, self._refuse(pool, servicer.protocol)))
+        self._handlers[f"/{servicer.name}/{name}"] = pool, handler, refusal
+
+    def _refuse(self, pool: CallPool, protocol: str) -> Stream:
+        def run(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
             error = Overloaded(
                 f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second"
             )
-            self._service.request_times.add(servicer.protocol, outcome_of(code_of(error)), 0.0)
+            self._service.shed.count("queue_full")
+            self._service.request_times.add(protocol, outcome_of(code_of(error)), 0.0)
             context.abort(code_of(error), message_of(error))
             return iter(())
 
-        # as a stream, whatever the method is: its message is not waited for
-        refusal = grpc.stream_stream_rpc_method_handler(_on(self._refusals, refuse))
-        self._handlers[f"/{servicer.name}/{name}"] = pool, handler, refusal
+        return run
 
     def _flow(self, stream: Stream) -> Stream:
         def run(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
@@ -158,16 +181,26 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                 return
             yield message
 
-    def _unary(self, protocol: str, pool: CallPool, what: str, method: Unary) -> Unary:
-        times = self._service.request_times
+    def _unary(self, servicer: Servicer, pool: CallPool, name: str, method: Unary, owner: Owner | None) -> Unary:
+        times, shed, protocol = self._service.request_times, self._service.shed, servicer.protocol
+        elsewhere = None if owner is None else owner.unary(f"/{servicer.name}/{name}")
+        waits = None
+        if pool is self._lookups:
+            waits = Waits("grpc_lookup", shed, self._service.settings.max_queue_s)
 
         def run(message: bytes, context: Context) -> bytes:
             began_ns = submitted_ns()
             try:
                 check_waited_for(context)
+                if waits is not None:
+                    waits.take(began_ns)
                 answer = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                log_failure(error, what)
+                if elsewhere is not None and isinstance(error, (Elsewhere, NotFound, NotReady)):
+                    return elsewhere(message, context)
+                log_failure(error, f"{servicer.name}/{name}")
+                if isinstance(error, (DeadlineExceeded, Cancelled)):
+                    shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
                 code = code_of(error)
                 times.add(protocol, outcome_of(code), (time.perf_counter_ns() - began_ns) / 1e9)
                 context.abort(code, message_of(error))

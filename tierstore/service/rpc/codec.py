@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from tierstore.errors import InvalidInput
 from tierstore.service import parameters as carried
 from tierstore.service.dataplane import Plan, Request, RequestedOutput
-from tierstore.service.oip_codec import check_spans
+from tierstore.service.oip_codec import check_spans, write_late
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.wire import RAW_OUTPUT, RESPONSE_ID, Parts, length_delimited
 from tierstore.service.shared_memory import Regions, Span
@@ -33,6 +33,7 @@ from tierstore.service.tensors import (
     check_size,
     elements_from_bytes,
     shown,
+    wire_bytes,
 )
 
 _Request = message("inference.ModelInferRequest")
@@ -75,7 +76,7 @@ class RpcRequest:
     each requested output goes, None for in the answer; `raws` is how many raw tensors there must be."""
 
     model: str
-    version: int | None
+    version: int | str | None
     request: Request
     sources: list[Raw | Typed | Span]
     targets: list[Span | None]
@@ -207,41 +208,52 @@ def _typed(spec: TensorSpec, contents: Any) -> Elements:
 class Layout:
     """The answer of a plan, but for its id and its data. Not changed once made."""
 
-    __slots__ = ("_before", "_head", "_plan", "spans")
+    __slots__ = ("_before", "_head", "_late", "_model", "_plan", "spans")
 
     def __init__(self, asked: RpcRequest, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self._model = plan, asked.model
+        self._late = not all(spec.fixed for spec in plan.specs)
         self.spans: list[tuple[int, Span]] = []
         self._before: list[bytes | None] = []  # what stands before an output's data; None: it goes elsewhere
-        answer = _Response(model_name=asked.model, model_version=str(plan.version))
         for i, spec in enumerate(plan.specs):
-            answer.outputs.add(name=spec.name, datatype=spec.datatype, shape=spec.shape)
             target = None if spec.index is None else asked.targets[spec.index]
             if target is not None:
                 self.spans.append((i, target))
             self._before.append(length_delimited(RAW_OUTPUT, spec.nbytes) if target is None else None)
-        self._head: bytes = answer.SerializeToString()
+        self._head = b"" if self._late else self._described([spec.shape for spec in plan.specs])
+
+    def _described(self, shapes: Sequence[tuple[int, ...]]) -> bytes:
+        """What stands before the data: the model, and outputs of these shapes."""
+        answer = _Response(model_name=self._model, model_version=str(self._plan.version))
+        for spec, shape in zip(self._plan.specs, shapes, strict=True):
+            answer.outputs.add(name=spec.name, datatype=spec.datatype, shape=shape)
+        described: bytes = answer.SerializeToString()
+        return described
 
     def check_spans(self, regions: Regions) -> None:
         """InvalidInput where an output does not fit the place that the client gave it."""
         check_spans(self.spans, self._plan.specs, regions)
 
-    def allocate(self) -> list[npt.NDArray[Any]]:
-        """An array a planned output."""
-        return [np.empty(spec.shape, spec.dtype) for spec in self._plan.specs]
+    def allocate(self) -> list[Any]:
+        """An array a planned output, None for one that is not fixed."""
+        return [np.empty(spec.shape, spec.dtype) if spec.fixed else None for spec in self._plan.specs]
 
     def encode(self, request_id: bytes, arrays: list[npt.NDArray[Any]], regions: Regions, extra: bytes = b"") -> bytes:
         """Write what goes to shared memory, and give the answer's message; `extra` are further fields of it."""
         for i, target in self.spans:
-            regions.write(target, arrays[i].reshape(-1).view(np.uint8))
-        pieces: list[Any] = [self._head, extra]
+            write_late(target, self._plan.specs[i], arrays[i], regions)
+        head = self._described([array.shape for array in arrays]) if self._late else self._head
+        pieces: list[Any] = [head, extra]
         if request_id:
             pieces += [length_delimited(RESPONSE_ID, len(request_id)), request_id]
-        for before, array in zip(self._before, arrays, strict=True):
+        for spec, before, array in zip(self._plan.specs, self._before, arrays, strict=True):
             if before is None:
                 pieces.append(length_delimited(RAW_OUTPUT, 0))
-            else:
+            elif spec.fixed:
                 pieces += [before, array]
+            else:
+                data = wire_bytes(array)
+                pieces += [length_delimited(RAW_OUTPUT, data.nbytes), data]
         return b"".join(pieces)
 
 

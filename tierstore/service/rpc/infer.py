@@ -11,13 +11,15 @@ from tierstore.service.dataplane import Plan
 from tierstore.service.figures import Timings
 from tierstore.service.known import KNOWN_BYTES
 from tierstore.service.pool import Holding
+from tierstore.service.rpc.calls import request_id
 from tierstore.service.rpc.codec import Layout, RpcRequest, parse_request, read_elements, take_apart
+from tierstore.service.rpc.types import Context
 
 
-def infer(service: Service, message: bytes, arrived_ns: int, extra: bytes = b"") -> bytes:
+def infer(service: Service, message: bytes, context: Context, arrived_ns: int, extra: bytes = b"") -> bytes:
     """The answer to a ModelInferRequest that arrived at `arrived_ns` (`time.perf_counter_ns`); any thread.
 
-    `extra` are further serialized fields of the answer.
+    Its metadata are the `context`'s. `extra` are further serialized fields of the answer.
     """
     began_ns = time.perf_counter_ns()
     model = None
@@ -30,7 +32,8 @@ def infer(service: Service, message: bytes, arrived_ns: int, extra: bytes = b"")
         if asked.timeout_us is not None and began_ns - arrived_ns >= asked.timeout_us * 1000:
             raise DeadlineExceeded(f"the request waited longer than its timeout of {asked.timeout_us} microseconds")
         spent = Timings(queued_ns=began_ns - arrived_ns)
-        with service.dataplane.open(model, asked.version, asked.request) as inference:
+        route = request_id(context) if asked.version is None and service.dataplane.splits(model) else None
+        with service.dataplane.open(model, asked.version, asked.request, route=route) as inference:
             layout = _layout_of(asked, inference.plan)
             layout.check_spans(service.regions)
             holding.take(inference.plan.work_bytes + asked.span_bytes)
@@ -38,7 +41,8 @@ def infer(service: Service, message: bytes, arrived_ns: int, extra: bytes = b"")
             parsed_ns = time.perf_counter_ns()
             inference.begin(elements, layout.allocate())
             inference.finish()
-            version, arrays = inference.plan.version, inference.arrays
+            version, arrays = inference.version, inference.arrays
+            spent.lookup_ns, spent.dense_ns = inference.lookup_ns, inference.dense_ns
         answered_ns = time.perf_counter_ns()
         answer = layout.encode(parts.id, arrays, service.regions, extra)
         ended_ns = time.perf_counter_ns()
@@ -49,9 +53,9 @@ def infer(service: Service, message: bytes, arrived_ns: int, extra: bytes = b"")
         )
         service.infer_stats.succeeded(model, version, ended_ns - arrived_ns, spent)
         return answer
-    except TierstoreError:
+    except TierstoreError as error:
         if model is not None:
-            service.count_failed(model, time.perf_counter_ns() - arrived_ns)
+            service.count_failed(model, time.perf_counter_ns() - arrived_ns, error)
         raise
     finally:
         holding.release()

@@ -17,12 +17,13 @@ from tierstore.errors import InvalidInput, NotFound
 from tierstore.service import oip_models
 from tierstore.service.context import Service
 from tierstore.service.parameters import version_of
-from tierstore.service.rpc.calls import Context, Servicer, by_message, check_waited_for
+from tierstore.service.rpc.calls import Servicer, by_message, check_waited_for
 from tierstore.service.rpc.infer import infer
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.messages import service as descriptor_of
 from tierstore.service.rpc.pools import submitted_ns
 from tierstore.service.rpc.status import Cancelled, Unserved, code_of, outcome_of
+from tierstore.service.rpc.types import Context
 from tierstore.service.rpc.wire import Parts, length_delimited
 from tierstore.service.status import log_failure, message_of
 
@@ -56,7 +57,7 @@ class Inference:
             "ModelReady": lambda asked: {
                 "ready": oip_models.is_ready(self._model(asked.name), _version(asked.version))
             },
-            "ServerMetadata": lambda _: oip_models.server_metadata(shared_memory=service.regions.enabled),
+            "ServerMetadata": lambda _: oip_models.server_metadata(shared_memory=service.regions.kinds),
             "ModelMetadata": lambda asked: oip_models.model_metadata(self._model(asked.name), _version(asked.version)),
             "ModelConfig": lambda asked: {
                 "config": oip_models.model_config(self._model(asked.name), _version(asked.version))
@@ -71,10 +72,13 @@ class Inference:
             "SystemSharedMemoryRegister": lambda asked: service.regions.register(
                 asked.name, asked.key, asked.offset, asked.byte_size
             ),
-            "SystemSharedMemoryUnregister": lambda asked: service.regions.unregister(asked.name or None),
-            "CudaSharedMemoryStatus": _no_cuda_regions,
-            "CudaSharedMemoryRegister": _refuse_cuda,
-            "CudaSharedMemoryUnregister": lambda _: None,  # benchmarks ask for it unconditionally
+            "SystemSharedMemoryUnregister": lambda asked: service.regions.unregister(asked.name or None, "system"),
+            "CudaSharedMemoryStatus": self._cuda_regions,
+            "CudaSharedMemoryRegister": lambda asked: service.regions.register_cuda(
+                asked.name, asked.raw_handle, asked.device_id, asked.byte_size
+            ),
+            # where none can be registered too: benchmarks ask for it unconditionally
+            "CudaSharedMemoryUnregister": lambda asked: service.regions.unregister(asked.name or None, "cuda"),
             "TraceSetting": _unserved("trace"),
             "LogSettings": _unserved("logging"),
         }
@@ -86,10 +90,16 @@ class Inference:
             streams={"ModelStreamInfer": self._stream},
         )
 
+    def _cuda_regions(self, asked: Any) -> dict[str, Any]:
+        regions = self._service.regions
+        if not regions.enabled and not asked.name:
+            return {}  # benchmarks ask for it unconditionally
+        return {"regions": {region["name"]: region for region in regions.status(asked.name or None, "cuda")}}
+
     # --- look-ups
 
     def _infer(self, received: bytes, context: Context) -> bytes:
-        return infer(self._service, received, submitted_ns())
+        return infer(self._service, received, context, submitted_ns())
 
     def _stream(self, received: Iterator[bytes], context: Context) -> Iterator[bytes]:
         """Answers in the order of the requests; what is wrong with one is its own answer, and the stream goes on."""
@@ -99,7 +109,7 @@ class Inference:
             outcome = "ok"
             try:
                 check_waited_for(context)
-                answer = infer(self._service, request, began_ns, _FINAL)
+                answer = infer(self._service, request, context, began_ns, _FINAL)
             except Cancelled:
                 return
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
@@ -151,18 +161,8 @@ class Inference:
         oip_models.check_load_parameters(asked.parameters)
 
 
-def _version(name: str) -> int | None:
+def _version(name: str) -> int | str | None:
     return version_of(name) if name else None
-
-
-def _no_cuda_regions(asked: Any) -> dict[str, Any]:
-    if asked.name:
-        raise NotFound(f"no CUDA shared memory region {asked.name[:80]!r} is registered")
-    return {}
-
-
-def _refuse_cuda(_: Any) -> None:
-    raise InvalidInput("CUDA shared memory is not enabled on this server: send the tensor's data in the request")
 
 
 def _unserved(extension: str) -> Callable[[Any], None]:

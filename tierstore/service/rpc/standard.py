@@ -14,11 +14,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from tierstore.service.rpc.calls import Context, Servicer, parsed
+from tierstore.service.rpc.calls import STANDARD, Servicer, parsed
 from tierstore.service.rpc.messages import POOL
 from tierstore.service.rpc.pools import CallPool
+from tierstore.service.rpc.types import Context
 
-PROTOCOL = "grpc"
 MAX_WATCHERS = 256  # of health; they take no thread
 
 
@@ -31,7 +31,7 @@ class Health:
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._lock = threading.Lock()
         self._watching: set[Context] = set()  # guarded by _lock
-        self.servicer = Servicer(health.SERVICE_NAME, PROTOCOL, controls={"Check": self._check})
+        self.servicer = Servicer(health.SERVICE_NAME, STANDARD, controls={"Check": self._check})
 
     def handler(self, pool: CallPool) -> Any:
         """The handler of Watch, whose first answer is made on `pool`; the others by whoever changes the health."""
@@ -91,4 +91,4 @@ def reflect(services: Sequence[str]) -> Servicer:
         asked = (parsed(reflection_pb2.ServerReflectionRequest, message) for message in received)
         return (answer.SerializeToString() for answer in servicer.ServerReflectionInfo(asked, context))
 
-    return Servicer(reflection.SERVICE_NAME, PROTOCOL, streams={"ServerReflectionInfo": info})
+    return Servicer(reflection.SERVICE_NAME, STANDARD, streams={"ServerReflectionInfo": info})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tierstore.client import Client, sync
+from tierstore.client import Client
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, InvalidInput, NotFound, NotReady, SequenceGap, SnapshotError
 from tierstore.service.server import ServerThread
@@ -166,7 +167,7 @@ def test_many_features_come_in_one_answer(loaded: Client, loaded_store: Store) -
 def test_a_large_lookup_is_put_together_from_parts(
     loaded: Client, loaded_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync, "SPLIT_KEYS", 100)
+    monkeypatch.setattr(loaded, "_settings", dataclasses.replace(loaded._settings, split_keys=100))
     keys = np.random.default_rng(0).integers(0, ITEMS + 50, 1234)
     for left, right in zip(
         loaded.lookup("ctr", "item_id", keys, return_found=True),
@@ -272,3 +273,15 @@ def test_refusals_are_those_of_the_store(loaded: Client, loaded_store: Store) ->
         loaded.load_snapshot(write_snapshot(loaded_store.root.root.parent, 3), model="other")
     with pytest.raises(InvalidInput, match="model="):
         loaded.load_snapshot("nothing")
+
+
+def test_a_version_is_named_by_number_or_by_label(client: Client, store: Store, tmp_path: Path) -> None:
+    for version in (1, 2):
+        store.load_snapshot(write_snapshot(tmp_path, version), activate=version == 1)
+    with store.model("ctr").view(1) as view:
+        expected = view.lookup("item_id", np.arange(9))
+    for version in (None, 1, "1", "stable"):
+        same(client.lookup("ctr", "item_id", np.arange(9), version=version), expected)
+    for version in (7, "nowhere"):
+        with pytest.raises(NotFound):
+            client.lookup("ctr", "item_id", [1], version=version)

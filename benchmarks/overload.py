@@ -1,0 +1,106 @@
+"""Overload: `python -m benchmarks.overload [--seconds S] [--json FILE]`.
+
+A service that predicts is asked as fast as it can answer, which is its capacity, and then with 1, 2 and 5 times as many
+requests a second, whether or not it answers. What counts is that goodput (answers 200) does not fall when more is asked
+than can be answered, that the latency of what is answered stays bounded, and that refusals come at once. Each load is
+run with the settings' own bounds, with a short queue, and with a timeout in every request; answers that come too late
+for it are no goodput.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import describe
+from benchmarks.predict_service import ROWS, Served, closed_loop, load, open_loop, predict_request
+
+WIDTHS = (512, 512)
+ITEMS = 128
+LOADS = (1, 2, 5)
+CONNECTIONS = 1000
+TIMEOUT_S = 0.1
+SHORT_QUEUE = 16
+VARIANTS: dict[str, tuple[dict[str, object], float | None]] = {
+    "as it comes": ({}, None),
+    f"queue of {SHORT_QUEUE}": ({"lookup_queue": SHORT_QUEUE}, None),
+    f"timeout of {TIMEOUT_S:g} s": ({}, TIMEOUT_S),
+}
+
+
+def messages_of(timeout_s: float | None) -> list[bytes]:
+    rng = np.random.default_rng(1)
+    timeout_us = None if timeout_s is None else int(timeout_s * 1e6)
+    return [predict_request(rng.integers(0, ROWS, ITEMS), timeout_us) for _ in range(64)]
+
+
+async def measure(data: Path, seconds: float, loads: tuple[int, ...], connections: int) -> list[dict[str, Any]]:
+    results = []
+    for name, (settings, timeout_s) in VARIANTS.items():
+        with Served(data, **settings) as served:
+            plain, messages = messages_of(None), messages_of(timeout_s)
+            await closed_loop(served, plain, 8, seconds / 4)  # rows into memory
+            full = await closed_loop(served, plain, 8, seconds)
+            capacity = len(full.of(200)) / full.whole_s
+            threads, resident = served.threads(), served.resident_bytes()
+            for times in loads:
+                got = await open_loop(served, messages, capacity * times, seconds, connections)
+                good = got.of(200) if timeout_s is None else [s for s in got.of(200) if s <= timeout_s]
+                refused = [s for status, of in got.seconds.items() if status not in (200, 0) for s in of]
+                row = {
+                    "variant": name,
+                    "load": times,
+                    "capacity_per_s": capacity,
+                    "goodput_per_s": len(good) / got.whole_s,
+                    "goodput_ratio": len(good) / got.whole_s / capacity,
+                    "answered": {str(status): len(of) for status, of in sorted(got.seconds.items())},
+                    "accepted_p50_ms": got.quantile_ms(200, 0.5),
+                    "accepted_p99_ms": got.quantile_ms(200, 0.99),
+                    "refused_p50_ms": float(np.median(refused)) * 1e3 if refused else None,
+                    "more_threads": served.threads() - threads,
+                    "more_resident_bytes": served.resident_bytes() - resident,
+                }
+                results.append(row)
+                print(
+                    f"| {name} | {times} | {row['goodput_per_s']:.0f} | {row['goodput_ratio']:.2f} "
+                    f"| {row['accepted_p50_ms']:.0f} | {row['accepted_p99_ms']:.0f} "
+                    f"| {'' if row['refused_p50_ms'] is None else f'{row["refused_p50_ms"]:.1f}'} | {row['answered']} "
+                    f"| {row['more_threads']} | {row['more_resident_bytes'] >> 20} |",
+                    flush=True,
+                )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
+    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
+    parser.add_argument("--json", type=Path, default=Path("build/overload.json"))
+    options = parser.parse_args()
+    document: dict[str, Any] = {"machine": describe()}
+    if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
+        document |= {"results": [], "skipped": ["the extra `dense` is not installed"]}
+    else:
+        seconds, loads, connections = (0.3, (2,), 50) if options.tiny else (options.seconds, LOADS, CONNECTIONS)
+        print(f"{describe()}; predicts of {ITEMS} items, layers of {WIDTHS}\n")
+        print(
+            "| | load | goodput/s | of capacity | accepted p50, ms | p99, ms | refused p50, ms | answers | threads + | MiB + |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
+            data = Path(folder) / "data"
+            load(data, (32,) if options.tiny else WIDTHS)
+            document["results"] = asyncio.run(measure(data, seconds, loads, connections))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

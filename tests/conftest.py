@@ -1,0 +1,45 @@
+"""For all tests: kernels are compiled before processes share them, helper processes are kept, long files come first.
+
+`make test` runs the files of tests in two processes (pytest-xdist); plain `pytest` runs in one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests import warm_helpers
+from tierstore import kernels
+
+# Files that take longest. With several processes the run is as long as the one that ends last.
+LONG = ("test_benchmarks", "test_crash", "test_story", "test_faults", "test_switch", "test_model_based", "test_disk")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile all kernels in the process that starts the others.
+
+    numba's cache on disk is no place for two that compile at once: one may read the other's index beside old code.
+    """
+    if getattr(config.option, "numprocesses", None):
+        for module in pkgutil.iter_modules(kernels.__path__):
+            importlib.import_module(f"{kernels.__name__}.{module.name}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)  # stable: all else stays in its order
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_helpers() -> Iterator[None]:
+    with warm_helpers.kept():
+        yield
+
+
+@pytest.fixture
+def own_helpers() -> Iterator[None]:
+    """For tests that are about helper processes: each load starts its own, and ends them."""
+    with warm_helpers.not_kept():
+        yield

@@ -1,0 +1,70 @@
+"""ONNX models for tests, built by hand: small enough that what they answer can be said in a line of NumPy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # as `tierstore.predict.runtime` does
+pytest.importorskip("onnx", reason="needs the extra `dense`")
+pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
+
+from onnx import TensorProto, helper, numpy_helper
+
+FLOAT, HALF, DOUBLE = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE
+INT64, STRING, BOOL = TensorProto.INT64, TensorProto.STRING, TensorProto.BOOL
+
+Ports = dict[str, tuple[int, Sequence[Any] | None]]  # name → (type, shape)
+
+
+def build(nodes: Sequence[Any], inputs: Ports, outputs: Ports, constants: dict[str, Any] | None = None) -> bytes:
+    """The bytes of a model of these nodes."""
+    values = [
+        [
+            helper.make_tensor_value_info(name, *port) if isinstance(port, tuple) else port
+            for name, port in ports.items()
+        ]
+        for ports in (inputs, outputs)
+    ]
+    held = [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()]
+    graph = helper.make_graph(list(nodes), "test", *values, held)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
+    return model
+
+
+def node(kind: str, inputs: str, outputs: str, **attributes: Any) -> Any:
+    """A node; names are separated by spaces."""
+    return helper.make_node(kind, inputs.split(), outputs.split(), **attributes)
+
+
+def linear(weights: dict[str, Any], bias: float = 0.0, *, output: str = "score") -> bytes:
+    """output [batch, 1] = sum over inputs of input [batch, dim] @ weights [dim], plus bias."""
+    constants = {f"w_{name}": np.asarray(w, np.float32).reshape(-1, 1) for name, w in weights.items()}
+    constants["bias"] = np.float32(bias)
+    nodes = [node("MatMul", f"{name} w_{name}", f"p_{name}") for name in weights]
+    nodes += [node("Sum", " ".join(f"p_{name}" for name in weights), "sum"), node("Add", "sum bias", output)]
+    inputs: Ports = {name: (FLOAT, ["batch", len(np.asarray(w))]) for name, w in weights.items()}
+    return build(nodes, inputs, {output: (FLOAT, ["batch", 1])}, constants)
+
+
+def telltale(stamp: int, dims: dict[str, int]) -> bytes:
+    """Outputs `stamp` [batch, 1], its own number, and `off` [batch, 1]: how far the rows are from naming it too.
+
+    Rows of a version or delta hold its number in every element; `off` is zero if all of them are of `stamp`.
+    """
+    constants = {"n": np.float32(stamp), "axis": np.array([1], np.int64)}
+    nodes = []
+    for name in dims:
+        nodes += [node("Sub", f"{name} n", f"d_{name}"), node("Abs", f"d_{name}", f"a_{name}")]
+        nodes.append(node("ReduceSum", f"a_{name} axis", f"s_{name}", keepdims=1))
+    first = next(iter(dims))
+    nodes += [node("Sum", " ".join(f"s_{name}" for name in dims), "off")]
+    constants["zero"] = np.float32(0)
+    nodes += [node("Mul", f"s_{first} zero", "nothing"), node("Add", "nothing n", "stamp")]
+    inputs: Ports = {name: (FLOAT, ["batch", dim]) for name, dim in dims.items()}
+    return build(nodes, inputs, {"stamp": (FLOAT, ["batch", 1]), "off": (FLOAT, ["batch", 1])}, constants)

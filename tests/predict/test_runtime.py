@@ -1,0 +1,144 @@
+"""What may be a dense part, and what is refused with which words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tierstore.config import load_settings
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra
+from tierstore.predict import runtime
+from tierstore.predict.runtime import Runtime
+
+from . import onnx_models as om
+
+
+def identity(name: str, kind: int, shape: list) -> bytes:
+    return om.build([om.node("Identity", name, "out")], {name: (kind, shape)}, {"out": (kind, shape)})
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (b"stands for an ONNX model", "not an ONNX model"),
+        (b"", "refuses the model"),
+        (om.linear({"user_id": np.ones(4)})[:80], "not an ONNX model|refuses the model"),
+        (om.build([om.helper.make_node("NoSuchOp", ["x"], ["y"])], {"x": (om.FLOAT, [1])}, {"y": (om.FLOAT, [1])}), "NoSuchOp"),
+        (identity("user_id", om.FLOAT, ["n", 5]), r"'user_id'.*reads table 'user' of dim 4; expected \[n, 4\].*declares \[n, 5\]"),
+        (identity("clicked", om.FLOAT, ["n", 16]), r"'clicked'.*pooled by mean.*expected \[batch, 8\].*declares \[n, 16\]"),
+        (identity("clicked", om.FLOAT, ["n", 3, 8]), r"pooled by mean.*declares \[n, 3, 8\]"),
+        (identity("item_id", om.FLOAT, ["n", 3, 4]), r"expected .*\[batch, k, 8\].*declares \[n, 3, 4\]"),
+        (identity("item_id", om.FLOAT, ["n"]), r"declares \[n\]"),
+        (identity("user_id", om.DOUBLE, ["n", 4]), "FP32 or FP16; the dense part declares FP64"),
+        (identity("user_id", om.INT64, ["n"]), "declares INT64"),
+        (identity("user_id.offsets", om.INT64, ["n"]), "rename the dense part's input"),
+        (om.build([om.node("Identity", "x", "user_id")], {"x": (om.FLOAT, [1])}, {"user_id": (om.FLOAT, [1])}), "rename the dense part's output"),
+        (om.build([om.node("Identity", "x", "item_id.found")], {"x": (om.FLOAT, [1])}, {"item_id.found": (om.FLOAT, [1])}), "rename"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_served_is_refused_with_the_reason(load, model, reason):
+    with pytest.raises(InvalidInput, match=reason):
+        load(model)
+
+
+def test_weights_in_a_file_of_their_own_are_refused_wherever_they_hide(load):
+    outside = om.helper.make_tensor("w", om.FLOAT, [1], [1.0])
+    outside.ClearField("float_data")
+    outside.data_location = om.TensorProto.EXTERNAL
+    outside.external_data.add(key="location", value="../secret")
+    inner = om.helper.make_graph(
+        [om.helper.make_node("Constant", [], ["c"], value=outside)],
+        "inner",
+        [],
+        [om.helper.make_tensor_value_info("c", om.FLOAT, [1])],
+    )
+    plain = om.helper.make_graph(
+        [om.node("Identity", "x", "c2")], "plain", [], [om.helper.make_tensor_value_info("c2", om.FLOAT, [1])]
+    )
+    branch = om.helper.make_node("If", ["yes"], ["y"], then_branch=inner, else_branch=plain)
+    model = om.build([branch], {"yes": (om.BOOL, []), "x": (om.FLOAT, [1])}, {"y": (om.FLOAT, [1])})
+    with pytest.raises(InvalidInput, match="lie in a file of their own"):
+        load(model)
+
+
+def test_a_classifier_that_gives_maps_alone_is_told_what_to_do(load):
+    zipmap = om.helper.make_node("ZipMap", ["p"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])
+    maps = om.helper.make_value_info(
+        "maps",
+        om.helper.make_sequence_type_proto(
+            om.helper.make_map_type_proto(om.INT64, om.helper.make_tensor_type_proto(om.FLOAT, []))
+        ),
+    )
+    model = om.build([zipmap], {"p": (om.FLOAT, ["n", 2])}, {"maps": maps})
+    with pytest.raises(InvalidInput, match="zipmap=False"):
+        load(model)
+
+
+def test_inputs_that_are_no_tensors_are_refused(load):
+    sequence = om.helper.make_value_info(
+        "s", om.helper.make_sequence_type_proto(om.helper.make_tensor_type_proto(om.FLOAT, [1]))
+    )
+    model = om.build([om.node("SequenceLength", "s", "n")], {"s": sequence}, {"n": (om.INT64, [])})
+    with pytest.raises(InvalidInput, match=r"input 's' is seq\(tensor\(float\)\)"):
+        load(model)
+
+
+def test_settings_reach_onnx_runtime(load):
+    settings = {
+        "dense_intra_threads": 3,
+        "dense_inter_threads": 2,
+        "dense_graph_optimization": "basic",
+        "dense_arena": False,
+    }
+    options = load(
+        om.linear({"user_id": np.ones(4)}),
+        **settings,
+        dense_affinity="1;1",
+        dense_options={"session.set_denormal_as_zero": "1"},
+    )._session.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
+    assert options.graph_optimization_level.name == "ORT_ENABLE_BASIC"
+    assert not options.enable_cpu_mem_arena
+    for key, value in (
+        ("intra_op.allow_spinning", "0"),
+        ("intra_op_thread_affinities", "1;1"),
+        ("set_denormal_as_zero", "1"),
+    ):
+        assert options.get_session_config_entry(f"session.{key}") == value
+
+
+def test_an_affinity_for_another_number_of_threads_is_told_at_start():
+    with pytest.raises(ConfigError, match="names 2 threads; of dense_intra_threads=1 ONNX Runtime makes 0"):
+        Runtime(load_settings(None, dense_affinity="1;2"))
+
+
+def test_onnx_runtime_reports_to_nobody(tmp_path):
+    """It keeps the number by which it reports in a file among the temporary ones, made when it is imported."""
+    model = tmp_path / "model.onnx"
+    model.write_bytes(om.linear({"hour": np.ones(4)}))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    load = "Runtime(load_settings(None)).load(open(sys.argv[1], 'rb').read(), {}, {}, DenseCounts())"
+    source = f"""
+import sys
+from tierstore.config import load_settings
+from tierstore.predict.runtime import Runtime
+from tierstore.predict.session import DenseCounts
+{load}
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment["TMPDIR"] = str(temporary)
+    subprocess.run([sys.executable, "-c", source, str(model)], check=True, env=environment, timeout=120)
+    assert list(temporary.iterdir()) == []
+
+
+def test_without_the_extra_it_is_named(monkeypatch):
+    monkeypatch.setattr(runtime, "missing_extra", lambda: "install tierstore[dense] (no such module)")
+    here = Runtime(load_settings(None))
+    assert "tierstore[dense]" in str(here.missing)
+    with pytest.raises(MissingExtra, match=r"tierstore\[dense\]"):
+        here.load(b"", {}, {}, None)

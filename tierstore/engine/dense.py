@@ -1,0 +1,120 @@
+"""The dense parts of a model: made into sessions, checked and warmed before they serve.
+
+`open` for the thread that makes a version ready, `of_delta` for that of a delta's producer; neither takes a lock that
+look-ups take. Sessions live in memory only: the version's directory and the delta log hold the graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.engine.predicting import predict
+from tierstore.engine.version import Version, VersionInfo
+from tierstore.engine.view import View
+from tierstore.errors import DeltaError, InferenceError, InvalidInput, SnapshotError, StorageError, TierstoreError
+from tierstore.formats.names import DENSE
+from tierstore.formats.requests import ragged, read_request
+from tierstore.predict.binding import FeatureInput
+from tierstore.predict.runtime import Runtime
+from tierstore.predict.session import Array, DenseCounts, DenseSession
+from tierstore.predict.signature import Shape
+from tierstore.predict.warmup import warm
+
+log = logging.getLogger(__name__)
+
+
+class DenseParts:
+    """Of one model. `counts` are over all its versions."""
+
+    def __init__(self, model: str, runtime: Runtime, info_of: Callable[[int], VersionInfo | None]) -> None:
+        self._model, self._runtime, self._info_of = model, runtime, info_of
+        self.counts = DenseCounts()
+
+    @property
+    def kept(self) -> str:
+        """What a status document says of the dense part of a version that is not open."""
+        return "kept" if self._runtime.missing is None else f"kept, not served: {self._runtime.missing}"
+
+    def open(self, version: Version, *, lenient: bool) -> None:
+        """Have a version's dense part ready to run; nothing to do where it is, or where there is none.
+
+        The version must hold the delta that brought it. SnapshotError for one that cannot be served; if `lenient` the
+        version goes without, and says so.
+        """
+        info = version.info
+        if not info.has_dense or version.predictor is not None or version.unserved is not None:
+            return
+        version.unserved = self._runtime.missing
+        if version.unserved is not None:
+            return
+        try:
+            model = info.where.dense.read_bytes()
+        except OSError as error:
+            raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
+        try:
+            session = self._runtime.load(model, info.features, info.specs, self.counts)
+            self._warm(session, View(version, (), version.watermark))
+            version.predictor = session
+        except (InvalidInput, InferenceError) as error:
+            if not lenient:
+                if isinstance(error, SnapshotError):
+                    raise
+                raise SnapshotError(str(error), file=DENSE) from error
+            version.unserved = str(error)
+            log.error("model %s: the dense part of version %d is not served: %s", self._model, info.number, error)
+
+    def of_delta(self, seq: int, model: bytes, view: View) -> DenseSession | None:
+        """The session of a new dense part, run on `view`, which the caller holds. None without the extra. DeltaError."""
+        if self._runtime.missing is not None:
+            return None
+        version = view.holder
+        try:
+            session = self._runtime.load(model, version.features, version.specs, self.counts)
+            self._warm(session, view)
+        except (InvalidInput, InferenceError) as error:
+            raise DeltaError(f"delta {seq}: the dense part cannot be served: {error}") from error
+        return session
+
+    def check(self, seq: int, model: bytes, number: int) -> None:
+        """DeltaError if a dense part does not fit a version that is known and does not serve."""
+        info = self._info_of(number)
+        if info is None or self._runtime.missing is not None:
+            return
+        try:
+            self._runtime.load(model, info.features, info.specs, self.counts)
+        except InvalidInput as error:
+            raise DeltaError(f"delta {seq}: the dense part does not fit version {number}: {error}") from error
+
+    def _warm(self, session: DenseSession, view: View) -> None:
+        """Run it: on requests made up from its signature, then on those recorded in the snapshot, which must succeed."""
+        try:
+            warm(session, lambda feature, lead: _rows(view, feature, lead))
+        except TierstoreError as error:
+            log.warning("model %s: a made-up request fails, which clients' need not: %s", self._model, error)
+        for path in recorded(view.holder.info):
+            try:
+                predict(view, session, ragged(read_request(path, file=path.name)))
+            except InvalidInput as error:
+                raise SnapshotError(f"the recorded request fails: {error}", file=f"requests/{path.name}") from error
+            session.warmed += 1
+
+
+def recorded(info: VersionInfo) -> list[Path]:
+    """The recorded requests of a version, in order."""
+    return sorted(info.where.requests.glob("*.npz")) if info.where.requests.is_dir() else []
+
+
+def _rows(view: View, feature: FeatureInput, lead: Shape) -> Array:
+    """Rows of the hottest keys that are in memory, uncounted: [*lead, dim]."""
+    n = math.prod(lead)
+    out = np.zeros((n, feature.dim), feature.dtype)
+    table = view.holder.tables[view.features[feature.tensor.name].table]
+    hot = table.host.hot_keys(n) if table.host is not None else np.empty(0, np.int64)
+    if len(hot):
+        table.probe(view.overlays_of(table.spec.name), np.resize(hot, n), out, np.zeros(n, np.uint8))
+    return out.reshape(*lead, feature.dim)

@@ -1,0 +1,130 @@
+"""One prediction on one view: keys to rows, rows and the caller's own tensors to scores.
+
+Free functions; any thread may call them with a view that it holds. Rows and graph are of that view, so of one version
+and one moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tierstore.errors import InvalidInput
+from tierstore.predict.session import DenseSession
+from tierstore.predict.signature import BYTES, Shape, Tensor
+
+if TYPE_CHECKING:
+    from tierstore.engine.view import Lookup, View
+
+Array = npt.NDArray[Any]
+_Begin = Callable[[Array, str], "Lookup"]  # (where the rows go, their dtype) → the look-up
+
+
+def predict(
+    view: View, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
+) -> dict[str, Array]:
+    """Run `session` on `inputs`, the rows of its features looked up in `view`. Returns the outputs by name, by default all.
+
+    `inputs`: for a feature its keys, [n] or [batch, k], or (keys, offsets) or (keys, offsets, weights) for ragged bags,
+    offsets None for those of keys of shape [batch, k]; for the dense part's own inputs arrays or nested lists. Raises
+    InvalidInput for what does not fit, StorageError where the disk failed, InferenceError where ONNX Runtime did.
+    """
+    wiring = session.wiring
+    unknown = [name for name in outputs if name not in wiring.outputs]
+    if unknown:
+        raise InvalidInput(f"no output {unknown[0]!r}; the dense part has {', '.join(wiring.outputs)}")
+    leads: dict[str, Shape] = {}
+    begins: dict[str, _Begin] = {}
+    given: dict[str, Array] = {}
+    for name, value in inputs.items():
+        if name in wiring.features:
+            leads[name], begins[name] = _keys(view, name, value)
+        elif name in wiring.plain:
+            given[name] = _tensor(wiring.plain[name], value)
+        else:
+            names = ", ".join(tensor.name for tensor in session.signature.inputs)
+            raise InvalidInput(f"the dense part has no input {name!r}; its inputs are {names}")
+    run = session.plan(leads, {name: array.shape for name, array in given.items()}, outputs)
+    arrays = [
+        np.empty(shape or (), wiring.outputs[name].dtype) if session.is_fixed(name, shape) else None
+        for name, shape in zip(run.outputs, run.shapes, strict=True)
+    ]
+    slot = session.take(run, list(begins))
+    looked_up = []
+    for name, begin in begins.items():
+        feature = wiring.features[name]
+        looked_up.append(begin(slot.arrays[name].reshape(math.prod(leads[name]), feature.dim), feature.dtype))
+    for lookup in looked_up:
+        lookup.finish()
+    answer = session.run(run, slot, given, arrays)
+    session.give(slot)  # a run that failed keeps its slot to itself
+    return dict(zip(run.outputs, answer, strict=True))
+
+
+def _keys(view: View, name: str, value: Any) -> tuple[Shape, _Begin]:
+    """The shape of a feature's answer before its last dimension, and what looks it up."""
+    keys, offsets, weights = value, None, None
+    if isinstance(value, tuple):
+        if len(value) not in (2, 3):
+            raise InvalidInput(f"input {name!r}: expected keys, (keys, offsets) or (keys, offsets, weights)")
+        keys, offsets, weights = (*value, None)[:3]
+    width = None
+    if not isinstance(keys, (pa.Array, pa.ChunkedArray)):
+        keys = np.asarray(keys)
+        if keys.dtype.kind == "f" and not keys.size:
+            keys = keys.astype(np.int64)  # an empty list
+        if keys.ndim == 2:
+            width, rows = keys.shape[1], keys.shape[0]
+            keys = keys.reshape(-1)
+        elif keys.ndim != 1:
+            raise InvalidInput(f"input {name!r}: expected keys of shape [n] or [batch, k], came {list(keys.shape)}")
+    n = len(keys)
+    if view.features[name].combiner is None:
+        if offsets is not None or weights is not None:
+            raise InvalidInput(f"input {name!r}: feature {name!r} has no combiner, so its keys form no bags")
+        lead = (n,) if width is None else (rows, width)
+        return lead, lambda out, dtype: view.begin(name, keys, dtype=dtype, out=out)
+    if offsets is not None and width is not None:
+        raise InvalidInput(f"input {name!r}: with offsets the keys are flat, shape [n]; came [{rows}, {width}]")
+    if offsets is None:
+        if width is None and weights is None:  # bags of one key are its row
+            return (n,), lambda out, dtype: view.begin(name, keys, dtype=dtype, out=out)
+        offsets = np.arange(n if width is None else rows, dtype=np.int64) * (1 if width is None else width)
+        if weights is not None:
+            weights = np.asarray(weights).reshape(-1)
+    starts = offsets
+    return (len(starts),), lambda out, dtype: view.begin(
+        name, keys, offsets=starts, weights=weights, dtype=dtype, out=out
+    )
+
+
+def _tensor(tensor: Tensor, value: Any) -> Array:
+    """`value` as a C-contiguous array of the tensor's dtype; numbers may be narrower, or floats wider."""
+    try:
+        array = np.asarray(value)
+        if tensor.datatype == BYTES:
+            if array.dtype.kind not in "USTO":
+                raise TypeError(f"came {array.dtype}")
+            texts = [v.decode() if isinstance(v, bytes) else v for v in array.reshape(-1).tolist()]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError("came objects that are no strings")
+            strings = np.empty(len(texts), object)
+            strings[:] = texts
+            return strings.reshape(array.shape)
+        if array.size and not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
+            raise TypeError(f"came {array.dtype}")
+        if array.size and tensor.dtype.kind in "iu" and array.dtype != tensor.dtype:
+            limits = np.iinfo(tensor.dtype)
+            if int(array.min()) < limits.min or int(array.max()) > limits.max:
+                raise ValueError(f"came numbers from {array.min()} to {array.max()}")
+        with np.errstate(over="ignore"):
+            return np.asarray(array, tensor.dtype, order="C")
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"input {tensor.name!r}: expected {tensor.datatype} of shape {tensor.shown()}: {error}"
+        ) from error

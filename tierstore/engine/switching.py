@@ -1,0 +1,455 @@
+"""Which of a model's versions serve: the active one, maybe a canary beside it, and the labels that point to them.
+
+Everything that opens, switches or deletes versions runs one at a time (`_switch`), beside deltas and look-ups; what only
+changes routes (share, labels, withdraw) waits for none of that. Any thread may call. Locks are taken in the order
+`_switch`, `serving.write`, the publisher's condition.
+
+A canary stands beside one active version: when another one becomes active, or none, the canary is promoted (if it is the
+one) or withdrawn, in the same step.
+
+After a crash: CURRENT names the active version, and `routes.json` (see `routes.py`) the canary and the labels beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tierstore.config import Settings
+from tierstore.engine.budget import HostBudget, OverlayBudget
+from tierstore.engine.deltalog import DeltaLog
+from tierstore.engine.dense import DenseParts
+from tierstore.engine.devices import Devices
+from tierstore.engine.keeper import Keeper
+from tierstore.engine.observer import Observer
+from tierstore.engine.replay import catch_up
+from tierstore.engine.routes import Routes, check_label, check_share, read_routes, save_routes
+from tierstore.engine.served import CANARY, STABLE, Served
+from tierstore.engine.serving import Serving
+from tierstore.engine.table import LookupCounts
+from tierstore.engine.version import Version, VersionInfo
+from tierstore.engine.view import View
+from tierstore.errors import Closed, Conflict, Corruption, NotFound, StorageError, TierstoreError
+from tierstore.formats import files
+from tierstore.formats.names import ModelDirectory, format_version, parse_version
+from tierstore.predict.runtime import Runtime
+from tierstore.tiers.disk import ReaderPool
+from tierstore.types import Progress, ProgressFn
+
+log = logging.getLogger(__name__)
+
+SWITCH_LAG = 4  # deltas that may be left for the last catch-up of a switch, while producers wait
+DRAIN_S = 60.0  # how long a switch to a version waits for its former readers
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all models of a store have in common."""
+
+    settings: Settings
+    readers: ReaderPool
+    host_budget: HostBudget
+    overlay_budget: OverlayBudget
+    dense: Runtime
+    devices: Devices
+    observers: list[Observer] = field(default_factory=list)
+    told: list[Callable[[], None]] = field(default_factory=list)  # called whenever views are published; see `Publisher`
+
+
+def ignore(progress: Progress) -> None:
+    """For who does not care how far it is."""
+
+
+class Switching:
+    """The versions of one model, and the verbs by which they come to serve. `name` and `where` are constant."""
+
+    def __init__(self, name: str, where: ModelDirectory, shared: Shared, keep_house: Callable[[], None]) -> None:
+        self.name, self.where = name, where
+        self._shared = shared
+        self._deltas = DeltaLog(where)
+        self._serving = Serving(
+            name, self._deltas, shared.overlay_budget, shared.observers, shared.settings.fold_grace_s, shared.told
+        )
+        self._keeper = Keeper(self._serving, self._freed, keep_house)
+        self._switch = threading.RLock()
+        self._start_problem: str | None = None
+        self._canary_problem: str | None = None  # why the canary on record is not served
+        self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
+        self.dense = DenseParts(name, shared.dense, lambda number: self._infos.get(number))
+        self._closed = False
+        # guarded by serving.write; replaced whole, so that readers need no lock
+        self._infos: dict[int, VersionInfo] = {}
+        self._loading: dict[int, tuple[int, Progress]] = {}  # version → (delta_seq, how far)
+
+    @property
+    def active_version(self) -> int | None:
+        """What `stable` stands for; None where nothing serves."""
+        view = self._serving.current
+        return None if view is None else view.version
+
+    @property
+    def served(self) -> Served:
+        """What is served at this moment."""
+        return self._serving.served
+
+    @property
+    def versions(self) -> list[int]:
+        """Complete versions, ascending."""
+        return sorted(self._infos)
+
+    def is_stale(self, info: VersionInfo) -> bool:
+        """Whether deltas that the version lacks are gone from the log."""
+        return self._deltas.start is not None and info.watermark < self._deltas.start
+
+    def counts_of(self, table: str) -> LookupCounts:
+        """The look-up counts of a table, over all versions."""
+        return self._counts.setdefault(table, LookupCounts())
+
+    # --- one version
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the store of model {self.name!r} was closed")
+
+    def _info(self, number: int) -> VersionInfo:
+        info = self._infos.get(number)
+        if info is None:
+            raise NotFound(
+                f"model {self.name!r} has no version {number}; it has {', '.join(map(str, self.versions)) or 'none'}"
+            )
+        return info
+
+    def _forget(self, number: int) -> None:
+        with self._serving.write:
+            self._infos = {key: info for key, info in self._infos.items() if key != number}
+
+    def _open(self, info: VersionInfo) -> Version:
+        return Version.open(info, self._shared.settings, self._shared.readers, self.counts_of)
+
+    def _freed(self, version: Version) -> None:
+        version.close()
+        self._shared.host_budget.release(version)
+        self._shared.host_budget.settle()
+        self._shared.devices.release(version)
+
+    def _wait_retired(self, number: int) -> None:
+        if not self._keeper.wait_retired(number, DRAIN_S):
+            raise Conflict(
+                f"version {number} of {self.name!r} is still read by requests that began {DRAIN_S:.0f} s ago; try again"
+            )
+
+    @contextlib.contextmanager
+    def _warmed(
+        self, info: VersionInfo, leaving: list[Version], *, force: bool, progress: ProgressFn
+    ) -> Iterator[Version]:
+        """A version opened, caught up but for the last step, and warm; closed if the block fails. Holds `_switch`.
+
+        It makes its room in memory at the cost of `leaving` first, the active version first of them.
+        """
+        self._check_open()
+        if self.is_stale(info) and not force:
+            raise Conflict(
+                f"version {info.number} of {self.name!r} is stale: it holds deltas up to {info.watermark}, and the log begins after "
+                f"{self._deltas.start}; with force it serves without what came between"
+            )
+        like = leaving[0] if leaving else None
+        version = self._open(info)
+        try:
+            self._shared.host_budget.admit(version, like, *leaving[1:])
+            self._shared.devices.admit(version, leaving, self._serving.publisher)
+            catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force, progress=progress)
+            version.warm(like, lambda done, total: progress(Progress("warm", done, total)))
+            self.dense.open(version, lenient=force)
+            progress(Progress("switch"))
+            catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force)
+            self.dense.open(version, lenient=force)
+            yield version
+        except BaseException:
+            self._freed(version)
+            raise
+
+    def _last_step(self, version: Version, *, force: bool) -> None:
+        """Catch up to the end of the log, while producers wait. Holds `write`."""
+        catch_up(version, self._deltas, lenient=force)
+        self.dense.open(version, lenient=force)  # anew only if one of the last deltas brought one
+
+    # --- the active version
+
+    def activate(self, number: int, *, force: bool = False, progress: ProgressFn = ignore) -> None:
+        """Open, catch up and warm a kept version, then switch to it in one step; nothing to do for the active one.
+
+        The canary is promoted if it is the one, and withdrawn otherwise. Conflict for a version that is stale, unless
+        `force`: then it serves without what it lacks.
+        """
+        with self._switch:
+            info = self._info(number)
+            old = self.active_version
+            if number == old:
+                return
+            self._wait_retired(number)
+            if not self._promote(number):
+                self._serve(info, force=force, progress=progress)
+        self._tell_switched(old, number)
+
+    def promote(self) -> int:
+        """Make the canary the active version in one step; nothing is opened or warmed. Returns its number."""
+        with self._switch:
+            old, canary = self.active_version, self.served.canary
+            if canary is None or not self._promote(canary.version):
+                raise self._no_canary()
+        self._tell_switched(old, canary.version)
+        return canary.version
+
+    def rollback(self, *, force: bool = False, progress: ProgressFn = ignore) -> int:
+        """Go back to the newest kept version older than the active one. Returns its number. The canary as for `activate`."""
+        with self._switch:
+            active = self.active_version
+            if active is None:
+                raise Conflict(
+                    f"model {self.name!r} has no active version to roll back from; activate one of {self.versions}"
+                )
+            older = [number for number in self.versions if number < active]
+            if not older:
+                raise Conflict(f"model {self.name!r} has no version older than {active} to roll back to")
+            self.activate(older[-1], force=force, progress=progress)
+            return older[-1]
+
+    def deactivate(self) -> None:
+        """Stop serving, the canary as well; the versions are kept."""
+        with self._switch, self._serving.write:
+            old = self.active_version
+            self._publish(Served())
+        if old is not None:
+            self._tell_switched(old, None)
+
+    def _serve(self, info: VersionInfo, *, force: bool, progress: ProgressFn) -> None:
+        leaving = [view.holder for view in self.served.views]
+        with self._warmed(info, leaving, force=force, progress=progress) as version, self._serving.write:
+            self._last_step(version, force=force)
+            self._publish(Served(View(version, (), version.watermark)))
+            self._start_problem = None
+
+    def _promote(self, number: int) -> bool:
+        with self._serving.write:
+            served = self.served
+            if served.canary is None or served.canary.version != number:
+                return False
+            labels = {name: of for name, of in served.labels.items() if of == number}
+            self._publish(Served(served.canary, labels=labels))
+        return True
+
+    def _tell_switched(self, old: int | None, new: int | None) -> None:
+        for observer in self._shared.observers:
+            observer.version_switched(self.name, old, new)
+
+    # --- the canary
+
+    def canary(self, number: int, share: float, *, force: bool = False, progress: ProgressFn = ignore) -> None:
+        """Serve a kept version beside the active one: to `share` (0 to 1) of the requests that name no version.
+
+        It is opened, caught up and warmed first, as in a switch. For the version that is the canary already only the
+        share changes. Conflict for the active version, beside another canary, where nothing is active, and for a
+        version that is stale, unless `force`.
+        """
+        share = check_share(share)
+        if self._set_share(number, share):
+            return
+        with self._switch:
+            info = self._info(number)
+            if self._set_share(number, share):
+                return
+            served = self.served
+            if served.active is None:
+                raise Conflict(f"model {self.name!r} has no active version to stand beside; activate {number} instead")
+            if number == served.active.version:
+                raise Conflict(f"version {number} of {self.name!r} is active; the canary is another one")
+            if served.canary is not None:
+                raise Conflict(
+                    f"version {served.canary.version} of {self.name!r} is the canary; promote or withdraw it first"
+                )
+            self._wait_retired(number)
+            self._add_canary(info, share, force=force, progress=progress)
+
+    def _set_share(self, number: int, share: float) -> bool:
+        """Whether that version is the canary; its share is set then."""
+        with self._serving.write:
+            served = self.served
+            if served.canary is None or served.canary.version != number:
+                return False
+            self._publish(replace(served, share=share))
+            return True
+
+    def _add_canary(
+        self,
+        info: VersionInfo,
+        share: float,
+        *,
+        force: bool,
+        progress: ProgressFn,
+        labels: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        leaving = [view.holder for view in self.served.views]
+        with self._warmed(info, leaving, force=force, progress=progress) as version, self._serving.write:
+            self._last_step(version, force=force)
+            view = View(version, (), version.watermark)
+            served = self.served
+            self._publish(replace(served, canary=view, share=share, labels={**served.labels, **dict(labels)}))
+
+    def withdraw(self) -> int:
+        """Stop serving the canary; the version is kept, labels that point to it go. Returns its number."""
+        with self._serving.write:
+            served = self.served
+            number = served.canary.version if served.canary is not None else self._canary_on_record()
+            if number is None:
+                raise self._no_canary()
+            labels = {name: of for name, of in served.labels.items() if of != number}
+            self._publish(Served(served.active, labels=labels))
+            return number
+
+    def _no_canary(self) -> Conflict:
+        why = f": {self._canary_problem}" if self._canary_problem else ""
+        return Conflict(f"model {self.name!r} has no canary{why}")
+
+    def _canary_on_record(self) -> int | None:
+        """The canary that could not be served again after a restart."""
+        if self._canary_problem is None or self.served.active is None:
+            return None
+        return read_routes(self.where.routes).canary
+
+    # --- labels
+
+    def label(self, name: str, number: int) -> None:
+        """Let a label stand for a version that is served, until that is served no more. Conflict for another one."""
+        check_label(name)
+        with self._serving.write:
+            info, served = self._info(number), self.served
+            if served.numbered(number) is None:
+                serves = " and ".join(map(str, served.versions)) or "nothing"
+                raise Conflict(
+                    f"label {name!r} may only point to what is served, and {self.name!r} serves {serves}, not {info.number}; activate "
+                    "it or make it the canary first"
+                )
+            self._publish(replace(served, labels={**served.labels, name: number}))
+
+    def unlabel(self, name: str) -> None:
+        """Remove a label. NotFound where there is none of that name, Conflict for `stable` and `canary`."""
+        if name in (STABLE, CANARY):
+            raise Conflict(f"label {name!r} cannot be removed: it always stands for the {name} version")
+        with self._serving.write:
+            served = self.served
+            if name not in served.labels:
+                raise NotFound(
+                    f"model {self.name!r} has no label {name!r}; it has {', '.join(served.all_labels()) or 'none'}"
+                )
+            self._publish(replace(served, labels={key: of for key, of in served.labels.items() if key != name}))
+
+    # --- publishing
+
+    def _publish(self, served: Served) -> None:
+        """Serve that from now on, and after a restart. Holds `write`. On an error nothing has changed."""
+        self._record(served)
+        self._canary_problem = None
+        for view in self.served.views:
+            if served.of(view.holder) is None:
+                # before it is out of sight: who waits for the version to be closed must find it in one place
+                self._keeper.retire(view.holder)
+        self._serving.set(served)
+
+    def _record(self, served: Served) -> None:
+        """Have the next start serve that, and the log go on from its active version.
+
+        CURRENT comes before the log: after a crash in between, the next start restarts the log. The other way round,
+        the version before would be served without the deltas that the log has just forgotten. And it comes before the
+        routes: beside another version than before the old ones mean what they should, see `routes.py`.
+        """
+        with _restored_on_error(self.where.current), _restored_on_error(self.where.routes):
+            active, current = served.active, self.where.current
+            if active is None:
+                files.remove_file(current)
+            elif not current.exists() or current.read_bytes() != format_version(active.version).encode():
+                files.publish_bytes(current, format_version(active.version).encode())
+            save_routes(self.where.routes, Routes.of(served))
+            if active is not None:
+                self._go_on_from(active.holder)
+
+    def _go_on_from(self, active: Version) -> None:
+        """Restart the log where the active version's snapshot reaches beyond it."""
+        if self._deltas.last is None or active.watermark > self._deltas.last:
+            self._deltas.restart(active.watermark)
+
+    def _read_current(self) -> int | None:
+        try:
+            text = self.where.current.read_text().strip()
+        except FileNotFoundError:
+            return None
+        number = parse_version(text)
+        if number is None:
+            raise Corruption(f"{self.where.current}: expected a version number, came {text!r}")
+        return number
+
+    # --- start
+
+    def _serve_again(self) -> None:
+        """Serve what CURRENT and the routes say. A canary that cannot be served is reported, and everything else goes on."""
+        current = self._read_current()
+        for info in self._infos.values():
+            if info.number != current:
+                self._learn_watermark(info)
+        if current is None:
+            return
+        if current not in self._infos:
+            raise Corruption(
+                f"{self.where.current} names version {current}, which is not on disk; activate one of {self.versions}"
+            )
+        kept = self._kept_routes(current)
+        labels = {name: of for name, of in kept.labels.items() if of == current}
+        with self._warmed(self._infos[current], [], force=True, progress=ignore) as version, self._serving.write:
+            self._last_step(version, force=True)
+            active = Served(View(version, (), version.watermark), labels=labels)
+            if kept.canary is None and self._canary_problem is None:
+                self._publish(active)
+                return
+            # the record stays as it is until the canary is there as well
+            self._go_on_from(version)
+            self._serving.set(active)
+        if kept.canary is not None:
+            try:
+                self._add_canary(
+                    self._info(kept.canary), kept.share, force=True, progress=ignore, labels=tuple(kept.labels.items())
+                )
+            except TierstoreError as error:
+                self._canary_problem = f"the canary, version {kept.canary}, is not served: {error}"
+                log.exception("model %s: %s", self.name, self._canary_problem)
+
+    def _kept_routes(self, active: int) -> Routes:
+        try:
+            return read_routes(self.where.routes).beside(active)
+        except TierstoreError as error:
+            self._canary_problem = f"canary and labels are not served: {error}"
+            log.error("model %s: %s", self.name, self._canary_problem)
+            return Routes(active)
+
+    def _learn_watermark(self, info: VersionInfo) -> None:
+        try:
+            self._open(info).close()
+        except TierstoreError as error:  # `verify` says so too; the others serve
+            log.error("model %s: version %d cannot be opened: %s", self.name, info.number, error)
+
+
+@contextlib.contextmanager
+def _restored_on_error(path: Path) -> Iterator[None]:
+    """A change of a file that fails may have taken its name all the same; put back what the block began with."""
+    before = path.read_bytes() if path.exists() else None
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            if before is not None:
+                files.publish_bytes(path, before)
+            elif path.exists():
+                files.remove_file(path)
+        raise

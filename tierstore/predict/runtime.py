@@ -1,0 +1,181 @@
+"""Sessions of ONNX Runtime, made from ONNX bytes under the store's settings.
+
+A `Runtime` is constant once made; any thread may use it. Nothing here touches the disk: a model that refers to files
+outside of itself is refused, whatever they are.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tierstore.config import Settings
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra
+from tierstore.predict.binding import wire
+from tierstore.predict.session import DenseCounts, DenseSession
+from tierstore.predict.signature import Signature, Tensor, datatype_of
+from tierstore.types import FeatureSpec, TableSpec
+
+INSTALL = "install tierstore[dense]"
+_LEVELS = {"off": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED", "all": "ORT_ENABLE_ALL"}  # fmt: skip
+_FATAL = 4  # of ONNX Runtime's log levels: what goes wrong is raised, and told by us
+
+
+def missing_extra() -> str | None:
+    """Why dense parts cannot be served here; None if they can."""
+    # Since 1.29 ONNX Runtime reports to its makers over the network, from its import on, unless told not to.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        return f"{INSTALL} ({error})"
+    return None
+
+
+class Runtime:
+    """What makes sessions. One a store."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._missing: list[str | None] = []  # found out at the first dense part; guarded by _lock
+        affinity = settings.dense_affinity
+        groups = affinity.count(";") + 1 if affinity else 0
+        if affinity and groups != settings.dense_intra_threads - 1:
+            raise ConfigError(
+                f"dense_affinity {affinity!r} names {groups} threads; of dense_intra_threads={settings.dense_intra_threads} "
+                f"ONNX Runtime makes {settings.dense_intra_threads - 1}, the caller's own being the first"
+            )
+
+    @property
+    def missing(self) -> str | None:
+        """Why dense parts cannot be served here; None if they can."""
+        with self._lock:
+            if not self._missing:
+                self._missing.append(missing_extra())
+            return self._missing[0]
+
+    def load(
+        self, model: bytes, features: Mapping[str, FeatureSpec], tables: Mapping[str, TableSpec], counts: DenseCounts
+    ) -> DenseSession:
+        """A session of an ONNX model, wired to a model's features.
+
+        Raises InvalidInput for one that ONNX Runtime refuses or that does not fit the features, MissingExtra without
+        the extra.
+        """
+        if (why := self.missing) is not None:
+            raise MissingExtra(f"the dense part cannot be served: {why}")
+        import onnxruntime
+
+        scalars = _inspect(model)
+        try:
+            session = onnxruntime.InferenceSession(
+                model, self._options(onnxruntime), providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # ONNX Runtime has a class a status, and some are none of its own
+            raise InvalidInput(f"ONNX Runtime refuses the model: {brief(error)}") from error
+        wiring = wire(_signature(session, scalars), features, tables)
+        return DenseSession(session, wiring, int(self._settings.dense_buffers), counts)
+
+    def _options(self, onnxruntime: Any) -> Any:
+        settings = self._settings
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _FATAL
+        options.intra_op_num_threads = settings.dense_intra_threads
+        options.inter_op_num_threads = settings.dense_inter_threads
+        if settings.dense_inter_threads > 1:
+            options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+        options.graph_optimization_level = getattr(
+            onnxruntime.GraphOptimizationLevel, _LEVELS[settings.dense_graph_optimization]
+        )
+        options.enable_cpu_mem_arena = settings.dense_arena
+        # a pattern is kept for every combination of input shapes ever seen: batches of any size would pile them up
+        options.enable_mem_pattern = False
+        spinning = "1" if settings.dense_spinning else "0"
+        entries = {"session.intra_op.allow_spinning": spinning, "session.inter_op.allow_spinning": spinning}
+        if settings.dense_affinity:
+            entries["session.intra_op_thread_affinities"] = settings.dense_affinity
+        for key, value in {**entries, **settings.dense_options}.items():
+            try:
+                options.add_session_config_entry(key, value)
+            except Exception as error:
+                raise ConfigError(f"dense_options: ONNX Runtime refuses {key}={value!r}: {brief(error)}") from error
+        return options
+
+
+def brief(error: BaseException) -> str:
+    """ONNX Runtime's message, without its prefix, on one line of bounded length."""
+    text = " ".join(str(error).split())
+    if text.startswith("[ONNXRuntimeError]"):
+        text = text.split(" : ", 3)[-1]
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+def _inspect(model: bytes) -> frozenset[str]:
+    """Refuse what ONNX Runtime would read from files beside the model. Returns the names of inputs without dimensions."""
+    import onnx
+
+    try:
+        proto = onnx.ModelProto.FromString(model)
+    except Exception as error:  # of protobuf, which is no import of ours
+        raise InvalidInput("the dense part is not an ONNX model: its bytes are no ModelProto") from error
+    for tensor in _tensors(proto):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+            raise InvalidInput(
+                f"the weights {tensor.name!r} lie in a file of their own; save the model as one: onnx.save_model(…, save_as_external_data=False)"
+            )
+    types = {value.name: value.type.tensor_type for value in proto.graph.input}
+    return frozenset(name for name, kind in types.items() if kind.HasField("shape") and not kind.shape.dim)
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    """Every constant of a model, those within attributes and subgraphs included."""
+    graphs = [model.graph]
+    nodes = [node for function in model.functions for node in function.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes += graph.node
+            continue
+        for attribute in nodes.pop().attribute:
+            yield attribute.t
+            yield from attribute.tensors
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+            graphs += [attribute.g, *attribute.graphs] if attribute.HasField("g") else attribute.graphs
+
+
+def _signature(session: Any, scalars: frozenset[str]) -> Signature:
+    inputs = []
+    for node in session.get_inputs():
+        datatype = datatype_of(node.type)
+        if datatype is None:
+            raise InvalidInput(
+                f"input {node.name!r} is {node.type}; the dense part's inputs are tensors of numbers or strings"
+            )
+        inputs.append(Tensor(node.name, datatype, _shape(node, scalars)))
+    outputs, unserved = [], []
+    for node in session.get_outputs():
+        datatype = datatype_of(node.type)
+        if datatype is None:
+            unserved.append((node.name, node.type))
+        else:
+            outputs.append(Tensor(node.name, datatype, _shape(node, frozenset())))
+    if not outputs:
+        listed = ", ".join(f"{name!r} is {kind}" for name, kind in unserved) or "it has none"
+        raise InvalidInput(
+            f"no output is a tensor: {listed}; convert a classifier with the option zipmap=False, so that it gives arrays"
+        )
+    return Signature(tuple(inputs), tuple(outputs), tuple(unserved))
+
+
+def _shape(node: Any, scalars: frozenset[str]) -> tuple[int | str | None, ...] | None:
+    if not node.shape:  # of no dimensions, or of any number of them
+        return () if node.name in scalars else None
+    return tuple(dim if isinstance(dim, (int, str)) and dim not in ("", -1) else None for dim in node.shape)

@@ -1,0 +1,251 @@
+"""A dense part, ready to run: one session of ONNX Runtime and the buffers that rows are looked up into.
+
+Any number of threads may run one session at once; each run has a `Slot` of its own, taken from a bounded pool. The
+session lives as long as somebody has it. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import InferenceError, InvalidInput, Overloaded, TierstoreError
+from tierstore.predict.binding import Run, Wiring
+from tierstore.predict.signature import BYTES, Shape, Signature
+
+Array = npt.NDArray[Any]
+_KEPT_PLANS = 64
+_ALIGNMENT = 64  # bytes, a cache line, and what vector instructions like
+_OURS = ("EP_FAIL", "ENGINE_ERROR", "NOT_IMPLEMENTED")
+_OTHER_SHAPE = ("shape verification failed", "pre-allocated")  # of an output that was bound to an array
+
+
+class DenseCounts:
+    """What the sessions of a model have done, over all its versions, so that it only grows. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs = self._failed = 0
+        self._seconds = 0.0
+
+    def add(self, seconds: float, *, failed: bool) -> None:
+        with self._lock:
+            self._runs += 1
+            self._failed += failed
+            self._seconds += seconds
+
+    def as_dict(self) -> dict[str, float]:
+        """`runs` (those that failed included), `failed`, and `seconds` within ONNX Runtime."""
+        with self._lock:
+            return {"runs": self._runs, "failed": self._failed, "seconds": self._seconds}
+
+
+class Slot:
+    """Memory of one run, and the binding that points to it. One thread at a time.
+
+    `arrays` are float32 or float16 of the shapes in which the inputs of these names are bound: look rows up into them.
+    """
+
+    __slots__ = ("arrays", "binding", "key", "nbytes")
+
+    def __init__(self, key: tuple[Any, ...], arrays: Mapping[str, Array], binding: Any) -> None:
+        self.key, self.arrays, self.binding = key, arrays, binding
+        self.nbytes = sum(array.nbytes for array in arrays.values())
+
+
+class DenseSession:
+    """One dense part. `wiring` and `signature` are constant; `loose` is settled by warm-up, before it serves."""
+
+    def __init__(self, session: Any, wiring: Wiring, buffers_bytes: int, counts: DenseCounts) -> None:
+        self.wiring = wiring
+        self.signature: Signature = wiring.signature
+        self.loose: frozenset[str] = frozenset()  # outputs that have not kept to their declared shapes
+        self.warmed = 0  # requests run before it serves
+        self._session, self._counts, self._limit = session, counts, buffers_bytes
+        self._bindable = all(tensor.datatype != BYTES for tensor in self.signature.inputs)
+        self._plans: dict[tuple[Any, ...], Run] = {}  # of the latest shapes; threads may race to set equal ones
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._free: OrderedDict[tuple[Any, ...], list[Slot]] = OrderedDict()
+        self._free_bytes = 0
+
+    def plan(self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape], wanted: Sequence[str] = ()) -> Run:
+        """`Wiring.plan` for these outputs, by default all."""
+        key = (*leads.items(), None, *shapes.items(), None, *wanted, self.loose)
+        run = self._plans.get(key)
+        if run is None:
+            run = self.wiring.plan(leads, shapes, wanted or tuple(self.wiring.outputs), self.loose)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[key] = run
+        return run
+
+    def sizes(self, name: str) -> Shape:
+        """The shape of an output for metadata documents, -1 for what is not fixed."""
+        sizes = self.wiring.outputs[name].sizes
+        return (-1,) * len(sizes) if name in self.loose else sizes
+
+    def is_fixed(self, name: str, shape: Shape | None) -> bool:
+        """Whether an output of a planned `shape` can be written where the caller says."""
+        return shape is not None and -1 not in shape and self.wiring.outputs[name].datatype != BYTES
+
+    # --- buffers
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that are kept for reuse, at most the setting `dense_buffers`."""
+        return self._free_bytes
+
+    def take(self, run: Run, hidden: Sequence[str]) -> Slot:
+        """A slot with an array for each of the feature inputs `hidden`. `give` it back after the run."""
+        key = tuple((name, run.inputs[name]) for name in hidden)
+        with self._lock:
+            kept = self._free.get(key)
+            if kept:
+                slot = kept.pop()
+                self._free_bytes -= slot.nbytes
+                if not kept:
+                    del self._free[key]
+                return slot
+        arrays = {name: _aligned(run.inputs[name], self.wiring.features[name].tensor.dtype) for name in hidden}
+        binding = self._session.io_binding() if self._bindable else None
+        if binding is not None:
+            for name, array in arrays.items():
+                binding.bind_input(name, "cpu", 0, array.dtype, array.shape, _address(array))
+        return Slot(key, arrays, binding)
+
+    def give(self, slot: Slot) -> None:
+        """Keep a slot for the next run of its shapes, if there is room; the shapes unused for longest make it."""
+        if slot.binding is not None:
+            slot.binding.clear_binding_outputs()
+        with self._lock:
+            if slot.nbytes > self._limit:
+                return
+            while self._free_bytes + slot.nbytes > self._limit:
+                shapes, slots = next(iter(self._free.items()))
+                self._free_bytes -= slots.pop().nbytes
+                if not slots:
+                    del self._free[shapes]
+            self._free.setdefault(slot.key, []).append(slot)
+            self._free.move_to_end(slot.key)
+            self._free_bytes += slot.nbytes
+
+    # --- runs
+
+    def run(self, run: Run, slot: Slot, given: Mapping[str, Array], outputs: Sequence[Array | None]) -> list[Array]:
+        """Run the graph once. Returns an array for each of the planned outputs.
+
+        Args:
+            slot: whose arrays are filled. given: the other inputs, C-contiguous, of their declared dtypes and planned
+                numbers of elements; object arrays of str for strings.
+            outputs: one a planned output: a C-contiguous array of its shape and dtype to write into, or None where
+                `is_fixed` is false.
+
+        Raises InvalidInput where the graph cannot be run on these inputs, InferenceError where the reason lies here.
+        """
+        began_s = time.perf_counter()
+        failed = True
+        try:
+            if slot.binding is not None and all(array is not None for array in outputs):
+                answer = self._run_bound(run, slot, given, outputs)
+            else:
+                answer = self._run_free(run, slot, given, outputs)
+            failed = False
+        except TierstoreError:
+            raise
+        except Exception as error:  # ONNX Runtime has a class a status, and a bound run raises RuntimeError alone
+            if any(mark in str(error) for mark in _OTHER_SHAPE):
+                self.probe(run, {**slot.arrays, **given})
+                raise InferenceError(
+                    f"an output of the dense part has another shape than it declares ({_short(str(error))}); try again, it is known now"
+                ) from error
+            raise _translated(error) from error
+        finally:
+            self._counts.add(time.perf_counter() - began_s, failed=failed)
+        return answer
+
+    def _run_bound(
+        self, run: Run, slot: Slot, given: Mapping[str, Array], outputs: Sequence[Array | None]
+    ) -> list[Array]:
+        """Rows are read where the look-up has put them, and scores written where the caller wants them."""
+        bind = slot.binding
+        for name, array in given.items():
+            bind.bind_input(name, "cpu", 0, array.dtype, run.inputs[name], _address(array))
+        answer: list[Array] = []
+        for name, out in zip(run.outputs, outputs, strict=True):
+            assert out is not None
+            bind.bind_output(name, "cpu", 0, out.dtype, out.shape, _address(out))
+            answer.append(out)
+        self._session.run_with_iobinding(bind)
+        return answer
+
+    def _run_free(
+        self, run: Run, slot: Slot, given: Mapping[str, Array], outputs: Sequence[Array | None]
+    ) -> list[Array]:
+        """For strings, which cannot be bound, and for outputs whose size is known only then."""
+        feed = {name: array.reshape(run.inputs[name]) for name, array in (*slot.arrays.items(), *given.items())}
+        came = self._session.run(list(run.outputs), feed)
+        answer: list[Array] = []
+        for name, planned, result, out in zip(run.outputs, run.shapes, came, outputs, strict=True):
+            if out is None:
+                answer.append(result)
+                continue
+            if out.shape != result.shape:
+                self.loose |= {name}
+                raise InferenceError(
+                    f"output {name!r}: expected shape {list(planned or ())}, as the dense part declares it, came {list(result.shape)}; "
+                    "try again, it is known now"
+                )
+            out[...] = result
+            answer.append(out)
+        return answer
+
+    def probe(self, run: Run, feed: Mapping[str, Array]) -> None:
+        """Run once with all inputs `given`, and remember which outputs do not keep to their declared shapes.
+
+        For warm-up, before the session serves. Raises as `run`.
+        """
+        try:
+            arrays = {name: array.reshape(run.inputs[name]) for name, array in feed.items()}
+            came = self._session.run(list(run.outputs), arrays)
+        except Exception as error:
+            raise _translated(error) from error
+        for name, planned, result in zip(run.outputs, run.shapes, came, strict=True):
+            if planned is not None and (
+                len(planned) != result.ndim
+                or any(size not in (-1, got) for size, got in zip(planned, result.shape, strict=True))
+            ):
+                self.loose |= {name}
+
+
+def _aligned(shape: Shape, dtype: np.dtype[Any]) -> Array:
+    memory = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
+    skip = -_address(memory) % _ALIGNMENT
+    return np.ndarray(shape, dtype, memory, skip)
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _translated(error: Exception) -> TierstoreError:
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "bad_alloc" in text or "allocate memory" in text or "bad allocation" in text:
+        return Overloaded(f"there is no memory to run the dense part on these inputs: {_short(text)}")
+    if any(mark in text for mark in _OURS):
+        return InferenceError(f"ONNX Runtime failed: {_short(text)}")
+    return InvalidInput(f"the dense part cannot be run on these inputs: {_short(text)}")
+
+
+def _short(text: str) -> str:
+    for mark in ("Status Message: ", " : "):
+        text = text.rpartition(mark)[2] or text
+    return text if len(text) <= 300 else text[:299] + "…"
