@@ -167,14 +167,19 @@ class Client:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     async def ask(self, message: bytes) -> int:
+        """The answer's status; 0 where the connection was cut."""
+        return (await self.answer(message))[0]
+
+    async def answer(self, message: bytes) -> tuple[int, bytes, bytes]:
+        """(status, head, body)."""
         try:
             self._writer.write(message)
             head = await self._reader.readuntil(b"\r\n\r\n")
-            length = re.search(rb"content-length: (\d+)", head, re.I)
-            await self._reader.readexactly(int(length[1]) if length else 0)
+            length = re.search(rb"\r\ncontent-length: (\d+)", head, re.I)
+            body = await self._reader.readexactly(int(length[1]) if length else 0)
         except (OSError, asyncio.IncompleteReadError):
-            return 0
-        return int(head[9:12])
+            return 0, b"", b""
+        return int(head[9:12]), head, body
 
     def close(self) -> None:
         self._writer.transport.abort()
