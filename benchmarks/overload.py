@@ -68,10 +68,11 @@ async def measure(data: Path, seconds: float, loads: tuple[int, ...], connection
                     "more_resident_bytes": served.resident_bytes() - resident,
                 }
                 results.append(row)
+                refused_ms = "" if row["refused_p50_ms"] is None else f"{row['refused_p50_ms']:.1f}"
                 print(
                     f"| {name} | {times} | {row['goodput_per_s']:.0f} | {row['goodput_ratio']:.2f} "
                     f"| {row['accepted_p50_ms']:.0f} | {row['accepted_p99_ms']:.0f} "
-                    f"| {'' if row['refused_p50_ms'] is None else f'{row["refused_p50_ms"]:.1f}'} | {row['answered']} "
+                    f"| {refused_ms} | {row['answered']} "
                     f"| {row['more_threads']} | {row['more_resident_bytes'] >> 20} |",
                     flush=True,
                 )
