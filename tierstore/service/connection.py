@@ -57,7 +57,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One of the `door`'s connections, if there is one.
 
     Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, which sends more than
-    PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept.
+    PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept, in the middle of a request too.
     """
 
     def __init__(self, *args: Any, door: Door | None = None, **kwargs: Any) -> None:
@@ -67,6 +67,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._lost = False
         self._head_bytes = 0
         self._in_head = True
+        self._patience_s = float(self.timeout_keep_alive)
 
     def is_lost(self) -> bool:
         """Whether the client has gone. Any thread."""
@@ -74,15 +75,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
-        patience_s = float(self.timeout_keep_alive)
         if self._door is not None:
             self._served = self._door.enter()
             if self._served is None:
                 transport.abort()
                 return
             if not self._served:
-                self.app, patience_s = self._door, REFUSED_S
-        self.timeout_keep_alive_task = self.loop.call_later(patience_s, self.timeout_keep_alive_handler)
+                self.app, self._patience_s = self._door, REFUSED_S
+        self._be_patient()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
@@ -103,6 +103,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("Request head too large.")
+        if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
+            self._be_patient()  # of a request that has begun to arrive the next bytes are waited for no longer
+
+    def _be_patient(self) -> None:
+        if not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(self._patience_s, self._silent)
+
+    def _silent(self) -> None:
+        """Nothing came for so long."""
+        if self.flow.read_paused:  # it is we who do not read
+            self._be_patient()
+        else:
+            self.timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= PIPELINED:
