@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import time
 import weakref
@@ -10,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 
+import tierstore
 from tests.predict import onnx_models as om
 from tierstore.errors import DeltaError, InvalidInput, MissingExtra, NotReady, SnapshotError
 from tierstore.predict import runtime
@@ -124,8 +126,6 @@ def test_inputs_that_do_not_fit_are_told(dense_store, inputs, message):
 
 @pytest.fixture(scope="module")
 def dense_store(tmp_path_factory, quick_loads):
-    import tierstore
-
     root = tmp_path_factory.mktemp("dense")
     weights = {"user_id": np.ones(4), "clicked": np.ones(8), "hour": np.ones(1)}
     with tierstore.open(root / "data", host_budget="4MiB", load_workers=1, disk_threads=2) as store:
@@ -237,6 +237,21 @@ def test_the_newest_dense_part_serves_through_deltas_restarts_and_rollbacks(open
     store.rollback("ctr")
     assert told(model.predict(ASK)) == 4, "the delta was for both"
     assert model.active_version == 1
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 3600.0], ids=["folded", "in the log alone"])
+def test_a_store_that_was_never_closed_comes_back_with_the_newest_dense_part(open_store, tmp_path, grace_s):
+    """What is on disk the moment after an acknowledgement is what a crash leaves."""
+    store = open_store(fold_grace_s=grace_s)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
+    for seq in (1, 2):
+        store.apply_delta(served(seq, seq=seq))
+        if not grace_s:
+            settled(store)
+    left = tmp_path / "left"
+    shutil.copytree(tmp_path / "data", left)
+    with tierstore.open(left, host_budget="4MiB", load_workers=1) as again:
+        assert told(again.model("ctr").predict(ASK)) == 2
 
 
 def test_a_new_dense_part_is_ready_before_the_delta_is_logged(store, tmp_path, monkeypatch):

@@ -87,11 +87,8 @@ def add_ghost(policy, policy16, s, hashed):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def on_probation(policy, s, way):  # type: ignore[no-untyped-def]
-    at = s * POLICY_BYTES + QUEUE
-    for entry in range(at, at + PROBATION):
-        if policy[entry] == way + 1:
-            return True
-    return False
+    at, entry = s * POLICY_BYTES + QUEUE, way + 1
+    return policy[at] == entry or policy[at + 1] == entry or policy[at + 2] == entry or policy[at + 3] == entry
 
 
 @nb.njit(inline="always")
