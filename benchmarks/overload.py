@@ -71,7 +71,7 @@ async def measure(data: Path, seconds: float, loads: tuple[int, ...], connection
                 print(
                     f"| {name} | {times} | {row['goodput_per_s']:.0f} | {row['goodput_ratio']:.2f} "
                     f"| {row['accepted_p50_ms']:.0f} | {row['accepted_p99_ms']:.0f} "
-                    f"| {'' if row['refused_p50_ms'] is None else f'{row["refused_p50_ms"]:.1f}'} | {row['answered']} "
+                    f"| {row['refused_p50_ms'] or 0:.1f} | {row['answered']} "
                     f"| {row['more_threads']} | {row['more_resident_bytes'] >> 20} |",
                     flush=True,
                 )

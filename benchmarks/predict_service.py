@@ -6,6 +6,7 @@ Clients are coroutines of one event loop; what they cost is not the service's, w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -34,7 +35,7 @@ def ranking_model(widths: tuple[int, ...]) -> bytes:
     nodes = [helper.make_node("Concat", [f"{name}_id" for name in FEATURES], ["h0"], axis=1)]
     constants = []
     sizes = (len(FEATURES) * DIM, *widths, 1)
-    for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         weights = (rng.standard_normal((a, b)) / a**0.5).astype(np.float32)
         constants.append(numpy_helper.from_array(weights, f"w{i}"))
         last = i == len(sizes) - 2

@@ -253,6 +253,19 @@ def test_a_request_that_is_not_gone_on_with_leaves_its_view(
     eventually(lambda: held == 0, "all views are left")
 
 
+def test_over_tensorflow_servings_rest_too(
+    served: tuple[FakeStore, ServerThread], clock: Clock, finished: list[int]
+) -> None:
+    """Rows that are left for the disk, and a body that a thread is to parse."""
+    path = "/v1/models/one:predict"
+    served[0].model("one").gate = served[0].model("one")._view._gate = served[0].model("ctr").gate
+    small, large = {"inputs": {"item_id": [1, 2]}}, {"inputs": {"item_id": [1] * 9000}}
+    timeout = {"X-Request-Timeout-Ms": 15_000}
+    messages = [request(path, small, timeout), request(path, large, timeout), request(path, small)]
+    assert [answer.status for answer in blocked(*served, clock, messages)] == [504, 504, 200]
+    assert finished == [2, 2]
+
+
 def test_what_waited_too_long_is_refused(tmp_path: Path, clock: Clock, finished: list[int]) -> None:
     store = FakeStore(settings_for(tmp_path, lookup_threads=1, lookup_queue=10, max_queue_s=15))
     with ServerThread(store) as server:  # type: ignore[arg-type]

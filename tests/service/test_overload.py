@@ -117,7 +117,7 @@ def test_connections_ask_again_and_again_while_the_service_is_full(served: tuple
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/v2/models/ctr", "application/json"), ("/admin/models", "application/problem+json"), ("/metrics", "application/problem+json")],
+    [("/v2/models/ctr", "application/json"), ("/v1/models/ctr", "application/json"), ("/admin/models", "application/problem+json"), ("/metrics", "application/problem+json")],
 )  # fmt: skip
 def test_connections_beyond_the_limit_are_told_so_in_the_words_of_their_protocol(
     tmp_path: Path, path: str, kind: str
@@ -133,7 +133,7 @@ def test_connections_beyond_the_limit_are_told_so_in_the_words_of_their_protocol
             assert (answer.status, answer.headers["content-type"]) == (503, kind)
             assert answer.headers["retry-after"] == "1"
             assert answer.headers["connection"] == "close"
-            assert "2 connections are open" in answer.document["error" if path.startswith("/v2") else "detail"]
+            assert "2 connections are open" in answer.document["error" if path.startswith("/v") else "detail"]
             assert (await extra.ask(request(path))).status == 0, "it is closed then"
             assert (await first[0].ask(request("/v2"))).status == 200
             first[1].close()

@@ -20,11 +20,13 @@ from tierstore.service.http import (
     Response,
     Scope,
     Send,
+    caller_of,
     error_response,
     json_response,
     read_body,
 )
 from tierstore.service.pool import Holding
+from tierstore.service.shed import Caller, Gone
 from tierstore.service.status import HttpError, log_failure, outcome_of
 from tierstore.service.tensors import shown
 from tierstore.service.tfs_predict import PredictCall
@@ -51,8 +53,8 @@ class TfsHttp:
         headers: Headers = dict(scope["headers"])
         try:
             try:
-                response = await self._answer(scope, headers, receive, holding)
-            except Disconnected:
+                response = await self._answer(scope, headers, receive, holding, began_ns)
+            except (Disconnected, Gone):
                 return
             except Elsewhere:
                 raise  # of a worker process, to its owner
@@ -65,7 +67,9 @@ class TfsHttp:
         seconds = (time.perf_counter_ns() - began_ns) / 1e9
         self._service.request_times.add(PROTOCOL, outcome_of(response.status), seconds)
 
-    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, holding: Holding) -> Response:
+    async def _answer(
+        self, scope: Scope, headers: Headers, receive: Receive, holding: Holding, began_ns: int
+    ) -> Response:
         path = _PATH.fullmatch(scope["path"])
         if path is None:
             raise NotFound(f"no such path: {shown(scope['path'])}; expected /v1/models/{{model}}…")
@@ -86,15 +90,22 @@ class TfsHttp:
             raise InvalidInput(f"models here have no {verb.lower()} signature: ask for their outputs with :predict")
         if verb.lower() != "predict":
             raise NotFound(f"no such verb: {shown(verb)}; expected predict")
+        caller = caller_of(scope, headers, began_ns)
         body = await read_body(receive, headers, self._service.settings.max_request, holding)
-        return await self._predict(name, version, body, headers, holding)
+        return await self._predict(name, version, body, headers, holding, caller)
 
     async def _predict(
-        self, name: str, version: int | str | None, body: memoryview, headers: Headers, holding: Holding
+        self,
+        name: str,
+        version: int | str | None,
+        body: memoryview,
+        headers: Headers,
+        holding: Holding,
+        caller: Caller,
     ) -> Response:
         service = self._service
         began_ns = time.perf_counter_ns()
-        call = PredictCall(service, name, version, body, headers, holding)
+        call = PredictCall(service, name, version, body, headers, holding, caller)
         try:
             response, served = await call.run()
         except TierstoreError as error:

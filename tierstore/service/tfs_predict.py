@@ -16,6 +16,7 @@ from tierstore.service.figures import Timings
 from tierstore.service.http import Headers, Response, compress, decode_body, wanted_coding
 from tierstore.service.oip_infer import DIRECT_JSON_BYTES, DIRECT_WORK_BYTES
 from tierstore.service.pool import Holding
+from tierstore.service.shed import Caller
 from tierstore.service.tensors import Elements
 from tierstore.service.tfs_json import PredictBody, encode_answer, parse_predict, tensors_of
 from tierstore.service.tfs_request import request_of, room_for
@@ -25,8 +26,8 @@ class PredictCall:
     """A request under way. One thread at a time: the loop, then maybe a thread of the pool."""
 
     __slots__ = (
-        "_asked", "_began_ns", "_elements", "_inference", "body", "headers", "holding", "model", "service", "spent",
-        "version",
+        "_asked", "_began_ns", "_elements", "_inference", "body", "caller", "headers", "holding", "model", "service",
+        "spent", "version",
     )  # fmt: skip
 
     def __init__(
@@ -37,9 +38,10 @@ class PredictCall:
         body: memoryview,
         headers: Headers,
         holding: Holding,
+        caller: Caller,
     ) -> None:
         self.service, self.model, self.version = service, model, version
-        self.body, self.headers, self.holding = body, headers, holding
+        self.body, self.headers, self.holding, self.caller = body, headers, holding, caller
         self.spent = Timings()
         self._began_ns = time.perf_counter_ns()
         self._asked: PredictBody | None = None
@@ -55,10 +57,12 @@ class PredictCall:
                     return self._finish()
                 rest = self._go_on
             self._began_ns = time.perf_counter_ns()
-            future = self.service.lookups.run(rest)
+            future = self.service.lookups.run(rest, caller=self.caller)
         except BaseException:
             self._close()
             raise
+        if self._inference is not None:  # left by `rest`, unless that is not run any more
+            future.add_done_callback(lambda _: self._close())
         # Should whoever waits here be cancelled, the thread goes on: it is the one to leave the view.
         return await asyncio.shield(future)
 
