@@ -51,17 +51,17 @@ def ranking_model(widths: tuple[int, ...]) -> bytes:
     return model
 
 
-def load(data: Path, widths: tuple[int, ...]) -> None:
-    """A data directory with the model in it, loaded."""
+def load(data: Path, widths: tuple[int, ...], rows: int = ROWS) -> None:
+    """A data directory with the model in it, loaded; keys from `rows` on are absent."""
     rng = np.random.default_rng(8)
     snapshot = data.with_name("snapshot")
     with tierstore.SnapshotWriter(snapshot, model=MODEL, version=1) as writer:
         for name in FEATURES:
-            keys = np.arange(ROWS, dtype=np.int64)
-            writer.table(name, dim=DIM).write(keys, rng.standard_normal((ROWS, DIM), np.float32))
+            keys = np.arange(rows, dtype=np.int64)
+            writer.table(name, dim=DIM).write(keys, rng.standard_normal((rows, DIM), np.float32))
             writer.feature(f"{name}_id", table=name)
         writer.dense(ranking_model(widths))
-    with tierstore.open(data, host_budget="64MiB") as store:
+    with tierstore.open(data, host_budget="64MiB", load_workers=1) as store:
         store.load_snapshot(snapshot)
 
 
