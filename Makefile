@@ -4,6 +4,7 @@
 #   make check   what must be green: format, lint, types, layers, tests
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
+#   make bench-gpu   the device tier on this machine's GPU; without one it says so
 #   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
 #   make format  rewrite the code in the house format
 
@@ -21,7 +22,7 @@ CLIENTS := $(CURDIR)/.clients
 SOURCES := tierstore tests $(wildcard benchmarks tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers bench bench-tools bench-tfra client-venvs format clean
+.PHONY: help venv demo test check format-check lint types layers bench bench-tools bench-tfra bench-gpu client-venvs format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -70,20 +71,26 @@ bench-tfra: bench-tools
 	  || { rm -rf $(TFRA); echo 'TFRA cannot be installed with $(TFRA_PYTHON); Python 3.11 can: set TFRA_PYTHON'; }
 	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
 
+bench-gpu: bench-tools
+	@! command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]'
+	$(BIN)/python -m benchmarks --only device_lookup $(BENCH)
+
 # Clients that want other versions of packages than tierstore. Their packages are unchanged; the stubs of TensorFlow
-# Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Not compiled
-# ahead: that took twice as long as the rest, for modules of which few are ever imported.
+# Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
+# what an import needs is compiled: all of it took twice as long as the rest.
 client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed
 
 $(CLIENTS)/tfs/.installed:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'tensorflow-cpu==2.21.0' 'grpcio>=1.66,<2'
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps 'tensorflow-serving-api==2.21.0'
+	env -u PYTHONDONTWRITEBYTECODE $(@D)/bin/python -c 'import tensorflow, tensorflow_serving.apis.predict_pb2' 2>/dev/null
 	@touch $@
 
 $(CLIENTS)/kserve/.installed:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'kserve==0.21.0'
+	env -u PYTHONDONTWRITEBYTECODE $(@D)/bin/python -c 'import kserve'
 	@touch $@
 
 format: $(STAMP)

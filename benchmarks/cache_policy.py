@@ -66,7 +66,7 @@ def table_for(capacity: int) -> HostTable:
     row_bytes = probe.bytes_in_use / probe.capacity_rows
     probe.close()
     table = HostTable(SPEC, int(capacity * row_bytes), default_vector=np.zeros(1, np.float32))
-    assert 0.9 * capacity < table.capacity_rows <= capacity
+    assert 0.85 * capacity < table.capacity_rows <= capacity  # whole sets, of which a small table has few
     return table
 
 

@@ -2,8 +2,8 @@
 
 One request is of 700 items of one user: 20 features, a look-up each, through `Client.predict` at a service of its own
 process. Part `rows` is a model without a dense part, which answers the features' rows; part `scores` one with a network of
-320 → 256 → 64 → 1, which answers a score an item. Ways of sending take turns, call by call, so that whatever else the machine does meets all of them
-alike; figures are over all calls. p99 of the client in shards is to be below that of one request.
+320 → 256 → 64 → 1, which answers a score an item. Ways of sending take turns, call by call, so that whatever else the
+machine does meets all of them alike; figures are over all calls. p99 in shards is to be below that of one request.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def main() -> None:
         skipped.append("scores: the extra `dense` is not installed")
     else:
         parts.append("scores")
-    for part, dim in itertools.product(parts, options.dim):
+    for part, dim in itertools.product(parts[-1:] if options.tiny else parts, options.dim):
         with tempfile.TemporaryDirectory(prefix="client-") as where:
             command = [sys.executable, "-m", "benchmarks.client_predict", "--serve", where, "--rows", str(rows)]
             more = ["--dim", str(dim), *(["--dense"] if part == "scores" else [])]

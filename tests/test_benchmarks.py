@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import report
+from benchmarks import device_lookup, report
 from benchmarks.alternation import Samples, Taken, alternate, one_thread, ratio, threads
 from benchmarks.contenders import Rows, Take, Tierstore, keys_of
 from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
+from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.types import StorageDtype
 
 ROOT = Path(__file__).parents[1]
@@ -191,3 +192,11 @@ def test_taking_and_decoding_with_numpy_is_what_answers_are_compared_with() -> N
     out = np.empty((3, 4), np.float32)
     Take(rows, decode=True).session()(np.array([4, 40, 4]), out)
     np.testing.assert_array_equal(out, rows.answer(np.array([4, 40, 4])))
+
+
+def test_the_device_benchmark_compares_like_with_like() -> None:
+    """On the stand-in for a GPU, so that it runs at all on the first machine that has one; its figures mean nothing."""
+    results = device_lookup.measure(ShimDevice(1 << 30), np, None, rows=2000, batch=128, rounds=1, calls=2)
+    assert [(one["part"], one["dim"]) for one in results] == [(p, d) for p in ("resident", "tiered") for d in (32, 64)]
+    assert all(one["ratio"] > 0 for one in results)
+    assert all(0.5 < one["device_hits"] < 1 for one in results if one["part"] == "tiered")

@@ -25,7 +25,7 @@ from tierstore.cli.app import app
 from tierstore.cli.progress import shown_progress
 from tierstore.config import ENV_PREFIX
 from tierstore.engine.store import Store
-from tierstore.service.server import ServerThread
+from tierstore.service.server import ServerThread, has_grpc
 from tierstore.types import Progress
 
 ROOT = Path(__file__).parents[1]
@@ -465,6 +465,8 @@ def test_serve_says_where_it_listens_and_ends_in_order(tmp_path: Path) -> None:
         line = service.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert found, (line, (tmp_path / "err").read_text())
+        if has_grpc():
+            assert re.fullmatch(r"gRPC at 127\.0\.0\.1:\d+\n", service.stdout.readline())
         with tierstore.Client(found.group()) as client:
             assert client.ready()
             assert client.load_snapshot(snapshot) == 1

@@ -48,6 +48,14 @@ class Settings(BaseSettings):
         default_factory=_default_host_budget,
         description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together",
     )
+    device_budget: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="bytes of memory of each GPU for cached rows, keys, bookkeeping and staging, all models together; 0 for no device tier (extra `gpu`)",
+    )
+    device_layout: Literal["replica", "shard"] = Field(
+        "replica", description="with several GPUs: the hottest rows on each (`replica`), or each key on one (`shard`)"
+    )
     overlay_budget: Size = Field(
         ByteSize(256 << 20),
         description="bytes of deltas that are visible but not folded yet; beyond it producers get 429",
@@ -131,7 +139,9 @@ class Settings(BaseSettings):
         default_factory=lambda: [Path.cwd()],
         description="snapshots are read only from under these; separated by ':' in the environment",
     )
-    allow_client_shm: bool = Field(False, description="serve OIP's system shared memory extension")
+    allow_client_shm: bool = Field(
+        False, description="serve OIP's shared memory extensions: system, and CUDA where there is a GPU"
+    )
     allow_open_network: bool = Field(
         False, description="listen beyond loopback without tokens: anyone who reaches the port may change models"
     )

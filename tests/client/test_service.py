@@ -273,3 +273,15 @@ def test_refusals_are_those_of_the_store(loaded: Client, loaded_store: Store) ->
         loaded.load_snapshot(write_snapshot(loaded_store.root.root.parent, 3), model="other")
     with pytest.raises(InvalidInput, match="model="):
         loaded.load_snapshot("nothing")
+
+
+def test_a_version_is_named_by_number_or_by_label(client: Client, store: Store, tmp_path: Path) -> None:
+    for version in (1, 2):
+        store.load_snapshot(write_snapshot(tmp_path, version), activate=version == 1)
+    with store.model("ctr").view(1) as view:
+        expected = view.lookup("item_id", np.arange(9))
+    for version in (None, 1, "1", "stable"):
+        same(client.lookup("ctr", "item_id", np.arange(9), version=version), expected)
+    for version in (7, "nowhere"):
+        with pytest.raises(NotFound):
+            client.lookup("ctr", "item_id", [1], version=version)

@@ -73,12 +73,12 @@ def ranker() -> bytes:
     return om.build(nodes, inputs, outputs, constants | {"yes": np.array("up", object), "no": np.array("down", object)})
 
 
-def write_snapshot(root: Path, model: str = MODEL, dense: bytes | None = None) -> Path:
-    """The tables and features that all requests are of."""
-    where = root / model
-    with tierstore.SnapshotWriter(where, model=model, version=VERSION) as writer:
+def write_snapshot(root: Path, model: str = MODEL, dense: bytes | None = None, *, canary: bool = False) -> Path:
+    """The tables and features that all requests are of; a canary's items have twice the values."""
+    where = root / f"{model}-{canary}"
+    with tierstore.SnapshotWriter(where, model=model, version=VERSION + canary) as writer:
         item = writer.table("item", dim=4, default=row("item", UNKNOWN_ITEM).tolist())
-        item.write(np.array([*ITEMS], np.int64), rows("item", np.array([*ITEMS])))
+        item.write(np.array([*ITEMS], np.int64), rows("item", np.array([*ITEMS])) * (1 + canary))
         user = writer.table("user", dim=3, key="string")
         user.write([*USERS], rows("user", np.array([*USERS], object)))
         big = writer.table("big", dim=2, key="uint64")
@@ -141,6 +141,8 @@ def look_ups() -> list[tuple[Case, Expected]]:
         case("a version that is named", {"item_id": KEYS}, {"item_id": rows("item", KEYS)}, version=VERSION),
         case("an unknown feature", {"nope": KEYS}, "nope"),
         case("an unknown version", {"item_id": KEYS}, "7", version=7),
+        case("a label", {"item_id": KEYS[:2]}, {"item_id": 2 * rows("item", KEYS[:2])}, version="canary"),
+        case("an unknown label", {"item_id": KEYS}, "spring", version="spring"),
     ]
 
 

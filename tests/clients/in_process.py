@@ -67,10 +67,11 @@ def _arrays(result: Any, case: Case) -> dict[str, np.ndarray]:
 
 
 def _text(array: np.ndarray) -> np.ndarray:
-    """Strings as str, which these clients give as bytes."""
+    """Strings as str, which some clients give as bytes."""
     if array.dtype != object:
         return array
-    return np.array([text.decode() for text in array.reshape(-1).tolist()], object).reshape(array.shape)
+    flat = [text.decode() if isinstance(text, bytes) else text for text in array.reshape(-1).tolist()]
+    return np.array(flat, object).reshape(array.shape)
 
 
 def _each(job: Job, ask: Callable[[Case], dict[str, np.ndarray]]) -> Answers:
@@ -156,25 +157,51 @@ def _ask_shm(triton: Any, client: Any, name: str, region: Any, case: Case) -> di
 
 def _tierstore(job: Job) -> Answers:
     with tierstore.Client(f"http://{job.http}") as client:
-        return _each(job, lambda case: _ask_tierstore(client, case))
+        return _each(job, lambda case: _understood(case, _verb(client, case)))
 
 
-def _ask_tierstore(client: tierstore.Client, case: Case) -> dict[str, np.ndarray]:
+def _tierstore_aio(job: Job) -> Answers:
+    async def run() -> Answers:
+        answers: Answers = {}
+        async with tierstore.AsyncClient(f"http://{job.http}") as client:
+            for case in job.cases:
+                try:
+                    answers[case.name] = _understood(case, await _verb(client, case))
+                except TierstoreError as error:
+                    answers[case.name] = str(error)
+        return answers
+
+    return asyncio.run(run())
+
+
+def _verb(client: Any, case: Case) -> Any:
+    """The call that asks it, of either client: look-ups where there is a verb for them, else `predict`."""
     outputs = case.outputs or {}
-    options: dict[str, Any] = {"return_found": any(name.endswith(".found") for name in outputs)}
+    options: dict[str, Any] = {"version": case.version}
+    features = [name for name in case.inputs if "." not in name]
+    if len(case.inputs[features[0]].shape) > 1 or any(name in outputs for name in ("score", "verdict")):
+        return client.predict(case.model, case.inputs, outputs=list(outputs) or case.answers, **options)
+    if case.outputs is None and "score" in case.answers:
+        return client.predict(case.model, case.inputs, **options)
+    options["return_found"] = any(name.endswith(".found") for name in outputs)
     if "FP16" in outputs.values():
         options["dtype"] = "float16"
-    features = [name for name in case.inputs if "." not in name]
     if len(features) > 1:
         return client.lookup_many(case.model, {name: case.inputs[name] for name in features}, **options)
     (feature,) = features
     keys = case.inputs[feature]
     if f"{feature}.offsets" in case.inputs:
         options["weights"] = case.inputs.get(f"{feature}.weights")
-        answer = client.lookup_bags(case.model, feature, keys, case.inputs[f"{feature}.offsets"], **options)
-    else:
-        answer = client.lookup(case.model, feature, keys, **options)
-    return {feature: answer[0], f"{feature}.found": answer[1]} if options["return_found"] else {feature: answer}
+        return client.lookup_bags(case.model, feature, keys, case.inputs[f"{feature}.offsets"], **options)
+    return client.lookup(case.model, feature, keys, **options)
+
+
+def _understood(case: Case, answer: Any) -> dict[str, np.ndarray]:
+    if isinstance(answer, tuple):
+        answer = dict(zip(case.answers, answer, strict=True))
+    elif not isinstance(answer, dict):
+        answer = {case.answers[0]: answer}
+    return {name: _text(array) for name, array in answer.items()}
 
 
 CLIENTS: dict[str, Callable[[Job], Answers]] = {
@@ -185,4 +212,5 @@ CLIENTS: dict[str, Callable[[Job], Answers]] = {
     "triton_http_shm": lambda job: _triton_shm(triton_http, job.http, job),
     "triton_grpc_shm": lambda job: _triton_shm(triton_grpc, job.grpc, job),
     "tierstore": _tierstore,
+    "tierstore_aio": _tierstore_aio,
 }

@@ -34,16 +34,10 @@ DEADLINE_S = 120
 REQUESTS = [*cases.look_ups(), *cases.predictions()]
 for asked_for, wanted in REQUESTS:
     asked_for.answers = asked_for.answers or list(wanted if isinstance(wanted, dict) else asked_for.inputs)
-# what a client has no words for
-BEYOND = {
-    "tierstore": {"bags of a batch", "rows of a batch", "a version that is named", "an unknown version"}
-    | {case.name for case, _ in cases.predictions()},
-}
 ASKED = [
     pytest.param(client, case, expected, id=f"{client}-{case.name}")
     for case, expected in REQUESTS
     for client in CLIENTS
-    if case.name not in BEYOND.get(client, ())
 ]
 
 Answers = dict[str, exchange.Answer]
@@ -108,6 +102,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     )
     with in_process_loads(), Store(settings) as store:
         store.load_snapshot(cases.write_snapshot(root))
+        store.load_snapshot(cases.write_snapshot(root, canary=True), activate=False)
+        store.canary(cases.MODEL, cases.VERSION + 1, share=0.0)
         store.load_snapshot(cases.write_snapshot(root, cases.RANKER, cases.ranker()))
         with ServerThread(store) as server:
             job = exchange.Job(server.url.removeprefix("http://"), server.grpc_target, [case for case, _ in REQUESTS])

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tierstore.demo import DemoReport, run
+from tierstore.demo.graph import can_predict
 from tierstore.demo.process import Child, service_url, start_service
 from tierstore.errors import NotReady
 
@@ -49,6 +50,17 @@ def test_the_deltas_are_worth_it(told: tuple[DemoReport, str, Path]) -> None:
     assert report.quality.new_item_share > 0.2
     assert report.quality.deltas > report.quality.daily + 0.01
     assert 0 < report.freshness_median_s <= report.freshness_p99_s <= report.freshness_max_s < 5
+
+
+def test_the_service_scores_as_the_trainer_would_on_the_same_rows(told: tuple[DemoReport, str, Path]) -> None:
+    report, text, _ = told
+    if not can_predict():
+        assert "made by the demo" in text
+        pytest.skip("needs the extra `dense`")
+    assert report.served_scores
+    assert report.scores_checked > 1_000
+    assert report.score_mismatches == 0
+    assert "by the service" in text
 
 
 def test_the_report_is_complete_as_a_document_and_for_a_person(told: tuple[DemoReport, str, Path]) -> None:

@@ -175,8 +175,8 @@ def test_memory_that_is_mapped_stays_within_the_budget_for_wide_rows(tmp_path):
             where = tmp_path / f"wide-{version}"
             with tierstore.SnapshotWriter(where, model="wide", version=version) as writer:
                 for table in "abcd":
-                    rows = np.ones((64, 1500), np.float32)
-                    writer.table(table, dim=1500).write(np.arange(64), rows)
+                    rows = np.ones((64, 768), np.float32)
+                    writer.table(table, dim=768).write(np.arange(64), rows)
                     writer.feature(table, table=table)
             store.load_snapshot(where, progress=note)
         assert 0 < worst <= 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import time
 import weakref
@@ -10,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 
+import tierstore
 from tests.predict import onnx_models as om
 from tierstore.errors import DeltaError, InvalidInput, MissingExtra, NotReady, SnapshotError
 from tierstore.predict import runtime
@@ -124,8 +126,6 @@ def test_inputs_that_do_not_fit_are_told(dense_store, inputs, message):
 
 @pytest.fixture(scope="module")
 def dense_store(tmp_path_factory, quick_loads):
-    import tierstore
-
     root = tmp_path_factory.mktemp("dense")
     weights = {"user_id": np.ones(4), "clicked": np.ones(8), "hour": np.ones(1)}
     with tierstore.open(root / "data", host_budget="4MiB", load_workers=1, disk_threads=2) as store:
@@ -239,6 +239,21 @@ def test_the_newest_dense_part_serves_through_deltas_restarts_and_rollbacks(open
     assert model.active_version == 1
 
 
+@pytest.mark.parametrize("grace_s", [0.0, 3600.0], ids=["folded", "in the log alone"])
+def test_a_store_that_was_never_closed_comes_back_with_the_newest_dense_part(open_store, tmp_path, grace_s):
+    """What is on disk the moment after an acknowledgement is what a crash leaves."""
+    store = open_store(fold_grace_s=grace_s)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
+    for seq in (1, 2):
+        store.apply_delta(served(seq, seq=seq))
+        if not grace_s:
+            settled(store)
+    left = tmp_path / "left"
+    shutil.copytree(tmp_path / "data", left)
+    with tierstore.open(left, host_budget="4MiB", load_workers=1) as again:
+        assert told(again.model("ctr").predict(ASK)) == 2
+
+
 def test_a_new_dense_part_is_ready_before_the_delta_is_logged(store, tmp_path, monkeypatch):
     """While it is made ready, look-ups and predictions go on, and the log does not have it."""
     store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
@@ -340,3 +355,26 @@ def test_swaps_and_new_dense_parts_under_load_fail_no_request_and_mix_no_answer(
         thread.join(60)
     assert wrong == []
     assert all({6, 7} <= mine for mine in seen)
+
+
+def test_a_canary_has_its_own_dense_part_and_a_delta_brings_one_to_both(open_store, tmp_path):
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
+    store.apply_delta(served(1, seq=1))
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=1, dense=om.telltale(0, TELLTALE)), activate=False)
+    store.apply_delta(served(2, seq=2, base_version=2))
+    store.canary("ctr", 2, 0.5)
+    model = store.model("ctr")
+    assert [told(model.predict(ASK, version=number)) for number in (1, 2)] == [1, 2]
+    with pytest.raises(DeltaError, match="the dense part cannot be served: the dense part is not an ONNX model"):
+        store.apply_delta(scenes.delta(3, dense=b"no graph"))
+    store.apply_delta(served(3, seq=3))
+    with model.view(1) as active, model.view(2) as canary:
+        assert active.predictor is not canary.predictor
+    assert [told(model.predict(ASK, version=number)) for number in (1, 2)] == [3, 3]
+    assert {told(model.predict(ASK)) for _ in range(20)} == {3}
+    assert state(store, 2) == "served"
+    store.promote("ctr")
+    assert told(model.predict(ASK)) == 3
+    store.close()
+    assert told(open_store().model("ctr").predict(ASK)) == 3

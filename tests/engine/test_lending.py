@@ -227,3 +227,45 @@ def test_models_that_come_and_go(tmp_path: Path, store: Store, other: Played) ->
         pass
     with pytest.raises(NotFound):
         other.store.model("third")
+
+
+def test_a_canary_is_lent_beside_the_active_version(tmp_path: Path, store: Store, other: Played) -> None:
+    store.load_snapshot(write_snapshot(tmp_path, 2, stamp=2), activate=False)
+    store.canary("ctr", 2, 0.5)
+    store.label("ctr", "trial", 2)
+    store.apply_delta(stamped(1, {"item": KEYS[:10]}))
+    ours, theirs = store.model("ctr"), other.store.model("ctr")
+    for asked, stamp in ((1, 0), (2, 2), ("stable", 0), ("canary", 2), ("trial", 2)):
+        with theirs.view(asked) as view:
+            np.testing.assert_array_equal(view.lookup("item_id", KEYS[:10]), vectors("item", 1, KEYS[:10]))
+            np.testing.assert_array_equal(view.lookup("item_id", KEYS[10:]), vectors("item", stamp, KEYS[10:]))
+    for number in range(50):
+        with ours.view(route=f"r{number}") as here, theirs.view(route=f"r{number}") as there:
+            assert here.version == there.version
+    with pytest.raises(NotFound, match="it has stable, canary, trial"), theirs.view("nobody"):
+        pass
+
+
+def test_what_becomes_of_a_canary_is_seen_at_once(tmp_path: Path, store: Store, other: Played) -> None:
+    store.load_snapshot(write_snapshot(tmp_path, 2, stamp=2), activate=False)
+    theirs = other.store.model("ctr")
+    store.canary("ctr", 2, 1.0)
+    with theirs.view() as view:
+        assert view.version == 2
+        store.canary("ctr", 2, 0.0)
+        with theirs.view() as stable:
+            assert stable.version == 1
+        store.promote("ctr")
+        with theirs.view() as promoted:
+            assert promoted is view, "the view that was lent already"
+    store.canary("ctr", 1, 1.0)
+    with theirs.view() as canary:
+        assert canary.version == 1
+        store.withdraw("ctr")
+        with theirs.view() as active:
+            assert active.version == 2
+        np.testing.assert_array_equal(canary.lookup("item_id", KEYS), vectors("item", 0, KEYS))
+    store.drop("ctr", 1)  # waits until it is given back
+    store.apply_delta(stamped(1, {"item": KEYS}))
+    other.store.refresh()
+    eventually(store, "folded, as nobody holds an older view")

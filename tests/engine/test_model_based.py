@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -73,6 +74,8 @@ class Version:
 
 class StoreAgainstDicts(RuleBasedStateMachine):
     versions_seen = Bundle("versions")
+    options: dict[str, Any] = {}  # noqa: RUF012 - settings beside the usual ones
+    devices: tuple[str | None, ...] = (None,)  # where answers are asked for
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +97,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             disk_threads=1,
             fold_grace_s=grace_s,
             keep_versions=99,
+            **self.options,
         )
 
     @property
@@ -302,12 +306,13 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         keys = np.array([key for bag in bags for key in bag], np.int64)
         offsets = np.cumsum([0, *map(len, bags)])[:-1]
         weights = np.array([data.draw(st.sampled_from([0, 1, 2])) for _ in keys], np.float32)
-        pooled = self.store.model("ctr").lookup_bags("bag", keys, offsets, weights=weights)
         item = self._expected()["item"]
         of_key = lambda key: np.zeros(3) if key == 7 else item.get(key, DEFAULT["item"])  # noqa: E731
         rows = np.array([weight * of_key(int(key)) for key, weight in zip(keys, weights, strict=True)]).reshape(-1, 3)
         expected = [part.sum(0) for part in np.split(rows, offsets[1:])] if bags else np.zeros((0, 3))
-        np.testing.assert_allclose(pooled, expected, rtol=1e-6)
+        for device in self.devices:
+            pooled = self.store.model("ctr").lookup_bags("bag", keys, offsets, weights=weights, device=device)
+            np.testing.assert_allclose(pooled, expected, rtol=1e-6)
 
     def _expected(self) -> Rows:
         assert self.active is not None
@@ -325,8 +330,8 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             return
         expected = self._expected()
         with model.view() as view:
-            for table in DIM:
-                rows, found = view.lookup(f"{table}_id", ALL_KEYS, return_found=True)
+            for table, device in itertools.product(DIM, self.devices):
+                rows, found = view.lookup(f"{table}_id", ALL_KEYS, return_found=True, device=device)
                 want = np.stack([expected[table].get(key, DEFAULT[table]) for key in ALL_KEYS.tolist()])
                 np.testing.assert_array_equal(rows, want, err_msg=table)
                 assert found.tolist() == [key in expected[table] for key in ALL_KEYS.tolist()]

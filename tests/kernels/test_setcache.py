@@ -180,7 +180,7 @@ class OneSet:
     def __init__(self) -> None:
         self.keys: list[int | None] = [None] * setcache.WAYS
         self.hits = [0] * setcache.WAYS
-        self.probation: int | None = None  # its way
+        self.probation: list[int] = []
         self.hand = self.ghost_hand = 0
         self.ghosts: list[int | None] = [None] * heat.GHOSTS
 
@@ -205,8 +205,8 @@ class OneSet:
         return None
 
     def victim(self) -> int:
-        while self.hand == self.probation or self.hits[self.hand]:
-            if self.hand != self.probation:
+        while self.hand in self.probation or self.hits[self.hand]:
+            if self.hand not in self.probation:
                 self.hits[self.hand] -= 1
             self.hand = (self.hand + 1) % setcache.WAYS
         way = self.hand
@@ -214,20 +214,23 @@ class OneSet:
         return way
 
     def put_out(self, key: int) -> tuple[int, bool]:
-        known, way = key in self.ghosts, self.probation
+        known = key in self.ghosts
         if known:
             self.ghosts[self.ghosts.index(key)] = None
-        if known or way is None or self.hits[way]:
+        if known or len(self.probation) < heat.PROBATION:
             way = self.victim()
+        elif self.hits[self.probation[0]]:
+            way = self.victim()
+            self.probation.pop(0)
+        else:
+            way = self.probation.pop(0)
         self.ghosts[self.ghost_hand] = self.keys[way]
         self.ghost_hand = (self.ghost_hand + 1) % heat.GHOSTS
         self.keys[way] = None
-        if way == self.probation:
-            self.probation = None
         return way, not known
 
     def insert(self, key: int) -> None:
-        home, on_probation = self.home(key), self.probation is None
+        home, on_probation = self.home(key), True
         way = self.free(home)
         if way is None:
             way, on_probation = self.put_out(key)
@@ -236,21 +239,20 @@ class OneSet:
             returning = [other for other in guests if self.home(self.keys[other]) == way // setcache.LINE_WAYS]  # type: ignore[arg-type]  # fmt: skip
             guest = returning[0] if returning else guests[-1]
             self.keys[way], self.hits[way] = self.keys[guest], self.hits[guest]
-            if self.probation == guest:
-                self.probation = way
+            self.probation = [way if other == guest else other for other in self.probation]
             way = guest
         self.keys[way], self.hits[way] = key, 0
-        if on_probation:
-            self.probation = way
+        if on_probation and len(self.probation) < heat.PROBATION:
+            self.probation.append(way)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_set_follows_the_policy_step_by_step(seed: int) -> None:
     spec = TableSpec("t", KeyType.INT64, 1, StorageDtype.FLOAT32)
-    table = HostTable(spec, 700, default_vector=np.zeros(1, np.float32))
+    table = HostTable(spec, 1200, default_vector=np.zeros(1, np.float32))
     assert table.capacity_rows == setcache.WAYS
     twin = OneSet()
-    stream = np.random.default_rng(seed).zipf(1.1, 20_000) % 300
+    stream = np.random.default_rng(seed).zipf(1.1, 20_000) % 500
     row, out = np.zeros((1, 4), np.uint8), np.empty((1, 1), np.float32)
     for key in stream.astype(np.int64).reshape(-1, 1):
         state = np.zeros(1, np.uint8)
@@ -275,9 +277,9 @@ def test_most_rows_of_a_full_table_lie_in_their_home_line() -> None:
     lines = areas.lines64.reshape(-1, setcache.LINES, 8)
     taken = areas.lines.reshape(-1, setcache.LINES, 64)[:, :, setcache.TAKEN_AT]
     assert (taken == 127).all()
-    homes = np.array([mix(int(key)) >> 8 & 3 for key in lines[:, :, 1:].ravel()]).reshape(-1, setcache.LINES, 7)
+    homes = np.array([mix(int(key)) >> 8 & 7 for key in lines[:, :, 1:].ravel()]).reshape(-1, setcache.LINES, 7)
     away = homes != np.arange(setcache.LINES)[None, :, None]
-    assert away.mean() < 0.16  # of 28 keys that fall on four lines by chance 0.13 have no place
+    assert away.mean() < 0.18  # of 56 keys that fall on eight lines by chance 0.14 have no place
     named = areas.lines.reshape(-1, setcache.LINES, 64)[:, :, setcache.AWAY_AT]
     for line in range(setcache.LINES):
         for other in range(setcache.LINES):

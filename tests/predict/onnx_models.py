@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # as `tierstore.predict.runtime` does
 pytest.importorskip("onnx", reason="needs the extra `dense`")
 pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
 

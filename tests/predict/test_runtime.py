@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -110,6 +114,26 @@ def test_settings_reach_onnx_runtime(load):
 def test_an_affinity_for_another_number_of_threads_is_told_at_start():
     with pytest.raises(ConfigError, match="names 2 threads; of dense_intra_threads=1 ONNX Runtime makes 0"):
         Runtime(load_settings(None, dense_affinity="1;2"))
+
+
+def test_onnx_runtime_reports_to_nobody(tmp_path):
+    """It keeps the number by which it reports in a file among the temporary ones, made when it is imported."""
+    model = tmp_path / "model.onnx"
+    model.write_bytes(om.linear({"hour": np.ones(4)}))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    load = "Runtime(load_settings(None)).load(open(sys.argv[1], 'rb').read(), {}, {}, DenseCounts())"
+    source = f"""
+import sys
+from tierstore.config import load_settings
+from tierstore.predict.runtime import Runtime
+from tierstore.predict.session import DenseCounts
+{load}
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment["TMPDIR"] = str(temporary)
+    subprocess.run([sys.executable, "-c", source, str(model)], check=True, env=environment, timeout=120)
+    assert list(temporary.iterdir()) == []
 
 
 def test_without_the_extra_it_is_named(monkeypatch):

@@ -18,7 +18,7 @@ from tierstore.service.dataplane import Request
 from tierstore.service.server import ServerThread
 from tierstore.service.tensors import TensorSpec
 
-from .conftest import settings_for
+from .conftest import GRPC, settings_for
 from .scenes import delta, row, write_snapshot
 
 ASK = b'{"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [5]}]}'
@@ -54,7 +54,7 @@ class Scene:
 def scene(tmp_path: Path) -> Iterator[Scene]:
     with (
         in_process(),
-        Store(settings_for(tmp_path, keep_versions=9)) as store,
+        Store(settings_for(tmp_path, keep_versions=9, grpc_port=GRPC)) as store,
         ServerThread(store) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
@@ -83,6 +83,29 @@ def test_requests_of_one_id_get_one_version(scene: Scene) -> None:
         with engine.view(route=name) as view:
             assert view.version == version
     assert {scene.version() for _ in range(60)} == {1, 2}
+
+
+def test_a_request_id_means_the_same_over_every_protocol(scene: Scene) -> None:
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    messages = pytest.importorskip("tierstore.service.rpc.messages", reason="the extra grpc is not installed")
+    ask, answer = (messages.message(f"inference.ModelInfer{kind}") for kind in ("Request", "Response"))
+    tensor = {"name": "item_id", "datatype": "INT64", "shape": [1], "contents": {"int64_contents": [5]}}
+    request = ask(model_name="ctr", inputs=[tensor])
+    with grpc.insecure_channel(scene.server.grpc_target) as channel:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=ask.SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        for name in (f"r{number}" for number in range(20)):
+            version = scene.version(**{"x-request-id": name})
+            assert infer(request, metadata=[("x-request-id", name)]).model_version == str(version)
+        request.model_version = "canary"
+        assert infer(request).model_version == "2"
+    for _ in range(10):
+        assert scene.http.get("/v1/models/ctr/metadata").json()["model_spec"]["version"] == "1"
+    states = scene.http.get("/v1/models/ctr").json()["model_version_status"]
+    assert {entry["version"]: entry["state"] for entry in states} == {"1": "AVAILABLE", "2": "AVAILABLE"}
 
 
 def test_tritonclient_asks_for_a_label_and_sees_both_versions(scene: Scene) -> None:

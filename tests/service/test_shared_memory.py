@@ -204,8 +204,8 @@ def test_a_region_may_begin_within_its_object(client: triton.InferenceServerClie
 @pytest.mark.parametrize(
     ("tensors", "outputs", "words"),
     [
-        ([given("nothing")], None, "no system shared memory region 'nothing'"),
-        ([given("in")], [wanted("nothing")], "no system shared memory region 'nothing'"),
+        ([given("nothing")], None, "no shared memory region 'nothing'"),
+        ([given("in")], [wanted("nothing")], "no shared memory region 'nothing'"),
         ([given("in", offset=SIZE - 40)], None, "beyond the 4096 bytes"),
         ([given("in", offset=1 << 62)], None, "beyond the 4096 bytes"),
         ([given("in", 40)], None, "takes 48 bytes, came 40"),
@@ -319,7 +319,9 @@ def test_a_region_in_use_stays_open_until_its_use_ends(make: Any) -> None:
         regions.unregister("r")
         with pytest.raises(NotFound):
             regions.read(span, "input 'x'")
-        assert os.pread(region.descriptor, KEYS.nbytes, 0) == KEYS.tobytes()
+        data = np.empty(KEYS.nbytes, np.uint8)
+        region.memory.read(0, data)
+        assert data.tobytes() == KEYS.tobytes()
     assert len(descriptors()) == before
 
 

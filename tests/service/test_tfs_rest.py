@@ -317,3 +317,46 @@ def test_requests_are_counted(http: httpx.Client, server: ServerThread) -> None:
     predict(http, {"inputs": {"item_id": [1]}})
     assert (count(), server.service.infer_stats.of("ctr", VERSION).success) == (before[0] + 1, before[1] + 1)
     assert server.service.inflight.used_bytes == 0
+
+
+def test_labels_and_a_canary_are_answered_by_their_versions(
+    own: tuple[Store, ServerThread, httpx.Client], tmp_path: Any
+) -> None:
+    store, server, http = own
+    load(http, write_snapshot(tmp_path))
+    load(http, write_snapshot(tmp_path, VERSION + 1, shift=1000.0), activate=False)
+    store.canary("ctr", VERSION + 1, share=0.5)
+    store.label("ctr", "spring", VERSION + 1)
+    old, new = items([3]).tolist(), rows("item", [1003.0]).tolist()
+    body = {"inputs": {"item_id": [3]}}
+    for path, expected in (
+        ("ctr/labels/stable", old),
+        ("ctr/labels/canary", new),
+        ("ctr/labels/spring", new),
+        (f"ctr/versions/{VERSION}", old),
+        (f"ctr/versions/{VERSION + 1}", new),
+    ):
+        assert predict(http, body, path)["outputs"] == expected, path
+    assert "no label" in refusal(http, body, "ctr/labels/nope", 404)
+    assert "no label" in refusal(http, body, f"ctr/labels/{VERSION}", 404)
+    seen = set()
+    for number in range(40):
+        headers = {"x-request-id": f"r{number}"}
+        answers = [http.post("/v1/models/ctr:predict", json=body, headers=headers).json()["outputs"] for _ in range(2)]
+        assert answers[0] == answers[1]
+        seen.add(answers[0] == new)
+    assert seen == {True, False}
+    states = http.get("/v1/models/ctr").json()["model_version_status"]
+    assert [entry["state"] for entry in states] == ["AVAILABLE", "AVAILABLE"]
+    (one,) = http.get("/v1/models/ctr/labels/spring").json()["model_version_status"]
+    assert one["version"] == str(VERSION + 1)
+    assert http.get("/v1/models/ctr/labels/canary/metadata").json()["model_spec"]["version"] == str(VERSION + 1)
+    assert len(server.service.signatures) == 2
+
+
+def test_what_is_kept_but_not_served_is_not_there(own: tuple[Store, ServerThread, httpx.Client], tmp_path: Any) -> None:
+    store, _, http = own
+    load(http, write_snapshot(tmp_path))
+    store.deactivate("ctr")
+    refusal(http, {"inputs": {"item_id": [3]}}, status=404)
+    assert http.get("/v1/models/ctr").json()["model_version_status"][0]["state"] == "END"

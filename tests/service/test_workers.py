@@ -333,6 +333,36 @@ def test_workers_that_do_not_come_up_are_an_error_and_leave_the_store_as_it_was(
         np.testing.assert_array_equal(store.model("ctr").lookup("item_id", KEYS), vectors("item", 1, KEYS))
 
 
+def test_a_canary_answers_from_every_worker_and_a_request_id_means_the_same_in_all(shared: Scene) -> None:
+    if 2 not in shared.store.model("ctr").versions:
+        load(shared.admin, write_snapshot(shared.root, 2, stamp=2), activate=False)
+    before = _of_version_2(shared)
+    with ExitStack() as stack:
+        clients = shared.connect(stack)
+        shared.admin.post("/admin/models/ctr/canary", json={"version": 2, "share": 0.5}).raise_for_status()
+        ids = [f"r{number}" for number in range(10)]
+        chosen = []
+        for client in clients:
+            path = "/v2/models/ctr/infer"
+            answers = [client.post(path, content=ITEM, headers={"x-request-id": each}).json() for each in ids]
+            chosen.append([answer["model_version"] for answer in answers])
+            assert client.post("/v2/models/ctr/versions/canary/infer", content=ITEM).json()["model_version"] == "2"
+            assert client.post("/v2/models/ctr/versions/nobody/infer", content=ITEM).status_code == 404
+        assert set(chosen[0]) == {"1", "2"}
+        assert all(each == chosen[0] for each in chosen)
+        shared.admin.post("/admin/models/ctr/withdraw").raise_for_status()
+        for client in clients:
+            assert client.post("/v2/models/ctr/infer", content=ITEM).json()["model_version"] == "1"
+            assert client.post("/v2/models/ctr/versions/canary/infer", content=ITEM).status_code == 404
+    assert _of_version_2(shared) - before == chosen[0].count("2") * len(chosen) + len(chosen)
+
+
+def _of_version_2(scene: Scene) -> float:
+    counted = scene.admin.get("/metrics").text
+    found = re.findall(r'tierstore_model_requests_total\{model="ctr",outcome="ok",version="2"\} (\S+)', counted)
+    return float(found[0]) if found else 0.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_owner(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "tierstore", "serve", "--data", str(tmp_path / "data"), "--port", "0"]
@@ -404,7 +434,7 @@ def test_grpc_calls_that_a_worker_does_not_answer_come_from_the_owner(rpc: list[
         assert client.is_server_ready()
         assert client.is_model_ready("ctr")
         assert list(client.get_model_metadata("ctr").versions) == ["1"]
-        for model, version, code in (("nobody", "", "NOT_FOUND"), ("ctr", "9", "NOT_FOUND"), ("ctr", "x", "INVALID")):
+        for model, version, code in (("nobody", "", "NOT_FOUND"), ("ctr", "9", "NOT_FOUND"), ("ctr", "x y", "INVALID")):
             with pytest.raises(InferenceServerException) as caught:
                 client.infer(model, [keys_tensor()], version)
             assert code in caught.value.status()

@@ -47,6 +47,7 @@ def no_deletes(keys: Keys) -> npt.NDArray[np.bool_]:
 
 class CacheTierContract:
     budget = 1 << 20
+    torn_batches = 2500  # that each reader asks for while rows are rewritten
 
     def open_cache(
         self, spec: TableSpec, budget_bytes: int, default: npt.NDArray[np.float32], fraction: float = 1.0
@@ -297,7 +298,7 @@ class CacheTierContract:
 
         Rows are long and few, so that a reader which did not check would meet the writer all the time.
         """
-        dim, batches = 2048, 2500
+        dim, batches = 2048, self.torn_batches
         spec = TableSpec("t", KeyType.INT64, dim, StorageDtype.FLOAT32)
         cache = self.open_cache(spec, 4 * 33 * 8192, np.zeros(dim, np.float32))
         assert 64 <= cache.capacity_rows <= 128

@@ -342,3 +342,20 @@ TestHostAgainstDict = HostAgainstDict.TestCase
 TestHostAgainstDict.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 assert SPEC.dim == DIM
+
+
+@pytest.mark.parametrize("dtype", list(StorageDtype))
+@pytest.mark.parametrize("dim", [1, 6, 7, 64])
+def test_stored_rows_come_as_they_were_put_in(dtype: StorageDtype, dim: int) -> None:
+    spec = TableSpec("t", KeyType.INT64, dim, dtype)
+    table = HostTable(spec, 1 << 20, default_vector=np.ones(dim, np.float32))
+    keys = np.arange(200, dtype=np.int64)
+    rows = np.random.default_rng(dim).integers(0, 256, (200, spec.row_bytes), np.uint8)
+    table.insert(keys[:150], rows[:150], 1)
+    table.insert_absent(keys[150:160], 1)
+    got, state = table.stored(keys)
+    assert (state[:150] == Tier.HOST).all()
+    assert not (state[150:] == Tier.HOST).any()
+    np.testing.assert_array_equal(got[:150], rows[:150])
+    table.close()
+    assert not table.stored(keys)[1].any()

@@ -54,6 +54,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    device_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of each GPU for cached rows (extra `gpu`; default: 0, no device tier).",
+            show_default=False,
+        ),
+    ] = None,
     source_root: Annotated[
         list[Path] | None,
         typer.Option(
@@ -64,9 +72,7 @@ def serve(
     ] = None,
     allow_client_shm: Annotated[
         bool | None,
-        typer.Option(
-            "--allow-client-shm", help="Serve the protocol's system shared memory extension.", show_default=False
-        ),
+        typer.Option("--allow-client-shm", help="Serve the protocol's shared memory extensions.", show_default=False),
     ] = None,
     allow_open_network: Annotated[
         bool | None,
@@ -94,6 +100,7 @@ def serve(
         grpc_port=grpc_port,
         workers=workers,
         host_budget=host_budget,
+        device_budget=device_budget,
         source_root=source_root or None,
         allow_client_shm=allow_client_shm,
         allow_open_network=allow_open_network,

@@ -137,9 +137,13 @@ class _Sender:
         try:
             model = client.model(MODEL)
             answer = model.lookup_many(
-                {USER: np.concatenate([user_canaries(), user]), ITEM: np.concatenate([item_canaries(), candidates])}
+                {
+                    USER: np.concatenate([user_canaries(), user]),
+                    ITEM: np.concatenate([item_canaries(), candidates]),
+                    CLICKED: (clicked, np.zeros(1, np.int64)),
+                }
             )
-            bag = model.lookup_bags(CLICKED, clicked, np.zeros(1, np.int64))
+            bag = answer[CLICKED]
             numbers = read_numbers(np.concatenate([answer[USER][:2], answer[ITEM][:2]]))
             version, seq = int(numbers[0]), int(numbers[1])
             mixed = bool(version != numbers[2] or seq != numbers[3])

@@ -52,7 +52,10 @@ class Publisher:
     def enter(self, asked: int | str | None = None, route: bytes | str | None = None) -> View:
         """Begin to read the view that `Served.choose` says, with its errors."""
         with self.changed:
-            view = self._served.choose(self._model, asked, route)
+            served = self._served
+            view = served.active
+            if view is None or asked is not None or served.canary is not None:  # else there is nothing to choose
+                view = served.choose(self._model, asked, route)
             view.readers += 1
             return view
 

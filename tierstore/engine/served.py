@@ -82,13 +82,18 @@ class Served:
             text = route.encode() if isinstance(route, str) else route
             # seeded, so that the next canary is not tried on the same requests again
             return canary if xxhash.xxh3_64_intdigest(text, canary.version) < self.share * _HASHES else active
-        number = asked if isinstance(asked, int) else self.all_labels().get(asked)
+        if asked == STABLE:
+            return active
+        if canary is not None and asked == CANARY:
+            return canary
+        number = asked if isinstance(asked, int) else self.labels.get(asked)
         if number is None:
             raise NotFound(f"model {model!r} has no label {asked!r}; it has {', '.join(self.all_labels())}")
-        view = self.numbered(number)
-        if view is None:
-            serves = " and ".join(map(str, self.versions))
-            raise NotReady(
-                f"model {model!r} serves version{'s' if canary else ''} {serves}, not {number}; activate that one first"
-            )
-        return view
+        if active.version == number:
+            return active
+        if canary is not None and canary.version == number:
+            return canary
+        serves = " and ".join(map(str, self.versions))
+        raise NotReady(
+            f"model {model!r} serves version{'s' if canary else ''} {serves}, not {number}; activate that one first"
+        )

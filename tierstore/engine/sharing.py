@@ -23,7 +23,8 @@ from tierstore.engine.table import LookupCounts, Table
 from tierstore.engine.version import Version
 from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest
-from tierstore.tiers.base import CacheTier, RowStore
+from tierstore.tiers.base import RowStore
+from tierstore.tiers.host import HostTable
 from tierstore.tiers.host_window import HostWindow
 from tierstore.types import TableSpec
 
@@ -110,7 +111,7 @@ class MirrorVersion:
                 if entry["host"] is not None:
                     # of a cache, what a look-up calls: nobody folds into a mirror, warms or resizes it
                     window = HostWindow(spec, entry["host"], left.pop(0), default_vector=default)
-                    table.host = cast(CacheTier, window)
+                    table.host = cast(HostTable, window)
         finally:
             for fd in left:
                 os.close(fd)

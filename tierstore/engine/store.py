@@ -21,6 +21,7 @@ from typing import Any
 from tierstore.config import Settings, load_settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.checking import verify_store
+from tierstore.engine.devices import Devices
 from tierstore.engine.loading import load
 from tierstore.engine.model import Model
 from tierstore.engine.observer import Observer
@@ -63,6 +64,7 @@ class Store:
                 HostBudget(settings.host_budget),
                 OverlayBudget(settings.overlay_budget),
                 Runtime(settings),
+                Devices(settings),
             )
             self._models_lock = threading.Lock()
             self._models: dict[str, Model] = {}
@@ -234,7 +236,8 @@ class Store:
             "models": {name: model_status(self._models[name]) for name in names},
             "host_budget": {"used": shared.host_budget.used, "total": shared.host_budget.total},
             "overlay_budget": {"used": shared.overlay_budget.used, "total": shared.overlay_budget.total},
-            "device": {"present": False, "reason": "this release has no device tier"},
+            "device_budget": {"used": shared.devices.budget.used, "total": shared.devices.budget.total},
+            "device": shared.devices.status(),
         }
 
     def close(self) -> None:
@@ -250,6 +253,7 @@ class Store:
     def _close_models(self) -> None:
         with contextlib.ExitStack() as stack:  # one that fails keeps no other from being closed
             stack.callback(self._shared.readers.close)
+            stack.callback(self._shared.devices.close)
             for model in self._models.values():
                 stack.callback(model.close)
 

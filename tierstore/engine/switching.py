@@ -23,6 +23,7 @@ from tierstore.config import Settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.deltalog import DeltaLog
 from tierstore.engine.dense import DenseParts
+from tierstore.engine.devices import Devices
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
 from tierstore.engine.replay import catch_up
@@ -54,6 +55,7 @@ class Shared:
     host_budget: HostBudget
     overlay_budget: OverlayBudget
     dense: Runtime
+    devices: Devices
     observers: list[Observer] = field(default_factory=list)
     told: list[Callable[[], None]] = field(default_factory=list)  # called whenever views are published; see `Publisher`
 
@@ -132,6 +134,7 @@ class Switching:
         version.close()
         self._shared.host_budget.release(version)
         self._shared.host_budget.settle()
+        self._shared.devices.release(version)
 
     def _wait_retired(self, number: int) -> None:
         if not self._keeper.wait_retired(number, DRAIN_S):
@@ -157,6 +160,7 @@ class Switching:
         version = self._open(info)
         try:
             self._shared.host_budget.admit(version, like, *leaving[1:])
+            self._shared.devices.admit(version, leaving, self._serving.publisher)
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force, progress=progress)
             version.warm(like, lambda done, total: progress(Progress("warm", done, total)))
             self.dense.open(version, lenient=force)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from tierstore.engine.overlay import OverlayTable
 from tierstore.kernels import codec
-from tierstore.tiers.base import CacheTier, RowStore
+from tierstore.tiers.base import RowStore
+from tierstore.tiers.device_group import DeviceCache
+from tierstore.tiers.host import HostTable
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
 _ANSWERING = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier.ABSENT)
-_PENDING = np.uint8(Tier.PENDING)  # compared with arrays, where an enum's member is slow
+_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)  # compared with arrays, where an enum's member is slow
 _NONE = np.empty(0, np.int64)
 _ALL_HOST = np.empty(0, np.int64)  # none is left either, and the host tier has answered all
 READ_BATCH = 8192  # keys of one read while warming up
@@ -58,13 +61,15 @@ class LookupCounts:
 
 
 class Table:
-    """One table of one version: a cache over a row store. `default` is float32[dim]."""
+    """One table of one version: caches over a row store. `default` is float32[dim]."""
 
     def __init__(
         self, spec: TableSpec, table_id: int, default: np.ndarray, rows: int, disk: RowStore, counts: LookupCounts
     ) -> None:
         self.spec, self.table_id, self.default, self.rows, self.disk = spec, table_id, default, rows, disk
-        self.host: CacheTier | None = None
+        self.host: HostTable | None = None
+        self.device: DeviceCache | None = None
+        self.offer: Callable[[Keys], None] | None = None  # what the host tier answered, to the device; does not wait
         self.counts = counts
 
     def lookup(self, overlays: Sequence[OverlayTable], seq: int, keys: Keys, out: Vectors, state: States) -> None:
@@ -83,6 +88,8 @@ class Table:
         """
         for overlay in overlays:
             overlay.lookup(keys, out, state, self.default)
+        if self.device is not None:
+            self.device.lookup(keys, out, state)
         if self.host is not None and self.host.lookup(keys, out, state) == len(state):
             return _ALL_HOST
         return _NONE if np.count_nonzero(state) == len(state) else np.flatnonzero(state == _PENDING)
@@ -91,12 +98,31 @@ class Table:
         """Read what `probe` has left from disk, promote it, and count. `settled` keys were not looked up at all."""
         if pending is _ALL_HOST:
             self.counts.add_host(len(state))  # as most are; several times cheaper than telling tiers apart
+            if self.offer is not None:
+                self.offer(keys)
             return
         if pending.size:
             self._read_disk(seq, keys, pending, out, state)
+        if self.offer is not None:
+            self.offer(keys[state == _HOST])
         counts = np.bincount(state, minlength=len(Tier))
         counts[Tier.ABSENT] -= settled  # padding keys are no look-up
         self.counts.add(counts)
+
+    def below_device(self, seq: int, distinct: Keys, dtype: Any) -> tuple[Vectors, States]:
+        """(rows of `dtype`, states) of distinct keys that the device tier does not hold, from the tiers below it.
+
+        Under a view of `seq`, as `finish` is; none of the keys is in its overlays.
+        """
+        rows, state = np.empty((len(distinct), self.spec.dim), dtype), np.zeros(len(distinct), np.uint8)
+        if self.host is not None:
+            self.host.lookup(distinct, rows, state)
+        pending = np.flatnonzero(state == _PENDING)
+        if pending.size:
+            self._read_disk(seq, distinct, pending, rows, state)
+        if self.offer is not None:
+            self.offer(distinct[state == _HOST])
+        return rows, state
 
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
         distinct, inverse = np.unique(keys[pending], return_inverse=True)
@@ -128,22 +154,44 @@ class Table:
         return rows, found, found == Tier.DISK
 
     def warm(self, keys: Keys, progress: Callable[[int], None]) -> None:
-        """Read these keys (distinct, hottest first) into the host tier until it is full.
+        """Read these keys (distinct, hottest first) into the device tier and what is left of them into the host tier.
 
-        Called before the version serves, by the thread that also applies its deltas.
+        Ends when both are full. Called before the version serves, by the thread that also applies its deltas.
         """
-        host = self.host
-        if host is None:
-            return
+        first = 0 if self.device is None else self.device.capacity_rows
+        for cache, begin, end in ((self.device, 0, first), (self.host, first, len(keys))):
+            if cache is not None:
+                self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
+
+    def _warm(self, cache: DeviceCache | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
         for begin in range(0, len(keys), READ_BATCH):
             batch = np.sort(keys[begin : begin + READ_BATCH])
             rows, _, there = self._read(batch)
-            host.warm(batch[there], rows[there])
+            cache.warm(batch[there], rows[there])
             progress(begin + len(batch))
-            if host.rows_resident >= host.capacity_rows:
+            if cache.rows_resident >= cache.capacity_rows:
                 break
 
-    def update_host(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
+    @property
+    def caches(self) -> list[DeviceCache | HostTable]:
+        """Those there are, fastest first."""
+        return [cache for cache in (self.device, self.host) if cache is not None]
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows that the caches hold together."""
+        return sum(cache.capacity_rows for cache in self.caches)
+
+    def hot_keys(self, limit: int) -> Keys:
+        """At most `limit` keys that the caches hold, hottest first; one that both hold comes twice."""
+        return np.concatenate([_NONE, *(cache.hot_keys(limit) for cache in self.caches)])[:limit]
+
+    def raise_floor(self, seq: int) -> None:
+        """A delta of `seq` is about to be folded; see `CacheTier`."""
+        for cache in self.caches:
+            cache.raise_floor(seq)
+
+    def update_caches(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
         """Bring resident rows and absent marks up to a delta that the disk tier holds already."""
-        if self.host is not None:
-            self.host.update(keys, rows, deleted)
+        for cache in self.caches:
+            cache.update(keys, rows, deleted)

@@ -11,9 +11,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable
 from tierstore.tiers.sealed import BASES
 from tierstore.types import BaseKind, FeatureSpec, Keys, TableSpec
+
+if TYPE_CHECKING:
+    from tierstore.engine.devices import Devices
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +146,7 @@ class Version:
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
         self.predictor: DenseSession | None = None
         self.unserved: str | None = None
+        self.devices: Devices | None = None  # set once its device tables are attached
 
     @classmethod
     def open(
@@ -176,19 +180,20 @@ class Version:
             for table in self.tables.values()
         ]
 
+    def weights(self, needs: Sequence[int], like: Version | None) -> list[float]:
+        """What a budget is dealt to the tables by: the traffic on the version `like` where there is some, else size."""
+        asked = [
+            like.tables[name].counts.total * table.spec.row_bytes if like is not None and name in like.tables else 0
+            for name, table in self.tables.items()
+        ]
+        if sum(asked) <= 100_000:
+            return [float(need) for need in needs]
+        return [max(float(a), need / sum(needs) * sum(asked) * 0.05) for a, need in zip(asked, needs, strict=True)]
+
     def attach_host(self, budget_bytes: int, fraction: float, like: Holder | None) -> None:
         """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size."""
         needs = self._table_needs()
-        weights = [float(need) for need in needs]
-        if isinstance(like, Version):
-            asked = [
-                like.tables[name].counts.total * t.spec.row_bytes if name in like.tables else 0
-                for name, t in self.tables.items()
-            ]
-            if sum(asked) > 100_000:
-                weights = [
-                    max(float(a), need / sum(needs) * sum(asked) * 0.05) for a, need in zip(asked, needs, strict=True)
-                ]
+        weights = self.weights(needs, like if isinstance(like, Version) else None)
         for table, share in zip(self.tables.values(), deal(budget_bytes, needs, weights), strict=True):
             if share * fraction >= MIN_TABLE_BUDGET / 2:
                 host = HostTable(
@@ -209,24 +214,19 @@ class Version:
         self.host_fraction = fraction
 
     def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:
-        """Fill the host tier: with what is hot in `like`, else with the keys saved when last served, then the snapshot's own."""
+        """Fill the caches: with what is hot in `like`, else with the keys saved when last served, then the snapshot's own."""
         plans: list[tuple[Table, Keys]] = []
         for name, table in self.tables.items():
-            if table.host is None:
+            if not table.caches:
                 continue
             sources = []
-            if (
-                like is not None
-                and name in like.tables
-                and like.specs[name].key == table.spec.key
-                and (host := like.tables[name].host)
-            ):
-                sources.append(host.hot_keys(table.host.capacity_rows))
+            if like is not None and name in like.tables and like.specs[name].key == table.spec.key:
+                sources.append(like.tables[name].hot_keys(table.capacity_rows))
             sources += [*_load_keys(self.info.where.hot(name)), *_load_keys(self.info.where.warmup(name))]
             if sources:
                 keys = np.concatenate(sources)
                 first = np.sort(np.unique(keys, return_index=True)[1])  # distinct, hottest first
-                plans.append((table, keys[first][: table.host.capacity_rows]))
+                plans.append((table, keys[first][: table.capacity_rows]))
         total, done = sum(len(keys) for _, keys in plans), 0
         for table, keys in plans:
             table.warm(keys, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
@@ -235,11 +235,11 @@ class Version:
     def save_hot_keys(self) -> None:
         """Remember what is resident, hottest first, for the next start."""
         for name, table in self.tables.items():
-            if table.host is not None and table.host.rows_resident:
+            if any(cache.rows_resident for cache in table.caches):
                 path = self.info.where.hot(name)
                 files.make_dir(path.parent)
                 with files.publish(path) as file:
-                    np.save(file, table.host.hot_keys(table.host.capacity_rows), allow_pickle=False)
+                    np.save(file, table.hot_keys(table.capacity_rows), allow_pickle=False)
 
     # deltas
 
@@ -250,8 +250,7 @@ class Version:
         before cannot be promoted any more, so nothing that this replaces comes back.
         """
         for name in overlay.tables:
-            if (host := self.tables[name].host) is not None:
-                host.raise_floor(overlay.hi)
+            self.tables[name].raise_floor(overlay.hi)
         if overlay.dense is not None:
             # before the watermark: after a crash in between, the replay of this delta writes it again
             files.publish_bytes(self.info.where.dense, overlay.dense)
@@ -271,23 +270,23 @@ class Version:
             sst.path.unlink(missing_ok=True)  # the next try may have another name
             raise
         for name, rows in overlay.tables.items():
-            self.tables[name].update_host(rows.keys, rows.rows, rows.deleted)
+            self.tables[name].update_caches(rows.keys, rows.rows, rows.deleted)
         self.watermark = self.info.watermark = overlay.hi
 
     # the rest
 
-    def drop_host(self) -> None:
-        """Free the host tables. No look-up may be running."""
+    def drop_caches(self) -> None:
+        """Free the host and device tables. No look-up may be running."""
         for table in self.tables.values():
-            host, table.host = table.host, None
-            if host is not None:
-                host.close()
+            caches, table.host, table.device, table.offer = table.caches, None, None, None
+            for cache in caches:
+                cache.close()
         self._host_reserved = 0
 
     def close(self) -> None:
         """Free all memory and close the files. No look-up may be running."""
         self.predictor = None
-        self.drop_host()
+        self.drop_caches()
         self.disk.close()
 
     def status(self) -> dict[str, Any]:
@@ -296,7 +295,7 @@ class Version:
         on_disk = self.disk.bytes_on_disk()
         all_rows = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
         for name, table in self.tables.items():
-            host = table.host
+            host, device = table.host, table.device
             tables[name] = {
                 "key": table.spec.key.value,
                 "dim": table.spec.dim,
@@ -304,10 +303,15 @@ class Version:
                 "rows": table.rows,
                 "lookup_keys": table.counts.as_dict(),
                 "tier_bytes": {
+                    "device": device.bytes_in_use if device else 0,
                     "host": host.bytes_in_use if host else 0,
                     "disk": int(on_disk * table.rows * table.spec.row_bytes / all_rows),
                 },
-                "tier_budget_bytes": {"host": host.budget_bytes if host else 0},
+                "tier_budget_bytes": {
+                    "device": device.budget_bytes if device else 0,
+                    "host": host.budget_bytes if host else 0,
+                },
                 "host": host.stats() if host else {},
+                "device": device.stats() if device else {},
             }
         return tables

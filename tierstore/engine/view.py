@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.engine.device_answers import answer_on_device, devices_of
 from tierstore.engine.overlay import Overlay, OverlayTable
 from tierstore.engine.predicting import predict
 from tierstore.engine.table import Table
@@ -20,6 +21,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.kernels.pool import check_offsets, pool_bags
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
+from tierstore.tiers.device_lookup import Bags
 from tierstore.types import Combiner, FeatureSpec, Keys, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
@@ -83,7 +85,14 @@ class View:
         return feature, self._version.tables[feature.table]
 
     def lookup(
-        self, feature: str, keys: Any, *, dtype: str = "float32", out: Vectors | None = None, return_found: bool = False
+        self,
+        feature: str,
+        keys: Any,
+        *,
+        dtype: str = "float32",
+        out: Vectors | None = None,
+        return_found: bool = False,
+        device: str | None = None,
     ) -> Any:
         """Rows of `keys`, in their order.
 
@@ -93,13 +102,19 @@ class View:
             dtype: of the answer, `float32` or `float16`.
             out: C-contiguous array [n, dim] of that dtype to write into and return.
             return_found: also return bool[n], False where the table's default was answered.
+            device: `cpu` (as None is), or `gpu` or `gpu:<number>`: then the vectors are a CuPy array on that device,
+                complete when it is returned; `found` stays a NumPy array.
 
         Returns:
             The vectors [n, dim], or (vectors, found).
 
         Raises:
             NotFound: no such feature. InvalidInput: keys, dtype or out that do not fit. StorageError: the disk failed.
+            MissingExtra, NotReady: there is no device tier to answer on.
         """
+        if device not in (None, "cpu"):
+            vectors, found = self._on_device(device, feature, keys, dtype=dtype, out=out)
+            return (vectors, found) if return_found else vectors
         work = self.begin(feature, keys, dtype=dtype, out=out)
         answer = work.finish()
         return (answer, work.found) if return_found else answer
@@ -115,6 +130,7 @@ class View:
         dtype: str = "float32",
         out: Vectors | None = None,
         return_found: bool = False,
+        device: str | None = None,
     ) -> Any:
         """One pooled vector a bag.
 
@@ -123,11 +139,16 @@ class View:
             offsets: int64[bags], where each bag starts; the first is 0, there is no end entry. An empty bag gives zeros.
             weights: float32[n], or None for ones.
             combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
-            dtype, out, return_found: as for `lookup`, `out` being [bags, dim]; `found` is bool[n], one a key.
+            dtype, out, return_found, device: as for `lookup`, `out` being [bags, dim]; `found` is bool[n], one a key.
 
         Returns:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
         """
+        if device not in (None, "cpu"):
+            vectors, found = self._on_device(
+                device, feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out
+            )
+            return (vectors, found) if return_found else vectors
         work = self.begin(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out)
         answer = work.finish()
         return (answer, work.found) if return_found else answer
@@ -186,6 +207,34 @@ class View:
             rows = np.empty((len(codes), table.spec.dim), np.float32)
         padding = None if spec.padding_key is None else codes == self._version.padding[feature]
         return Lookup(table, self._by_table[spec.table], self.seq, codes, rows, padding, answer, bags)
+
+    def _on_device(
+        self, device: str, feature: str, keys: Any, *, dtype: str, out: Vectors | None, **bag: Any
+    ) -> tuple[Any, np.ndarray]:
+        """(vectors on the device, found)."""
+        if out is not None:
+            raise InvalidInput(f"out: an answer with device={device!r} is a new array; leave out away")
+        spec, table = self._feature(feature)
+        codes = as_codes(keys, table.spec.key)
+        wanted = _dtype(dtype)
+        bags = None
+        if bag.get("offsets") is not None:
+            weights = bag["weights"]
+            bags = Bags(
+                check_offsets(bag["offsets"], len(codes)),
+                None if weights is None else _weights(weights, len(codes)),
+                self._combiner(spec, bag["combiner"]),
+            )
+        padding = None if spec.padding_key is None else codes == self._version.padding[feature]
+
+        def on_cpu() -> tuple[Vectors, np.ndarray]:
+            work = self.begin(feature, keys, dtype=dtype, **bag)
+            return work.finish(), work.found
+
+        devices = devices_of(self._version, device)
+        return answer_on_device(
+            devices, device, table, self._by_table[spec.table], self.seq, codes, padding, wanted, bags, on_cpu
+        )
 
     def _combiner(self, feature: FeatureSpec, asked: str | None) -> Combiner:
         if asked is None:
@@ -258,10 +307,15 @@ class Lookup:
         return self._answer
 
 
-def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:
+def _dtype(dtype: str) -> Any:
     wanted = ANSWER_DTYPES.get(dtype)
     if wanted is None:
         raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")
+    return wanted
+
+
+def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:
+    wanted = _dtype(dtype)
     if out is None:
         return np.empty(shape, wanted)
     if out.shape != shape or out.dtype != wanted or not out.flags.c_contiguous or not out.flags.writeable:

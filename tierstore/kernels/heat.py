@@ -1,15 +1,16 @@
 """Heat: how often a row was asked for lately, and which keys were put out lately; what promotion is decided by.
 
-S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. One of a set's rows is on probation, the others are
-the main queue. A row counts its hits up to 3. A new key takes the place of the one on probation, which moves on to
-main if it was asked for meanwhile. In main a hand goes round the ways, passes over rows that have hits
+S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. Four of a set's rows are a probation queue, the
+others the main queue. A row counts its hits up to 3. A new key takes the place of the oldest in probation; that one
+moves on to main if it was asked for meanwhile. In main a hand goes round the ways, passes over rows that have hits
 left, taking one off each, and stops at one that has none. Who is put out leaves a fingerprint in the set's ghost
 ring; a key that comes back while its fingerprint is there goes straight to main. Figures:
-docs/decisions/promotion-policy.md. Who is on probation is noted by way, so that a row changes queues where it lies.
+docs/decisions/promotion-policy.md. Which queue a row is in says nothing about where it lies: probation is a list of
+ways, so that a row changes queues without being moved.
 
-    policy, 64 bytes a set    0  28 x uint16 fingerprints of keys put out lately, 0 for none
-                             56  uint8 hand of main   57  uint8 hand of the ghosts
-                             58  uint8 the way on probation, plus one, 0 for none   59  unused
+    policy, 128 bytes a set   0  56 x uint16 fingerprints of keys put out lately, 0 for none
+                            112  uint8 hand of main   113  uint8 hand of the ghosts
+                            114  4 x uint8 ways in probation, plus one, oldest first, 0 for none   118  unused
 
 Readers count hits without a lock and without atomics, so that a count may be lost to a neighbour's in
 the same byte: heat is advice, and never decides whether an answer is right.
@@ -21,13 +22,14 @@ import numba as nb
 
 from tierstore.kernels.atomics import match32, trailing_zeros
 
-POLICY_BYTES = 64
-GHOSTS = 28  # fingerprints of 16 bits a set
+POLICY_BYTES = 128
+GHOSTS = 56  # fingerprints of 16 bits a set
+PROBATION = 4  # ways of 56
 MAX_HEAT = 3
-MOVE_AT = 1  # hits on probation that earn a place in main
-MAIN_HAND, GHOST_HAND, PROBATION = 56, 57, 58  # byte offsets
+MOVE_AT = 1  # hits in probation that earn a place in main
+MAIN_HAND, GHOST_HAND, QUEUE = 112, 113, 114  # byte offsets
 
-_EVERY_GHOST = (1 << GHOSTS) - 1
+_BEYOND_32 = (1 << (GHOSTS - 32)) - 1
 
 
 @nb.njit(inline="always")
@@ -63,10 +65,14 @@ def _fingerprint(hashed):  # type: ignore[no-untyped-def]
 @nb.njit(inline="always")
 def take_ghost(policy16, s, hashed):  # type: ignore[no-untyped-def]
     """Was the key put out of set `s` lately? Its fingerprint is removed."""
-    matches = match32(policy16, s * (POLICY_BYTES // 2), _fingerprint(hashed)) & nb.uint32(_EVERY_GHOST)
+    at = s * (POLICY_BYTES // 2)
+    matches = match32(policy16, at, _fingerprint(hashed))
+    if matches == 0:
+        at += 32
+        matches = match32(policy16, at, _fingerprint(hashed)) & nb.uint32(_BEYOND_32)
     if matches == 0:
         return False
-    policy16[s * (POLICY_BYTES // 2) + trailing_zeros(matches)] = 0
+    policy16[at + trailing_zeros(matches)] = 0
     return True
 
 
@@ -80,12 +86,44 @@ def add_ghost(policy, policy16, s, hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def on_probation(policy, s):  # type: ignore[no-untyped-def]
-    """The way on probation in set `s`, or -1."""
-    return nb.int64(policy[s * POLICY_BYTES + PROBATION]) - 1
+def on_probation(policy, s, way):  # type: ignore[no-untyped-def]
+    at, entry = s * POLICY_BYTES + QUEUE, way + 1
+    return policy[at] == entry or policy[at + 1] == entry or policy[at + 2] == entry or policy[at + 3] == entry
 
 
 @nb.njit(inline="always")
-def put_on_probation(policy, s, way):  # type: ignore[no-untyped-def]
-    """`way` -1 for none."""
-    policy[s * POLICY_BYTES + PROBATION] = way + 1
+def oldest_on_probation(policy, s):  # type: ignore[no-untyped-def]
+    """Its way if the queue is full, else -1."""
+    at = s * POLICY_BYTES + QUEUE
+    return nb.int64(policy[at]) - 1 if policy[at + PROBATION - 1] != 0 else -1
+
+
+@nb.njit
+def enter_probation(policy, s, way):  # type: ignore[no-untyped-def]
+    """Put `way` at the end of the queue, if there is room."""
+    at = s * POLICY_BYTES + QUEUE
+    for entry in range(at, at + PROBATION):
+        if policy[entry] == 0:
+            policy[entry] = way + 1
+            return
+
+
+@nb.njit
+def leave_probation(policy, s, way):  # type: ignore[no-untyped-def]
+    """Take `way` out of the queue, if it is there."""
+    last = s * POLICY_BYTES + QUEUE + PROBATION - 1
+    for entry in range(last - PROBATION + 1, last + 1):
+        if policy[entry] == way + 1:
+            for later in range(entry, last):
+                policy[later] = policy[later + 1]
+            policy[last] = 0
+            return
+
+
+@nb.njit
+def rename_on_probation(policy, s, way, other):  # type: ignore[no-untyped-def]
+    """The row at `way` now lies at `other`."""
+    at = s * POLICY_BYTES + QUEUE
+    for entry in range(at, at + PROBATION):
+        if policy[entry] == way + 1:
+            policy[entry] = other + 1

@@ -69,6 +69,11 @@ def _pool(vectors: Any, offsets: Any, weights: Any, counts: Any, combiner: Any, 
     return -1
 
 
+def combiner_code(combiner: Combiner) -> int:
+    """The number by which kernels know a combiner."""
+    return _COMBINERS[combiner]
+
+
 def pool_bags(
     vectors: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.int64],

@@ -4,7 +4,7 @@ Free functions of the arrays in `Areas`, which are views of one mapping. Any num
 `lookup` at any time, without a lock and without the GIL; the functions that write (`setwrite`) are
 run by one thread at a time. Memory only: nothing survives the process.
 
-**A set** has 28 ways, in four lines of seven. A key belongs to one line of its set, its home, and lies there unless
+**A set** has 56 ways, in eight lines of seven. A key belongs to one line of its set, its home, and lies there unless
 that is full of others that belong there; then it lies in another line of the set, and the home says in which. So a
 look-up reads one line, as a rule, and the row: what it costs is a matter of how many places it asks memory for.
 All-zero memory is an empty set, so fresh pages need no writing. Numbers are little-endian.
@@ -13,9 +13,9 @@ All-zero memory is an empty set, so fresh pages need no writing. Numbers are lit
                         4  7 x 2 bits heat      6  uint8 which of the 7 are taken
                         7  uint8 in which lines of the set keys lie that belong here
                         8  7 x int64 key
-    policy, 64 bytes    a set: `heat.py`
-    absent, 64 bytes    a set: 0  uint32 version   4  uint8 which of the 7 are taken   5  uint8 which were asked for lately
-                        6  uint8 hand       8  7 x int64 keys known not to exist
+    absent, 64 bytes    of four lines: 0  uint32 version   4  uint8 which of the 7 are taken   5  uint8 which were
+                        asked for lately    6  uint8 hand   8  7 x int64 keys known not to exist
+    policy, 128 bytes   a set: `heat.py`
 
 **Which set**: `region * sets_per_region + fastrange(high hash bits)`, where the region is the low
 `depth` bits of the hash. One bit less and the upper half of all sets falls onto the lower half, one
@@ -58,10 +58,12 @@ from tierstore.types import Tier
 
 LINE_BYTES = 64
 LINE_WAYS = 7
-LINES = 4
+LINES = 8
 WAYS = LINES * LINE_WAYS
 ABSENT_BYTES = 64
 ABSENT_WAYS = 7
+LINES_AN_ABSENT = 4  # that have one line of absent keys together
+ABSENTS = LINES // LINES_AN_ABSENT  # of a set
 CONTROL_BYTES = 128  # what follows begins at a multiple of it: two lines that processors like to fetch together
 
 HEAT_AT, TAKEN_AT, AWAY_AT = 4, 6, 7  # byte offsets in a line
@@ -160,11 +162,11 @@ def find_way(lines, lines64, s, home, key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def find_absent(absent, absent_keys, s, key):  # type: ignore[no-untyped-def]
-    """The place of `key` among the absent keys of set `s`, or -1."""
-    taken = absent[s * ABSENT_BYTES + 4]
+def find_absent(absent, absent_keys, a, key):  # type: ignore[no-untyped-def]
+    """The place of `key` in line `a` of absent keys, or -1."""
+    taken = absent[a * ABSENT_BYTES + 4]
     for i in range(ABSENT_WAYS):
-        if absent_keys[s * 8 + 1 + i] == key and (taken >> i) & 1:
+        if absent_keys[a * 8 + 1 + i] == key and (taken >> i) & 1:
             return i
     return -1
 
@@ -211,22 +213,22 @@ def _search(areas, epoch, s, home, key, code, out_code, target, dim, out_bytes, 
         if _read(areas, epoch, other, key, code, out_code, target, dim, out_bytes) > 0:
             return _HOST
         away &= away - nb.uint32(1)
-    absent = areas.absent
+    absent, a = areas.absent, line // LINES_AN_ABSENT
     for _ in range(_TRIES):
-        version = load_acquire(areas.absent32, s * 16)
+        version = load_acquire(areas.absent32, a * 16)
         if version & 1:
             continue
-        place = find_absent(absent, areas.absent_keys, s, key)
+        place = find_absent(absent, areas.absent_keys, a, key)
         fence_acquire()
         if load_relaxed(areas.control, EPOCH) != epoch:
             break
-        if load_relaxed(areas.absent32, s * 16) == version:
+        if load_relaxed(areas.absent32, a * 16) == version:
             if place < 0:
                 break
             copy_bytes(target, default, out_bytes)
-            asked = absent[s * ABSENT_BYTES + 5]
+            asked = absent[a * ABSENT_BYTES + 5]
             if not (asked >> place) & 1:
-                absent[s * ABSENT_BYTES + 5] = asked | (1 << place)
+                absent[a * ABSENT_BYTES + 5] = asked | (1 << place)
             return _ABSENT
     return _PENDING
 
@@ -274,7 +276,7 @@ def lookup(areas, keys, state, code, out_code, out, dim, default):  # type: igno
                 for at in range(0, asked_bytes, 64):
                     prefetch_far(rows + slot * row_bytes + at)
             else:
-                prefetch_far(absent_at + line // LINES * ABSENT_BYTES)
+                prefetch_far(absent_at + line // LINES_AN_ABSENT * ABSENT_BYTES)
                 away = nb.uint32(lines[line * LINE_BYTES + AWAY_AT])
                 while away != 0:
                     prefetch_far(lines_at + (line // LINES * LINES + trailing_zeros(away)) * LINE_BYTES)

@@ -11,10 +11,11 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels.atomics import fence_acquire, load_acquire, load_relaxed, store_release
-from tierstore.kernels.heat import POLICY_BYTES, on_probation, put_on_probation
+from tierstore.kernels.heat import POLICY_BYTES, PROBATION, QUEUE, enter_probation
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENT_WAYS,
+    ABSENTS,
     AREAS,
     AWAY_AT,
     GEOMETRY,
@@ -76,9 +77,10 @@ def _clear(areas, s):  # type: ignore[no-untyped-def]
         areas.lines[line * LINE_BYTES + TAKEN_AT] = 0
         areas.lines[line * LINE_BYTES + AWAY_AT] = 0
         close_version(areas.lines32, line, version)
-    version = open_version(areas.absent32, s)
-    areas.absent[s * ABSENT_BYTES + 4] = 0
-    close_version(areas.absent32, s, version)
+    for a in range(s * ABSENTS, (s + 1) * ABSENTS):
+        version = open_version(areas.absent32, a)
+        areas.absent[a * ABSENT_BYTES + 4] = 0
+        close_version(areas.absent32, a, version)
 
 
 @nb.njit(types.void(AREAS, types.int64, types.int64, COUNTERS), nogil=True, cache=True)
@@ -92,11 +94,12 @@ def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
             if taken_at(areas, high, way):
                 key, heat, rank = key_at(areas, high, way), heat_at(areas, high, way), rank_of(areas, high, way)
                 _take_over(areas, low, key, heat, rank, row_at(areas, high, way), counters)
-        taken = nb.int64(areas.absent[high * ABSENT_BYTES + 4])
-        for place in range(ABSENT_WAYS):
-            if (taken >> place) & 1:
-                counters[ABSENT_KEYS] -= 1
-                mark_absent(areas, counters, low, areas.absent_keys[high * 8 + 1 + place])
+        for a in range(high * ABSENTS, (high + 1) * ABSENTS):
+            taken = nb.int64(areas.absent[a * ABSENT_BYTES + 4])
+            for place in range(ABSENT_WAYS):
+                if (taken >> place) & 1:
+                    counters[ABSENT_KEYS] -= 1
+                    mark_absent(areas, counters, a - half * ABSENTS, areas.absent_keys[a * 8 + 1 + place])
         _clear(areas, high)
     store_release(areas.control, GEOMETRY, (end << 8) | depth)
 
@@ -110,20 +113,24 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
         high = low + half
         for i in range(POLICY_BYTES):
             areas.policy[high * POLICY_BYTES + i] = areas.policy[low * POLICY_BYTES + i]
-        put_on_probation(areas.policy, high, -1)
+        for i in range(PROBATION):
+            areas.policy[high * POLICY_BYTES + QUEUE + i] = 0
+        for i in range(PROBATION):  # from its oldest on
+            way = nb.int64(areas.policy[low * POLICY_BYTES + QUEUE + i]) - 1
+            if way >= 0 and set_of(mix(key_at(areas, low, way)), depth, areas.sets_per_region) == high:
+                enter_probation(areas.policy, high, way)
         for way in range(WAYS):
             key = key_at(areas, low, way)
             if taken_at(areas, low, way) and set_of(mix(key), depth, areas.sets_per_region) == high:
                 put(areas, high, way, key, heat_at(areas, low, way), row_at(areas, low, way))
-                if on_probation(areas.policy, low) == way:
-                    put_on_probation(areas.policy, high, way)
                 remove(areas, low, way)
-        taken = nb.int64(areas.absent[low * ABSENT_BYTES + 4])
-        for place in range(ABSENT_WAYS):
-            key = areas.absent_keys[low * 8 + 1 + place]
-            if (taken >> place) & 1 and set_of(mix(key), depth, areas.sets_per_region) == high:
-                mark_absent(areas, counters, high, key)
-                forget_absent(areas, counters, low, key)
+        for a in range(low * ABSENTS, (low + 1) * ABSENTS):
+            taken = nb.int64(areas.absent[a * ABSENT_BYTES + 4])
+            for place in range(ABSENT_WAYS):
+                key = areas.absent_keys[a * 8 + 1 + place]
+                if (taken >> place) & 1 and set_of(mix(key), depth, areas.sets_per_region) == high:
+                    mark_absent(areas, counters, a + half * ABSENTS, key)
+                    forget_absent(areas, counters, a, key)
     store_release(areas.control, GEOMETRY, (begin << 8) | depth)
 
 

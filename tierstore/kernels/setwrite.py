@@ -20,9 +20,12 @@ from tierstore.kernels.heat import (
     MOVE_AT,
     POLICY_BYTES,
     add_ghost,
+    enter_probation,
     get_heat,
+    leave_probation,
+    oldest_on_probation,
     on_probation,
-    put_on_probation,
+    rename_on_probation,
     set_heat,
     take_ghost,
 )
@@ -38,6 +41,7 @@ from tierstore.kernels.setcache import (
     LINE_BYTES,
     LINE_WAYS,
     LINES,
+    LINES_AN_ABSENT,
     TAKEN_AT,
     WAYS,
     find_absent,
@@ -69,23 +73,23 @@ def close_version(words, line, version):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def forget_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
-    if areas.absent[s * ABSENT_BYTES + 4] == 0:
+def forget_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
+    if areas.absent[a * ABSENT_BYTES + 4] == 0:
         return
-    place = find_absent(areas.absent, areas.absent_keys, s, key)
+    place = find_absent(areas.absent, areas.absent_keys, a, key)
     if place >= 0:
-        version = open_version(areas.absent32, s)
-        areas.absent[s * ABSENT_BYTES + 4] &= ~(1 << place)
-        close_version(areas.absent32, s, version)
+        version = open_version(areas.absent32, a)
+        areas.absent[a * ABSENT_BYTES + 4] &= ~(1 << place)
+        close_version(areas.absent32, a, version)
         counters[ABSENT_KEYS] -= 1
 
 
 @nb.njit
-def mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
+def mark_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
     """Clock: the first place from the hand that was not asked for since the hand last passed makes room."""
-    if find_absent(areas.absent, areas.absent_keys, s, key) >= 0:
+    if find_absent(areas.absent, areas.absent_keys, a, key) >= 0:
         return False
-    base = s * ABSENT_BYTES
+    base = a * ABSENT_BYTES
     taken, asked = nb.int64(areas.absent[base + 4]), nb.int64(areas.absent[base + 5])
     place = nb.int64(areas.absent[base + 6]) % ABSENT_WAYS
     for _ in range(2 * ABSENT_WAYS):
@@ -94,12 +98,12 @@ def mark_absent(areas, counters, s, key):  # type: ignore[no-untyped-def]
         asked &= ~(1 << place)
         place = (place + 1) % ABSENT_WAYS
     counters[ABSENT_KEYS] += 0 if (taken >> place) & 1 else 1
-    version = open_version(areas.absent32, s)
-    areas.absent_keys[s * 8 + 1 + place] = key
+    version = open_version(areas.absent32, a)
+    areas.absent_keys[a * 8 + 1 + place] = key
     areas.absent[base + 4] = taken | (1 << place)
     areas.absent[base + 5] = asked & ~(1 << place)
     areas.absent[base + 6] = place + 1
-    close_version(areas.absent32, s, version)
+    close_version(areas.absent32, a, version)
     return True
 
 
@@ -134,7 +138,7 @@ def set_heat_at(areas, s, way, heat):  # type: ignore[no-untyped-def]
 @nb.njit
 def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
     """0..7: how much a row is worth keeping, by hits, then by queue."""
-    return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s) == way else 1)
+    return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s, way) else 1)
 
 
 @nb.njit
@@ -159,8 +163,7 @@ def remove(areas, s, way):  # type: ignore[no-untyped-def]
     version = open_version(areas.lines32, line)
     areas.lines[line * LINE_BYTES + TAKEN_AT] &= ~(1 << place)
     close_version(areas.lines32, line, version)
-    if on_probation(areas.policy, s) == way:
-        put_on_probation(areas.policy, s, -1)
+    leave_probation(areas.policy, s, way)
     home = home_of(mix(key_at(areas, s, way)))
     if home == way // LINE_WAYS:
         return
@@ -201,8 +204,7 @@ def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
     if guest < 0:
         return way
     put(areas, s, way, key_at(areas, s, guest), heat_at(areas, s, guest), row_at(areas, s, guest))
-    if on_probation(areas.policy, s) == guest:
-        put_on_probation(areas.policy, s, way)
+    rename_on_probation(areas.policy, s, guest, way)
     remove(areas, s, guest)
     return guest
 
@@ -213,7 +215,7 @@ def next_victim(areas, s):  # type: ignore[no-untyped-def]
     at = s * POLICY_BYTES + MAIN_HAND
     way = nb.int64(areas.policy[at]) % WAYS
     for _ in range((MAX_HEAT + 1) * WAYS):  # ends sooner unless readers count all the while
-        if way != on_probation(areas.policy, s):
+        if not on_probation(areas.policy, s, way):
             heat = heat_at(areas, s, way)
             if heat == 0:
                 break
@@ -227,9 +229,12 @@ def next_victim(areas, s):  # type: ignore[no-untyped-def]
 def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
     """Put a row out of the full set `s`, by the rules of `heat`. Returns (its way, whether the new key is on probation)."""
     known = take_ghost(areas.policy16, s, hashed)
-    way = -1 if known else on_probation(areas.policy, s)
-    if way < 0 or heat_at(areas, s, way) >= MOVE_AT:
+    way = -1 if known else oldest_on_probation(areas.policy, s)
+    if way < 0:
         way = next_victim(areas, s)
+    elif heat_at(areas, s, way) >= MOVE_AT:
+        moved, way = way, next_victim(areas, s)
+        leave_probation(areas.policy, s, moved)
     add_ghost(areas.policy, areas.policy16, s, mix(key_at(areas, s, way)))
     remove(areas, s, way)
     return way, not known
@@ -249,17 +254,17 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
         if i + _AHEAD < keys.size:
             hashed = mix(keys[i + _AHEAD])
             ahead = set_of(hashed, geometry, areas.sets_per_region)
-            prefetch(lines.ctypes.data + (ahead * LINES + home_of(hashed)) * LINE_BYTES)
+            line = ahead * LINES + home_of(hashed)
+            prefetch(lines.ctypes.data + line * LINE_BYTES)
             prefetch(areas.policy.ctypes.data + ahead * POLICY_BYTES)
-            prefetch(areas.absent.ctypes.data + ahead * ABSENT_BYTES)
+            prefetch(areas.absent.ctypes.data + line // LINES_AN_ABSENT * ABSENT_BYTES)
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
         home = home_of(hashed)
         if find_way(lines, areas.lines64, s, home, key) >= 0:
             continue
-        way = free_way(areas, s, home)
-        probation = evict and on_probation(areas.policy, s) < 0
+        way, probation = free_way(areas, s, home), evict
         if way >= 0:
             counters[ROWS] += 1
         elif evict:
@@ -267,11 +272,11 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
             counters[EVICTED] += 1
         else:
             continue
-        forget_absent(areas, counters, s, key)
+        forget_absent(areas, counters, (s * LINES + home) // LINES_AN_ABSENT, key)
         way = make_home(areas, s, way, home)
         put(areas, s, way, key, 0, rows + i * areas.row_bytes)
         if probation:
-            put_on_probation(areas.policy, s, way)
+            enter_probation(areas.policy, s, way)
         admitted += 1
     counters[ADMITTED] += admitted
     return admitted
@@ -285,9 +290,9 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         hashed = mix(keys[i])
         s = set_of(hashed, geometry, areas.sets_per_region)
-        if find_way(areas.lines, areas.lines64, s, home_of(hashed), keys[i]) < 0 and mark_absent(
-            areas, counters, s, keys[i]
-        ):
+        a = (s * LINES + home_of(hashed)) // LINES_AN_ABSENT
+        resident = find_way(areas.lines, areas.lines64, s, home_of(hashed), keys[i]) >= 0
+        if not resident and mark_absent(areas, counters, a, keys[i]):
             marked += 1
     return marked
 
@@ -301,19 +306,21 @@ def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no
         if i + _AHEAD < end:
             hashed = mix(keys[i + _AHEAD])
             ahead = set_of(hashed, geometry, areas.sets_per_region)
-            prefetch(lines.ctypes.data + (ahead * LINES + home_of(hashed)) * LINE_BYTES)
-            prefetch(areas.absent.ctypes.data + ahead * ABSENT_BYTES)
+            line = ahead * LINES + home_of(hashed)
+            prefetch(lines.ctypes.data + line * LINE_BYTES)
+            prefetch(areas.absent.ctypes.data + line // LINES_AN_ABSENT * ABSENT_BYTES)
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
+        a = (s * LINES + home_of(hashed)) // LINES_AN_ABSENT
         way = find_way(lines, areas.lines64, s, home_of(hashed), key)
         if deleted[i]:
             if way >= 0:
                 remove(areas, s, way)
                 counters[ROWS] -= 1
-                mark_absent(areas, counters, s, key)
+                mark_absent(areas, counters, a, key)
             continue
-        forget_absent(areas, counters, s, key)
+        forget_absent(areas, counters, a, key)
         if way >= 0:
             line = s * LINES + way // LINE_WAYS
             version = open_version(areas.lines32, line)

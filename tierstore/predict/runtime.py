@@ -6,6 +6,7 @@ outside of itself is refused, whatever they are.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,6 +25,8 @@ _FATAL = 4  # of ONNX Runtime's log levels: what goes wrong is raised, and told 
 
 def missing_extra() -> str | None:
     """Why dense parts cannot be served here; None if they can."""
+    # Since 1.29 ONNX Runtime reports to its makers over the network, from its import on, unless told not to.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401

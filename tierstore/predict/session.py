@@ -21,6 +21,7 @@ from tierstore.predict.binding import Run, Wiring
 from tierstore.predict.signature import BYTES, Shape, Signature
 
 Array = npt.NDArray[Any]
+_KEPT_PLANS = 64
 _ALIGNMENT = 64  # bytes, a cache line, and what vector instructions like
 _OURS = ("EP_FAIL", "ENGINE_ERROR", "NOT_IMPLEMENTED")
 _OTHER_SHAPE = ("shape verification failed", "pre-allocated")  # of an output that was bound to an array
@@ -69,6 +70,7 @@ class DenseSession:
         self.warmed = 0  # requests run before it serves
         self._session, self._counts, self._limit = session, counts, buffers_bytes
         self._bindable = all(tensor.datatype != BYTES for tensor in self.signature.inputs)
+        self._plans: dict[tuple[Any, ...], Run] = {}  # of the latest shapes; threads may race to set equal ones
         self._lock = threading.Lock()
         # guarded by _lock
         self._free: OrderedDict[tuple[Any, ...], list[Slot]] = OrderedDict()
@@ -76,7 +78,14 @@ class DenseSession:
 
     def plan(self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape], wanted: Sequence[str] = ()) -> Run:
         """`Wiring.plan` for these outputs, by default all."""
-        return self.wiring.plan(leads, shapes, wanted or tuple(self.wiring.outputs), self.loose)
+        key = (*leads.items(), None, *shapes.items(), None, *wanted, self.loose)
+        run = self._plans.get(key)
+        if run is None:
+            run = self.wiring.plan(leads, shapes, wanted or tuple(self.wiring.outputs), self.loose)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[key] = run
+        return run
 
     def sizes(self, name: str) -> Shape:
         """The shape of an output for metadata documents, -1 for what is not fixed."""

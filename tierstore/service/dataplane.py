@@ -253,8 +253,9 @@ class DataPlane:
         """Begin a request: hold its view, until `Inference.close`, and plan it.
 
         `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the request
-        for the view that will answer it. `version` is a number, a label, or None: then the active version answers or, as its share says, the canary, the same one for equal `route`s. An
-        error tells by its `version` which one had been chosen.
+        for the view that will answer it. `version` is a number, a label, or None: then the active version answers or, as
+        its share says, the canary, the same one for equal `route`s. An error tells by its `version` which one had been
+        chosen.
         """
         return Inference(self.model(model).view(version, route), request, self._max_response)
 

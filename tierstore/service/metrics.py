@@ -16,6 +16,7 @@ from tierstore.service.context import Service
 from tierstore.service.figures import InferStats
 from tierstore.service.known import KNOWN_REQUESTS
 from tierstore.service.shared_memory import MAX_REGIONS
+from tierstore.service.tfs_signature import MAX_SIGNATURES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("active", "canary", "kept", "stale", "loading")
@@ -55,13 +56,33 @@ class _StoreCollector(Collector):
         yield from _models(status["models"])
         yield from _requests(self._service.infer_stats, status["models"])
         yield from _dense(status["models"], self._service.settings.dense_buffers)
-        for what in ("host", "overlay"):
+        for what in ("host", "device", "overlay"):
             budget = status.get(f"{what}_budget")
             if budget:
                 yield _gauge(f"tierstore_{what}_used_bytes", f"Bytes of the {what} budget in use.", budget["used"])
                 yield _gauge(
                     f"tierstore_{what}_budget_bytes", f"The {what} budget of the whole store.", budget["total"]
                 )
+        yield from _device(status.get("device") or {})
+
+
+def _device(device: dict[str, Any]) -> Iterator[Metric]:
+    yield _gauge("tierstore_device_present", "Whether there is a device tier.", float(bool(device.get("present"))))
+    if not device.get("present"):
+        return
+    for name, text in (
+        ("promotions_waiting", "Offers of keys to the device tier that wait for their thread."),
+        ("promotions_limit", "Offers that may wait; beyond it they are dropped."),
+        ("workspaces_taken", "Workspaces on devices that are in use."),
+        ("workspaces", "Workspaces there are; who finds none free waits."),
+        ("workspace_bytes", "Bytes of device memory that workspaces take."),
+    ):
+        yield _gauge(f"tierstore_device_{name}", text, device[name])
+    yield CounterMetricFamily(
+        "tierstore_device_promotions_dropped",
+        "Offers dropped as the queue was full.",
+        value=device["promotions_dropped"],
+    )
 
 
 def _tables(models: dict[str, Any]) -> Iterator[Metric]:
@@ -254,6 +275,8 @@ class _ServiceCollector(Collector):
         yield _gauge(
             "tierstore_known_requests", "Request headers kept parsed and planned.", len(service.known_requests)
         )
+        yield _gauge("tierstore_signatures", "Signatures of versions that are kept.", len(service.signatures))
+        yield _gauge("tierstore_signatures_limit", "Signatures that may be kept.", MAX_SIGNATURES)
         yield _gauge("tierstore_known_requests_limit", "Request headers that may be kept.", KNOWN_REQUESTS)
         yield _gauge("tierstore_shared_memory_regions", "Regions of clients that are registered.", len(service.regions))
         yield _gauge("tierstore_shared_memory_regions_limit", "Regions that may be registered.", MAX_REGIONS)

@@ -6,6 +6,7 @@ look-ups run on the look-up pool, whatever may block for long on the control poo
 
 from __future__ import annotations
 
+import base64
 import time
 from typing import Any
 
@@ -112,7 +113,7 @@ class OipHttp:
         match parts:
             case []:
                 _allow(method, "GET")
-                return json_response(oip_models.server_metadata(shared_memory=self._service.regions.enabled))
+                return json_response(oip_models.server_metadata(shared_memory=self._service.regions.kinds))
             case ["health", ("live" | "ready") as kind]:
                 _allow(method, "GET")
                 return Response(200 if kind == "live" or self._service.ready else 400)
@@ -132,14 +133,10 @@ class OipHttp:
             case ["repository", "models", name, ("load" | "unload") as verb]:
                 _allow(method, "POST")
                 return await self._repository(name, verb, _json_object(body, headers))
-            case ["systemsharedmemory", "region", name, verb] if name:
-                return await self._region(method, name, verb, body, headers)
-            case ["systemsharedmemory", ("status" | "unregister") as verb]:
-                return await self._region(method, None, verb, body, headers)
-            case ["cudasharedmemory", *rest] if rest:
-                if rest[-1] == "unregister":  # nothing is registered; benchmarks ask for it unconditionally
-                    return Response(200)
-                raise InvalidInput("CUDA shared memory is not enabled on this server")
+            case [("systemsharedmemory" | "cudasharedmemory") as kind, "region", name, verb] if name:
+                return await self._region(method, kind.removesuffix("sharedmemory"), name, verb, body, headers)
+            case [("systemsharedmemory" | "cudasharedmemory") as kind, ("status" | "unregister") as verb]:
+                return await self._region(method, kind.removesuffix("sharedmemory"), None, verb, body, headers)
         raise NotFound(f"no such path: /v2/{shown('/'.join(parts))[1:-1]}")
 
     async def _model(self, method: str, rest: list[str]) -> Response:
@@ -163,19 +160,25 @@ class OipHttp:
             await service.control.run(service.refresh)
         return json_response(oip_models.statistics(service.store, service.infer_stats, name, version))
 
-    async def _region(self, method: str, name: str | None, verb: str, body: memoryview, headers: Headers) -> Response:
-        """System shared memory: one region, or with `name` None all of them."""
+    async def _region(
+        self, method: str, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
+    ) -> Response:
+        """Shared memory of a kind, `system` or `cuda`: one region, or with `name` None all of them."""
         regions = self._service.regions
         if verb == "status":
             _allow(method, "GET")
-            return json_response(regions.status(name))
+            return json_response(regions.status(name, kind))
         _allow(method, "POST")
-        if verb == "unregister":
-            await self._service.control.run(regions.unregister, name)
+        if verb == "unregister":  # where none can be registered too: benchmarks ask for it unconditionally
+            await self._service.control.run(regions.unregister, name, kind)
         elif verb == "register" and name is not None:
             asked = _json_object(body, headers)
-            place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
-            await self._service.control.run(regions.register, name, *place)
+            if kind == "cuda":
+                where = _handle(name, asked.get("raw_handle")), asked.get("device_id", 0), asked.get("byte_size")
+                await self._service.control.run(regions.register_cuda, name, *where)
+            else:
+                place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
+                await self._service.control.run(regions.register, name, *place)
         else:
             raise NotFound(f"no such path: a region has no {shown(verb)}; expected register, unregister or status")
         return Response(200)
@@ -191,6 +194,19 @@ class OipHttp:
         else:
             await self._service.control.run(self._service.store.deactivate, name)
         return Response(200)
+
+
+def _handle(name: str, given: object) -> bytes:
+    """The bytes of `{"b64": …}`."""
+    text = given.get("b64") if isinstance(given, dict) else None
+    try:
+        if isinstance(text, str):
+            return base64.b64decode(text, validate=True)
+    except ValueError:
+        pass
+    raise InvalidInput(
+        f"region {shown(name)}: raw_handle is {shown(given)}, expected an IPC handle as {{'b64': base64}}"
+    )
 
 
 def _allow(method: str, allowed: str) -> None:

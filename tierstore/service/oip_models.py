@@ -5,7 +5,7 @@ Functions of the store; they may take locks for a moment, and any thread may cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,9 @@ def outputs_of(view: View) -> Iterator[TensorInfo]:
         yield TensorInfo(f"{name}.found", "BOOL", (-1,))
 
 
-def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
-    extensions = [*EXTENSIONS, *(["system_shared_memory"] if shared_memory else [])]
+def server_metadata(*, shared_memory: Sequence[str]) -> dict[str, Any]:
+    """`shared_memory`: the kinds of regions that are served."""
+    extensions = [*EXTENSIONS, *(f"{kind}_shared_memory" for kind in shared_memory)]
     return {"name": "tierstore", "version": __version__, "extensions": extensions}
 
 

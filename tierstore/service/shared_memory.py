@@ -1,7 +1,8 @@
-"""The protocol's system shared memory extension: tensors in regions that a client on this machine has made.
+"""The protocol's shared memory extensions: tensors in regions that a client on this machine has made.
 
-Any thread may use `Regions`. A region is read and written through its file, never mapped: a client that shrinks its file
-would end a process that has it mapped, and gets an error here. Nothing survives a crash; clients register again.
+Any thread may use `Regions`. A region of system memory is read and written through its file, never mapped: a client that
+shrinks its file would end a process that has it mapped, and gets an error here. One of CUDA memory is a client's device
+memory, opened by its IPC handle, and copied from and to. Nothing survives a crash; clients register again.
 
 A client names any object of POSIX shared memory that the service's user may open, hence the setting `allow_client_shm`,
 and the refusal of links and of names that lead elsewhere.
@@ -12,22 +13,30 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import InvalidInput, NotFound, Overloaded, TooLarge
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotFound, Overloaded, TooLarge
 from tierstore.service.tensors import shown
+from tierstore.tiers.device import IPC_HANDLE_BYTES, find_devices, open_ipc
+from tierstore.tiers.device_backend import DeviceError
 
 DIRECTORY = Path("/dev/shm")
 MAX_REGIONS = 1024
 OWN_PREFIX = "tierstore"  # of what this program makes there for itself
 _MAX_NAME = 255
-_DISABLED = "system shared memory is not enabled on this server: send the tensor's data in the request, or start it with allow_client_shm"
+_DISABLED = "shared memory is not enabled on this server: send the tensor's data in the request, or start it with allow_client_shm"
+
+
+Kind = Literal["system", "cuda"]
+OpenCuda = Callable[[bytes, int, int], "Memory"]  # handle, device, bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +48,55 @@ class Span:
     nbytes: int
 
 
+class Memory(Protocol):
+    """Where a region's bytes are. Errors are InvalidInput: it is the client's."""
+
+    def read(self, at: int, data: npt.NDArray[np.uint8]) -> None: ...
+    def write(self, at: int, data: npt.NDArray[np.uint8]) -> None: ...
+    def close(self) -> None: ...
+
+
+class _File:
+    """System shared memory."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, at: int, data: npt.NDArray[np.uint8]) -> None:
+        got = 0
+        while got < len(data):
+            count = os.preadv(self._descriptor, [data[got:].data], at + got)
+            if not count:
+                raise InvalidInput("it has shrunk since it was registered")
+            got += count
+
+    def write(self, at: int, data: npt.NDArray[np.uint8]) -> None:
+        # one that shrank is not made larger again: its client has other plans for it
+        if self.size < at + len(data):
+            raise InvalidInput("it has shrunk since it was registered")
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._descriptor, data[done:].data, at + done)
+        except OSError as error:
+            raise InvalidInput(f"it cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 class _Region:
     """A registered part of an object. `users` and `dropped` are guarded by the registry's lock."""
 
-    def __init__(self, name: str, key: str, offset: int, nbytes: int, descriptor: int) -> None:
-        self.name, self.key, self.offset, self.nbytes, self.descriptor = name, key, offset, nbytes, descriptor
+    def __init__(self, name: str, kind: Kind, offset: int, nbytes: int, memory: Memory, entry: dict[str, Any]) -> None:
+        self.name, self.kind, self.offset, self.nbytes, self.memory = name, kind, offset, nbytes, memory
+        self.document = {"name": name} | entry | {"byte_size": nbytes}
         self.users = 0
         self.dropped = False
-
-    def document(self) -> dict[str, Any]:
-        return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.nbytes}
 
 
 class _Use:
@@ -69,18 +117,26 @@ class _Use:
         with self._lock:
             region.users -= 1
             if region.dropped and not region.users:
-                os.close(region.descriptor)
+                region.memory.close()
 
 
 class Regions:
     """The regions that clients have registered, at most MAX_REGIONS. Where not `enabled`, every use is InvalidInput."""
 
-    def __init__(self, *, enabled: bool, max_read: int) -> None:
+    def __init__(self, *, enabled: bool, max_read: int, open_cuda: OpenCuda = open_ipc) -> None:
         # constant after construction
         self.enabled = enabled
+        self._open_cuda = open_cuda
         self._max_read = max_read
         self._lock = threading.Lock()
         self._regions: dict[str, _Region] = {}  # guarded by _lock
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of regions that a client may register here."""
+        if not self.enabled:
+            return ()
+        return ("system", "cuda") if find_devices()[0] else ("system",)
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -91,49 +147,80 @@ class Regions:
         InvalidInput for a name that is taken, an object that is not there or too small; Overloaded beyond MAX_REGIONS.
         """
         self._check_enabled()
-        if not name or len(name) > _MAX_NAME:
-            raise InvalidInput(f"a region's name has 1 to {_MAX_NAME} characters, came {shown(name)}")
-        for what, value in (("offset", offset), ("byte_size", nbytes)):
-            if type(value) is not int or value < 0:
-                raise InvalidInput(f"region {shown(name)}: {what} is {shown(value)}, expected a number of bytes")
+        _check_numbers(name, offset=offset, byte_size=nbytes)
         assert isinstance(offset, int)
         assert isinstance(nbytes, int)
         with self._lock:
             self._check_room(name)
-        descriptor = _open(name, key)
+        file = _File(_open(name, key))
         try:
-            size = os.fstat(descriptor).st_size
-            if nbytes == 0 or offset + nbytes > size:
+            if nbytes == 0 or offset + nbytes > file.size:
                 raise InvalidInput(
-                    f"region {shown(name)}: {shown(key)} has {size} bytes, expected at least one and all within it; "
+                    f"region {shown(name)}: {shown(key)} has {file.size} bytes, expected at least one and all within it; "
                     f"came offset {offset} and byte_size {nbytes}"
                 )
-            with self._lock:
-                self._check_room(name)
-                self._regions[name] = _Region(name, str(key), offset, nbytes, descriptor)
+            self._add(_Region(name, "system", offset, nbytes, file, {"key": key, "offset": offset}))
         except BaseException:
-            os.close(descriptor)
+            file.close()
             raise
 
-    def unregister(self, name: str | None = None) -> None:
-        """Forget a region, or all of them; one that is not known is none the less forgotten. Requests in progress finish."""
+    def register_cuda(self, name: str, handle: bytes, device: object, nbytes: object) -> None:
+        """Open a client's device memory by its IPC handle and know its first `nbytes` as `name`.
+
+        Errors as of `register`; InvalidInput too where there is no GPU, or its driver refuses the handle.
+        """
+        self._check_enabled()
+        _check_numbers(name, device_id=device, byte_size=nbytes)
+        assert isinstance(device, int)
+        assert isinstance(nbytes, int)
+        if nbytes == 0 or len(handle) != IPC_HANDLE_BYTES:
+            raise InvalidInput(
+                f"region {shown(name)}: expected a handle of {IPC_HANDLE_BYTES} bytes and a byte_size of at least 1, "
+                f"came {len(handle)} bytes and {nbytes}"
+            )
         with self._lock:
-            names = list(self._regions) if name is None else [name]
-            dropped = [region for each in names if (region := self._regions.pop(each, None)) is not None]
+            self._check_room(name)
+        try:
+            memory = self._open_cuda(handle, device, nbytes)
+        except (DeviceError, ConfigError, MissingExtra) as error:
+            raise InvalidInput(f"region {shown(name)}: CUDA shared memory cannot be used: {error}") from error
+        try:
+            self._add(_Region(name, "cuda", 0, nbytes, memory, {"device_id": device}))
+        except BaseException:
+            memory.close()
+            raise
+
+    def _add(self, region: _Region) -> None:
+        with self._lock:
+            self._check_room(region.name)
+            self._regions[region.name] = region
+
+    def unregister(self, name: str | None = None, kind: Kind | None = None) -> None:
+        """Forget a region, or all of them (of one kind); one that is not known is none the less forgotten. Requests in
+        progress finish."""
+        with self._lock:
+            names = [each for each in (self._regions if name is None else [name]) if self._is(each, kind)]
+            dropped = [self._regions.pop(each) for each in names]
             for region in dropped:
                 region.dropped = True
                 if not region.users:
-                    os.close(region.descriptor)
+                    region.memory.close()
 
     close = unregister
 
-    def status(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The protocol's entry of one region, or of all. NotFound for one that is not registered."""
+    def _is(self, name: str, kind: Kind | None) -> bool:
+        region = self._regions.get(name)
+        return region is not None and kind in (None, region.kind)
+
+    def status(self, name: str | None = None, kind: Kind = "system") -> list[dict[str, Any]]:
+        """The protocol's entry of one region, or of all of a kind. NotFound for one that is not registered."""
         self._check_enabled()
         with self._lock:
             if name is None:
-                return [region.document() for region in self._regions.values()]
-            return [self._find(name).document()]
+                return [region.document for region in self._regions.values() if region.kind == kind]
+            if not self._is(name, kind):
+                raise NotFound(f"no {kind} shared memory region {shown(name)} is registered")
+            return [self._regions[name].document]
 
     def check(self, span: Span, what: str) -> None:
         """InvalidInput or NotFound where `span`, of the tensor `what`, is not within a registered region."""
@@ -144,31 +231,22 @@ class Regions:
         """A copy of the bytes of `span`, which start at an address that suits every datatype."""
         if span.nbytes > self._max_read:
             raise TooLarge(f"{what}: takes {span.nbytes} bytes, {self._max_read} are allowed")
+        data = np.empty(span.nbytes, np.uint8)
         with self._using(span, what) as region:
-            data = np.empty(span.nbytes, np.uint8)
-            got = 0
-            while got < span.nbytes:
-                count = os.preadv(region.descriptor, [data[got:].data], region.offset + span.offset + got)
-                if not count:
-                    raise InvalidInput(f"{what}: region {shown(region.name)} has shrunk since it was registered")
-                got += count
+            try:
+                region.memory.read(region.offset + span.offset, data)
+            except (InvalidInput, DeviceError) as error:
+                raise InvalidInput(f"{what}: region {shown(region.name)}: {error}") from error
         return data.data
 
     def write(self, span: Span, data: npt.NDArray[np.uint8]) -> None:
         """Write all of `data`, no longer than `span`, to its place."""
         what = f"{len(data)} bytes of an output"
         with self._using(span, what) as region:
-            # a region that shrank is not made larger again: its client has other plans for it
-            if os.fstat(region.descriptor).st_size < region.offset + span.offset + len(data):
-                raise InvalidInput(f"{what}: region {shown(region.name)} has shrunk since it was registered")
-            done = 0
             try:
-                while done < len(data):
-                    done += os.pwrite(region.descriptor, data[done:].data, region.offset + span.offset + done)
-            except OSError as error:
-                raise InvalidInput(
-                    f"{what}: region {shown(region.name)} cannot be written: {error.strerror}"
-                ) from error
+                region.memory.write(region.offset + span.offset, data)
+            except (InvalidInput, DeviceError) as error:
+                raise InvalidInput(f"{what}: region {shown(region.name)}: {error}") from error
 
     def _using(self, span: Span, what: str) -> _Use:
         """`with` this for the region of `span`, whose file stays open for the length of the block."""
@@ -189,7 +267,7 @@ class Regions:
     def _find(self, name: str) -> _Region:
         region = self._regions.get(name)
         if region is None:
-            raise NotFound(f"no system shared memory region {shown(name)} is registered")
+            raise NotFound(f"no shared memory region {shown(name)} is registered")
         return region
 
     def _check_enabled(self) -> None:
@@ -201,6 +279,15 @@ class Regions:
             raise InvalidInput(f"region {shown(name)} is registered already; unregister it first")
         if len(self._regions) >= MAX_REGIONS:
             raise Overloaded(f"{MAX_REGIONS} regions are registered already; unregister some")
+
+
+def _check_numbers(name: str, **numbers: object) -> None:
+    if not name or len(name) > _MAX_NAME:
+        raise InvalidInput(f"a region's name has 1 to {_MAX_NAME} characters, came {shown(name)}")
+    for what, value in numbers.items():
+        if type(value) is not int or value < 0:
+            expected = "a device's number" if what == "device_id" else "a number of bytes"
+            raise InvalidInput(f"region {shown(name)}: {what} is {shown(value)}, expected {expected}")
 
 
 def _open(name: str, key: object) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import time
+from http import HTTPStatus
 
-from tierstore.errors import InvalidInput, NotFound, TierstoreError
+from tierstore.errors import InvalidInput, NotFound, NotReady, TierstoreError
 from tierstore.service import tfs_models, tfs_signature
 from tierstore.service.context import Service
 from tierstore.service.dataplane import Elsewhere
@@ -61,6 +62,8 @@ class TfsHttp:
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 log_failure(error, f"{scope['method']} {scope['path']}")
                 response = error_response(error)
+                if isinstance(error, NotReady):
+                    response.status = HTTPStatus.NOT_FOUND  # what is not served is not there, in these words
             await response.send(send)
         finally:
             holding.release()
@@ -109,6 +112,8 @@ class TfsHttp:
         try:
             response, served = await call.run()
         except TierstoreError as error:
+            if error.version is None:
+                error.version = call.chosen
             service.count_failed(name, time.perf_counter_ns() - began_ns, error)
             raise
         service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)

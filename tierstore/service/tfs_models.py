@@ -10,7 +10,7 @@ from typing import Any
 from tierstore.errors import NotFound
 
 # state of a version in the store's status → TensorFlow Serving's ModelVersionStatus.State
-STATES = {"active": "AVAILABLE", "loading": "LOADING", "kept": "END", "stale": "END"}
+STATES = {"active": "AVAILABLE", "canary": "AVAILABLE", "loading": "LOADING", "kept": "END", "stale": "END"}
 STATE_NUMBERS = {"UNKNOWN": 0, "START": 10, "LOADING": 20, "AVAILABLE": 30, "UNLOADING": 40, "END": 50}
 
 
@@ -24,7 +24,7 @@ def version_states(store: Any, name: str, version: int | str | None) -> list[tup
         with store.model(name).view(version) as view:
             version = view.version
     document = store.status(name)["models"][name]
-    states = [(entry["version"], STATES.get(entry["state"], "AVAILABLE")) for entry in document["versions"]]
+    states = [(entry["version"], STATES[entry["state"]]) for entry in document["versions"]]
     if version is not None:
         states = [entry for entry in states if entry[0] == version]
     if not states:

@@ -14,7 +14,7 @@ from tierstore.service.context import Service
 from tierstore.service.dataplane import Inference, Request, View
 from tierstore.service.figures import Timings
 from tierstore.service.http import Headers, Response, compress, decode_body, wanted_coding
-from tierstore.service.oip_infer import DIRECT_JSON_BYTES, DIRECT_WORK_BYTES
+from tierstore.service.oip_infer import DIRECT_JSON_BYTES, DIRECT_WORK_BYTES, REQUEST_ID
 from tierstore.service.pool import Holding
 from tierstore.service.shed import Caller
 from tierstore.service.tensors import Elements
@@ -26,8 +26,8 @@ class PredictCall:
     """A request under way. One thread at a time: the loop, then maybe a thread of the pool."""
 
     __slots__ = (
-        "_asked", "_began_ns", "_elements", "_inference", "body", "caller", "headers", "holding", "model", "service",
-        "spent", "version",
+        "_asked", "_began_ns", "_elements", "_inference", "body", "caller", "chosen", "headers", "holding", "model",
+        "service", "spent", "version",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +43,7 @@ class PredictCall:
         self.service, self.model, self.version = service, model, version
         self.body, self.headers, self.holding, self.caller = body, headers, holding, caller
         self.spent = Timings()
+        self.chosen: int | None = None  # the version that answers, once it is known
         self._began_ns = time.perf_counter_ns()
         self._asked: PredictBody | None = None
         self._elements: list[Elements] = []
@@ -72,6 +73,8 @@ class PredictCall:
         if len(self.body) > DIRECT_JSON_BYTES or b"content-encoding" in headers:
             return False
         self._asked = parse_predict(self.body)
+        if self.caller.deadline_ns is not None:
+            self.service.shed.check(self.caller)
         if wanted_coding(headers.get(b"accept-encoding", b"")) is not None:
             return False
         plan = self._open().plan
@@ -116,8 +119,11 @@ class PredictCall:
         self._began_ns = now_ns
 
     def _open(self) -> Inference:
-        self._inference = self.service.dataplane.open(self.model, self.version, self._request)
-        return self._inference
+        plane = self.service.dataplane
+        route = self.headers.get(REQUEST_ID) if self.version is None and plane.splits(self.model) else None
+        inference = self._inference = plane.open(self.model, self.version, self._request, route=route)
+        self.chosen = inference.version
+        return inference
 
     def _request(self, view: View) -> Request:
         asked = self._asked

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tierstore.engine.served import STABLE
 from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Wiring
 from tierstore.service.dataplane import Elsewhere, View
@@ -44,7 +45,7 @@ DTYPES: dict[str, tuple[int, str]] = {
     "UINT32": (22, "DT_UINT32"),
     "UINT64": (23, "DT_UINT64"),
 }
-_MODELS = 256
+MAX_SIGNATURES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +117,27 @@ def signature_of(view: View) -> Signature:
 
 
 class Signatures:
-    """The latest signature of each model; the oldest makes room."""
+    """The latest signature of each version that was asked for; all make room when there are too many."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Signature] = {}  # every use of it is one atomic step
+        self._kept: dict[tuple[str, int], Signature] = {}  # every use of it is one atomic step
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def of(self, model: str, view: View) -> Signature:
-        kept = self._kept.get(model)
+        key = model, view.version
+        kept = self._kept.get(key)
         if kept is None or not kept.fits(view):
-            if len(self._kept) >= _MODELS:
+            if len(self._kept) >= MAX_SIGNATURES:
                 self._kept.clear()
-            kept = self._kept[model] = signature_of(view)
+            kept = self._kept[key] = signature_of(view)
         return kept
 
 
 def metadata(model: Any, version: int | str | None) -> dict[str, Any]:
     """The answer to GetModelMetadata in its JSON form. NotReady where nothing serves, NotFound for no such version."""
-    with model.view(version) as view:
+    with model.view(STABLE if version is None else version) as view:
         signature = signature_of(view)
         number = view.version
     inputs = {name: _tensor_document(tensor) for name, tensor in signature.inputs.items()}

@@ -71,11 +71,14 @@ class _Root:
         await self._forward(scope, receive, send)
 
     def _answers(self, parts: list[str]) -> bool:
-        """Whether `{model}` or `{model}/versions/{number or label}` is served; if not, the owner says what is wrong."""
+        """Whether `{model}` or `{model}/versions/{number or label}` is served, or `{model}/labels/{label}`.
+
+        If not, the owner says what is wrong.
+        """
         served = self._store.served(parts[0])
         if served.active is None or len(parts) == 1:
             return served.active is not None
-        if len(parts) != 3 or parts[1] != "versions":
+        if len(parts) != 3 or parts[1] not in ("versions", "labels"):
             return False
         try:
             asked = version_of(parts[2])

@@ -26,7 +26,17 @@ from tierstore.errors import ConfigError
 from tierstore.kernels import setcache, setresize, setwrite
 from tierstore.kernels.codec import out_code
 from tierstore.kernels.heat import POLICY_BYTES
-from tierstore.kernels.setcache import ABSENT_BYTES, CONTROL_BYTES, EPOCH, GEOMETRY, LINE_BYTES, LINES, WAYS, Areas
+from tierstore.kernels.setcache import (
+    ABSENT_BYTES,
+    ABSENTS,
+    CONTROL_BYTES,
+    EPOCH,
+    GEOMETRY,
+    LINE_BYTES,
+    LINES,
+    WAYS,
+    Areas,
+)
 from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
@@ -34,6 +44,7 @@ _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
 _CHUNK_BYTES = 1 << 20  # and of sets, their bytes
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
+_AS_STORED = 2  # as storage dtype and dtype of answers: equal, so bytes are copied, `4 >> 2` of them a number
 _HAND_OVER_S = 50e-6  # a thread that waits for the lock wakes in this time; without it, who releases takes it again
 
 
@@ -56,7 +67,7 @@ class _Layout:
 
     def area_bytes(self) -> tuple[int, ...]:
         """Bytes a set, area by area, each of which is halved by itself. Lines and rows begin where cache lines do."""
-        return LINES * LINE_BYTES, ABSENT_BYTES, WAYS * self.row_bytes, POLICY_BYTES
+        return LINES * LINE_BYTES, ABSENTS * ABSENT_BYTES, WAYS * self.row_bytes, POLICY_BYTES
 
     def cut(self, memory: mmap.mmap | SharedMapping) -> Areas:
         """Views of the areas of a mapping of `size` bytes, which they keep alive."""
@@ -100,6 +111,19 @@ class _Reader:
         keys = np.ascontiguousarray(keys)
         hits = setcache.lookup(areas, keys, state, self._code, half, _address(out), self._dim, self._defaults_at[half])
         return int(hits)
+
+    def stored(self, keys: Keys) -> tuple[Rows, States]:
+        """(rows uint8[n, row_bytes], states) of keys as they are stored: HOST for what is here. Counts heat."""
+        size = self.spec.row_bytes
+        rows, state, absent = (
+            np.zeros((len(keys), size), np.uint8),
+            np.zeros(len(keys), np.uint8),
+            np.zeros(size, np.uint8),
+        )
+        if (areas := self._areas) is not None:
+            keys = np.ascontiguousarray(keys)
+            setcache.lookup(areas, keys, state, _AS_STORED, _AS_STORED, _address(rows), size, _address(absent))
+        return rows, state
 
     def _check(self, keys: Keys, out: Vectors, state: States) -> None:
         n = len(keys)

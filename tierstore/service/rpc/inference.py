@@ -57,7 +57,7 @@ class Inference:
             "ModelReady": lambda asked: {
                 "ready": oip_models.is_ready(self._model(asked.name), _version(asked.version))
             },
-            "ServerMetadata": lambda _: oip_models.server_metadata(shared_memory=service.regions.enabled),
+            "ServerMetadata": lambda _: oip_models.server_metadata(shared_memory=service.regions.kinds),
             "ModelMetadata": lambda asked: oip_models.model_metadata(self._model(asked.name), _version(asked.version)),
             "ModelConfig": lambda asked: {
                 "config": oip_models.model_config(self._model(asked.name), _version(asked.version))
@@ -72,10 +72,13 @@ class Inference:
             "SystemSharedMemoryRegister": lambda asked: service.regions.register(
                 asked.name, asked.key, asked.offset, asked.byte_size
             ),
-            "SystemSharedMemoryUnregister": lambda asked: service.regions.unregister(asked.name or None),
-            "CudaSharedMemoryStatus": _no_cuda_regions,
-            "CudaSharedMemoryRegister": _refuse_cuda,
-            "CudaSharedMemoryUnregister": lambda _: None,  # benchmarks ask for it unconditionally
+            "SystemSharedMemoryUnregister": lambda asked: service.regions.unregister(asked.name or None, "system"),
+            "CudaSharedMemoryStatus": self._cuda_regions,
+            "CudaSharedMemoryRegister": lambda asked: service.regions.register_cuda(
+                asked.name, asked.raw_handle, asked.device_id, asked.byte_size
+            ),
+            # where none can be registered too: benchmarks ask for it unconditionally
+            "CudaSharedMemoryUnregister": lambda asked: service.regions.unregister(asked.name or None, "cuda"),
             "TraceSetting": _unserved("trace"),
             "LogSettings": _unserved("logging"),
         }
@@ -86,6 +89,12 @@ class Inference:
             controls={name: self._control(name, method) for name, method in controls.items()},
             streams={"ModelStreamInfer": self._stream},
         )
+
+    def _cuda_regions(self, asked: Any) -> dict[str, Any]:
+        regions = self._service.regions
+        if not regions.enabled and not asked.name:
+            return {}  # benchmarks ask for it unconditionally
+        return {"regions": {region["name"]: region for region in regions.status(asked.name or None, "cuda")}}
 
     # --- look-ups
 
@@ -154,16 +163,6 @@ class Inference:
 
 def _version(name: str) -> int | str | None:
     return version_of(name) if name else None
-
-
-def _no_cuda_regions(asked: Any) -> dict[str, Any]:
-    if asked.name:
-        raise NotFound(f"no CUDA shared memory region {asked.name[:80]!r} is registered")
-    return {}
-
-
-def _refuse_cuda(_: Any) -> None:
-    raise InvalidInput("CUDA shared memory is not enabled on this server: send the tensor's data in the request")
 
 
 def _unserved(extension: str) -> Callable[[Any], None]:

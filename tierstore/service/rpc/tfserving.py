@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from tierstore.engine.served import STABLE
 from tierstore.errors import InvalidInput, TierstoreError
 from tierstore.service import tfs_models, tfs_signature
 from tierstore.service.context import Service
 from tierstore.service.dataplane import Request, View
 from tierstore.service.figures import Timings
 from tierstore.service.pool import Holding
-from tierstore.service.rpc.calls import Servicer, by_message, parsed
+from tierstore.service.rpc.calls import Servicer, by_message, parsed, request_id
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.pools import submitted_ns
 from tierstore.service.rpc.status import Unserved
@@ -89,7 +90,9 @@ class TensorFlowServing:
                 elements.extend(ordered)
                 return made
 
-            with service.dataplane.open(model, wanted, request) as inference:
+            plane = service.dataplane
+            route = request_id(context) if wanted is None and plane.splits(model) else None
+            with plane.open(model, wanted, request, route=route) as inference:
                 plan = inference.plan
                 holding.take(plan.work_bytes)
                 parsed_ns = time.perf_counter_ns()
@@ -121,7 +124,7 @@ class TensorFlowServing:
         for field in asked.metadata_field:
             if field != SIGNATURE_FIELD:
                 raise InvalidInput(f"metadata_field {shown(field)} is not known; expected {SIGNATURE_FIELD}")
-        with self._service.dataplane.model(name).view(version) as view:
+        with self._service.dataplane.model(name).view(STABLE if version is None else version) as view:
             signature = tfs_signature.signature_of(view)
             answer = MetadataResponse()
             answer.model_spec.name = name

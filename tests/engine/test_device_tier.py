@@ -1,0 +1,299 @@
+"""A store with a device tier, on a stand-in for a GPU: same answers, its budget, promotion, and what is said without one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from tests.engine import scenes
+from tests.engine.test_model_based import StoreAgainstDicts
+from tests.engine.test_store import settled
+from tests.tiers.cuda_shim.backend import ShimDevice
+from tierstore.engine import devices
+from tierstore.engine.promotion import QUEUE_JOBS, Offers
+from tierstore.engine.store import Store
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
+from tierstore.service.metrics import _device, _tables
+from tierstore.tiers.device_memory import WORKSPACES
+
+ITEMS = np.arange(1000, dtype=np.int64)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[ShimDevice]:
+    found = [ShimDevice(number=0)]
+    monkeypatch.setattr(devices, "find_backends", lambda: (found, None if found else "no CUDA device"))
+    monkeypatch.setattr(devices, "MIN_BUDGET", 100 << 10)
+    return found
+
+
+@pytest.fixture
+def with_device(gpus: list[ShimDevice], open_store: Callable[..., Store]) -> Callable[..., Store]:
+    return lambda **options: open_store(**{"device_budget": "4MiB"} | options)
+
+
+def promoted(store: Store) -> None:
+    promoter = store._shared.devices.promoter
+    assert promoter is not None
+    promoter.drain()
+
+
+def counts(store: Store) -> dict[str, int]:
+    found: dict[str, int] = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
+    return found
+
+
+class WithADevice(StoreAgainstDicts):
+    """The same, with every answer asked for in CPU memory and on the device, and promotions at any moment."""
+
+    options = {"device_budget": "4MiB"}  # noqa: RUF012
+    devices = (None, "gpu")
+
+    def _open(self, grace_s: float) -> None:
+        super()._open(60.0 - grace_s)  # which begins with folding at once
+
+    @rule()
+    def wait_for_promotions(self) -> None:
+        promoted(self.store)
+
+
+def test_the_store_does_as_dictionaries_do_with_a_device_tier(gpus: list[ShimDevice]) -> None:
+    run_state_machine_as_test(
+        WithADevice,
+        settings=settings(max_examples=12, stateful_step_count=25, deadline=None, derandomize=True, database=None),
+    )
+    launched = gpus[0].launched
+    assert {"probe", "gather", "scatter", "pool", "update", "insert"} <= launched.keys()
+
+
+def test_what_the_host_tier_answers_moves_up_and_is_answered_by_the_device(
+    with_device: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    for _ in range(2):  # from disk to the host tier; from there to the device
+        ctr.lookup("item_id", ITEMS)
+        promoted(store)
+    before = counts(store)
+    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 0, ITEMS))
+    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), scenes.vectors("item", 0, ITEMS))
+    half = ctr.lookup("item_id", ITEMS, device="gpu:0", dtype="float16")
+    assert half.dtype == np.float16
+    np.testing.assert_array_equal(half, scenes.vectors("item", 0, ITEMS))
+    after = counts(store)
+    assert after["device"] - before["device"] > 2.9 * len(ITEMS)
+    assert sum(after.values()) - sum(before.values()) == 3 * len(ITEMS)
+    entry = store.status()["models"]["ctr"]["tables"]["item"]
+    assert 0 < entry["tier_bytes"]["device"] <= entry["tier_budget_bytes"]["device"]
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 60.0])
+def test_a_delta_is_seen_on_the_device_before_and_after_it_is_folded(
+    with_device: Callable[..., Store], tmp_path: Path, grace_s: float
+) -> None:
+    store = with_device(fold_grace_s=grace_s)
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    expected = scenes.vectors("item", 0, ITEMS)
+    for seq in range(1, 6):
+        ctr.lookup("item_id", ITEMS)  # offers what is about to become old
+        changed = ITEMS[seq::7]
+        store.apply_delta(scenes.stamped(seq, {"item": changed}))
+        expected[changed] = scenes.vectors("item", seq, changed)
+        np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), expected)
+        if not grace_s:
+            settled(store)
+        promoted(store)
+        np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), expected)
+        np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), expected)
+    store.apply_delta(scenes.delta(6, deletes={"item": ITEMS[:10]}))
+    rows, found = ctr.lookup("item_id", ITEMS, device="gpu", return_found=True)
+    assert found.tolist() == [False] * 10 + [True] * 990
+    np.testing.assert_array_equal(rows[:10], 0)
+    bags = np.arange(0, 1000, 4)
+    pooled, found = ctr.lookup_bags("clicked", ITEMS, bags, device="gpu", return_found=True)
+    np.testing.assert_array_equal(pooled, ctr.lookup_bags("clicked", ITEMS, bags))
+    assert np.count_nonzero(~found) == 10
+
+
+def test_a_switch_keeps_to_the_budget_and_what_is_replaced_gives_its_memory_back(
+    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    rows = {"user": 500, "item": 6_000}
+    store = with_device(device_budget="400KiB", host_budget="2MiB", keep_versions=9)
+    devices = store._shared.devices
+    most = 0
+
+    def watch(progress: Any) -> None:
+        nonlocal most
+        most = max(most, gpus[0].used)
+
+    for version in range(1, 4):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version, stamp=version, rows=rows), progress=watch)
+        ctr = store.model("ctr")
+        assert ctr._keeper.wait_retired(version - 1, 10)
+        keys = np.arange(6_000)
+        np.testing.assert_array_equal(ctr.lookup("item_id", keys, device="gpu"), scenes.vectors("item", version, keys))
+        assert [share.version.number for share in devices._shares.values()] == [version]
+        assert gpus[0].used <= 400 << 10
+    assert 200 << 10 < most <= 400 << 10
+    assert devices.budget.used <= devices.budget.total < 400 << 10
+    assert store.status()["device_budget"] == {"used": devices.budget.used, "total": devices.budget.total}
+    store.deactivate("ctr")
+    assert ctr._keeper.wait_retired(3, 10)
+    assert devices.budget.used == 0
+    store.close()
+    assert gpus[0].used == 0
+
+
+def test_who_is_put_out_of_the_device_goes_back_to_the_host_tier(
+    with_device: Callable[..., Store], tmp_path: Path
+) -> None:
+    rows = {"user": 10, "item": 5_000}
+    store = with_device(device_budget="200KiB", host_budget="8MiB")
+    store.load_snapshot(scenes.write_snapshot(tmp_path, rows=rows))
+    ctr = store.model("ctr")
+    keys = np.arange(5_000)
+    for _ in range(4):
+        for begin in range(0, 5_000, 1000):
+            ctr.lookup("item_id", keys[begin : begin + 1000])
+            promoted(store)
+    with ctr.view() as view:
+        table = view.holder.tables["item"]
+        assert table.device is not None
+        assert table.device.stats()["evicted"] > 0
+        assert table.device.rows_resident > 0.8 * table.device.capacity_rows
+    before = counts(store)
+    np.testing.assert_array_equal(ctr.lookup("item_id", keys), scenes.vectors("item", 0, keys))
+    assert counts(store)["disk"] - before["disk"] < 100
+
+
+def test_a_device_that_fails_while_serving_costs_no_answer(
+    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    ctr.lookup("item_id", ITEMS)
+    gpus[0].broken = True
+    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 0, ITEMS))
+    store.apply_delta(scenes.stamped(1, {"item": ITEMS}))
+    settled(store)
+    gpus[0].broken = False  # what it holds is from before the delta
+    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 1, ITEMS))
+    assert "fell off the bus" in store.status()["models"]["ctr"]["tables"]["item"]["device"]["problem"]
+
+
+def test_answers_come_to_the_device_where_a_table_has_no_room_on_it(
+    with_device: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    with ctr.view() as view:
+        table = view.holder.tables["item"]
+        table.device, cache = None, table.device
+        assert cache is not None
+        cache.close()
+    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), scenes.vectors("item", 0, ITEMS))
+    bags = np.arange(0, 1000, 4)
+    pooled = ctr.lookup_bags("clicked", ITEMS, bags, device="gpu", dtype="float16")
+    np.testing.assert_array_equal(pooled, ctr.lookup_bags("clicked", ITEMS, bags, dtype="float16"))
+
+
+def test_without_a_device_it_is_said_why(
+    open_store: Callable[..., Store], tmp_path: Path, gpus: list[ShimDevice]
+) -> None:
+    store = open_store()
+    assert store.status()["device"]["present"] is False
+    assert store.status()["device"]["reason"] in (
+        "extra gpu is not installed",
+        "device_budget is 0: no device memory is given",
+    )
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    with pytest.raises((MissingExtra, NotReady), match="there is no device tier"):
+        store.model("ctr").lookup("item_id", [1], device="gpu")
+    with pytest.raises(InvalidInput, match="'cpu', 'gpu' or 'gpu:<number>'"):
+        store.model("ctr").lookup("item_id", [1], device="tpu")
+    store.close()
+    gpus.clear()
+    store = open_store(device_budget="1MiB")
+    assert store.status()["device"] == {"present": False, "reason": "no CUDA device"}
+    assert len(store.model("ctr").lookup("item_id", [1], device="cpu")) == 1
+    with pytest.raises(NotReady, match="no CUDA device"):
+        store.model("ctr").lookup("item_id", [1], device="gpu")
+
+
+def test_a_budget_without_the_extra_is_refused_at_start(
+    open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "find_backends", lambda: ([], devices.NOT_INSTALLED))
+    with pytest.raises(ConfigError, match="at least"):
+        open_store(device_budget="99KiB")
+    with pytest.raises(MissingExtra, match=r"tierstore\[gpu\]"):
+        open_store(device_budget="1MiB")
+
+
+def test_a_device_that_is_not_there_is_named(with_device: Callable[..., Store], tmp_path: Path) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    with pytest.raises(NotReady, match="no device 3; there are"):
+        store.model("ctr").lookup("item_id", [1], device="gpu:3")
+    with pytest.raises(InvalidInput, match="new array"):
+        store.model("ctr").lookup("item_id", [1], device="gpu", out=np.empty((1, 8), np.float32))
+
+
+def test_the_queue_of_promotions_and_the_workspaces_show_how_full_they_are(
+    with_device: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    promoter = store._shared.devices.promoter
+    assert promoter is not None
+    held, go_on = threading.Event(), threading.Event()
+
+    class Slow(Offers):
+        def __init__(self) -> None:
+            pass
+
+        def promote(self, keys: np.ndarray) -> None:
+            held.set()
+            go_on.wait(30)
+
+    promoter.put(Slow(), ITEMS)
+    assert held.wait(30)
+    for _ in range(QUEUE_JOBS + 5):
+        promoter.put(Slow(), ITEMS)
+    device = store.status()["device"]
+    assert device["promotions_waiting"] == device["promotions_limit"] == QUEUE_JOBS
+    assert device["promotions_dropped"] == 5
+    assert (device["workspaces"], device["workspaces_taken"]) == (WORKSPACES, 0)
+    go_on.set()
+    promoted(store)
+    assert store.status()["device"]["promotions_waiting"] == 0
+
+
+def test_the_metrics_page_tells_of_the_device_tier(with_device: Callable[..., Store], tmp_path: Path) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    status = store.status()
+    figures = {
+        (sample.name, sample.labels.get("table"), sample.labels.get("tier")): sample.value
+        for metric in (*_tables(status["models"]), *_device(status["device"]))
+        for sample in metric.samples
+    }
+    assert figures["tierstore_device_present", None, None] == 1
+    assert figures["tierstore_device_promotions_limit", None, None] == QUEUE_JOBS
+    assert (
+        0
+        < figures["tierstore_tier_bytes", "item", "device"]
+        <= figures["tierstore_tier_budget_bytes", "item", "device"]
+    )

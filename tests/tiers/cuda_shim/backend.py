@@ -1,0 +1,154 @@
+"""A device that is CPU memory: the kernels' own source, and streams that put off everything until somebody waits.
+
+A stream does nothing before `synchronize` (of itself or of one that waits for it), and then exactly what was put in, in
+order, as late as a real device may. So code that forgets to wait, or reuses memory too early, fails here every time.
+Device memory is filled with noise where it is new and where it was freed. Any thread may call anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiers.cuda_shim import compile
+from tierstore.tiers.device_backend import DeviceError, OutOfDeviceMemory
+
+_NOISE = 0xA5
+
+
+class ShimBuffer:
+    def __init__(self, device: ShimDevice, nbytes: int) -> None:
+        self._device, self.nbytes = device, nbytes
+        self._whole = np.full(nbytes + 256, _NOISE, np.uint8)
+        self.address = -(-self._whole.ctypes.data // 256) * 256
+        self._freed = False
+
+    def free(self) -> None:
+        assert not self._freed, "device memory is freed twice"
+        self._freed = True
+        self._whole[:] = _NOISE
+        with self._device.lock:
+            self._device.used -= self.nbytes
+
+    def __del__(self) -> None:
+        if not self._freed:
+            self.free()
+
+
+class ShimEvent:
+    def __init__(self, stream: ShimStream, number: int) -> None:
+        self.stream, self.number = stream, number
+
+
+class ShimStream:
+    """`put` counts what was put in, `done` what was run; both guarded by the device's lock."""
+
+    def __init__(self, device: ShimDevice) -> None:
+        self._device = device
+        self._early = len(device._streams) >= device.early_from
+        self._work: deque[Callable[[], None]] = deque()
+        self.put = self.done = 0
+
+    def _add(self, work: Callable[[], None]) -> None:
+        with self._device.lock:
+            self._work.append(work)
+            self.put += 1
+            if self._early:
+                self.run_to(self.put)
+
+    def upload(self, to: int, data: np.ndarray) -> None:
+        assert data.flags.c_contiguous
+        self._add(lambda: self._device.move(to, data.ctypes.data, data.nbytes))
+
+    def download(self, data: np.ndarray, at: int) -> None:
+        assert data.flags.c_contiguous
+        self._add(lambda: self._device.move(data.ctypes.data, at, data.nbytes))
+
+    def clear(self, at: int, nbytes: int) -> None:
+        self._add(lambda: compile.fill(at, 0, nbytes))
+
+    def launch(self, kernel: str, threads: int, *args: Any) -> None:
+        held = tuple(np.array(arg) for arg in args)  # as they are now
+
+        def run() -> None:
+            self._device.launched[kernel] = self._device.launched.get(kernel, 0) + 1
+            compile.launch(kernel, threads, held)
+
+        self._add(run)
+
+    def record(self) -> ShimEvent:
+        with self._device.lock:
+            return ShimEvent(self, self.put)
+
+    def wait(self, event: ShimEvent) -> None:
+        self._add(lambda: event.stream.run_to(event.number))
+
+    def wait_for_caller(self) -> None:
+        pass  # whose arrays NumPy keeps
+
+    def run_to(self, number: int) -> None:
+        while self.done < number:
+            self.done += 1  # first, so that streams that wait for each other come to an end
+            self._work.popleft()()
+
+    def synchronize(self) -> None:
+        with self._device.lock:
+            if self._device.broken:
+                raise DeviceError("the device fell off the bus")
+            self.run_to(self.put)
+
+
+class ShimDevice:
+    """A `Backend` of `total` bytes. `launched` counts kernels that were run; set `broken` and every wait fails."""
+
+    def __init__(self, total: int = 1 << 30, number: int = 0, early_from: int = 1 << 30) -> None:
+        """Streams from the `early_from`th on do everything at once instead, without waiting for what they are not told to."""
+        if (reason := compile.missing()) is not None:
+            pytest.skip(reason)
+        self.lock = threading.RLock()
+        self.total, self.number, self.early_from = total, number, early_from
+        self.used = 0
+        self.broken = False
+        self.launched: dict[str, int] = {}
+        self.moved = [0, 0]  # copies, their bytes
+        self._streams: list[ShimStream] = []
+
+    def move(self, to: int, source: int, nbytes: int) -> None:
+        self.moved[0] += 1
+        self.moved[1] += nbytes
+        compile.move(to, source, nbytes)
+
+    def alloc(self, nbytes: int) -> ShimBuffer:
+        with self.lock:
+            if self.used + nbytes > self.total:
+                raise OutOfDeviceMemory(f"{nbytes} bytes were asked for, {self.total - self.used} are left")
+            self.used += nbytes
+        return ShimBuffer(self, nbytes)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        whole = np.full(nbytes + 256, _NOISE, np.uint8)
+        begin = -whole.ctypes.data % 256
+        return whole[begin : begin + nbytes]
+
+    def stream(self) -> ShimStream:
+        stream = ShimStream(self)
+        self._streams.append(stream)
+        return stream
+
+    def synchronize(self) -> None:
+        for stream in list(self._streams):
+            stream.synchronize()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        dtype = np.dtype(dtype)
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        return self.pinned(nbytes).view(dtype).reshape(shape)
+
+    def address_of(self, array: Any) -> int:
+        address: int = array.ctypes.data
+        return address

@@ -1,0 +1,63 @@
+"""Builds the kernels for the CPU, once a run of the tests, and calls them by name."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore.tiers.device_backend import THREADS, kernel_source
+
+SHIM = Path(__file__).with_name("shim.h")
+_FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-w")
+
+
+def missing() -> str | None:
+    """Why the kernels cannot be run here, or None."""
+    if shutil.which("g++") is None:
+        return "g++ is not installed: the kernels cannot be compiled for the CPU"
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    source = kernel_source()
+    names = re.findall(r"__global__ void (\w+)\(", source)
+    entries = "\n".join(
+        f"static void run_{name}(void** args) {{ shim_call({name}, args); }}\n"
+        f'extern "C" void launch_{name}(unsigned blocks, unsigned threads, void** args) '
+        f"{{ shim_launch(run_{name}, blocks, threads, args); }}"
+        for name in names
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "kernels.so"
+        whole = f'#include "{SHIM}"\n{source}\n{entries}\n'
+        done = subprocess.run(["g++", *_FLAGS, "-o", str(built), "-"], input=whole, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(built))
+
+
+def move(to: int, source: int, nbytes: int) -> None:
+    """Copy between addresses; a copy of nothing may name any."""
+    if nbytes:
+        ctypes.memmove(to, source, nbytes)
+
+
+def fill(at: int, value: int, nbytes: int) -> None:
+    if nbytes:
+        ctypes.memset(at, value, nbytes)
+
+
+def launch(name: str, threads: int, args: tuple[Any, ...]) -> None:
+    """Run a kernel to its end. `args` are NumPy scalars, of the kernel's own types, and 0-d structured arrays."""
+    held = [np.ascontiguousarray(arg).reshape(()) for arg in args]
+    pointers = (ctypes.c_void_p * len(held))(*[arg.ctypes.data for arg in held])
+    if threads > 0:
+        getattr(library(), f"launch_{name}")(-(-threads // THREADS), THREADS, pointers)

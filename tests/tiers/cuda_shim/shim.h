@@ -1,0 +1,189 @@
+// The few words of CUDA that the kernels use, on a CPU: every lane of a warp is a fiber, and a collective lets the
+// others run until all lanes that it names have come. A lane that is named and has ended is a fault, as on a GPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+
+struct Index { unsigned x, y, z; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) ulonglong2 { unsigned long long x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) ushort4 { unsigned short x, y, z, w; };
+struct alignas(4) uchar4 { unsigned char x, y, z, w; };
+
+static thread_local Index blockIdx, blockDim, threadIdx;
+
+inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
+inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }  // built without contraction
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
+inline float half_to_float(unsigned short bits) { _Float16 half; memcpy(&half, &bits, 2); return (float)half; }
+inline unsigned short float_to_half(float value) {
+  _Float16 half = (_Float16)value;
+  unsigned short bits;
+  memcpy(&bits, &half, 2);
+  return bits;
+}
+
+template <class T> inline T atomicAdd(T* at, T by) { return __atomic_fetch_add(at, by, __ATOMIC_RELAXED); }
+template <class T> inline T atomicCAS(T* at, T expected, T wanted) {
+  __atomic_compare_exchange_n(at, &expected, wanted, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
+
+// ---- fibers
+
+#if defined(__x86_64__)
+extern "C" void shim_switch(void** save, void* to);
+asm(R"(
+.text
+.type shim_switch,@function
+shim_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+#else
+#error "the shim switches stacks in x86-64 assembly"
+#endif
+
+struct Warp {
+  static const int LANES = 32;
+  static const size_t STACK = 32 << 10;
+  void* caller;
+  void* lane_sp[LANES];
+  bool ended[LANES];
+  unsigned arrived[LANES];
+  unsigned long long posted[LANES][2];  // a lane is at most one collective ahead of those it meets
+  int current;
+  unsigned first_thread;
+  void (*run)(void**);
+  void** args;
+  alignas(16) char stacks[LANES][STACK];
+};
+
+static thread_local Warp* warp;
+
+static void shim_fault(const char* what) {
+  fprintf(stderr, "cuda shim: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
+  abort();
+}
+
+// Run the next lane that has not ended; the caller, if there is none.
+static void shim_yield(bool ending) {
+  Warp* w = warp;
+  int from = w->current;
+  for (int step = 1; step <= Warp::LANES; step++) {
+    int to = (from + step) % Warp::LANES;
+    if (w->ended[to]) continue;
+    if (to == from) return;
+    w->current = to;
+    threadIdx.x = w->first_thread + to;
+    shim_switch(&w->lane_sp[from], w->lane_sp[to]);
+    return;
+  }
+  if (ending) shim_switch(&w->lane_sp[from], w->caller);
+}
+
+static void shim_lane() {
+  warp->run(warp->args);
+  warp->ended[warp->current] = true;
+  shim_yield(true);
+  shim_fault("a lane ran on after its end");
+}
+
+// Wait for all lanes of `mask` and post a value for them. Returns which of the two slots they posted in.
+static unsigned shim_meet(unsigned mask, unsigned long long value) {
+  Warp* w = warp;
+  int me = w->current;
+  if (!(mask >> me & 1)) shim_fault("a lane meets others and is not named itself");
+  unsigned turn = ++w->arrived[me];
+  w->posted[me][turn & 1] = value;
+  for (int lane = 0; lane < Warp::LANES; lane++) {
+    if (!(mask >> lane & 1)) continue;
+    while ((int)(w->arrived[lane] - turn) < 0) {
+      if (w->ended[lane]) shim_fault("a lane that is named has ended");
+      shim_yield(false);
+    }
+  }
+  return turn & 1;
+}
+
+inline unsigned __ballot_sync(unsigned mask, bool mine) {
+  unsigned slot = shim_meet(mask, mine), bits = 0;
+  for (int lane = 0; lane < Warp::LANES; lane++)
+    if (mask >> lane & 1 && warp->posted[lane][slot]) bits |= 1u << lane;
+  return bits;
+}
+
+inline unsigned long long __shfl_sync(unsigned mask, unsigned long long value, unsigned from, unsigned width) {
+  unsigned lane = (warp->current & ~(width - 1)) + from;
+  if (!(mask >> lane & 1)) shim_fault("a value is asked of a lane that is not named");
+  unsigned slot = shim_meet(mask, value);
+  return warp->posted[lane][slot];
+}
+
+inline void __syncwarp(unsigned mask) { shim_meet(mask, 0); }
+
+// ---- launching
+
+template <class... A, size_t... I>
+inline void shim_apply(void (*kernel)(A...), void** args, std::integer_sequence<size_t, I...>) {
+  kernel(*(A*)args[I]...);
+}
+template <class... A> inline void shim_call(void (*kernel)(A...), void** args) {
+  shim_apply(kernel, args, std::make_integer_sequence<size_t, sizeof...(A)>());
+}
+
+static void shim_launch(void (*run)(void**), unsigned blocks, unsigned threads, void** args) {
+  static thread_local Warp* mine = nullptr;
+  if (!mine) mine = (Warp*)aligned_alloc(64, (sizeof(Warp) + 63) / 64 * 64);
+  Warp* w = warp = mine;
+  blockDim.x = threads;
+  for (unsigned block = 0; block < blocks; block++) {
+    for (unsigned first = 0; first < threads; first += Warp::LANES) {
+      blockIdx.x = block;
+      w->run = run;
+      w->args = args;
+      w->first_thread = first;
+      for (int lane = 0; lane < Warp::LANES; lane++) {
+        void** top = (void**)(w->stacks[lane] + Warp::STACK);
+        *--top = nullptr;              // keeps the stack aligned as a call would
+        *--top = (void*)shim_lane;     // where the switch returns to
+        for (int k = 0; k < 6; k++) *--top = nullptr;
+        w->lane_sp[lane] = top;
+        w->ended[lane] = false;
+        w->arrived[lane] = 0;
+      }
+      w->current = 0;
+      threadIdx.x = first;
+      shim_switch(&w->caller, w->lane_sp[0]);
+    }
+  }
+}

@@ -1,0 +1,28 @@
+"""Devices that the device tier's tests run on: the stand-in on the CPU, and a real GPU where CuPy finds one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiers.cuda_shim.backend import ShimDevice
+from tierstore.tiers.device import CudaDevice, find_devices
+from tierstore.tiers.device_memory import WORKSPACES
+
+_FOUND, _NO_GPU = find_devices()
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not _FOUND, reason=_NO_GPU or "")]
+either = pytest.mark.parametrize("kind", ["late", "early", pytest.param("gpu", marks=ON_GPU)])
+
+
+def open_device(kind: str) -> Any:
+    """`late` and `early` are stand-ins whose tables do what they are told as late, or as early, as they may."""
+    if kind == "gpu":
+        return CudaDevice(0)
+    return ShimDevice(early_from=WORKSPACES) if kind == "early" else ShimDevice()
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A NumPy array of an answer, wherever it lies."""
+    return array if isinstance(array, np.ndarray) else array.get()

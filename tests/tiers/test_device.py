@@ -1,0 +1,178 @@
+"""The device tier on the CPU: the contract of every cache, over the kernels' own source compiled by g++."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.tiers.cache_contract import (
+    DEFAULT,
+    DIM,
+    ODD_KEYS,
+    SPEC,
+    CacheTierContract,
+    ask,
+    no_deletes,
+    rows_of,
+    vectors_of,
+)
+from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.tiers.devices import ON_GPU, open_device
+from tierstore.tiers.device_backend import kernel_source
+from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory
+from tierstore.tiers.device_table import DeviceTable
+from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
+
+
+class _OverDevice(CacheTierContract):
+    kind: str
+
+    def open_cache(
+        self, spec: TableSpec, budget_bytes: int, default: npt.NDArray[np.float32], fraction: float = 1.0
+    ) -> DeviceTable:
+        memory = DeviceMemory(open_device(self.kind), 64 << 20)
+        return DeviceTable(spec, budget_bytes, memory, default_vector=default, fraction=fraction)
+
+
+class TestDeviceTable(_OverDevice):
+    kind = "late"
+    torn_batches = 200  # kernels are slow here, and never meet
+
+
+class TestDeviceTableOnAGpu(_OverDevice):
+    pytestmark = ON_GPU
+    kind = "gpu"
+
+
+def open_table(
+    device: ShimDevice, budget_bytes: int = 1 << 20, fraction: float = 1.0, dtype: StorageDtype = StorageDtype.FLOAT32
+) -> DeviceTable:
+    spec = TableSpec("t", KeyType.INT64, DIM, dtype)
+    return DeviceTable(spec, budget_bytes, DeviceMemory(device, 8 << 20), default_vector=DEFAULT, fraction=fraction)
+
+
+@pytest.mark.parametrize("budget", [1000, 4096, 100_000, 1 << 20, (1 << 22) + 12345])
+@pytest.mark.parametrize("dtype", list(StorageDtype))
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+def test_a_table_takes_what_it_says_and_never_more_than_its_budget(
+    budget: int, dtype: StorageDtype, fraction: float
+) -> None:
+    device = ShimDevice()
+    table = open_table(device, budget, fraction, dtype)
+    workspaces = WORKSPACES * table.memory.workspace_bytes
+    assert table.bytes_in_use == device.used - workspaces
+    assert table.bytes_in_use <= budget
+    if budget >= 1 << 20 and fraction == 1:
+        assert table.bytes_in_use > 0.95 * budget
+    for wanted in (0.5, 1.0, 1 / 64):
+        table.resize(wanted)
+        assert table.bytes_in_use == device.used - workspaces <= budget
+    table.close()
+    assert device.used == workspaces
+    table.memory.close()
+    assert device.used == 0
+
+
+def test_a_device_that_is_full_makes_a_smaller_cache_and_says_so() -> None:
+    device = ShimDevice(1 << 20)
+    memory = DeviceMemory(device, 1 << 19)
+    table = DeviceTable(SPEC, 1 << 20, memory, default_vector=DEFAULT)
+    assert 0 < table.bytes_in_use <= device.total - WORKSPACES * memory.workspace_bytes
+    assert "no memory for more" in table.stats()["problem"]
+    keys = np.arange(200, dtype=np.int64)
+    assert table.insert(keys, rows_of(keys), 1) == 200
+    np.testing.assert_array_equal(ask(table, keys)[0], vectors_of(keys))
+    rest = memory.backend.alloc(device.total - device.used)
+    other = DeviceTable(SPEC, 1 << 20, memory, default_vector=DEFAULT)
+    assert other.capacity_rows == other.insert(keys, rows_of(keys), 1) == 0
+    assert (ask(other, keys)[1] == Tier.PENDING).all()
+    rest.free()
+    table.close()
+
+
+def test_who_is_put_out_is_handed_over_with_its_row() -> None:
+    table = open_table(ShimDevice())
+    first = np.arange(table.capacity_rows, dtype=np.int64)
+    table.warm(first, rows_of(first))
+    resident = np.sort(table.hot_keys(table.capacity_rows))
+    second = np.arange(10_000, 12_000, dtype=np.int64) + table.capacity_rows
+    admitted, keys, rows = table.exchange(second, rows_of(second), 1)
+    assert admitted == 2000
+    assert 0 < len(keys) <= 2000
+    assert np.isin(keys, resident).all()
+    np.testing.assert_array_equal(rows, rows_of(keys))
+    assert (ask(table, keys)[1] == Tier.PENDING).all()
+    assert table.stats()["evicted"] == len(keys)
+    table.close()
+
+
+def test_a_row_that_is_asked_for_outlives_a_stream_of_others() -> None:
+    table = open_table(ShimDevice())
+    hot = np.arange(table.capacity_rows // 8, dtype=np.int64)
+    table.insert(hot, rows_of(hot), 1)
+    for begin in range(1, 9):
+        cold = np.arange(table.capacity_rows // 4, dtype=np.int64) + begin * 1_000_000
+        table.insert(cold, rows_of(cold), 1)
+        ask(table, hot)
+    assert np.count_nonzero(ask(table, hot)[1]) > 0.95 * len(hot)
+    table.close()
+
+
+def test_an_update_is_seen_by_a_look_up_that_starts_after_it_while_others_are_under_way() -> None:
+    table = open_table(ShimDevice())
+    keys = np.arange(300, dtype=np.int64)
+    table.insert(keys, rows_of(keys), 1)
+    faults: list[str] = []
+    acknowledged = [0]
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set() and not faults:
+            at_least = acknowledged[0]
+            out, state = ask(table, keys)
+            if (out[state != 0] < vectors_of(keys, at_least)[state != 0]).any():
+                faults.append("older than what was acknowledged")
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for generation in range(1, 60):
+        table.update(keys, rows_of(keys, generation), no_deletes(keys))
+        acknowledged[0] = generation
+        if generation % 20 == 0:
+            table.resize((1.0, 0.5)[generation // 20 % 2])
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert faults == []
+    table.close()
+
+
+def test_the_kernels_find_the_sets_that_the_cpu_sorts_by() -> None:
+    table = open_table(ShimDevice())
+    keys = np.concatenate([ODD_KEYS, np.arange(5000, 9000, dtype=np.int64)])
+    table.insert(keys, rows_of(keys), 1)
+    order, sets = table.layout.by_set(keys, table._depth)
+    lines = [part for segment in range(table._depth + 1) for part in table._read_lines(segment)]
+    assert sum(len(found) for found, _ in lines) == table.rows_resident
+    assert (np.diff(sets) >= 0).all()
+    assert sets[-1] < table.layout.sets(table._depth)
+    assert len(np.unique(order)) == len(keys)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_nvcc_compiles_the_kernels(arch: str, tmp_path: Path) -> None:
+    source = tmp_path / "kernels.cu"
+    source.write_text(kernel_source(), encoding="utf-8")
+    done = subprocess.run(
+        ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-o", str(tmp_path / "kernels.cubin"), str(source)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,215 @@
+"""Answers that stay on the device: rows and pooled bags as the CPU gives them, with few copies and one read a miss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.tiers.devices import either, open_device, to_host
+from tierstore.errors import StorageError
+from tierstore.kernels import codec
+from tierstore.kernels.pool import pool_bags
+from tierstore.tiers.device_lookup import PADDING, Bags, look_up, to_device
+from tierstore.tiers.device_memory import DeviceMemory
+from tierstore.tiers.device_table import DeviceTable
+from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
+
+RESIDENT = np.arange(0, 400, dtype=np.int64)
+GONE = np.arange(400, 440, dtype=np.int64)  # known absent by the device
+BELOW = np.arange(440, 600, dtype=np.int64)  # of the tiers below; those above are nowhere
+LAST = 640
+
+
+def row_bytes_of(spec: TableSpec, keys: Keys) -> np.ndarray:
+    vectors = np.sin(keys[:, None] * 7.0 + np.arange(spec.dim)).astype(np.float32)
+    return codec.encode(vectors, spec.dtype)
+
+
+class Scene:
+    """A table on a stand-in device, what lies below it, and what a look-up ought to answer."""
+
+    def __init__(self, dim: int, dtype: StorageDtype, memory_bytes: int = 64 << 20, kind: str = "late") -> None:
+        self.spec = TableSpec("t", KeyType.INT64, dim, dtype)
+        self.default = np.linspace(-2, 2, dim).astype(np.float32)
+        self.device = open_device(kind)
+        self.memory = DeviceMemory(self.device, memory_bytes)
+        self.table = DeviceTable(self.spec, 1 << 20, self.memory, default_vector=self.default)
+        assert self.table.warm(RESIDENT, row_bytes_of(self.spec, RESIDENT)) == len(RESIDENT)
+        self.table.insert_absent(GONE, 1)
+        self.asked: list[Keys] = []
+
+    def fetch(self, keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        self.asked.append(keys)
+        rows = np.empty((len(keys), self.spec.dim), dtype)
+        codec.decode(row_bytes_of(self.spec, keys), self.spec.dtype, rows)
+        states = np.where(keys < BELOW[-1] + 1, Tier.HOST, Tier.ABSENT).astype(np.uint8)
+        states[(keys >= GONE[0]) & (keys <= GONE[-1])] = Tier.ABSENT  # marks may be forgotten
+        rows[states == Tier.ABSENT] = self.default
+        return rows, states
+
+    def rows(self, keys: Keys, dtype: Any) -> Vectors:
+        """The twin: what every key answers, wherever it lies."""
+        rows = np.empty((len(keys), self.spec.dim), dtype)
+        codec.decode(row_bytes_of(self.spec, keys), self.spec.dtype, rows)
+        rows[(keys >= GONE[0]) & (keys <= GONE[-1]) | (keys > BELOW[-1])] = self.default
+        return rows
+
+    def look_up(self, keys: Keys, dtype: Any, state: States, given: Vectors, bags: Bags | None = None) -> np.ndarray:
+        out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
+        assert look_up(self.table, keys, state, given, out, self.fetch, bags)
+        return to_host(out)
+
+
+def mixed(n: int, seed: int) -> tuple[Keys, States]:
+    """Keys of every kind, some asked for often, some settled before, some padding."""
+    rng = np.random.default_rng(seed)
+    keys = np.minimum(rng.integers(0, LAST, n), rng.integers(0, LAST, n))
+    state = rng.choice(np.array([0, 0, 0, 0, Tier.OVERLAY, PADDING], np.uint8), n)
+    return keys, state
+
+
+@either
+@pytest.mark.parametrize("dtype", list(StorageDtype))
+@pytest.mark.parametrize("out_dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(("dim", "memory"), [(6, 64 << 20), (8, 1 << 20), (33, 1 << 20), (64, 64 << 20)])
+def test_every_key_answers_its_row_from_wherever_it_comes(
+    kind: str, dtype: StorageDtype, out_dtype: Any, dim: int, memory: int
+) -> None:
+    scene = Scene(dim, dtype, memory, kind)
+    keys, state = mixed(900, dim)
+    given_at = np.flatnonzero(state == Tier.OVERLAY)
+    given = np.full((len(given_at), dim), 7, out_dtype) + np.arange(len(given_at))[:, None].astype(out_dtype)
+    expected = scene.rows(keys, out_dtype)
+    expected[given_at] = given
+    expected[state == PADDING] = 0
+    before = state.copy()
+    out = scene.look_up(keys, out_dtype, state, given)
+    np.testing.assert_array_equal(out, expected)
+    looked = before == Tier.PENDING
+    assert (state[before == PADDING] == Tier.ABSENT).all()
+    assert (state[given_at] == Tier.OVERLAY).all()
+    resident = keys < len(RESIDENT)
+    assert (state[looked & resident] == Tier.DEVICE).all()
+    below = (keys >= BELOW[0]) & (keys <= BELOW[-1])
+    assert (state[looked & below] == Tier.HOST).all()
+    assert (state[looked & ~resident & ~below] == Tier.ABSENT).all()
+
+
+@either
+@pytest.mark.parametrize("combiner", list(Combiner))
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "memory"),
+    [(8, StorageDtype.FLOAT32, 64 << 20), (33, StorageDtype.INT8, 2 << 20), (64, StorageDtype.FLOAT16, 4 << 20)],
+)
+def test_bags_are_pooled_bit_for_bit_as_on_the_cpu(
+    kind: str, combiner: Combiner, weighted: bool, dim: int, dtype: StorageDtype, memory: int
+) -> None:
+    scene = Scene(dim, dtype, memory, kind)
+    keys, state = mixed(700, dim)
+    keys[:200] = np.arange(200)  # bags that are all here
+    state[:200] = 0
+    rng = np.random.default_rng(dim)
+    offsets = np.sort(np.concatenate([[0, 0], rng.integers(0, len(keys), 120), [len(keys)]])).astype(np.int64)
+    weights = rng.normal(size=len(keys)).astype(np.float32) if weighted else None
+    given_at = np.flatnonzero(state == Tier.OVERLAY)
+    given = rng.normal(size=(len(given_at), dim)).astype(np.float32)
+    rows = scene.rows(keys, np.float32)
+    rows[given_at] = given
+    expected = pool_bags(rows, offsets, weights, state != PADDING, combiner)
+    out = scene.look_up(keys, np.float32, state.copy(), given, Bags(offsets, weights, combiner))
+    np.testing.assert_array_equal(out, expected)
+    half = scene.look_up(keys, np.float16, state.copy(), given, Bags(offsets, weights, combiner))
+    np.testing.assert_array_equal(half, expected.astype(np.float16))
+
+
+def test_only_distinct_misses_come_down_and_their_rows_go_up_at_once() -> None:
+    scene = Scene(16, StorageDtype.FLOAT32)
+    keys = np.concatenate([np.repeat(RESIDENT, 3), np.repeat(BELOW, 4)])
+    np.random.default_rng(1).shuffle(keys)
+    scene.device.moved[:] = 0, 0
+    scene.look_up(keys, np.float32, np.zeros(len(keys), np.uint8), np.empty((0, 16), np.float32))
+    assert len(scene.asked) == 1
+    assert sorted(scene.asked[0]) == BELOW.tolist()
+    copies, nbytes = scene.device.moved
+    assert copies == 4  # keys up, misses down, rows up, states down
+    assert nbytes < len(keys) * (8 + 1 + 1) + 512 * 8 + len(BELOW) * (16 * 4 + 1) + 200
+    scene.device.moved[:] = 0, 0
+    scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), np.empty((0, 16), np.float32))
+    assert len(scene.asked) == 1
+    assert scene.device.moved[0] == 3  # nothing to fetch, nothing more goes up
+
+
+def test_every_key_value_may_be_asked_for() -> None:
+    scene = Scene(4, StorageDtype.FLOAT32)
+    limits = np.iinfo(np.int64)
+    keys = np.array([0, -1, limits.min, limits.max, -1, limits.min], np.int64)
+    seen: list[Keys] = []
+
+    def fetch(distinct: Keys, dtype: Any) -> tuple[Vectors, States]:
+        seen.append(distinct)
+        return np.repeat((distinct % 1000).astype(dtype)[:, None], 4, 1), np.full(len(distinct), Tier.DISK, np.uint8)
+
+    scene.table.update(keys[:1], row_bytes_of(scene.spec, keys[:1]), np.ones(1, np.bool_))  # which forgets key 0
+    out = scene.device.empty((len(keys), 4), np.float32)
+    state = np.zeros(len(keys), np.uint8)
+    assert look_up(scene.table, keys, state, np.empty((0, 4), np.float32), out, fetch)
+    assert sorted(seen[0]) == [limits.min, -1, limits.max]
+    np.testing.assert_array_equal(out[1:, 0], (keys[1:] % 1000).astype(np.float32))
+    np.testing.assert_array_equal(out[0], scene.default)
+
+
+def test_no_keys_and_empty_bags_are_answered() -> None:
+    scene = Scene(4, StorageDtype.FLOAT32)
+    nothing, none = np.empty(0, np.int64), np.empty((0, 4), np.float32)
+    assert scene.look_up(nothing, np.float32, np.empty(0, np.uint8), none).shape == (0, 4)
+    bags = Bags(np.zeros(3, np.int64), None, Combiner.MEAN)
+    np.testing.assert_array_equal(
+        scene.look_up(nothing, np.float32, np.empty(0, np.uint8), none, bags), np.zeros((3, 4))
+    )
+
+
+def test_a_bag_larger_than_a_workspace_is_left_to_the_cpu() -> None:
+    scene = Scene(64, StorageDtype.FLOAT32, 1 << 20)
+    keys = np.zeros(1000, np.int64)
+    out = scene.device.empty((1, 64), np.float32)
+    bags = Bags(np.zeros(1, np.int64), None, Combiner.SUM)
+    assert not look_up(
+        scene.table, keys, np.zeros(1000, np.uint8), np.empty((0, 64), np.float32), out, scene.fetch, bags
+    )
+
+
+def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+
+    def fail(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        raise StorageError("the disk failed")
+
+    out = scene.device.empty((len(BELOW), 8), np.float32)
+    with pytest.raises(StorageError, match="the disk failed"):
+        look_up(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), np.empty((0, 8), np.float32), out, fail)
+    assert scene.memory.taken == 0
+    again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), np.empty((0, 8), np.float32))
+    np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
+
+
+def test_a_device_that_fails_is_passed_over() -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    scene.device.broken = True
+    out = scene.device.empty((len(RESIDENT), 8), np.float32)
+    none = np.empty((0, 8), np.float32)
+    assert not look_up(scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), none, out, scene.fetch)
+    assert "fell off the bus" in str(scene.table.stats()["problem"])
+    scene.device.broken = False
+    cpu, state = np.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)
+    scene.table.lookup(RESIDENT, cpu, state)
+    assert (state == Tier.PENDING).all()
+
+
+def test_an_array_goes_up_in_pieces() -> None:
+    memory = DeviceMemory(ShimDevice(), 1 << 16)
+    array = np.random.default_rng(3).normal(size=(1000, 7)).astype(np.float32)
+    np.testing.assert_array_equal(to_device(memory, array), array)

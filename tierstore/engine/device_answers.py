@@ -1,0 +1,77 @@
+"""Look-ups whose answer stays on a GPU: overlays first, then the device tier, then what lies below it.
+
+On the caller's thread, under the caller's view; any number of threads. The answer is complete when it is returned, so
+any stream may read it at once. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tierstore.engine.devices import Devices
+from tierstore.engine.overlay import OverlayTable
+from tierstore.engine.table import Table
+from tierstore.errors import NotReady
+from tierstore.tiers.device_lookup import PADDING, Bags
+from tierstore.types import Keys, States, Tier, Vectors
+
+
+def devices_of(version: Any, device: str) -> Devices:
+    """Those that the version's tables are on. NotReady where it is lent by another process, which has them."""
+    devices: Devices | None = getattr(version, "devices", None)
+    if devices is None:
+        raise NotReady(f"device={device!r}: answers stay on a device only in the process that holds the store")
+    devices.number_of(device)
+    return devices
+
+
+def answer_on_device(
+    devices: Devices,
+    device: str,
+    table: Table,
+    overlays: Sequence[OverlayTable],
+    seq: int,
+    codes: Keys,
+    padding: np.ndarray | None,
+    dtype: Any,
+    bags: Bags | None,
+    on_cpu: Callable[[], tuple[Vectors, np.ndarray]],
+) -> tuple[Any, np.ndarray]:
+    """(vectors on the device, found bool[n] in CPU memory).
+
+    `padding` bool[n] or None; `on_cpu` answers the same request in CPU memory, for when the device tier cannot.
+    """
+    number = devices.number_of(device)
+    cache = table.device
+    if cache is not None:
+        state = np.zeros(len(codes), np.uint8)
+        if padding is not None:
+            state[padding] = PADDING
+        rows_dtype = np.float32 if bags is not None else dtype
+        given = _from_overlays(table, overlays, codes, state, rows_dtype)
+
+        def below(keys: Keys, wanted: Any) -> tuple[Vectors, States]:
+            return table.below_device(seq, keys, wanted)
+
+        vectors = cache.answer(codes, state, given, dtype, below, bags, number)
+        if vectors is not None:
+            counts = np.bincount(state, minlength=len(Tier))
+            counts[Tier.ABSENT] -= 0 if padding is None else int(np.count_nonzero(padding))  # padding is no look-up
+            table.counts.add(counts)
+            return vectors, state != Tier.ABSENT
+    answer, found = on_cpu()
+    return devices.upload(answer, number), found
+
+
+def _from_overlays(table: Table, overlays: Sequence[OverlayTable], codes: Keys, state: States, dtype: Any) -> Vectors:
+    """Rows of the keys that deltas answer, in their order; their states are set."""
+    if not overlays:
+        return np.empty((0, table.spec.dim), dtype)
+    rows = np.empty((len(codes), table.spec.dim), dtype)
+    for overlay in overlays:
+        overlay.lookup(codes, rows, state, table.default)
+    given: Vectors = rows[(state != Tier.PENDING) & (state != PADDING)]
+    return given

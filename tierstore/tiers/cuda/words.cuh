@@ -1,0 +1,49 @@
+// Words that the other files are written in: integer types, the team of lanes that works on one key, 16-bit floats.
+//
+// A team is 8 neighbouring lanes of a warp. All of them take the same branches; a value that is not said to be a
+// lane's own is the same in all 8. No header is included, so that NVRTC needs none at run time.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+static const u32 LANES = 8;
+
+__device__ __forceinline__ u32 team_lane() { return threadIdx.x & (LANES - 1); }
+
+__device__ __forceinline__ u32 team_shift() { return threadIdx.x & 31 & ~(LANES - 1); }
+
+__device__ __forceinline__ u32 team_mask() { return 0xffu << team_shift(); }
+
+// Which team of the launch this is: one for each key, bag, run or set.
+__device__ __forceinline__ i64 team_index() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES; }
+
+// Bit l is set where lane l of the team says `mine`.
+__device__ __forceinline__ u32 team_ballot(bool mine) {
+  return __ballot_sync(team_mask(), mine) >> team_shift() & 0xff;
+}
+
+__device__ __forceinline__ u64 team_broadcast(u64 value, u32 from) {
+  return __shfl_sync(team_mask(), value, from, LANES);
+}
+
+// What one lane has written before is read by the others after.
+__device__ __forceinline__ void team_fence() { __syncwarp(team_mask()); }
+
+#ifdef __CUDACC__
+__device__ __forceinline__ float half_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// Rounded to nearest, ties to even; beyond the range it is Inf.
+__device__ __forceinline__ u16 float_to_half(float value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+#endif

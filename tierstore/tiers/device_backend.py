@@ -1,0 +1,108 @@
+"""What the device tier asks of a GPU: memory, streams that copy and launch, and the kernels' source.
+
+Two things speak this protocol: `device.CudaDevice` over CuPy, and a stand-in of the tests that runs the same kernels
+on the CPU. Everything put into a stream happens in order and later; what was asked of memory is there only after
+`synchronize`, and what is to be copied must stay as it is until then. Any thread may call anything; two threads that
+put work into one stream see to its order themselves. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from typing import Any, Protocol
+
+import numpy as np
+
+from tierstore.errors import StorageError
+
+THREADS = 256  # of a block, a multiple of a warp
+TEAM = 8  # lanes that work on one key
+_PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "lookup.cu", "write.cu")
+
+# `struct Table` of layout.cuh
+TABLE = np.dtype(
+    [
+        ("segments", np.uint64, 7), ("sets_per_region", np.uint64), ("fallback", np.uint64), ("depth", np.uint32),
+        ("row_bytes", np.uint32), ("stride", np.uint32), ("dim", np.uint32), ("code", np.uint32), ("unused", np.uint32),
+    ]
+)  # fmt: skip
+
+
+class DeviceError(StorageError):
+    """The device, or its driver, failed."""
+
+
+class OutOfDeviceMemory(DeviceError):
+    """The device has not that much memory left."""
+
+
+class Buffer(Protocol):
+    """Device memory, 256-byte aligned. Goes back with `free`, or with the last reference."""
+
+    address: int
+    nbytes: int
+
+    def free(self) -> None: ...
+
+
+class Stream(Protocol):
+    """A queue of work. `Any` stands for an event, which only streams of the same device understand."""
+
+    def upload(self, to: int, data: np.ndarray) -> None:
+        """Copy contiguous pinned memory to address `to`."""
+
+    def download(self, data: np.ndarray, at: int) -> None:
+        """Copy from address `at` into contiguous pinned memory."""
+
+    def clear(self, at: int, nbytes: int) -> None:
+        """Fill with zeros."""
+
+    def launch(self, kernel: str, threads: int, *args: Any) -> None:
+        """Run a kernel with at least this many threads. `args`: NumPy scalars of its types, and `TABLE` arrays [1]."""
+
+    def record(self) -> Any:
+        """An event that happens when all put in so far has been done."""
+
+    def wait_for_caller(self) -> None:
+        """Let what is put in from now on wait for what the calling thread's program has put into its own streams.
+
+        Memory of an answer may come from an array that was let go while kernels that read it were still to run.
+        """
+
+    def wait(self, event: Any) -> None:
+        """Let what is put in from now on wait for an event of another stream."""
+
+    def synchronize(self) -> None:
+        """Wait until all put in so far has been done. DeviceError for whatever of it has failed."""
+
+
+class Backend(Protocol):
+    """One device."""
+
+    number: int
+
+    def alloc(self, nbytes: int) -> Buffer:
+        """Memory that holds anything. OutOfDeviceMemory where there is none."""
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """uint8[nbytes] of page-locked CPU memory, which goes with its last reference."""
+
+    def stream(self) -> Stream: ...
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array on the device, for an answer; the caller's from then on. OutOfDeviceMemory where there is no room."""
+
+    def synchronize(self) -> None:
+        """Wait for everything in every stream."""
+
+    def address_of(self, array: Any) -> int:
+        """Of an array that `empty` gave."""
+
+
+@cache
+def kernel_source() -> str:
+    """The kernels, as one file of CUDA C++ that includes nothing."""
+    folder = resources.files("tierstore.tiers") / "cuda"
+    texts = [(folder / part).read_text(encoding="utf-8") for part in _PARTS]
+    return "\n".join(text.replace("#pragma once\n", "") for text in texts)
