@@ -156,8 +156,7 @@ class Batcher:
             try:
                 self._shed.check(member.caller)
                 if len(members) == 1:
-                    outcomes[i] = member.alone()
-                    break
+                    return [member.alone()]
                 part, arrays = member.prepare()
                 part.check()
                 ready.append((i, part, arrays))
