@@ -371,6 +371,14 @@ def test_what_is_no_http_is_answered_400_and_closed(server: ServerThread, http: 
     assert http.get("/v2/health/live").status_code == 200
 
 
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
+def test_a_wish_for_another_protocol_is_passed_over(server: ServerThread, name: bytes) -> None:
+    body = b'{"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [1]}]}'
+    asked = HEAD + b"Connection: Upgrade, HTTP2-Settings\r\n%b: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n" % name
+    answer = exchange(server, asked + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
+
+
 def test_a_client_that_goes_away_in_the_middle_leaves_nothing_behind(server: ServerThread, http: httpx.Client) -> None:
     exchange(
         server,

@@ -6,6 +6,7 @@ Event loop only, an object a connection.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,6 +16,7 @@ from tierstore.service.http import CONNECTION
 
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
+_UPGRADE = re.compile(rb"(?i)(?<=\r\n)(?=upgrade:)")
 
 
 class _JoiningTransport:
@@ -100,6 +102,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.
         if self._in_head:
             self._head_bytes += len(data)
+            # A server may pass over a wish for another protocol (RFC 9110, 7.8), such as the one for HTTP/2 that Java's client
+            # has by default; the parser would take the body for that protocol.
+            end = data.find(b"\r\n\r\n")
+            if (wish := _UPGRADE.search(data, 0, len(data) if end < 0 else end)) is not None:
+                data = b"x-".join((data[: wish.start()], data[wish.start() :]))
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("Request head too large.")
