@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    multiple,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -133,9 +134,14 @@ class StoreAgainstDicts(RuleBasedStateMachine):
 
     # --- versions
 
-    @initialize(target=versions_seen)
-    def first_load(self) -> int:
-        return self.load(1, 0, dict.fromkeys(DIM, KEYS[:5]), True)
+    @initialize(target=versions_seen, canary=st.booleans())
+    def first_load(self, canary: bool) -> Any:
+        first = self.load(1, 0, dict.fromkeys(DIM, KEYS[:5]), True)
+        if not canary:
+            return first
+        second = self.load(2, 0, dict.fromkeys(DIM, KEYS[3:8]), False)
+        self.set_canary(second, 0.5, False)
+        return multiple(first, second)
 
     @rule(
         target=versions_seen,
