@@ -95,6 +95,27 @@ def test_what_the_host_tier_answers_moves_up_and_is_answered_by_the_device(
     assert 0 < entry["tier_bytes"]["device"] <= entry["tier_budget_bytes"]["device"]
 
 
+def test_look_ups_that_the_device_answers_leave_the_queue_of_promotions_to_others(
+    with_device: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    for _ in range(2):
+        ctr.lookup("item_id", ITEMS)
+        promoted(store)
+    with ctr.view() as view:
+        device = view.holder.tables["item"].device
+    assert device is not None
+    held = device.hot_keys(500)
+    offered: list[int] = []
+    monkeypatch.setattr(store._shared.devices.promoter, "put", lambda offers, keys: offered.append(len(keys)))
+    ctr.lookup("item_id", held)
+    ctr.lookup("item_id", held, device="gpu")
+    ctr.lookup("item_id", held[:0])
+    assert offered == []
+
+
 @pytest.mark.parametrize("grace_s", [0.0, 60.0])
 def test_a_delta_is_seen_on_the_device_before_and_after_it_is_folded(
     with_device: Callable[..., Store], tmp_path: Path, grace_s: float
