@@ -106,7 +106,8 @@ class Tierstore:
         table = Table(spec, 1, default, rows.count, NoDisk(), LookupCounts())  # type: ignore[arg-type]
         table.host = self.host
         holder: Any = SimpleNamespace(
-            number=1, specs={spec.name: spec}, tables={spec.name: table}, features={FEATURE: FeatureSpec(FEATURE, spec.name)}, padding={}
+            number=1, specs={spec.name: spec}, tables={spec.name: table}, features={FEATURE: FeatureSpec(FEATURE, spec.name)}, padding={},
+            predictor=None,
         )  # fmt: skip
         self._publisher = Publisher("bench")
         self._publisher.publish(Served(View(holder, (), 0)))

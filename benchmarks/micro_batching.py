@@ -47,15 +47,15 @@ def figures(outcomes: list[Outcome]) -> dict[str, float]:
 
 
 async def measure(
-    data: Path, model: str, points: list[tuple[int, int]], rounds: int, seconds: float
+    data: Path, model: str, variants: list[str], points: list[tuple[int, int]], rounds: int, seconds: float
 ) -> list[dict[str, Any]]:
     results = []
     with contextlib.ExitStack() as stack:
         served = {}
-        for name, settings in VARIANTS.items():
+        for name in variants:
             own = data.with_name(name.replace(" ", "-"))
             shutil.copytree(data, own)  # each holds its own open
-            served[name] = stack.enter_context(Served(own, **settings))
+            served[name] = stack.enter_context(Served(own, **VARIANTS[name]))
         for items, connections in points:
             rng = np.random.default_rng(items)
             messages = [predict_request(rng.integers(0, ROWS, items)) for _ in range(256)]
@@ -117,8 +117,9 @@ def main() -> None:
         for model, widths in models.items():
             with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
                 data = Path(folder) / "data"
-                load(data, widths)
-                document["results"] += asyncio.run(measure(data, model, points, rounds, seconds))
+                load(data, widths, rows=1000 if options.tiny else ROWS)
+                variants = ["off", "no delay"] if options.tiny else [*VARIANTS]
+                document["results"] += asyncio.run(measure(data, model, variants, points, rounds, seconds))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -25,6 +25,7 @@ DIM = 16
 ROWS = 50_000
 FEATURES = ("user", "item", "context")
 MODEL = "rank"
+UNSENT = -1  # in place of a status
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -57,20 +58,23 @@ def load(
     widths: tuple[int, ...],
     features: Sequence[str] = FEATURES,
     dim: int = DIM,
+    *,
     rows: int = ROWS,
     budget: str = "64MiB",
+    warm: bool = False,
 ) -> None:
-    """A data directory with the model in it, loaded."""
+    """A data directory with the model in it, loaded; keys from `rows` on are absent. `warm`: all rows in memory from the start."""
     rng = np.random.default_rng(8)
     snapshot = data.with_name("snapshot")
     with tierstore.SnapshotWriter(snapshot, model=MODEL, version=1) as writer:
         keys = np.arange(rows, dtype=np.int64)
         for name in features:
             writer.table(name, dim=dim).write(keys, rng.standard_normal((rows, dim), np.float32))
-            writer.warmup(name, keys)
+            if warm:
+                writer.warmup(name, keys)
             writer.feature(f"{name}_id", table=name)
         writer.dense(ranking_model(widths, features, dim))
-    with tierstore.open(data, host_budget=budget) as store:
+    with tierstore.open(data, host_budget=budget, load_workers=1) as store:
         store.load_snapshot(snapshot)
 
 
@@ -142,6 +146,7 @@ class Outcome:
 
     seconds: dict[int, list[float]] = field(default_factory=dict)
     whole_s: float = 0.0
+    late_s: list[float] = field(default_factory=list)  # how much later than planned requests were sent
     cpu_s: float = 0.0
 
     def add(self, status: int, seconds: float) -> None:
@@ -209,34 +214,35 @@ async def closed_loop(served: Served, messages: list[bytes], connections: int, s
 async def open_loop(served: Served, messages: list[bytes], rate: float, seconds: float, connections: int) -> Outcome:
     """Requests come at random moments, `rate` a second, whether or not those before are answered.
 
-    Times are from the moment that a request was due. `connections` bounds how many are under way; the service sees as
-    many at once. A request that finds none free waits for one, and that counts.
+    `connections` bounds how many are under way; one that finds none free is not sent, and has the status UNSENT.
+    `late_s` of the outcome tells whether the clients kept up with their schedule.
     """
-    free: asyncio.Queue[Client] = asyncio.Queue()
-    for _ in range(connections):
-        free.put_nowait(await Client.to(served.port))
+    free = [await Client.to(served.port) for _ in range(connections)]
     due = np.cumsum(np.random.default_rng(9).exponential(1 / rate, int(rate * seconds)))
     outcome = Outcome()
     began_s, cpu_s = time.perf_counter(), served.cpu_s()
     under_way: set[asyncio.Task[None]] = set()
 
-    async def one(at_s: float, message: bytes) -> None:
-        client = await free.get()
+    async def one(client: Client, message: bytes) -> None:
+        sent_s = time.perf_counter()
         status = await client.ask(message)
-        outcome.add(status, time.perf_counter() - at_s)
-        free.put_nowait(client if status else await Client.to(served.port))
+        outcome.add(status, time.perf_counter() - sent_s)
+        free.append(client if status else await Client.to(served.port))
 
     for number, at in enumerate(due.tolist()):
         delay_s = began_s + at - time.perf_counter()
+        outcome.late_s.append(-delay_s)
         if delay_s > 0:
             await asyncio.sleep(delay_s)
-        task = asyncio.ensure_future(one(began_s + at, messages[number % len(messages)]))
+        if not free:
+            outcome.add(UNSENT, 0.0)
+            continue
+        task = asyncio.ensure_future(one(free.pop(), messages[number % len(messages)]))
         under_way.add(task)
         task.add_done_callback(under_way.discard)
-    outcome.whole_s = max(time.perf_counter() - began_s, seconds)  # answers after it are of requests within it
     await asyncio.gather(*under_way)
-    outcome.whole_s = max(time.perf_counter() - began_s, seconds)
+    outcome.whole_s = max(time.perf_counter() - began_s, seconds)  # what is answered after it belongs to it
     outcome.cpu_s = served.cpu_s() - cpu_s
-    while not free.empty():
-        free.get_nowait().close()
+    for client in free:
+        client.close()
     return outcome

@@ -227,7 +227,7 @@ def changes(admin: Admin, sources: list[Path], deltas: int) -> None:
 def measure(where: Path, rows: int, quiet_s: float, rounds: int, deltas: int) -> dict[str, Any]:
     sources = [write_snapshot(where / "snapshots", version, rows, 0) for version in range(1, rounds + 2)]
     data = where / "data"
-    with tierstore.open(data, host_budget="256MiB") as store:
+    with tierstore.open(data, host_budget="256MiB", load_workers=1) as store:
         store.load_snapshot(sources[0])
     draw = np.random.default_rng(5)
     messages = [predict_request(draw.integers(0, HOT, ITEMS), features=FEATURES) for _ in range(64)]

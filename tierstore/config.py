@@ -77,7 +77,7 @@ class Settings(BaseSettings):
     )
     lookup_queue: int = Field(1024, ge=1, description="look-ups that may wait for a thread; beyond it clients get 503")
     max_queue_s: float = Field(
-        10.0, gt=0, description="seconds that a look-up may wait for a thread; one that has waited longer gets 503"
+        2.0, gt=0, description="seconds that a look-up may wait for a thread; one that has waited longer gets 503"
     )
     max_connections: int = Field(
         2048,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 
 import tierstore
 from tierstore.client.ring import SLOT_BYTES, SLOTS, Ring
-from tierstore.client.shared import AUTO_BYTES
+from tierstore.client.shared import AUTO_BYTES, MOST_STRIKES
 from tierstore.engine.store import Store
-from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound
+from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, Overloaded
 from tierstore.service.server import ServerThread
 
 from .conftest import Make
@@ -209,6 +210,61 @@ def test_a_slot_that_the_service_may_still_write_to_is_not_used_again(
     with pytest.raises(DeadlineExceeded):
         client.lookup("m", "f", [1], timeout_s=0.05)
     assert client.figures()["shared_memory"]["free"] == SLOTS - 1
+
+
+def test_a_ring_that_lost_half_of_its_slots_is_replaced(make: Make, service: FakeService) -> None:
+    from .fake_service import Act
+
+    service.documents = lambda method, path, body: (200, {"extensions": ["system_shared_memory"]})
+    client = make(service.url, shared_memory=True)
+    client.lookup("m", "f", [1])
+    service.script = [Act(how="hang")] * (SLOTS // 2)
+    for _ in range(SLOTS // 2):
+        with pytest.raises(DeadlineExceeded):
+            client.lookup("m", "f", [1], timeout_s=0.05)
+    np.testing.assert_array_equal(client.lookup("m", "f", [1]), rows(np.array([1])))
+    gc.collect()  # an error that was met on the way holds a slot until then
+    assert client.figures()["shared_memory"]["free"] == SLOTS
+    regions = [path for path in service.paths if "/region/" in path]
+    assert [path.rpartition("/")[2] for path in regions] == ["register", "unregister", "register"]
+    assert left_behind() == []
+
+
+def test_an_overload_does_not_end_the_attempts(make: Make, allowed: tuple[Store, ServerThread]) -> None:
+    _, server = allowed
+    client = make(server.url, shared_memory=True)
+    client.lookup("ctr", "item_id", [1])
+    client.lookup("ctr", "item_id", [1])
+    inflight = server.service.inflight
+    bound, inflight.limit_bytes = inflight.limit_bytes, 0
+    try:
+        for _ in range(MOST_STRIKES):
+            with pytest.raises(Overloaded):
+                client.lookup("ctr", "item_id", [1], timeout_s=0.5)
+    finally:
+        inflight.limit_bytes = bound
+    before = answers(client)
+    client.lookup("ctr", "item_id", [1])
+    assert answers(client) == before + 1
+
+
+def test_a_forked_process_leaves_its_parents_region_alone_and_makes_its_own(
+    make: Make, allowed: tuple[Store, ServerThread]
+) -> None:
+    _, server = allowed
+    parent, child = (make(server.url, shared_memory=True) for _ in range(2))
+    parent.lookup("ctr", "item_id", [1])
+    parent.lookup("ctr", "item_id", [1])
+    ring = getattr(parent, "client", parent)._shared._ring
+    getattr(child, "client", child)._shared._ring = ring
+    ring._process = -1  # as it is seen from the child
+    child.lookup("ctr", "item_id", [1])
+    child.lookup("ctr", "item_id", [1])
+    assert len(regions(server)) == 2
+    assert answers(child) == 1
+    child.wait(child.client.close()) if make.kind == "async" else child.close()  # type: ignore[attr-defined]
+    assert [entry["name"] for entry in regions(server)] == [ring.name]
+    ring._process = os.getpid()
 
 
 def test_slots_are_apart_and_bounded() -> None:

@@ -182,6 +182,23 @@ def test_memory_that_is_mapped_stays_within_the_budget_for_wide_rows(tmp_path):
         assert 0 < worst <= 1 << 20
 
 
+def test_a_small_table_of_wide_rows_is_held_as_well_by_the_version_that_follows(tmp_path):
+    sizes = {"a": (20, 1024), "b": (50, 768), "c": (60, 512)}  # rows, numbers a row: about a set of the host tier
+    with in_process(), tierstore.open(tmp_path / "data", host_budget="64MiB", fold_grace_s=0) as store:
+        for version in (1, 2):
+            where = tmp_path / f"small-{version}"
+            with tierstore.SnapshotWriter(where, model="small", version=version) as writer:
+                for table, (n, dim) in sizes.items():
+                    writer.table(table, dim=dim).write(np.arange(n), np.ones((n, dim), np.float32))
+                    writer.feature(table, table=table)
+            store.load_snapshot(where)
+            with store.model("small").view() as view:
+                for table, (n, _) in sizes.items():
+                    host = view.holder.tables[table].host
+                    assert host is not None
+                    assert host.capacity_rows >= min(n, 56)
+
+
 # --- overlay budget
 
 

@@ -95,6 +95,27 @@ def test_what_the_host_tier_answers_moves_up_and_is_answered_by_the_device(
     assert 0 < entry["tier_bytes"]["device"] <= entry["tier_budget_bytes"]["device"]
 
 
+def test_look_ups_that_the_device_answers_leave_the_queue_of_promotions_to_others(
+    with_device: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    for _ in range(2):
+        ctr.lookup("item_id", ITEMS)
+        promoted(store)
+    with ctr.view() as view:
+        device = view.holder.tables["item"].device
+    assert device is not None
+    held = device.hot_keys(500)
+    offered: list[int] = []
+    monkeypatch.setattr(store._shared.devices.promoter, "put", lambda offers, keys: offered.append(len(keys)))
+    ctr.lookup("item_id", held)
+    ctr.lookup("item_id", held, device="gpu")
+    ctr.lookup("item_id", held[:0])
+    assert offered == []
+
+
 @pytest.mark.parametrize("grace_s", [0.0, 60.0])
 def test_a_delta_is_seen_on_the_device_before_and_after_it_is_folded(
     with_device: Callable[..., Store], tmp_path: Path, grace_s: float
@@ -152,6 +173,32 @@ def test_a_switch_keeps_to_the_budget_and_what_is_replaced_gives_its_memory_back
     assert devices.budget.used == 0
     store.close()
     assert gpus[0].used == 0
+
+
+def test_a_canary_has_device_tables_of_its_own_within_the_same_budget(
+    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    store = with_device(device_budget="400KiB", keep_versions=9)
+    rows = {"user": 500, "item": 4_000}
+    for version in (1, 2):
+        where = scenes.write_snapshot(tmp_path, version, stamp=version, rows=rows)
+        store.load_snapshot(where, activate=version == 1)
+    store.canary("ctr", 2, 0.5)
+    ctr, keys = store.model("ctr"), np.arange(4_000)
+    store.apply_delta(scenes.stamped(1, {"item": [3]}))
+    for version in (1, 2, 1, 2):
+        expected = scenes.vectors("item", version, keys)
+        expected[3] = scenes.vector("item", 1, 3)
+        for device in (None, "gpu"):
+            np.testing.assert_array_equal(ctr.lookup("item_id", keys, version=version, device=device), expected)
+        promoted(store)
+    shares = store._shared.devices._shares.values()
+    assert sorted(share.version.number for share in shares) == [1, 2]
+    for share in shares:
+        table = share.version.tables["item"]
+        assert table.device is not None
+        assert table.device.rows_resident > 0
+    assert gpus[0].used <= 400 << 10
 
 
 def test_who_is_put_out_of_the_device_goes_back_to_the_host_tier(

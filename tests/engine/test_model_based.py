@@ -1,7 +1,8 @@
-"""The store against plain dictionaries: any order of loads, deltas, switches, drops and restarts gives the same rows."""
+"""The store against plain dictionaries: any order of loads, deltas, switches, canaries, drops and restarts gives the same rows."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import shutil
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    multiple,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -26,12 +28,14 @@ from hypothesis.stateful import (
 import tierstore
 from tests.engine import quick_build, scenes
 from tests.engine.test_store import settled
-from tierstore.errors import Conflict, NotFound, NotReady, SequenceGap, SnapshotError
+from tierstore.errors import Conflict, InvalidInput, NotFound, NotReady, SequenceGap, SnapshotError
 
 DIM = {"user": 2, "item": 3}
 KEYS = [-(2**63), 2**63 - 1, -1, 0, 1, 2, 3, 7, 64, 1 << 40]
 ALL_KEYS = np.array([*KEYS, 12345, -777])
 DEFAULT = {"user": np.zeros(2, np.float32), "item": np.array([9, 8, 7], np.float32)}
+
+CAN_PREDICT = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime"))
 
 Rows = dict[str, dict[int, np.ndarray]]
 keys_of_a_table = st.lists(st.sampled_from(KEYS), max_size=6)
@@ -44,8 +48,10 @@ def row(table: str, stamp: int, key: int) -> np.ndarray:
 class Delta:
     """A delta that was accepted."""
 
-    def __init__(self, data: bytes, base_version: int | None, changes: dict[str, dict[int, np.ndarray | None]]) -> None:
-        self.data, self.base_version, self.changes = data, base_version, changes
+    def __init__(
+        self, data: bytes, base_version: int | None, changes: dict[str, dict[int, np.ndarray | None]], dense: bool
+    ) -> None:
+        self.data, self.base_version, self.changes, self.dense = data, base_version, changes, dense
 
 
 class Version:
@@ -55,15 +61,24 @@ class Version:
         self.number, self.delta_seq, self.rows = number, delta_seq, rows
         self.holes: list[tuple[int, int]] = []
 
+    def taken(self, seq: int, deltas: dict[int, Delta]) -> list[int]:
+        """The deltas up to `seq` that it holds, ascending."""
+        return [
+            number
+            for number, delta in sorted(deltas.items())
+            if self.delta_seq < number <= seq
+            and not any(low < number <= high for low, high in self.holes)
+            and delta.base_version in (None, self.number)
+        ]
+
+    def dense_at(self, seq: int, deltas: dict[int, Delta]) -> int | None:
+        """The delta that brought the newest dense part; snapshots bring none."""
+        return max((number for number in self.taken(seq, deltas) if deltas[number].dense), default=None)
+
     def at(self, seq: int, deltas: dict[int, Delta]) -> Rows:
         rows = {table: dict(of) for table, of in self.rows.items()}
-        for number in sorted(deltas):
-            delta = deltas[number]
-            if not self.delta_seq < number <= seq or any(low < number <= high for low, high in self.holes):
-                continue
-            if delta.base_version not in (None, self.number):
-                continue
-            for table, changes in delta.changes.items():
+        for number in self.taken(seq, deltas):
+            for table, changes in deltas[number].changes.items():
                 for key, new in changes.items():
                     if new is None:
                         rows[table].pop(key, None)
@@ -84,6 +99,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         self._quick.__enter__()
         self.versions: dict[int, Version] = {}
         self.active: int | None = None
+        self.canary: int | None = None
         self.last: int | None = None
         self.deltas: dict[int, Delta] = {}
         self._snapshots = 0
@@ -118,9 +134,14 @@ class StoreAgainstDicts(RuleBasedStateMachine):
 
     # --- versions
 
-    @initialize(target=versions_seen)
-    def first_load(self) -> int:
-        return self.load(1, 0, dict.fromkeys(DIM, KEYS[:5]), True)
+    @initialize(target=versions_seen, canary=st.booleans())
+    def first_load(self, canary: bool) -> Any:
+        first = self.load(1, 0, dict.fromkeys(DIM, KEYS[:5]), True)
+        if not canary:
+            return first
+        second = self.load(2, 0, dict.fromkeys(DIM, KEYS[3:8]), False)
+        self.set_canary(second, 0.5, False)
+        return multiple(first, second)
 
     @rule(
         target=versions_seen,
@@ -162,7 +183,9 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             self._refused(SnapshotError, lambda: self.store.load_snapshot(where))
 
     def _activated(self, number: int) -> None:
-        self.active = number
+        if number == self.active:
+            return
+        self.active, self.canary = number, None
         version = self.versions[number]
         if self.last is None or version.delta_seq > self.last:
             self.last = version.delta_seq
@@ -202,7 +225,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
     def drop(self, number: int) -> None:
         if number not in self.versions:
             self._refused(NotFound, lambda: self.store.drop("ctr", number))
-        elif number == self.active:
+        elif number in (self.active, self.canary):
             self._refused(Conflict, lambda: self.store.drop("ctr", number))
         else:
             self.store.drop("ctr", number)
@@ -212,7 +235,41 @@ class StoreAgainstDicts(RuleBasedStateMachine):
     @rule()
     def deactivate(self) -> None:
         self.store.deactivate("ctr")
-        self.active = None
+        self.active = self.canary = None
+
+    @rule(number=versions_seen, share=st.sampled_from([0.0, 0.5, 1.0]), force=st.booleans())
+    def set_canary(self, number: int, share: float, force: bool) -> None:
+        hole = None
+        if number not in self.versions:
+            self._refused(NotFound, lambda: self.store.canary("ctr", number, share))
+            return
+        if number != self.canary:
+            hole = self._stale(number)
+            if None not in (self.active, self.canary) or self.active in (None, number) or (hole and not force):
+                self._refused(Conflict, lambda: self.store.canary("ctr", number, share, force=force))
+                return
+        self.store.canary("ctr", number, share, force=force)
+        if hole is not None:
+            self.versions[number].holes.append(hole)
+        self.canary = number
+
+    @precondition(lambda self: self.versions)
+    @rule()
+    def promote(self) -> None:
+        if self.canary is None:
+            self._refused(Conflict, lambda: self.store.promote("ctr"))
+            return
+        assert self.store.promote("ctr") == self.canary
+        self._activated(self.canary)
+
+    @precondition(lambda self: self.versions)
+    @rule()
+    def withdraw(self) -> None:
+        if self.canary is None:
+            self._refused(Conflict, lambda: self.store.withdraw("ctr"))
+            return
+        assert self.store.withdraw("ctr") == self.canary
+        self.canary = None
 
     @staticmethod
     def _refused(kind: type[Exception], verb: Any) -> None:
@@ -228,8 +285,11 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         upserts=st.fixed_dictionaries(dict.fromkeys(DIM, keys_of_a_table)),
         deletes=st.fixed_dictionaries(dict.fromkeys(DIM, keys_of_a_table)),
         base_version=st.sampled_from([None, None, None, 1, 2, 3]),
+        dense=st.sampled_from([False, False, CAN_PREDICT]),
     )
-    def delta(self, upserts: dict[str, list[int]], deletes: dict[str, list[int]], base_version: int | None) -> None:
+    def delta(
+        self, upserts: dict[str, list[int]], deletes: dict[str, list[int]], base_version: int | None, dense: bool
+    ) -> None:
         seq = (self.last or 0) + 1
         changes: dict[str, dict[int, np.ndarray | None]] = {table: {} for table in DIM}
         written = {}
@@ -241,14 +301,22 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         for table, keys in deletes.items():
             changes[table] |= dict.fromkeys(keys)
         gone = {table: keys for table, keys in deletes.items() if keys}
-        data = scenes.delta(seq, written, gone, base_version=base_version)
+        model = self._dense_part(seq) if dense else None
+        data = scenes.delta(seq, written, gone, base_version=base_version, dense=model)
         if self.active is None:
             self._refused(NotReady, lambda: self.store.apply_delta(data))
             return
         result = self.store.apply_delta(data)
         assert (result.seq, result.applied) == (seq, True)
         self.last = seq
-        self.deltas[seq] = Delta(data, base_version, changes)
+        self.deltas[seq] = Delta(data, base_version, changes, dense)
+
+    @staticmethod
+    def _dense_part(seq: int) -> bytes:
+        """The sum of a user's row and `seq`."""
+        from tests.predict import onnx_models
+
+        return onnx_models.linear({"user_id": np.ones(DIM["user"])}, bias=float(seq))
 
     @precondition(lambda self: self.deltas)
     @rule()
@@ -311,7 +379,8 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         rows = np.array([weight * of_key(int(key)) for key, weight in zip(keys, weights, strict=True)]).reshape(-1, 3)
         expected = [part.sum(0) for part in np.split(rows, offsets[1:])] if bags else np.zeros((0, 3))
         for device in self.devices:
-            pooled = self.store.model("ctr").lookup_bags("bag", keys, offsets, weights=weights, device=device)
+            ctr = self.store.model("ctr")
+            pooled = ctr.lookup_bags("bag", keys, offsets, weights=weights, device=device, version="stable")
             np.testing.assert_allclose(pooled, expected, rtol=1e-6)
 
     def _expected(self) -> Rows:
@@ -326,15 +395,26 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         model = self.store.model("ctr")
         assert model.active_version == self.active
         assert model.versions == sorted(self.versions)
-        if self.active is None:
-            return
-        expected = self._expected()
-        with model.view() as view:
+        served = [number for number in (self.active, self.canary) if number is not None]
+        assert list(model.served.versions) == served
+        for number in served:
+            self._is_as_in_the_dictionaries(number)
+
+    def _is_as_in_the_dictionaries(self, number: int) -> None:
+        assert self.last is not None
+        version = self.versions[number]
+        expected, dense = version.at(self.last, self.deltas), version.dense_at(self.last, self.deltas)
+        with self.store.model("ctr").view(number) as view:
             for table, device in itertools.product(DIM, self.devices):
                 rows, found = view.lookup(f"{table}_id", ALL_KEYS, return_found=True, device=device)
                 want = np.stack([expected[table].get(key, DEFAULT[table]) for key in ALL_KEYS.tolist()])
                 np.testing.assert_array_equal(rows, want, err_msg=table)
                 assert found.tolist() == [key in expected[table] for key in ALL_KEYS.tolist()]
+            if dense is None:
+                self._refused(InvalidInput, lambda: view.predict({"user_id": ALL_KEYS}))
+                return
+            users = [expected["user"].get(key, DEFAULT["user"]).sum() for key in ALL_KEYS.tolist()]
+            np.testing.assert_array_equal(view.predict({"user_id": ALL_KEYS}).reshape(-1), np.float32(users) + dense)
 
 
 def test_the_store_does_as_dictionaries_do():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tierstore.errors import InferenceError, InvalidInput
-from tierstore.predict.session import DenseCounts, DenseSession
+from tierstore.predict.session import DenseCounts, DenseSession, Slot
 from tierstore.predict.warmup import warm
 
 from . import onnx_models as om
@@ -74,6 +74,9 @@ def test_buffers_are_used_again_and_stay_within_their_bound(load):
     huge = session.plan({"user_id": (1000,)}, {})
     session.give(session.take(huge, ["user_id"]))
     assert 0 < session.buffer_bytes <= 4096, "one that does not fit pushes none out"
+    for n in range(2000):  # rows of no key take no bytes, in as many shapes as clients think of
+        session.give(Slot((("user_id", (0, n)),), {}, None))
+    assert sum(map(len, session._free.values())) <= 1024
 
 
 @pytest.mark.parametrize(

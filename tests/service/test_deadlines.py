@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,29 @@ def test_the_pool_runs_no_call_that_nobody_waits_for() -> None:
     pool.close()
     assert ran == ["first", "last"]
     assert [type(outcome) for outcome in outcomes] == [type(None), DeadlineExceeded, Gone, type(None)]
+
+
+def test_the_newest_come_first_once_the_oldest_have_waited_long() -> None:
+    """All are asked at once with a deadline of a minute, of which they have used a third, or two thirds, or all."""
+    for used_s, expected in ((20, [0, 1, 2, 3]), (40, [3, 2, 1, 0]), (61, [])):
+        pool = WorkerPool("lookup", threads=1, queue_limit=9, waits=Waits("lookup", Shed(), 3600))
+        ran: list[int] = []
+        gate = threading.Event()
+
+        async def run(pool: WorkerPool, used_s: int, ran: list[int], gate: threading.Event) -> None:
+            calls: list[Any] = [pool.run(gate.wait, 60)]
+            while pool._items:  # until the thread has taken it
+                await asyncio.sleep(0)
+            for number in range(4):
+                caller = Caller(time.perf_counter_ns() - used_s * 10**9)
+                caller.within(60 * 10**9)
+                calls.append(pool.run(ran.append, number, caller=caller))
+            gate.set()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+        asyncio.run(run(pool, used_s, ran, gate))
+        pool.close()
+        assert ran == expected
 
 
 # --- over HTTP
@@ -251,6 +275,19 @@ def test_a_request_that_is_not_gone_on_with_leaves_its_view(
     (late,) = blocked(store, server, clock, [request(PATH, ITEM | {"parameters": {"timeout": 15_000_000}})])
     assert late.status == 504
     eventually(lambda: held == 0, "all views are left")
+
+
+def test_over_tensorflow_servings_rest_too(
+    served: tuple[FakeStore, ServerThread], clock: Clock, finished: list[int]
+) -> None:
+    """Rows that are left for the disk, and a body that a thread is to parse."""
+    path = "/v1/models/one:predict"
+    served[0].model("one").gate = served[0].model("one")._view._gate = served[0].model("ctr").gate
+    small, large = {"inputs": {"item_id": [1, 2]}}, {"inputs": {"item_id": [1] * 9000}}
+    timeout = {"X-Request-Timeout-Ms": 15_000}
+    messages = [request(path, small, timeout), request(path, large, timeout), request(path, small)]
+    assert [answer.status for answer in blocked(*served, clock, messages)] == [504, 504, 200]
+    assert finished == [2, 2]
 
 
 def test_what_waited_too_long_is_refused(tmp_path: Path, clock: Clock, finished: list[int]) -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tierstore.service.connection import HEAD_BYTES
 from tierstore.service.server import ServerThread
 
-from .fake_store import ITEMS, USERS
+from .conftest import eventually
+from .fake_store import ITEMS, USERS, FakeStore
 from .scenes import rows
 
 INFER = "/v2/models/ctr/infer"
@@ -333,6 +334,9 @@ def test_repository_requests_check_their_body(http: httpx.Client) -> None:
     refused(http.post("/v2/repository/index", content=b"[" + b"0," * (1 << 19) + b"0]"), 413)
 
 
+HEAD = b"POST /v2/models/ctr/infer HTTP/1.1\r\nHost: localhost\r\n"
+
+
 def exchange(server: ServerThread, data: bytes) -> bytes:
     """What comes back for raw bytes, until the server closes or says nothing more."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
@@ -367,6 +371,14 @@ def test_what_is_no_http_is_answered_400_and_closed(server: ServerThread, http: 
     assert http.get("/v2/health/live").status_code == 200
 
 
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
+def test_a_wish_for_another_protocol_is_passed_over(server: ServerThread, name: bytes) -> None:
+    body = b'{"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [1]}]}'
+    asked = HEAD + b"Connection: Upgrade, HTTP2-Settings\r\n%b: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n" % name
+    answer = exchange(server, asked + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
+
+
 def test_a_client_that_goes_away_in_the_middle_leaves_nothing_behind(server: ServerThread, http: httpx.Client) -> None:
     exchange(
         server,
@@ -374,6 +386,24 @@ def test_a_client_that_goes_away_in_the_middle_leaves_nothing_behind(server: Ser
     )
     assert http.get("/v2/health/live").status_code == 200
     assert server.service.inflight.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"", b"PO", HEAD, HEAD + b"Content-Length: 9\r\n\r\n", HEAD + b"Content-Length: 9\r\n\r\n{"],
+    ids=["nothing", "a line", "a head", "no body", "a body"],
+)
+def test_a_request_that_stops_in_the_middle_keeps_no_connection(
+    fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    _, server = fake
+    server._http._server.config.timeout_keep_alive = 0.05  # type: ignore[assignment]
+    door = server.service.door
+    assert door is not None
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(begun)
+        assert connection.recv(1) == b""
+    eventually(lambda: door.open == 0, "the connection is gone")
 
 
 json_values = st.recursive(

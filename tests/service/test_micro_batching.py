@@ -20,6 +20,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import InferenceError
 from tierstore.predict.session import DenseSession
 from tierstore.service import shed
+from tierstore.service.oip_infer import InferCall
 from tierstore.service.server import ServerThread
 
 from .conftest import settings_for
@@ -306,6 +307,19 @@ def test_without_a_delay_those_are_joined_that_wait_for_a_thread(store: Store, p
         assert figures(server) == {"batches": 1, "requests": 10, "items": 10, "apart": 0}
     expected = each(plain, [ask([key + 1]) for key in range(10)])
     assert [answer.document for answer in answers] == [answer.document for answer in expected]
+
+
+def test_a_request_alone_in_its_batch_is_read_once_and_its_wait_is_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = InferCall._read
+    reads = []
+    monkeypatch.setattr(InferCall, "_read", lambda self, *more, **named: reads.append(1) or read(self, *more, **named))
+    with serving(store, batch_max_items=64, batch_delay_us=20_000) as server:
+        (alone,) = send(server, [ask([1])])
+        assert alone.status == 200
+        assert server.service.infer_stats.predicts()["ctr"].queued_ns >= 20_000_000
+    assert len(reads) == 1
 
 
 def test_requests_in_batches_are_bounded_too(store: Store) -> None:

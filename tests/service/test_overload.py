@@ -15,12 +15,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.engine.quick_build import in_process
+from tierstore.engine.store import Store
 from tierstore.service import connection, door
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for
 from .fake_store import FakeStore
-from .raw_clients import Connection, burst, many_files, request, statuses
+from .raw_clients import Answer, Connection, burst, many_files, request, statuses
+from .scenes import write_snapshot
 
 PATH = "/v2/models/ctr/infer"
 ITEM = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}]}
@@ -98,6 +101,29 @@ def test_a_thousand_at_once_are_answered_or_refused_and_nothing_grows(served: tu
     eventually(lambda: server.service.inflight.used_bytes == 0, "everything is given back")
 
 
+@pytest.mark.parametrize("batch_max_items", [0, 64])
+def test_a_thousand_predictions_at_once_are_right_or_refused(tmp_path: Path, batch_max_items: int) -> None:
+    from tests.predict import onnx_models as om  # skips without the extra
+
+    options = {"lookup_threads": THREADS, "lookup_queue": QUEUE, "batch_max_items": batch_max_items}
+    snapshot = write_snapshot(tmp_path, dense=om.linear({"item_id": [1.0, 0.0, 0.0, 0.0]}))
+    document = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 7]}]}
+    with many_files(), in_process(), Store(settings_for(tmp_path, **options)) as store:
+        store.load_snapshot(snapshot)
+        with ServerThread(store) as server:
+            within(burst(server.port, 10, request(PATH, document)))
+            threads, resident = threading.active_count(), resident_bytes()
+            answers: list[Answer] = within(burst(server.port, CLIENTS, request(PATH, document)))  # type: ignore[assignment]
+            assert threading.active_count() <= threads
+            assert resident_bytes() - resident < 64 << 20
+            assert set(statuses(answers)) <= {200, 503}
+            scores = [answer.document["outputs"][0]["data"] for answer in answers if answer.status == 200]
+            assert len(scores) >= THREADS + QUEUE
+            assert all(score == [1.0, 7.0] for score in scores)
+            assert server.service.shed.of("queue_full") == CLIENTS - len(scores)
+            eventually(lambda: server.service.inflight.used_bytes == 0, "everything is given back")
+
+
 def test_connections_ask_again_and_again_while_the_service_is_full(served: tuple[FakeStore, ServerThread]) -> None:
     store, server = served
     store.model("ctr").gate.clear()
@@ -117,7 +143,7 @@ def test_connections_ask_again_and_again_while_the_service_is_full(served: tuple
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/v2/models/ctr", "application/json"), ("/admin/models", "application/problem+json"), ("/metrics", "application/problem+json")],
+    [("/v2/models/ctr", "application/json"), ("/v1/models/ctr", "application/json"), ("/admin/models", "application/problem+json"), ("/metrics", "application/problem+json")],
 )  # fmt: skip
 def test_connections_beyond_the_limit_are_told_so_in_the_words_of_their_protocol(
     tmp_path: Path, path: str, kind: str
@@ -133,7 +159,7 @@ def test_connections_beyond_the_limit_are_told_so_in_the_words_of_their_protocol
             assert (answer.status, answer.headers["content-type"]) == (503, kind)
             assert answer.headers["retry-after"] == "1"
             assert answer.headers["connection"] == "close"
-            assert "2 connections are open" in answer.document["error" if path.startswith("/v2") else "detail"]
+            assert "2 connections are open" in answer.document["error" if path.startswith("/v") else "detail"]
             assert (await extra.ask(request(path))).status == 0, "it is closed then"
             assert (await first[0].ask(request("/v2"))).status == 200
             first[1].close()

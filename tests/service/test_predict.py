@@ -48,13 +48,20 @@ def rich() -> bytes:
     return om.build(nodes, inputs, outputs, {"axis": np.array([1])})
 
 
+def pages() -> bytes:
+    """A graph that gives back tensors of any size in every dimension."""
+    ports: om.Ports = {"page": (om.FLOAT, ["n", "h", "w"])}
+    return om.build([om.node("Identity", "page", "same")], ports, {"same": (om.FLOAT, ["n", "h", "w"])})
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, ServerThread]]:
-    """The models `ctr`, a sum over two features and an input of its own, and `rich`."""
+    """The models `ctr`, a sum over two features and an input of its own, `rich` and `pages`."""
     root = tmp_path_factory.mktemp("predict")
     with in_process(), Store(settings_for(root, grpc_port=GRPC)) as store:
         store.load_snapshot(write_snapshot(root, dense=om.linear(WEIGHTS, 0.5)))
         store.load_snapshot(write_snapshot(root, model="rich", dense=rich()))
+        store.load_snapshot(write_snapshot(root, model="pages", dense=pages()))
         with ServerThread(store) as server:
             yield store, server
 
@@ -165,6 +172,11 @@ def test_what_does_not_fit_is_the_clients_error(wire: Wire) -> None:
         with pytest.raises(InferenceServerException, match=words) as refused:
             wire.client.infer("ctr", inputs, outputs=outputs)
         assert refused.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+    nothing = wire.tensor("page", np.empty((0, 1, 1), np.float32), "FP32")
+    nothing.set_shape([0, 2**31 - 1, 2**31 - 1])  # no element, and no array of that shape
+    with pytest.raises(InferenceServerException, match="'page': the sizes beside 0 are too large") as refused:
+        wire.client.infer("pages", [nothing])
+    assert refused.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
     not_text = wire.tensor("word", np.array([b"\xff"] * 8, object), "BYTES")
     with pytest.raises(InferenceServerException, match="'word': the dense part's strings are UTF-8"):
         wire.client.infer("rich", [item, not_text, wire.tensor("flags", KEYS8, "INT64")])

@@ -180,6 +180,7 @@ def test_the_order_of_inputs_means_nothing(server: ServerThread, predict: Predic
         (request({"item_id": np.array([1])}, model=""), "INVALID_ARGUMENT", "names no model"),
         (request({"item_id": np.array([1])}, version=7), "NOT_FOUND", "7"),
         (request({"item_id": np.array([1])}, version_label="nope"), "NOT_FOUND", "nope"),
+        (request({"item_id": np.array([1])}, version_label="x" * 100_000), "NOT_FOUND", "no label"),
         (request({"item_id": np.array([1])}, signature_name="nope"), "INVALID_ARGUMENT", "unknown signature"),
         (request({"item_id": np.array([1])}, picked=("nope",)), "INVALID_ARGUMENT", "unknown output"),
         (request({"item_id": np.array([1], np.int32)}), "INVALID_ARGUMENT", "INT32"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +26,8 @@ from tests.tiers.cache_contract import (
 )
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.devices import ON_GPU, open_device
-from tierstore.tiers.device_backend import kernel_source
-from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory
+from tierstore.tiers.device_backend import DeviceError, kernel_source
+from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory, Workspace
 from tierstore.tiers.device_table import DeviceTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
@@ -176,3 +178,34 @@ def test_nvcc_compiles_the_kernels(arch: str, tmp_path: Path) -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda table: table.update(ODD_KEYS[:1], rows_of(ODD_KEYS[:1], 2), no_deletes(ODD_KEYS[:1])),
+        lambda table: table.insert(ODD_KEYS[1:2], rows_of(ODD_KEYS[1:2], 2), 9),
+        lambda table: table.insert_absent(ODD_KEYS[1:2], 9),
+        lambda table: table.warm(ODD_KEYS[1:2], rows_of(ODD_KEYS[1:2], 2)),
+        lambda table: table.resize(0.25),
+        lambda table: table.hot_keys(10),
+    ],
+)
+def test_a_table_that_a_look_up_gives_up_stays_given_up_whatever_a_writer_is_doing(
+    write: Callable[[DeviceTable], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = open_table(ShimDevice())
+    table.insert(ODD_KEYS[:1], rows_of(ODD_KEYS[:1], 1), 0)
+    workspace = table.memory.workspace
+
+    def failing(*, answers: bool = False) -> AbstractContextManager[Workspace]:
+        table.give_up(DeviceError("the device fell off the bus"))  # as a look-up does beside the writer
+        return workspace(answers=answers)
+
+    monkeypatch.setattr(table.memory, "workspace", failing)
+    write(table)
+    monkeypatch.undo()
+    _, state = ask(table, ODD_KEYS[:1])
+    assert (state == Tier.PENDING).all()
+    assert "fell off the bus" in str(table.stats()["problem"])
+    table.close()

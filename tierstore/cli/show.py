@@ -99,6 +99,7 @@ def _tables(tables: dict[str, dict[str, Any]]) -> Table:
         held = (
             f"{tier} {size(n)}" + (f" of {size(budgets[tier])}" if budgets.get(tier) else "")
             for tier, n in table["tier_bytes"].items()
+            if n or tier != "device"  # of which most machines have none
         )
         counts = table["lookup_keys"]
         shown.add_row(escape(name), f"{table['rows']:,}", f"{sum(counts.values()):,}", shares(counts), " · ".join(held))

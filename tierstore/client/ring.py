@@ -2,7 +2,7 @@
 
 A slot is leased for one request and its answer, and comes back when the last array that lies in it is gone, so nothing
 overwrites what a caller still holds. A slot that the service may still write to (its request was given up) is never used
-again. All of it is reserved when it is made: where there is no room, that is an error then and no fault later. The name is
+again; a ring that has lost half of them is `worn`, to be replaced by another. All of it is reserved when it is made: where there is no room, that is an error then and no fault later. The name is
 random and goes as soon as the service has opened it, so a crash leaves nothing behind.
 
 Any thread may lease; a slot comes back on whatever thread lets go of it last. After a fork the child leases nothing.
@@ -45,11 +45,22 @@ class Ring:
             raise
         finally:
             os.close(descriptor)
+        self.lost = 0  # slots that are never leased again; two threads that lose one may count one
         self._free = deque(range(SLOTS))  # appended to and popped from, both atomic: the collector may free at any time
 
     @property
     def free(self) -> int:
         return len(self._free)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it is another process's, of which this one was forked."""
+        return self._process != os.getpid()
+
+    @property
+    def worn(self) -> bool:
+        """Whether so many slots are lost that it is time for another ring."""
+        return 2 * self.lost >= SLOTS
 
     def unlink(self) -> None:
         """Remove the name; who has it open goes on using the memory."""
@@ -57,21 +68,21 @@ class Ring:
 
     def lease(self) -> Lease | None:
         """A slot; None if all are in use."""
-        if self._process != os.getpid():
+        if self.inherited:
             return None
         try:
             slot = self._free.popleft()
         except IndexError:
             return None
         space: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, SLOT_BYTES, slot * SLOT_BYTES)
-        return Lease(self.name, slot * SLOT_BYTES, space, weakref.finalize(space, self._free.append, slot))
+        return Lease(self, slot * SLOT_BYTES, space, weakref.finalize(space, self._free.append, slot))
 
 
 class Lease:
     """One slot, for one request. Dropped, the slot comes back once no array lies in it."""
 
-    def __init__(self, region: str, begin: int, space: npt.NDArray[np.uint8], back: Any) -> None:
-        self._region, self._begin, self._space, self._back = region, begin, space, back
+    def __init__(self, ring: Ring, begin: int, space: npt.NDArray[np.uint8], back: Any) -> None:
+        self._ring, self._begin, self._space, self._back = ring, begin, space, back
         back.atexit = False
         self._at = 0
 
@@ -82,7 +93,7 @@ class Lease:
             return None
         self._at = at + (-(-nbytes // ALIGNMENT) * ALIGNMENT)
         span = {
-            "shared_memory_region": self._region,
+            "shared_memory_region": self._ring.name,
             "shared_memory_offset": self._begin + at,
             "shared_memory_byte_size": nbytes,
         }
@@ -90,4 +101,5 @@ class Lease:
 
     def lose(self) -> None:
         """Never lease this slot again: the service may write to it at any time."""
-        self._back.detach()
+        if self._back.detach() is not None:
+            self._ring.lost += 1

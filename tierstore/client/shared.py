@@ -22,7 +22,7 @@ from tierstore.client.address import Address
 from tierstore.client.flights import Call, Outgoing
 from tierstore.client.ring import SLOT_BYTES, Ring
 from tierstore.client.steps import Asked, Outputs, Step, Until
-from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, TierstoreError, Unreachable
+from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, Overloaded, TierstoreError, Unreachable
 
 AUTO_BYTES = 1 << 19  # of an answer, from which it is the faster way
 MOST_STRIKES = 3
@@ -61,7 +61,11 @@ class Shared:
         total = sum(sizes) if all(sizes) else -1  # no place is empty
         if not self._usable or asked.hedge_after_s is not None or not self._least <= total <= SLOT_BYTES:
             return None
-        ring = self._ring or (yield from self._make(asked.until))
+        ring = self._ring
+        if ring is not None and (ring.worn or ring.inherited):
+            yield from self._forget(ring, min(_UNREGISTER_S, asked.until.left()))
+            ring = None
+        ring = ring or (yield from self._make(asked.until))
         lease = None if ring is None else ring.lease()
         if ring is None or lease is None:
             return None
@@ -80,6 +84,8 @@ class Shared:
             return None
         except TierstoreError as error:
             finished = True  # the service answered, if by a refusal, so it is done with the slot
+            if isinstance(error, Overloaded):
+                return None
             yield from self._strike(ring, lost=isinstance(error, NotFound))
             return None
         finally:
@@ -97,14 +103,14 @@ class Shared:
             ring = self._ring
         yield from self._forget(ring)
 
-    def _forget(self, ring: Ring | None) -> Generator[Step, Any, None]:
+    def _forget(self, ring: Ring | None, timeout_s: float = _UNREGISTER_S) -> Generator[Step, Any, None]:
         with self._lock:
             if ring is not self._ring:
                 return
             self._ring = None
-        if ring is not None:
+        if ring is not None and not ring.inherited:  # a parent's is in use there
             try:
-                yield from steps.exchange("POST", f"/v2/systemsharedmemory/region/{ring.name}/unregister", Until(_UNREGISTER_S), {})  # fmt: skip
+                yield from steps.exchange("POST", f"/v2/systemsharedmemory/region/{ring.name}/unregister", Until(timeout_s), {})  # fmt: skip
             except TierstoreError:
                 return  # it is gone, or will be with the service
 
@@ -158,6 +164,8 @@ class Shared:
         lost: the service may not know the region any more (it was restarted); the next request registers another.
         """
         with self._lock:
+            if ring is not None and ring is not self._ring:
+                return  # another has taken its place meanwhile
             self._strikes += 1
             off = self._strikes >= MOST_STRIKES
             if off:

@@ -176,7 +176,8 @@ class DeviceShare(Holder):
 
     @property
     def host_reserved_bytes(self) -> int:
-        used = sum(table.device.bytes_in_use for table in self.version.tables.values() if table.device is not None)
+        tables = self.version.tables.values()
+        used = sum(device.bytes_in_use for table in tables if (device := table.device) is not None)
         return max(used, math.ceil(self._reserved * self._fraction))
 
     @property
@@ -200,8 +201,8 @@ class DeviceShare(Holder):
 
     def resize_host(self, fraction: float) -> None:
         for table in self.version.tables.values():
-            if table.device is not None:
-                table.device.resize(fraction)
+            if (device := table.device) is not None:  # another thread may be freeing the version
+                device.resize(fraction)
         self._fraction = fraction
 
     def _with_view(self, work: Callable[[View], None]) -> None:

@@ -45,7 +45,8 @@ class Offers:
 
     def __call__(self, keys: Keys) -> None:
         """Offer keys that the host tier has answered; takes a copy of at most `JOB_KEYS` of them."""
-        self._promoter.put(self, keys[:JOB_KEYS].copy())
+        if len(keys):
+            self._promoter.put(self, keys[:JOB_KEYS].copy())
 
     def promote(self, keys: Keys) -> None:
         """On the promoter's thread."""

@@ -88,7 +88,7 @@ class Served:
             return canary
         number = asked if isinstance(asked, int) else self.labels.get(asked)
         if number is None:
-            raise NotFound(f"model {model!r} has no label {asked!r}; it has {', '.join(self.all_labels())}")
+            raise NotFound(f"model {model!r} has no label {str(asked)[:80]!r}; it has {', '.join(self.all_labels())}")
         if active.version == number:
             return active
         if canary is not None and canary.version == number:

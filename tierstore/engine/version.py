@@ -29,7 +29,7 @@ from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
-from tierstore.tiers.host import HostTable
+from tierstore.tiers.host import HostTable, least_budget
 from tierstore.tiers.sealed import BASES
 from tierstore.types import BaseKind, FeatureSpec, Keys, TableSpec
 
@@ -170,13 +170,17 @@ class Version:
     @property
     def host_reserved_bytes(self) -> int:
         # a table of few, large sets cannot always be halved as far as is asked
-        used = sum(table.host.bytes_in_use for table in self.tables.values() if table.host is not None)
+        used = sum(host.bytes_in_use for table in self.tables.values() if (host := table.host) is not None)
         return max(used, math.ceil(self._host_reserved * self.host_fraction))
 
     def _table_needs(self) -> list[int]:
         # 16 bytes of bookkeeping a row at most, and a quarter of slack so that sets seldom overflow
         return [
-            max(MIN_TABLE_BUDGET, int(table.rows * (table.spec.row_bytes + 16) * 1.25))
+            max(
+                MIN_TABLE_BUDGET,
+                least_budget(table.spec),  # few wide rows are less than a set
+                int(table.rows * (table.spec.row_bytes + 16) * 1.25),
+            )
             for table in self.tables.values()
         ]
 
@@ -209,8 +213,8 @@ class Version:
     def resize_host(self, fraction: float) -> None:
         """Halve or double every host table in place."""
         for table in self.tables.values():
-            if table.host is not None:
-                table.host.resize(fraction)
+            if (host := table.host) is not None:  # another thread may be freeing the version
+                host.resize(fraction)
         self.host_fraction = fraction
 
     def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:

@@ -1,7 +1,7 @@
 """Halving and doubling the set-associative cache (`setcache`) in place, and listing what it holds.
 
 `merge` and `split` are a writer's, like `setwrite`: a range of sets a call, so that the caller can let
-other writers in between. `hottest` reads without a lock, beside any writer.
+other writers in between. `count_ranks` and `list_keys` read without a lock, beside any writer.
 """
 
 from __future__ import annotations

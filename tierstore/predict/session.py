@@ -22,6 +22,7 @@ from tierstore.predict.signature import BYTES, Shape, Signature
 
 Array = npt.NDArray[Any]
 _KEPT_PLANS = 64
+_KEPT_SLOTS = 1024  # whatever their bytes: a binding takes memory as well
 _ALIGNMENT = 64  # bytes, a cache line, and what vector instructions like
 _OURS = ("EP_FAIL", "ENGINE_ERROR", "NOT_IMPLEMENTED")
 _OTHER_SHAPE = ("shape verification failed", "pre-allocated")  # of an output that was bound to an array
@@ -74,7 +75,7 @@ class DenseSession:
         self._lock = threading.Lock()
         # guarded by _lock
         self._free: OrderedDict[tuple[Any, ...], list[Slot]] = OrderedDict()
-        self._free_bytes = 0
+        self._free_bytes = self._free_slots = 0
 
     def plan(self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape], wanted: Sequence[str] = ()) -> Run:
         """`Wiring.plan` for these outputs, by default all."""
@@ -111,6 +112,7 @@ class DenseSession:
             if kept:
                 slot = kept.pop()
                 self._free_bytes -= slot.nbytes
+                self._free_slots -= 1
                 if not kept:
                     del self._free[key]
                 return slot
@@ -128,14 +130,16 @@ class DenseSession:
         with self._lock:
             if slot.nbytes > self._limit:
                 return
-            while self._free_bytes + slot.nbytes > self._limit:
+            while self._free_bytes + slot.nbytes > self._limit or self._free_slots >= _KEPT_SLOTS:
                 shapes, slots = next(iter(self._free.items()))
                 self._free_bytes -= slots.pop().nbytes
+                self._free_slots -= 1
                 if not slots:
                     del self._free[shapes]
             self._free.setdefault(slot.key, []).append(slot)
             self._free.move_to_end(slot.key)
             self._free_bytes += slot.nbytes
+            self._free_slots += 1
 
     # --- runs
 

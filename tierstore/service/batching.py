@@ -155,6 +155,8 @@ class Batcher:
         for i, member in enumerate(members):
             try:
                 self._shed.check(member.caller)
+                if len(members) == 1:
+                    return [member.alone()]
                 part, arrays = member.prepare()
                 part.check()
                 ready.append((i, part, arrays))

@@ -6,6 +6,7 @@ Event loop only, an object a connection.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,6 +16,7 @@ from tierstore.service.http import CONNECTION
 
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
+_UPGRADE = re.compile(rb"(?i)(?<=\r\n)(?=upgrade:)")
 
 
 class _JoiningTransport:
@@ -57,7 +59,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One of the `door`'s connections, if there is one.
 
     Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, which sends more than
-    PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept.
+    PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept, in the middle of a request too.
     """
 
     def __init__(self, *args: Any, door: Door | None = None, **kwargs: Any) -> None:
@@ -67,6 +69,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._lost = False
         self._head_bytes = 0
         self._in_head = True
+        self._patience_s = float(self.timeout_keep_alive)
 
     def is_lost(self) -> bool:
         """Whether the client has gone. Any thread."""
@@ -74,15 +77,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
-        patience_s = float(self.timeout_keep_alive)
         if self._door is not None:
             self._served = self._door.enter()
             if self._served is None:
                 transport.abort()
                 return
             if not self._served:
-                self.app, patience_s = self._door, REFUSED_S
-        self.timeout_keep_alive_task = self.loop.call_later(patience_s, self.timeout_keep_alive_handler)
+                self.app, self._patience_s = self._door, REFUSED_S
+        self._be_patient()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
@@ -100,9 +102,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.
         if self._in_head:
             self._head_bytes += len(data)
+            # A server may pass over a wish for another protocol (RFC 9110, 7.8), such as the one for HTTP/2 that Java's client
+            # has by default; the parser would take the body for that protocol.
+            end = data.find(b"\r\n\r\n")
+            if (wish := _UPGRADE.search(data, 0, len(data) if end < 0 else end)) is not None:
+                data = b"x-".join((data[: wish.start()], data[wish.start() :]))
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("Request head too large.")
+        if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
+            self._be_patient()  # of a request that has begun to arrive the next bytes are waited for no longer
+
+    def _be_patient(self) -> None:
+        if not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(self._patience_s, self._silent)
+
+    def _silent(self) -> None:
+        """Nothing came for so long."""
+        if self.flow.read_paused:  # it is we who do not read
+            self._be_patient()
+        else:
+            self.timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= PIPELINED:

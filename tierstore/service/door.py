@@ -67,7 +67,8 @@ class Door:
         )
         path: str = scope["path"]
         data_plane = path.startswith(("/v2", "/v1"))
-        self._service.request_times.add("oip_http" if path.startswith("/v2") else "admin", "overloaded", 0.0)
+        protocol = "oip_http" if path.startswith("/v2") else "tfs_http" if path.startswith("/v1") else "admin"
+        self._service.request_times.add(protocol, "overloaded", 0.0)
 
         async def closing(message: Any) -> None:
             if message["type"] == "http.response.start":

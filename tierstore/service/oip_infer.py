@@ -178,7 +178,7 @@ class InferCall:
 
     def _note_queued(self) -> None:
         now_ns = time.perf_counter_ns()
-        self.spent.queued_ns = now_ns - self._began_ns
+        self.spent.queued_ns += now_ns - self._began_ns
         self._began_ns = now_ns
 
     def _parse(self) -> None:

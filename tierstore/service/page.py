@@ -70,6 +70,7 @@ function show(now){const d=now.doc,s=d.service,r=rates(now);
   const tiles=[tile("requests/s",r.requests==null?"–":num(r.requests)),tile("keys/s",last?num(keys):"–"),
     tile("look-ups waiting",`${s.lookup_queue.used} / ${s.lookup_queue.total}`),tile("look-ups in flight",size(s.inflight_bytes.used))];
   if(d.host_budget)tiles.push(tile("host budget",`${size(d.host_budget.used)} / ${size(d.host_budget.total)}`));
+  if(d.device&&d.device.present)tiles.push(tile("device budget",`${size(d.device_budget.used)} / ${size(d.device_budget.total)}`));
   if(d.overlay_budget)tiles.push(tile("overlays",`${size(d.overlay_budget.used)} / ${size(d.overlay_budget.total)}`));
   if(s.watch)tiles.push(tile("watched deltas",num(s.watch.applied)));
   $("tiles").replaceChildren(...tiles);

@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from tierstore.service.shed import Caller, Waits
 
 T = TypeVar("T")
 
+# loop, future, when it was queued, who waits, what is to be run
 _Item = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", int, Caller | None, Callable[..., Any], tuple[Any, ...]]
 
 
@@ -27,6 +29,10 @@ class WorkerPool:
 
     Leaner than `loop.run_in_executor` (one future instead of two, no condition variable): the hand-over is paid
     for by every look-up. With `waits`, a call that is of no use any more when a thread takes it is not run.
+
+    Calls are taken in order, until the oldest has used up half of the time that its caller gives it: then the newest
+    come first. When more is asked than can be answered, calls taken in order would each be begun just before their
+    deadlines, and end after them: work for nobody.
     """
 
     def __init__(self, name: str, *, threads: int, queue_limit: int, waits: Waits | None = None) -> None:
@@ -40,7 +46,8 @@ class WorkerPool:
         self._pending = 0
         self._closed = False
         # synchronized by itself
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._items: deque[_Item] = deque()
+        self._queue: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each item, False to end a thread
         self._workers = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
         for worker in self._workers:
             worker.start()
@@ -72,7 +79,8 @@ class WorkerPool:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._pending += 1
-        self._queue.put((loop, future, time.perf_counter_ns(), caller, function, args))
+        self._items.append((loop, future, time.perf_counter_ns(), caller, function, args))
+        self._queue.put(True)
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -80,12 +88,24 @@ class WorkerPool:
         if not self._closed:
             self._closed = True
             for _ in self._workers:
-                self._queue.put(None)
+                self._queue.put(False)
         for worker in self._workers:
             worker.join(timeout_s)
 
+    def _next(self) -> _Item:
+        """The call to take; there is one for each True that was taken from the queue."""
+        items = self._items
+        caller = items[0][3]  # another thread may take it first, and this one the next
+        if caller is not None and caller.deadline_ns is not None:
+            now_ns = time.perf_counter_ns()
+            left_ns = caller.deadline_ns - now_ns
+            if 0 < left_ns < now_ns - caller.arrived_ns:
+                return items.pop()
+        return items.popleft()
+
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while self._queue.get():
+            item = self._next()
             loop, future, queued_ns, caller, function, args = item
             result, error = None, None
             try:

@@ -33,7 +33,6 @@ from tierstore.service.context import Service
 from tierstore.service.door import Door, raise_file_limit
 from tierstore.service.fleet import Fleet
 from tierstore.service.guard import check_listen_address
-from tierstore.service.interpreter import share_interpreter
 from tierstore.service.watch import Watcher
 
 if TYPE_CHECKING:
@@ -285,7 +284,6 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _
     settings = grpc_port_by_default(settings)
     check_settings(settings)
     tune_allocator()
-    share_interpreter()
     raise_file_limit()
     with _listen(settings) as listener, Store(settings) as store:
         service = HttpService(store, settings, listener)

@@ -76,7 +76,10 @@ def check_shape(name: str, shape: object) -> tuple[int, ...]:
             raise InvalidInput(
                 f"input {shown(name)}: a size must be an integer from 0 to {_MAX_SIZE}; the shape is {shown(shape)}"
             )
-    return tuple(shape)
+    sizes: tuple[int, ...] = tuple(shape)
+    if 0 in sizes and math.prod(size or 1 for size in sizes) > _MAX_SIZE:  # of nothing, yet too large for an array
+        raise InvalidInput(f"input {shown(name)}: the sizes beside 0 are too large; the shape is {shown(shape)}")
+    return sizes
 
 
 def check_size(name: str, datatype: str, shape: tuple[int, ...], nbytes: int) -> None:

@@ -75,6 +75,8 @@ class _Root:
 
         If not, the owner says what is wrong.
         """
+        if not parts:
+            return False
         served = self._store.served(parts[0])
         if served.active is None or len(parts) == 1:
             return served.active is not None

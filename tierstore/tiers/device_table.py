@@ -44,6 +44,10 @@ _LARGEST = 1 << 20  # keys of one kernel that reads
 _PENDING = np.uint8(Tier.PENDING)
 
 
+class _GivenUp(DeviceError):
+    """A look-up has given the table up while a writer was at work."""
+
+
 class DeviceTable:
     """A set-associative cache of one table of one version in device memory (see `cuda/layout.cuh`). A `CacheTier`.
 
@@ -103,6 +107,8 @@ class DeviceTable:
 
     def _fail(self, error: DeviceError) -> None:
         """Never look in here again: what is here may be older than what is to be answered."""
+        if isinstance(error, _GivenUp):
+            return
         if self.problem is None:
             log.error("the device tier of table %s is given up: %s", self.spec.name, error)
         self.problem = str(error)
@@ -345,17 +351,24 @@ class DeviceTable:
         staged = ws.host(at, len(order) * stride).reshape(len(order), stride)
         staged[:, : self.spec.row_bytes] = rows[order]
 
+    @contextmanager
+    def _writing(self) -> Iterator[np.ndarray]:
+        """Hold `_order` with a table to write to. Holds `_lock`, which does not keep look-ups from giving the table up."""
+        with self._order:
+            if self._table is None:
+                raise _GivenUp(f"the device tier of table {self.spec.name} was given up")
+            yield self._table
+
     def _write(self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple = ()) -> np.ndarray:
         """Send [0, end) of `ws` up, run a kernel that writes, wait for it, and add its counters up; returns them."""
         if end:
             ws.upload(0, end)
         uploaded = ws.stream.record()
         counters = self._control.address
-        with self._order:
-            assert self._table is not None
+        with self._writing() as table:
             self._stream.wait(uploaded)
             self._stream.clear(counters, COUNTER_BYTES)
-            self._stream.launch(kernel, teams * TEAM, self._table, *args, np.uint64(counters), *after)
+            self._stream.launch(kernel, teams * TEAM, table, *args, np.uint64(counters), *after)
             done = self._stream.record()
         ws.stream.wait(done)
         # what was staged first has been read by now
@@ -383,7 +396,8 @@ class DeviceTable:
                     self._halve()
                 while wanted > self._depth:
                     self._double()
-                self.problem = None
+                if self._table is not None:
+                    self.problem = None  # of an earlier try to grow
             except OutOfDeviceMemory as error:
                 self.problem = f"the device has no memory for more than {self.bytes_in_use:,} bytes of table {self.spec.name}: {error}"
                 log.warning("%s", self.problem)
@@ -400,9 +414,9 @@ class DeviceTable:
         sets = self.layout.sets(self._depth - 1)
         with self.memory.workspace() as ws:
             counters = self._control.address
-            with self._order:
+            with self._writing() as table:
                 self._stream.clear(counters, COUNTER_BYTES)
-                self._stream.launch("merge", sets * TEAM, self._table, np.int64(sets), np.uint64(counters))
+                self._stream.launch("merge", sets * TEAM, table, np.int64(sets), np.uint64(counters))
                 counted = ws.host(0, 4, np.int64)
                 self._stream.download(counted.view(np.uint8), counters)
                 last = self._segments.pop()
@@ -415,7 +429,7 @@ class DeviceTable:
     def _double(self) -> None:
         sets = self.layout.sets(self._depth)
         buffer = self.memory.backend.alloc(self.layout.segment_bytes(self._depth + 1))
-        with self._order:
+        with self._writing():
             self._stream.clear(buffer.address, buffer.nbytes)
             self._segments.append(buffer)
             self._depth += 1

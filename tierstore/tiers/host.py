@@ -85,6 +85,11 @@ class _Layout:
         )  # fmt: skip
 
 
+def least_budget(spec: TableSpec) -> int:
+    """Bytes below which a table, once halved, may hold nothing: those of two sets."""
+    return 2 * (CONTROL_BYTES + _Layout(spec, 0).set_bytes)
+
+
 class _Reader:
     """What a process does that only looks up. `_areas` is None where there is nothing (any more) to look in."""
 

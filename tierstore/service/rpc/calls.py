@@ -21,10 +21,10 @@ from tierstore.service.context import Service
 from tierstore.service.dataplane import Elsewhere
 from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.pools import CallPool, submitted_ns
-from tierstore.service.rpc.status import Cancelled, code_of, outcome_of
+from tierstore.service.rpc.status import Cancelled, code_of, details_of, outcome_of
 from tierstore.service.rpc.types import Context, Stream, Unary
 from tierstore.service.shed import Waits
-from tierstore.service.status import log_failure, message_of
+from tierstore.service.status import log_failure
 
 STANDARD = "grpc"  # the protocol label of what is gRPC's own
 REFUSALS = 1  # threads that tell callers that there is no room
@@ -154,7 +154,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             )
             self._service.shed.count("queue_full")
             self._service.request_times.add(protocol, outcome_of(code_of(error)), 0.0)
-            context.abort(code_of(error), message_of(error))
+            context.abort(code_of(error), details_of(error))
             return iter(())
 
         return run
@@ -203,7 +203,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                     shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
                 code = code_of(error)
                 times.add(protocol, outcome_of(code), (time.perf_counter_ns() - began_ns) / 1e9)
-                context.abort(code, message_of(error))
+                context.abort(code, details_of(error))
             times.add(protocol, "ok", (time.perf_counter_ns() - began_ns) / 1e9)
             return answer
 

@@ -21,8 +21,10 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
 )
+from tierstore.service.status import message_of
 
 Code = grpc.StatusCode
+MAX_DETAILS = 2048  # bytes; up to three times as many once encoded, and grpcio takes 8 KiB of metadata for sure
 
 
 class Unserved(TierstoreError):
@@ -68,6 +70,13 @@ _OUTCOMES = {
 def code_of(error: BaseException) -> Any:
     """The status code of `error`: INTERNAL for what is not one of ours, which is a defect of the server."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), Code.INTERNAL)
+
+
+def details_of(error: BaseException) -> str:
+    """What a client is told, in so few bytes that they pass as metadata: of longer ones it would see no status at all."""
+    text = message_of(error)
+    told = text.encode()
+    return text if len(told) <= MAX_DETAILS else told[:MAX_DETAILS].decode(errors="ignore") + "…"
 
 
 def outcome_of(code: Any) -> str:
