@@ -1,8 +1,9 @@
 """Ranking requests through the client, whole and in shards: `python -m benchmarks.client_predict [--tiny | --full]`.
 
 One request is of 700 items of one user: 20 features, a look-up each, through `Client.predict` at a service of its own
-process. Part `rows` is a model without a dense part, which answers the features' rows; part `scores` one with a network of
-320 → 256 → 64 → 1, which answers a score an item. Ways of sending take turns, call by call, so that whatever else the
+process. Part `rows` is a model without a dense part, which answers the features' rows; the others have one, which answers a
+score an item: `light` a network of 320 → 256 → 64 → 1, `ranking` one of 320 → 1024 → 512 → 256 → 1, as large as published
+click models' (DLRM's and DeepFM's are of hundreds to a thousand units a layer). Ways of sending take turns, call by call, so that whatever else the
 machine does meets all of them alike; figures are over all calls. p99 in shards is to be below that of one request.
 """
 
@@ -31,6 +32,7 @@ from tierstore.config import load_settings
 MODEL = "rank"
 ITEMS, FEATURES = 700, 20
 WARM_CALLS = 20
+PARTS: dict[str, tuple[int, ...]] = {"rows": (), "light": (256, 64), "ranking": (1024, 512, 256)}
 
 
 def keys_of(rows: np.ndarray) -> np.ndarray:
@@ -44,21 +46,27 @@ def vectors_of(keys: np.ndarray, dim: int) -> np.ndarray:
     return (keys & 0xFFFF).astype(np.float32)[:, None] + np.arange(dim, dtype=np.float32)
 
 
-def graph(dim: int) -> bytes:
-    """A small ranking model: [the items' features; the user's] → 256 → 64 → one score an item."""
+def graph(dim: int, widths: tuple[int, ...]) -> bytes:
+    """A ranking model: [the items' features; the user's] → layers of these widths → one score an item."""
     from onnx import TensorProto, helper, numpy_helper
 
     draw = np.random.default_rng(0)
-    sizes = {"w1": ((FEATURES - 1) * dim, 256), "wu": (dim, 256), "w2": (256, 64), "w3": (64, 1)}
+    sizes = {"w1": ((FEATURES - 1) * dim, widths[0]), "wu": (dim, widths[0])}
+    sizes |= {f"w{i}": pair for i, pair in enumerate(itertools.pairwise((*widths, 1)), 2)}
     held = [
         numpy_helper.from_array(draw.normal(0, shape[0] ** -0.5, shape).astype(np.float32), name)
         for name, shape in sizes.items()
     ]
     items = [f"f{number:02}" for number in range(1, FEATURES)]
+    last = len(widths) + 1
     steps = [
-        ("Concat", items, "x"), ("MatMul", ["x", "w1"], "h1"), ("MatMul", ["f00", "wu"], "hu"), ("Add", ["h1", "hu"], "s1"),
-        ("Relu", ["s1"], "r1"), ("MatMul", ["r1", "w2"], "h2"), ("Relu", ["h2"], "r2"), ("MatMul", ["r2", "w3"], "score"),
+        ("Concat", items, "x"), ("MatMul", ["x", "w1"], "h1"), ("MatMul", ["f00", "wu"], "hu"),
+        ("Add", ["h1", "hu"], "s1"), ("Relu", ["s1"], "r1"),
     ]  # fmt: skip
+    for i in range(2, last + 1):
+        steps.append(("MatMul", [f"r{i - 1}", f"w{i}"], "score" if i == last else f"s{i}"))
+        if i < last:
+            steps.append(("Relu", [f"s{i}"], f"r{i}"))
     nodes = [helper.make_node(kind, given, [made], **({"axis": 1} if kind == "Concat" else {})) for kind, given, made in steps]  # fmt: skip
 
     def info(name: str, shape: list[Any]) -> Any:
@@ -70,7 +78,7 @@ def graph(dim: int) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def serve(where: Path, rows: int, dim: int, dense: bool) -> None:
+def serve(where: Path, rows: int, dim: int, widths: tuple[int, ...]) -> None:
     """A service whose rows are all in memory; prints its address."""
     from tierstore.service.server import serve as run
 
@@ -82,8 +90,8 @@ def serve(where: Path, rows: int, dim: int, dense: bool) -> None:
         for number in range(FEATURES):
             writer.feature(f"f{number:02}", table="item")
         writer.warmup("item", keys)
-        if dense:
-            writer.dense(graph(dim))
+        if widths:
+            writer.dense(graph(dim, widths))
     with tierstore.open(data, host_budget=budget) as store:
         store.load_snapshot(source)
     logging.disable(logging.INFO)
@@ -163,7 +171,7 @@ def main() -> None:
     size.add_argument("--tiny", action="store_true", help="to see that it runs; its figures mean nothing")
     size.add_argument("--full", action="store_true", help="more calls, more rows")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--dense", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=PARTS, help="that one alone")
     parser.add_argument("--rows", type=int, default=0)
     parser.add_argument("--items", type=int, default=ITEMS)
     parser.add_argument("--dim", type=int, nargs="+", default=[16])
@@ -171,20 +179,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("build/client_predict.json"))
     options = parser.parse_args()
     rows = options.rows or (2_000 if options.tiny else 1_000_000 if options.full else 200_000)
-    calls = 20 if options.tiny else 3_000 if options.full else 600
+    calls = 20 if options.tiny else 3_000 if options.full else 400
     if options.serve:
-        serve(options.serve, rows, options.dim[0], options.dense)
+        serve(options.serve, rows, options.dim[0], PARTS[options.part])
         return
     results: list[dict[str, Any]] = []
-    parts, skipped = ["rows"], []
+    parts, skipped = [options.part] if options.part else list(PARTS), []
     if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
         skipped.append("scores: the extra `dense` is not installed")
-    else:
-        parts.append("scores")
-    for part, dim in itertools.product(parts[-1:] if options.tiny else parts, options.dim):
+        parts = [part for part in parts if not PARTS[part]]
+    for part, dim in itertools.product(parts[:2][-1:] if options.tiny else parts, options.dim):
         with tempfile.TemporaryDirectory(prefix="client-") as where:
             command = [sys.executable, "-m", "benchmarks.client_predict", "--serve", where, "--rows", str(rows)]
-            more = ["--dim", str(dim), *(["--dense"] if part == "scores" else [])]
+            more = ["--dim", str(dim), "--part", part]
             with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True) as server:
                 assert server.stdout is not None
                 try:

@@ -117,7 +117,7 @@ def main() -> None:
         for model, widths in models.items():
             with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
                 data = Path(folder) / "data"
-                load(data, widths, 1000 if options.tiny else ROWS)
+                load(data, widths, rows=1000 if options.tiny else ROWS)
                 variants = ["off", "no delay"] if options.tiny else [*VARIANTS]
                 document["results"] += asyncio.run(measure(data, model, variants, points, rounds, seconds))
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
             data = Path(folder) / "data"
             if options.tiny:
-                load(data, (32,), 1000)
+                load(data, (32,), rows=1000)
             else:
                 load(data, WIDTHS)
             variants = [*VARIANTS][-1:] if options.tiny else [*VARIANTS]

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,14 +29,14 @@ UNSENT = -1  # in place of a status
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-def ranking_model(widths: tuple[int, ...]) -> bytes:
+def ranking_model(widths: tuple[int, ...], features: Sequence[str] = FEATURES, dim: int = DIM) -> bytes:
     """Layers of these widths over the rows of all features, then a score [batch, 1]. Needs the extra `dense`."""
     from onnx import TensorProto, helper, numpy_helper
 
     rng = np.random.default_rng(7)
-    nodes = [helper.make_node("Concat", [f"{name}_id" for name in FEATURES], ["h0"], axis=1)]
+    nodes = [helper.make_node("Concat", [f"{name}_id" for name in features], ["h0"], axis=1)]
     constants = []
-    sizes = (len(FEATURES) * DIM, *widths, 1)
+    sizes = (len(features) * dim, *widths, 1)
     for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         weights = (rng.standard_normal((a, b)) / a**0.5).astype(np.float32)
         constants.append(numpy_helper.from_array(weights, f"w{i}"))
@@ -43,7 +44,7 @@ def ranking_model(widths: tuple[int, ...]) -> bytes:
         nodes.append(helper.make_node("MatMul", [f"h{i}", f"w{i}"], ["score" if last else f"m{i}"]))
         if not last:
             nodes.append(helper.make_node("Relu", [f"m{i}"], [f"h{i + 1}"]))
-    ports = [helper.make_tensor_value_info(f"{name}_id", TensorProto.FLOAT, ["batch", DIM]) for name in FEATURES]
+    ports = [helper.make_tensor_value_info(f"{name}_id", TensorProto.FLOAT, ["batch", dim]) for name in features]
     score = helper.make_tensor_value_info("score", TensorProto.FLOAT, ["batch", 1])
     graph = helper.make_graph(nodes, MODEL, ports, [score], constants)
     model: bytes = helper.make_model(
@@ -52,17 +53,28 @@ def ranking_model(widths: tuple[int, ...]) -> bytes:
     return model
 
 
-def load(data: Path, widths: tuple[int, ...], rows: int = ROWS) -> None:
-    """A data directory with the model in it, loaded; keys from `rows` on are absent."""
+def load(
+    data: Path,
+    widths: tuple[int, ...],
+    features: Sequence[str] = FEATURES,
+    dim: int = DIM,
+    *,
+    rows: int = ROWS,
+    budget: str = "64MiB",
+    warm: bool = False,
+) -> None:
+    """A data directory with the model in it, loaded; keys from `rows` on are absent. `warm`: all rows in memory from the start."""
     rng = np.random.default_rng(8)
     snapshot = data.with_name("snapshot")
     with tierstore.SnapshotWriter(snapshot, model=MODEL, version=1) as writer:
-        for name in FEATURES:
-            keys = np.arange(rows, dtype=np.int64)
-            writer.table(name, dim=DIM).write(keys, rng.standard_normal((rows, DIM), np.float32))
+        keys = np.arange(rows, dtype=np.int64)
+        for name in features:
+            writer.table(name, dim=dim).write(keys, rng.standard_normal((rows, dim), np.float32))
+            if warm:
+                writer.warmup(name, keys)
             writer.feature(f"{name}_id", table=name)
-        writer.dense(ranking_model(widths))
-    with tierstore.open(data, host_budget="64MiB", load_workers=1) as store:
+        writer.dense(ranking_model(widths, features, dim))
+    with tierstore.open(data, host_budget=budget, load_workers=1) as store:
         store.load_snapshot(snapshot)
 
 
@@ -82,6 +94,13 @@ class Served:
         if found is None:
             raise SystemExit(f"the service did not say where it listens, but: {said!r}")
         self.port = int(found[1])
+        self.grpc_port = 0
+        if settings.get("grpc_port") is not None:
+            said = self._process.stdout.readline()
+            found = re.search(r":(\d+)", said)
+            if found is None:
+                raise SystemExit(f"the service did not say where its gRPC listens, but: {said!r}")
+            self.grpc_port = int(found[1])
 
     def __enter__(self) -> Served:
         return self
@@ -103,17 +122,17 @@ class Served:
         return int(found[1]) << 10
 
 
-def predict_request(keys: np.ndarray, timeout_us: int | None = None) -> bytes:
-    """One request for so many items, in the binary form."""
+def predict_request(keys: np.ndarray, timeout_us: int | None = None, features: Sequence[str] = FEATURES) -> bytes:
+    """One request for so many items, in the binary form; `keys` are those of every feature."""
     inputs = [
         {"name": f"{name}_id", "datatype": "INT64", "shape": [len(keys)], "parameters": {"binary_data_size": keys.nbytes}}
-        for name in FEATURES
+        for name in features
     ]  # fmt: skip
     parameters: dict[str, object] = {"binary_data_output": True}
     if timeout_us is not None:
         parameters["timeout"] = timeout_us
     header = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
-    body = header + keys.tobytes() * len(FEATURES)
+    body = header + keys.tobytes() * len(features)
     head = (
         f"POST /v2/models/{MODEL}/infer HTTP/1.1\r\nHost: localhost\r\n"
         f"Inference-Header-Content-Length: {len(header)}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -153,14 +172,19 @@ class Client:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     async def ask(self, message: bytes) -> int:
+        """The answer's status; 0 where the connection was cut."""
+        return (await self.answer(message))[0]
+
+    async def answer(self, message: bytes) -> tuple[int, bytes, bytes]:
+        """(status, head, body)."""
         try:
             self._writer.write(message)
             head = await self._reader.readuntil(b"\r\n\r\n")
-            length = re.search(rb"content-length: (\d+)", head, re.I)
-            await self._reader.readexactly(int(length[1]) if length else 0)
+            length = re.search(rb"\r\ncontent-length: (\d+)", head, re.I)
+            body = await self._reader.readexactly(int(length[1]) if length else 0)
         except (OSError, asyncio.IncompleteReadError):
-            return 0
-        return int(head[9:12])
+            return 0, b"", b""
+        return int(head[9:12]), head, body
 
     def close(self) -> None:
         self._writer.transport.abort()
