@@ -37,6 +37,7 @@ from tierstore.errors import Closed, Conflict, Corruption, NotFound, StorageErro
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory, format_version, parse_version
 from tierstore.predict.runtime import Runtime
+from tierstore.tiers.background import in_background
 from tierstore.tiers.disk import ReaderPool
 from tierstore.types import Progress, ProgressFn
 
@@ -162,7 +163,7 @@ class Switching:
             self._shared.host_budget.admit(version, like, *leaving[1:])
             self._shared.devices.admit(version, leaving, self._serving.publisher)
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force, progress=progress)
-            version.warm(like, lambda done, total: progress(Progress("warm", done, total)))
+            self._warm(version, like, progress)
             self.dense.open(version, lenient=force)
             progress(Progress("switch"))
             catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force)
@@ -171,6 +172,16 @@ class Switching:
         except BaseException:
             self._freed(version)
             raise
+
+    @staticmethod
+    def _warm(version: Version, like: Version | None, progress: ProgressFn) -> None:
+        def warm() -> None:
+            version.warm(like, lambda done, total: progress(Progress("warm", done, total)))
+
+        if like is None:
+            warm()
+        else:  # there are requests to give way to
+            in_background(warm)
 
     def _last_step(self, version: Version, *, force: bool) -> None:
         """Catch up to the end of the log, while producers wait. Holds `write`."""

@@ -3,7 +3,8 @@
 RocksDB's batched get works at queue depth one a thread, so a drive is kept busy by several threads
 at once. A caller splits its keys into chunks; it works through them itself, and idle threads of the
 pool join in. So a caller never waits for a thread that never comes: with the pool busy or closed it
-does all chunks alone, and many callers cannot deadlock.
+does all chunks alone, and many callers cannot deadlock. Callers that give way (`background.py`) have
+helpers of their own, that give way too.
 
 Any thread may call anything here, except that work given to the pool must not use the pool. Nothing
 survives a crash, nothing needs to.
@@ -16,11 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from tierstore.tiers.background import give_way, gives_way
+
 CHUNK_KEYS = 128  # keys a task: 0.4 ms warm, beside which a hand-over (20 µs) is small, and enough tasks when cold
 
 
 class ReaderPool:
-    """`threads` helpers at most, beside the callers themselves."""
+    """`threads` helpers at most, beside the callers themselves, and as many for callers that give way."""
 
     def __init__(self, threads: int, *, chunk_keys: int = CHUNK_KEYS) -> None:
         if threads < 0 or chunk_keys < 1:
@@ -28,6 +31,7 @@ class ReaderPool:
         self.threads = threads
         self.chunk_keys = chunk_keys
         self._executor = ThreadPoolExecutor(threads, "tierstore-read") if threads else None
+        self._lowly = ThreadPoolExecutor(threads, "tierstore-read-bg", initializer=give_way) if threads else None
 
     def run(self, count: int, work: Callable[[int, int], None], chunk: int | None = None) -> None:
         """Call `work(start, stop)` for consecutive chunks of range(count), on this thread and idle helpers.
@@ -57,11 +61,12 @@ class ReaderPool:
         self, wanted: int, starts: deque[int], chunk: int, count: int, work: Callable[[int, int], None]
     ) -> list[Future[None]]:
         helpers: list[Future[None]] = []
-        if self._executor is not None:
+        executor = self._lowly if gives_way() else self._executor
+        if executor is not None:
             # a closed executor refuses with RuntimeError: the caller then works alone
             with contextlib.suppress(RuntimeError):
                 for _ in range(wanted):
-                    helpers.append(self._executor.submit(self._work_off, starts, chunk, count, work))  # noqa: PERF401
+                    helpers.append(executor.submit(self._work_off, starts, chunk, count, work))  # noqa: PERF401
         return helpers
 
     def _work_off(self, starts: deque[int], chunk: int, count: int, work: Callable[[int, int], None]) -> None:
@@ -78,5 +83,6 @@ class ReaderPool:
 
     def close(self) -> None:
         """End the threads after what they are doing. Tiers that still read do so on their callers' threads."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
+        for executor in (self._executor, self._lowly):
+            if executor is not None:
+                executor.shutdown(wait=True)

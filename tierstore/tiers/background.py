@@ -1,0 +1,40 @@
+"""Work that gives way to requests: on threads of low priority, and what tells such threads from others.
+
+A switch warms a version while another one serves; at the same priority it would take every other turn of a core from the
+look-ups. Niceness is a thread's own on Linux, and one without privileges cannot take it back: hence a thread that ends.
+
+Any thread may call anything here; what is called must not hold a lock that requests wait for. Nothing survives a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+NICENESS = 10  # a tenth of the turns beside a thread that has none, and all there are beside an idle core
+
+_here = threading.local()
+
+
+def give_way() -> None:
+    """Lower the priority of the calling thread, for good. A thread started by it inherits that."""
+    _here.gives_way = True
+    with contextlib.suppress(OSError):  # it would only be slower for others
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def gives_way() -> bool:
+    """Whether the calling thread has called `give_way`."""
+    return getattr(_here, "gives_way", False)
+
+
+def in_background(work: Callable[[], T]) -> T:
+    """Do `work` on a thread that gives way, and wait for it. What it returns or raises is the caller's."""
+    with ThreadPoolExecutor(1, "tierstore-background", initializer=give_way) as thread:
+        return thread.submit(work).result()
