@@ -8,6 +8,7 @@ well: that is how modules are imported lazily or run as a helper process.
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -181,7 +182,7 @@ def test_every_dependency_is_imported_or_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     page = (ROOT / "docs/decisions/dependencies.md").read_text(encoding="utf-8")
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    names = {requirement.split("[")[0].split(">")[0].split("=")[0].strip() for group in groups for requirement in group}
+    names = {re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0] for group in groups for requirement in group}
     assert sorted(name for name in names if f"`{name}" not in page) == []
     modules_of = {"prometheus-client": "prometheus_client", "pydantic-settings": "pydantic_settings"}
     imported = {name for _, others in graph().values() for name in others}
