@@ -14,65 +14,37 @@ import orjson
 
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service import oip_models
-from tierstore.service.context import Service
-from tierstore.service.dataplane import Elsewhere
 from tierstore.service.http import (
-    Disconnected,
     Headers,
     Receive,
     Response,
     Scope,
-    Send,
     caller_of,
     decode_body,
-    error_response,
     json_response,
     read_body,
 )
+from tierstore.service.http_face import HttpFace, allow
 from tierstore.service.oip_infer import InferCall
 from tierstore.service.parameters import version_of
 from tierstore.service.pool import Holding
-from tierstore.service.shed import Caller, Gone
-from tierstore.service.status import HttpError, log_failure, outcome_of
+from tierstore.service.shed import Caller
 from tierstore.service.tensors import shown
 
-PROTOCOL = "oip_http"
 _CONTROL_BODY_BYTES = 1 << 20
 
 
-class OipHttp:
+class OipHttp(HttpFace):
     """The ASGI application. Event loop only."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began_ns = time.perf_counter_ns()
-        holding = Holding(self._service.inflight)
-        # of a header that comes twice the last counts; the guard has seen to Host and Origin
-        headers: Headers = dict(scope["headers"])
-        try:
-            try:
-                response = await self._answer(scope, headers, receive, holding, began_ns)
-            except (Disconnected, Gone):
-                return
-            except Elsewhere:
-                raise  # of a worker process, to its owner
-            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                log_failure(error, f"{scope['method']} {scope['path']}")
-                response = error_response(error)
-            await response.send(send)
-        finally:
-            holding.release()
-        seconds = (time.perf_counter_ns() - began_ns) / 1e9
-        self._service.request_times.add(PROTOCOL, outcome_of(response.status), seconds)
+    PROTOCOL = "oip_http"
 
     async def _answer(
         self, scope: Scope, headers: Headers, receive: Receive, holding: Holding, began_ns: int
     ) -> Response:
         method, parts = scope["method"], scope["path"].split("/")[2:]
         if len(parts) >= 3 and parts[0] == "models" and parts[-1] == "infer":
-            _allow(method, "POST")
+            allow(method, "POST")
             name, version = _model_path(parts[1:-1])
             self._service.dataplane.model(name)  # an unknown one is refused before its body is read
             caller = caller_of(scope, headers, began_ns)
@@ -112,26 +84,26 @@ class OipHttp:
     async def _document(self, method: str, parts: list[str], body: memoryview, headers: Headers) -> Response:
         match parts:
             case []:
-                _allow(method, "GET")
+                allow(method, "GET")
                 return json_response(oip_models.server_metadata(shared_memory=self._service.regions.kinds))
             case ["health", ("live" | "ready") as kind]:
-                _allow(method, "GET")
+                allow(method, "GET")
                 return Response(200 if kind == "live" or self._service.ready else 400)
             case ["models", "stats"]:
-                _allow(method, "GET")
+                allow(method, "GET")
                 return await self._statistics(None, None)
             case ["models", _, "trace", "setting"] | ["trace", "setting"] | ["logging"]:
                 raise InvalidInput(f"the {'logging' if parts == ['logging'] else 'trace'} extension is not served")
             case ["models", *rest]:
                 return await self._model(method, rest)
             case ["repository", "index"]:
-                _allow(method, "POST")
+                allow(method, "POST")
                 only_ready = _json_object(body, headers).get("ready") is True
                 return json_response(
                     await self._service.control.run(oip_models.repository_index, self._service.store, only_ready)
                 )
             case ["repository", "models", name, ("load" | "unload") as verb]:
-                _allow(method, "POST")
+                allow(method, "POST")
                 return await self._repository(name, verb, _json_object(body, headers))
             case [("systemsharedmemory" | "cudasharedmemory") as kind, "region", name, verb] if name:
                 return await self._region(method, kind.removesuffix("sharedmemory"), name, verb, body, headers)
@@ -144,7 +116,7 @@ class OipHttp:
         if rest and rest[-1] in ("ready", "stats", "config") and len(rest) in (2, 4):
             verb = rest.pop()
         name, version = _model_path(rest)
-        _allow(method, "GET")
+        allow(method, "GET")
         model = self._service.dataplane.model(name)
         if verb == "ready":
             return Response(200 if oip_models.is_ready(model, version) else 400)
@@ -166,9 +138,9 @@ class OipHttp:
         """Shared memory of a kind, `system` or `cuda`: one region, or with `name` None all of them."""
         regions = self._service.regions
         if verb == "status":
-            _allow(method, "GET")
+            allow(method, "GET")
             return json_response(regions.status(name, kind))
-        _allow(method, "POST")
+        allow(method, "POST")
         if verb == "unregister":  # where none can be registered too: benchmarks ask for it unconditionally
             await self._service.control.run(regions.unregister, name, kind)
         elif verb == "register" and name is not None:
@@ -207,11 +179,6 @@ def _handle(name: str, given: object) -> bytes:
     raise InvalidInput(
         f"region {shown(name)}: raw_handle is {shown(given)}, expected an IPC handle as {{'b64': base64}}"
     )
-
-
-def _allow(method: str, allowed: str) -> None:
-    if method != allowed and not (allowed == "GET" and method == "HEAD"):
-        raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")
 
 
 def _model_path(parts: list[str]) -> tuple[str, int | str | None]:

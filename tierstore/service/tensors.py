@@ -17,24 +17,12 @@ import pyarrow as pa
 
 from tierstore.errors import InvalidInput
 from tierstore.kernels.bytes_tensor import join_prefixed, split_prefixed
+from tierstore.predict.signature import BYTES as BYTES
+from tierstore.predict.signature import DTYPES
 
 Elements: TypeAlias = Any  # ndarray or pyarrow array; pyarrow has no types to check
 
-NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype("<u2"),
-    "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype("<i2"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "FP16": np.dtype("<f2"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-}
-BYTES = "BYTES"
+NUMPY_DTYPE: dict[str, np.dtype[Any]] = {name: dtype for name, dtype in DTYPES.items() if name != BYTES}
 _JSON_KINDS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 MAX_RANK = 8
 _MAX_SIZE = (1 << 31) - 1  # of one dimension

@@ -12,27 +12,21 @@ from http import HTTPStatus
 
 from tierstore.errors import InvalidInput, NotFound, NotReady, TierstoreError
 from tierstore.service import tfs_models, tfs_signature
-from tierstore.service.context import Service
-from tierstore.service.dataplane import Elsewhere
 from tierstore.service.http import (
-    Disconnected,
     Headers,
     Receive,
     Response,
     Scope,
-    Send,
     caller_of,
-    error_response,
     json_response,
     read_body,
 )
+from tierstore.service.http_face import HttpFace, allow
 from tierstore.service.pool import Holding
-from tierstore.service.shed import Caller, Gone
-from tierstore.service.status import HttpError, log_failure, outcome_of
+from tierstore.service.shed import Caller
 from tierstore.service.tensors import shown
 from tierstore.service.tfs_predict import PredictCall
 
-PROTOCOL = "tfs_http"
 _PATH = re.compile(
     r"/v1/models(?:/(?P<model>[^/:]+))?(?:/versions/(?P<version>\d+)|/labels/(?P<label>[^/:]+))?"
     r"(?:/(?P<metadata>metadata)|:(?P<verb>[a-z]+))?",
@@ -41,34 +35,10 @@ _PATH = re.compile(
 _MAX_VERSION = (1 << 63) - 1
 
 
-class TfsHttp:
+class TfsHttp(HttpFace):
     """The ASGI application. Event loop only."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began_ns = time.perf_counter_ns()
-        holding = Holding(self._service.inflight)
-        # of a header that comes twice the last counts; the guard has seen to Host and Origin
-        headers: Headers = dict(scope["headers"])
-        try:
-            try:
-                response = await self._answer(scope, headers, receive, holding, began_ns)
-            except (Disconnected, Gone):
-                return
-            except Elsewhere:
-                raise  # of a worker process, to its owner
-            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                log_failure(error, f"{scope['method']} {scope['path']}")
-                response = error_response(error)
-                if isinstance(error, NotReady):
-                    response.status = HTTPStatus.NOT_FOUND  # what is not served is not there, in these words
-            await response.send(send)
-        finally:
-            holding.release()
-        seconds = (time.perf_counter_ns() - began_ns) / 1e9
-        self._service.request_times.add(PROTOCOL, outcome_of(response.status), seconds)
+    PROTOCOL = "tfs_http"
 
     async def _answer(
         self, scope: Scope, headers: Headers, receive: Receive, holding: Holding, began_ns: int
@@ -82,7 +52,7 @@ class TfsHttp:
                 "no model is named; expected /v1/models/{model}, and /v2/repository/index lists them all"
             )
         version = _version(path)
-        _allow(scope["method"], "GET" if verb is None else "POST")
+        allow(scope["method"], "GET" if verb is None else "POST")
         model = self._service.dataplane.model(name)  # an unknown one is refused before its body is read
         if verb is None:
             if path["metadata"] is not None:
@@ -96,6 +66,12 @@ class TfsHttp:
         caller = caller_of(scope, headers, began_ns)
         body = await read_body(receive, headers, self._service.settings.max_request, holding)
         return await self._predict(name, version, body, headers, holding, caller)
+
+    def _refused(self, error: Exception) -> Response:
+        response = super()._refused(error)
+        if isinstance(error, NotReady):
+            response.status = HTTPStatus.NOT_FOUND  # what is not served is not there, in these words
+        return response
 
     async def _predict(
         self,
@@ -129,8 +105,3 @@ def _version(path: re.Match[str]) -> int | str | None:
     if len(digits) > 19 or int(digits) > _MAX_VERSION:
         raise InvalidInput(f"version {shown(digits)} does not fit 64 bits")
     return int(digits)
-
-
-def _allow(method: str, allowed: str) -> None:
-    if method != allowed and not (allowed == "GET" and method == "HEAD"):
-        raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")
