@@ -343,7 +343,7 @@ class Model(Switching):
                 continue
             version = self._open(info)
             try:
-                catch_up(version, self._deltas)
+                catch_up(version, self._deltas, self.dense)
             except DeltaError as error:
                 log.warning("model %s: version %d cannot be caught up: %s", self.name, info.number, error)
             finally:

@@ -128,7 +128,7 @@ class Serving:
     def _session(self, delta: Delta, view: View, served: Served, dense: DenseParts) -> DenseSession | None:
         assert delta.dense is not None
         with _naming_the_canary(view, served):
-            return dense.of_delta(delta.seq, delta.dense, view)
+            return dense.of_delta(delta, delta.dense, view)
 
     def _ready_dense(self, delta: Delta, dense: DenseParts) -> dict[Version, DenseSession | None]:
         """Sessions of a delta's dense part, by version, made before `write` is taken, so that nobody waits for them.

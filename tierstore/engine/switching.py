@@ -80,7 +80,9 @@ class Switching:
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served
         self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
-        self.dense = DenseParts(name, shared.dense, lambda number: self._infos.get(number))
+        self.dense = DenseParts(
+            name, shared.dense, lambda number: self._infos.get(number), lambda: self._serving.current
+        )
         self._closed = False
         # guarded by serving.write; replaced whole, so that readers need no lock
         self._infos: dict[int, VersionInfo] = {}
@@ -162,11 +164,11 @@ class Switching:
         try:
             self._shared.host_budget.admit(version, like, *leaving[1:])
             self._shared.devices.admit(version, leaving, self._serving.publisher)
-            catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force, progress=progress)
+            catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force, progress=progress)
             self._warm(version, like, progress)
             self.dense.open(version, lenient=force)
             progress(Progress("switch"))
-            catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force)
+            catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force)
             self.dense.open(version, lenient=force)
             yield version
         except BaseException:
@@ -185,7 +187,7 @@ class Switching:
 
     def _last_step(self, version: Version, *, force: bool) -> None:
         """Catch up to the end of the log, while producers wait. Holds `write`."""
-        catch_up(version, self._deltas, lenient=force)
+        catch_up(version, self._deltas, self.dense, lenient=force)
         self.dense.open(version, lenient=force)  # anew only if one of the last deltas brought one
 
     # --- the active version
@@ -416,6 +418,7 @@ class Switching:
             raise Corruption(
                 f"{self.where.current} names version {current}, which is not on disk; activate one of {self.versions}"
             )
+        self._infos[current].asked_upto = self._deltas.last or 0
         kept = self._kept_routes(current)
         labels = {name: of for name, of in kept.labels.items() if of == current}
         with self._warmed(self._infos[current], [], force=True, progress=ignore) as version, self._serving.write:
