@@ -290,7 +290,7 @@ class Model(Switching):
             info = self._info(number)
             if number == self.active_version:
                 raise Conflict(f"version {number} of {self.name!r} is active; activate another one first")
-            if number in self.served.versions:
+            if number == self.canary_number:
                 raise Conflict(f"version {number} of {self.name!r} is the canary; withdraw it first")
             self._wait_retired(number)
             try:
@@ -320,10 +320,7 @@ class Model(Switching):
         older = [
             number
             for number in self.versions
-            if active is not None
-            and number < active
-            and number not in self._loading
-            and number not in self.served.versions
+            if active is not None and number < active and number not in self._loading and number != self.canary_number
         ]
         for number in older[: max(0, len(older) - self._shared.settings.keep_versions)]:
             if not self._keeper.is_retiring(number):

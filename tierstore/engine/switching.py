@@ -79,6 +79,7 @@ class Switching:
         self._switch = threading.RLock()
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served
+        self._awaited: Routes | None = None  # that canary, its share and labels; the next start tries again
         self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
         self.dense = DenseParts(
             name, shared.dense, lambda number: self._infos.get(number), lambda: self._serving.current
@@ -284,6 +285,9 @@ class Switching:
                 raise Conflict(
                     f"version {served.canary.version} of {self.name!r} is the canary; promote or withdraw it first"
                 )
+            awaited = self._awaited
+            if awaited is not None and awaited.canary != number:
+                raise Conflict(f"model {self.name!r}: {self._canary_problem}; withdraw it first")
             self._wait_retired(number)
             self._add_canary(info, share, force=force, progress=progress)
 
@@ -296,42 +300,36 @@ class Switching:
             self._publish(replace(served, share=share))
             return True
 
-    def _add_canary(
-        self,
-        info: VersionInfo,
-        share: float,
-        *,
-        force: bool,
-        progress: ProgressFn,
-        labels: tuple[tuple[str, int], ...] = (),
-    ) -> None:
+    def _add_canary(self, info: VersionInfo, share: float, *, force: bool, progress: ProgressFn) -> None:
         leaving = [view.holder for view in self.served.views]
         with self._warmed(info, leaving, force=force, progress=progress) as version, self._serving.write:
             self._last_step(version, force=force)
             view = View(version, (), version.watermark)
             served = self.served
-            self._publish(replace(served, canary=view, share=share, labels={**served.labels, **dict(labels)}))
+            labels = {} if self._awaited is None else self._awaited.labels
+            self._publish(replace(served, canary=view, share=share, labels={**labels, **served.labels}))
 
     def withdraw(self) -> int:
         """Stop serving the canary; the version is kept, labels that point to it go. Returns its number."""
         with self._serving.write:
             served = self.served
-            number = served.canary.version if served.canary is not None else self._canary_on_record()
+            number = self.canary_number
             if number is None:
                 raise self._no_canary()
             labels = {name: of for name, of in served.labels.items() if of != number}
             self._publish(Served(served.active, labels=labels))
             return number
 
+    @property
+    def canary_number(self) -> int | None:
+        """The canary, also where it could not be served after a restart; None where there is none."""
+        if self.served.canary is not None:
+            return self.served.canary.version
+        return None if self._awaited is None else self._awaited.canary
+
     def _no_canary(self) -> Conflict:
         why = f": {self._canary_problem}" if self._canary_problem else ""
         return Conflict(f"model {self.name!r} has no canary{why}")
-
-    def _canary_on_record(self) -> int | None:
-        """The canary that could not be served again after a restart."""
-        if self._canary_problem is None or self.served.active is None:
-            return None
-        return read_routes(self.where.routes).canary
 
     # --- labels
 
@@ -346,33 +344,43 @@ class Switching:
                     f"label {name!r} may only point to what is served, and {self.name!r} serves {serves}, not {info.number}; activate "
                     "it or make it the canary first"
                 )
-            self._publish(replace(served, labels={**served.labels, name: number}))
+            self._publish(
+                replace(served, labels={**served.labels, name: number}),
+                self._awaited and self._awaited.without_label(name),
+            )
 
     def unlabel(self, name: str) -> None:
         """Remove a label. NotFound where there is none of that name, Conflict for `stable` and `canary`."""
         if name in (STABLE, CANARY):
             raise Conflict(f"label {name!r} cannot be removed: it always stands for the {name} version")
         with self._serving.write:
-            served = self.served
-            if name not in served.labels:
+            served, awaited = self.served, self._awaited
+            if name not in served.labels and (awaited is None or name not in awaited.labels):
                 raise NotFound(
                     f"model {self.name!r} has no label {name!r}; it has {', '.join(served.all_labels()) or 'none'}"
                 )
-            self._publish(replace(served, labels={key: of for key, of in served.labels.items() if key != name}))
+            labels = {key: of for key, of in served.labels.items() if key != name}
+            self._publish(replace(served, labels=labels), awaited and awaited.without_label(name))
 
     # --- publishing
 
-    def _publish(self, served: Served) -> None:
-        """Serve that from now on, and after a restart. Holds `write`. On an error nothing has changed."""
-        self._record(served)
-        self._canary_problem = None
+    def _publish(self, served: Served, awaited: Routes | None = None) -> None:
+        """Serve that from now on, and after a restart, with the canary that is `awaited` beside it.
+
+        Holds `write`. On an error nothing has changed.
+        """
+        self._record(served, awaited)
+        if awaited is None and self._canary_problem is not None:
+            log.warning("model %s: no longer on record: %s", self.name, self._canary_problem)
+            self._canary_problem = None
+        self._awaited = awaited
         for view in self.served.views:
             if served.of(view.holder) is None:
                 # before it is out of sight: who waits for the version to be closed must find it in one place
                 self._keeper.retire(view.holder)
         self._serving.set(served)
 
-    def _record(self, served: Served) -> None:
+    def _record(self, served: Served, awaited: Routes | None) -> None:
         """Have the next start serve that, and the log go on from its active version.
 
         CURRENT comes before the log: after a crash in between, the next start restarts the log. The other way round,
@@ -385,7 +393,7 @@ class Switching:
                 files.remove_file(current)
             elif not current.exists() or current.read_bytes() != format_version(active.version).encode():
                 files.publish_bytes(current, format_version(active.version).encode())
-            save_routes(self.where.routes, Routes.of(served))
+            save_routes(self.where.routes, Routes.of(served, awaited))
             if active is not None:
                 self._go_on_from(active.holder)
 
@@ -431,10 +439,9 @@ class Switching:
             self._go_on_from(version)
             self._serving.set(active)
         if kept.canary is not None:
+            self._awaited = replace(kept, labels={name: of for name, of in kept.labels.items() if of != current})
             try:
-                self._add_canary(
-                    self._info(kept.canary), kept.share, force=True, progress=ignore, labels=tuple(kept.labels.items())
-                )
+                self._add_canary(self._info(kept.canary), kept.share, force=True, progress=ignore)
             except TierstoreError as error:
                 self._canary_problem = f"the canary, version {kept.canary}, is not served: {error}"
                 log.exception("model %s: %s", self.name, self._canary_problem)
