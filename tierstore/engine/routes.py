@@ -79,7 +79,7 @@ def save_routes(path: Path, routes: Routes) -> None:
     """Publish the record, or remove it where it would say nothing. What is there already is not written again."""
     document = routes.document()
     if document is None:
-        if path.exists():
+        if files.exists(path):
             files.remove_file(path)
         return
     try:

@@ -17,7 +17,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from tierstore.config import Settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
@@ -26,16 +25,16 @@ from tierstore.engine.dense import DenseParts
 from tierstore.engine.devices import Devices
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
+from tierstore.engine.record import Record
 from tierstore.engine.replay import catch_up
-from tierstore.engine.routes import Routes, check_label, check_share, read_routes, save_routes
+from tierstore.engine.routes import Routes, check_label, check_share
 from tierstore.engine.served import CANARY, STABLE, Served
 from tierstore.engine.serving import Serving
 from tierstore.engine.table import LookupCounts
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
-from tierstore.errors import Closed, Conflict, Corruption, NotFound, StorageError, TierstoreError
-from tierstore.formats import files
-from tierstore.formats.names import ModelDirectory, format_version, parse_version
+from tierstore.errors import Closed, Conflict, Corruption, NotFound, TierstoreError
+from tierstore.formats.names import ModelDirectory
 from tierstore.predict.runtime import Runtime
 from tierstore.tiers.background import in_background
 from tierstore.tiers.disk import ReaderPool
@@ -71,9 +70,15 @@ class Switching:
     def __init__(self, name: str, where: ModelDirectory, shared: Shared, keep_house: Callable[[], None]) -> None:
         self.name, self.where = name, where
         self._shared = shared
-        self._deltas = DeltaLog(where)
+        self._deltas, self._record = DeltaLog(where), Record(where)
         self._serving = Serving(
-            name, self._deltas, shared.overlay_budget, shared.observers, shared.settings.fold_grace_s, shared.told
+            name,
+            self._deltas,
+            self._record,
+            shared.overlay_budget,
+            shared.observers,
+            shared.settings.fold_grace_s,
+            shared.told,
         )
         self._keeper = Keeper(self._serving, self._freed, keep_house)
         self._switch = threading.RLock()
@@ -369,7 +374,7 @@ class Switching:
 
         Holds `write`. On an error nothing has changed.
         """
-        self._record(served, awaited)
+        self._record.write(Routes.of(served, awaited), lambda: self._go_on_from(served.active))
         if awaited is None and self._canary_problem is not None:
             log.warning("model %s: no longer on record: %s", self.name, self._canary_problem)
             self._canary_problem = None
@@ -380,43 +385,16 @@ class Switching:
                 self._keeper.retire(view.holder)
         self._serving.set(served)
 
-    def _record(self, served: Served, awaited: Routes | None) -> None:
-        """Have the next start serve that, and the log go on from its active version.
-
-        CURRENT comes before the log: after a crash in between, the next start restarts the log. The other way round,
-        the version before would be served without the deltas that the log has just forgotten. And it comes before the
-        routes: beside another version than before the old ones mean what they should, see `routes.py`.
-        """
-        with _restored_on_error(self.where.current), _restored_on_error(self.where.routes):
-            active, current = served.active, self.where.current
-            if active is None:
-                files.remove_file(current)
-            elif not current.exists() or current.read_bytes() != format_version(active.version).encode():
-                files.publish_bytes(current, format_version(active.version).encode())
-            save_routes(self.where.routes, Routes.of(served, awaited))
-            if active is not None:
-                self._go_on_from(active.holder)
-
-    def _go_on_from(self, active: Version) -> None:
+    def _go_on_from(self, active: View | None) -> None:
         """Restart the log where the active version's snapshot reaches beyond it."""
-        if self._deltas.last is None or active.watermark > self._deltas.last:
-            self._deltas.restart(active.watermark)
-
-    def _read_current(self) -> int | None:
-        try:
-            text = self.where.current.read_text().strip()
-        except FileNotFoundError:
-            return None
-        number = parse_version(text)
-        if number is None:
-            raise Corruption(f"{self.where.current}: expected a version number, came {text!r}")
-        return number
+        if active is not None and (self._deltas.last is None or active.holder.watermark > self._deltas.last):
+            self._deltas.restart(active.holder.watermark)
 
     # --- start
 
     def _serve_again(self) -> None:
         """Serve what CURRENT and the routes say. A canary that cannot be served is reported, and everything else goes on."""
-        current = self._read_current()
+        current = self._record.current()
         for info in self._infos.values():
             if info.number != current:
                 self._learn_watermark(info)
@@ -436,7 +414,7 @@ class Switching:
                 self._publish(active)
                 return
             # the record stays as it is until the canary is there as well
-            self._go_on_from(version)
+            self._go_on_from(active.active)
             self._serving.set(active)
         if kept.canary is not None:
             self._awaited = replace(kept, labels={name: of for name, of in kept.labels.items() if of != current})
@@ -448,7 +426,7 @@ class Switching:
 
     def _kept_routes(self, active: int) -> Routes:
         try:
-            return read_routes(self.where.routes).beside(active)
+            return self._record.routes().beside(active)
         except TierstoreError as error:
             self._canary_problem = f"canary and labels are not served: {error}"
             log.error("model %s: %s", self.name, self._canary_problem)
@@ -459,18 +437,3 @@ class Switching:
             self._open(info).close()
         except TierstoreError as error:  # `verify` says so too; the others serve
             log.error("model %s: version %d cannot be opened: %s", self.name, info.number, error)
-
-
-@contextlib.contextmanager
-def _restored_on_error(path: Path) -> Iterator[None]:
-    """A change of a file that fails may have taken its name all the same; put back what the block began with."""
-    before = path.read_bytes() if path.exists() else None
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            if before is not None:
-                files.publish_bytes(path, before)
-            elif path.exists():
-                files.remove_file(path)
-        raise

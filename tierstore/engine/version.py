@@ -101,9 +101,14 @@ class VersionInfo:
             )
         self.where = where
         self.base = RECORD_FORMATS[record["format"]]
-        self.manifest = Manifest.parse(json.dumps(record["manifest"]), file=str(where.record))
+        try:
+            document, self.tables = record["manifest"], dict[str, dict[str, Any]](record["tables"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corruption(
+                f"{where.record} makes no sense ({error!r}); drop the version and load it again"
+            ) from error
+        self.manifest = Manifest.parse(json.dumps(document), file=str(where.record))
         self.number = self.manifest.version
-        self.tables: dict[str, dict[str, Any]] = record["tables"]
         self.specs: dict[str, TableSpec] = self.manifest.table_specs()
         self.features: dict[str, FeatureSpec] = self.manifest.feature_specs()
         self.watermark = self.manifest.delta_seq  # the owner moves it on

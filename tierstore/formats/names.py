@@ -154,9 +154,13 @@ class VersionDirectory:
         """Recorded requests that the snapshot asked to have run before it serves, `00000.npz` and on."""
         return self.root / WARMUP / REQUESTS
 
+    @property
+    def hot_keys(self) -> Path:
+        return self.root / HOT
+
     def hot(self, table: str) -> Path:
         """Keys that were hot when the version was last served."""
-        return self.root / HOT / (check_name("table", table) + KEYS_SUFFIX)
+        return self.hot_keys / (check_name("table", table) + KEYS_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
