@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,13 +29,11 @@ from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
 from tierstore.predict.session import DenseSession
+from tierstore.tiers.device_set import DeviceSet
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable, least_budget
 from tierstore.tiers.sealed import BASES
 from tierstore.types import BaseKind, FeatureSpec, Keys, TableSpec
-
-if TYPE_CHECKING:
-    from tierstore.engine.devices import Devices
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +154,7 @@ class Version:
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
         self.predictor: DenseSession | None = None
         self.unserved: str | None = None
-        self.devices: Devices | None = None  # set once its device tables are attached
+        self.devices: DeviceSet | None = None  # set once its device tables are attached
 
     @classmethod
     def open(
