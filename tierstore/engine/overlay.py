@@ -62,6 +62,7 @@ class Overlay:
     tables: Mapping[str, OverlayTable]
     dense: bytes | None = field(default=None, repr=False)
     predictor: DenseSession | None = None  # of `dense`; None where it cannot be served here
+    passed_over: str | None = None  # of catch-ups alone: the newest dense part that does not fit the version, and why
     born_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -74,7 +75,7 @@ class Overlay:
         for name, table in newer.tables.items():
             tables[name] = tables[name].merged(table) if name in tables else table
         of = newer if newer.dense is not None else self
-        return Overlay(self.lo, newer.hi, tables, of.dense, of.predictor, self.born_s)
+        return Overlay(self.lo, newer.hi, tables, of.dense, of.predictor, born_s=self.born_s)
 
 
 def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None) -> tuple[Overlay, ...]:
