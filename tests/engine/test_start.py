@@ -185,7 +185,7 @@ def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, t
     for version in (1, 2):
         assert ctr._keeper.wait_retired(version, 30)
     (root / "1/db/CURRENT").write_bytes(b"no such manifest\n")
-    monkeypatch.setattr("tierstore.engine.model.KEPT_LAG", 0)
+    monkeypatch.setattr("tierstore.engine.keeping.KEPT_LAG", 0)
     with pytest.raises(StorageError):
         ctr._keep_house()
     assert [info.watermark for info in ctr.infos()] == [0, 1, 1]
