@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.engine import quick_build, scenes
 from tests.engine.test_store import settled
 from tests.formats.disks import FailingDisk
 from tierstore.engine.replay import catch_up
-from tierstore.errors import Corruption, Locked, NotFound, StorageError, TierstoreError
+from tierstore.errors import Closed, Corruption, Locked, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
 
@@ -142,6 +143,30 @@ def test_a_version_whose_record_makes_no_sense_is_damaged_and_can_be_dropped(ope
     assert store.verify().ok
     with pytest.raises(NotFound):
         store.drop("ctr", 1)
+
+
+def test_a_version_in_another_ones_directory_is_damaged(open_store, tmp_path):
+    store = open_store()
+    root = loaded(store, tmp_path, 1)
+    store.close()
+    shutil.copytree(root / "1", root / "7")
+    store = open_store()
+    assert (store.model("ctr").versions, list(store.model("ctr").damaged)) == ([1], [7])
+    store.drop("ctr", 7)
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+
+
+def test_a_verb_that_comes_too_late_changes_nothing_of_a_closed_store(open_store, tmp_path):
+    """The directory may be somebody else's by then."""
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    ctr = store.model("ctr")
+    store.close()
+    for verb in (ctr.deactivate, lambda: ctr.drop(1)):
+        with pytest.raises(Closed):
+            verb()
+    assert (root / "CURRENT").read_bytes() == b"2"
+    assert open_store().model("ctr").versions == [1, 2]
 
 
 def test_a_load_that_fails_does_not_take_a_damaged_version_with_it(open_store, tmp_path):

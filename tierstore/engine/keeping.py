@@ -16,7 +16,7 @@ from tierstore.engine.replay import catch_up
 from tierstore.engine.served import Served
 from tierstore.engine.switching import DRAIN_S, Shared, Switching
 from tierstore.engine.version import Version, VersionInfo
-from tierstore.errors import Conflict, DeltaError, NotFound, SnapshotError, StorageError, TierstoreError
+from tierstore.errors import Conflict, Corruption, DeltaError, NotFound, SnapshotError, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import ModelDirectory
@@ -71,6 +71,8 @@ class Keeping(Switching):
                 for folder in (where.root, where.hot_keys):
                     files.sweep(folder)
                 infos[number] = VersionInfo(where)
+                if infos[number].number != number:
+                    raise Corruption(f"{where.record} is of version {infos.pop(number).number}: expected {number}")
             except TierstoreError as error:
                 self.damaged[number] = str(error)
                 log.error("model %s: version %d is damaged: %s", self.name, number, error)
@@ -126,7 +128,7 @@ class Keeping(Switching):
                 raise Conflict(f"version {number} of {self.name!r} is being loaded already")
             if number in self._infos:
                 raise Conflict(
-                    f"version {number} of {self.name!r} is there already; drop it first, or give the snapshot a new version"
+                    f"version {number} of {self.name!r} is there already; activate it, or drop it first, or give the snapshot a new version"
                 )
             if self._deltas.start is not None and delta_seq < self._deltas.start:
                 raise SnapshotError(
@@ -169,9 +171,9 @@ class Keeping(Switching):
         with self._switch:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded")
+            self._check_open()
             if number in self.damaged:
-                files.remove_tree(self.where.version(number).root)
-                del self.damaged[number]
+                self._drop_damaged(number)
                 return
             info = self._info(number)
             if number == self.active_version:
@@ -188,6 +190,18 @@ class Keeping(Switching):
                     info.where.record
                 ):  # what is left of it has lost its name, and goes at the next start
                     self._forget(number)
+
+    def _drop_damaged(self, number: int) -> None:
+        with self._serving.write:
+            if number in self._loading:
+                raise Conflict(f"version {number} of {self.name!r} is being loaded")
+            self._loading[number] = self._deltas.last or 0, Progress("drop")  # so that nobody loads it meanwhile
+        try:
+            files.remove_tree(self.where.version(number).root)
+            del self.damaged[number]
+        finally:
+            with self._serving.write:
+                del self._loading[number]
 
     # --- background
 
