@@ -270,7 +270,7 @@ def test_the_overlay_budget_bounds_both_versions_together(open_store, tmp_path):
     one = 400  # keys: about 23 kB in each version
     with pytest.raises(TooLarge, match="version 2 is the canary: withdraw it"):
         store.apply_delta(scenes.stamped(1, {"item": range(2 * one)}))
-    with pytest.raises(TooLarge, match="raise the setting$"):
+    with pytest.raises(TooLarge, match=r"raise the setting$"):
         store.apply_delta(scenes.stamped(1, {"item": range(5 * one)}))
     store.apply_delta(scenes.stamped(1, {"item": range(one)}))
     budget = store.status()["overlay_budget"]
