@@ -133,11 +133,11 @@ def recorded(info: VersionInfo) -> list[Path]:
 
 
 def _rows(view: View, feature: FeatureInput, lead: Shape) -> Array:
-    """Rows of the hottest keys that are in memory, uncounted: [*lead, dim]."""
+    """Rows of some keys that are in memory, uncounted: [*lead, dim]."""
     n = math.prod(lead)
     out = np.zeros((n, feature.dim), feature.dtype)
     table = view.holder.tables[view.features[feature.tensor.name].table]
-    hot = table.host.hot_keys(n) if table.host is not None else np.empty(0, np.int64)
-    if len(hot):
-        table.probe(view.overlays_of(table.spec.name), np.resize(hot, n), out, np.zeros(n, np.uint8))
+    held = table.host.sample_keys(n) if table.host is not None else np.empty(0, np.int64)
+    if len(held):
+        table.probe(view.overlays_of(table.spec.name), np.resize(held, n), out, np.zeros(n, np.uint8))
     return out.reshape(*lead, feature.dim)

@@ -10,6 +10,8 @@ from itertools import islice, repeat, starmap
 from operator import itemgetter
 from typing import Any
 
+from tierstore.tiers.background import hand_over
+
 _SCAN_BLOCK = 2048  # entries stepped over with the interpreter lock held
 
 
@@ -39,6 +41,7 @@ class Cursor:
             values.extend(map(itemgetter(1), block))
             if len(block) < wanted:
                 iterator.status()  # an iterator also just stops at a damaged block; this raises then
+            hand_over()
             if len(block) < wanted or stored[-1] >= self.end:
                 keep = bisect_left(stored, self.end)
                 return stored[:keep], values[:keep], False

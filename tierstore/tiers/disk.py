@@ -54,6 +54,7 @@ _RECORDS = 2048  # read at a time
 _DIGEST_BLOCK = 65536
 _L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
 _MERGE_POLL_S = 0.01
+_OPEN_THREADS = 16  # RocksDB's default; each takes a tenth of a millisecond to start, with the interpreter lock held
 _TABLE_OF = itemgetter(slice(0, 2))  # of a stored key
 _PROPERTIES = {
     "bytes": "total-sst-files-size",
@@ -78,6 +79,8 @@ class TableContent:
 
 class DiskTier:
     """One RocksDB directory. Make one with `create` or `open`."""
+
+    _open_threads = _OPEN_THREADS  # that look at its files as it is opened
 
     def __init__(self, path: Path, db: rocksdict.Rdict, readers: ReaderPool) -> None:
         # constant after construction
@@ -107,7 +110,7 @@ class DiskTier:
     def _open(
         cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool = False, read_only: bool = False
     ) -> Self:
-        family = tier_options(block_cache_bytes)
+        family = tier_options(block_cache_bytes, cls._open_threads)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_only() if read_only else rocksdict.AccessType.read_write()

@@ -41,11 +41,12 @@ def table_options(*, bloom: bool, block_cache_bytes: int | None = None) -> rocks
     return options
 
 
-def tier_options(block_cache_bytes: int) -> rocksdict.Options:
+def tier_options(block_cache_bytes: int, open_threads: int) -> rocksdict.Options:
     """Settings of an open tier; docs/decisions/disk-tier.md has the figures behind them."""
     options = table_options(bloom=True, block_cache_bytes=block_cache_bytes)
     options.set_optimize_filters_for_hits(True)  # no filters on the last level, whose keys mostly exist
     options.set_max_open_files(_open_files())
+    options.set_max_file_opening_threads(open_threads)
     # merging of deltas: below the base in size, and never a reason to hold an ingest back
     options.set_level_compaction_dynamic_level_bytes(True)
     options.set_level_zero_file_num_compaction_trigger(_L0_TRIGGER)

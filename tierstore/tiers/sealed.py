@@ -53,6 +53,8 @@ def base_record(files: Sequence[SealedFile | SstFile]) -> dict[str, bytes]:
 class SealedTier(DiskTier):
     """A RocksDB directory with the base's files in the folder `base` in it. Make one with `create` or `open`."""
 
+    _open_threads = 1  # deltas alone are a few files
+
     def __init__(self, path: Path, db: Any, readers: ReaderPool) -> None:
         super().__init__(path, db, readers)
         # replaced whole by the one writer, so that readers need no lock
