@@ -201,6 +201,27 @@ def test_what_a_crash_has_left_within_a_version_goes_at_the_next_start(open_stor
     assert item(store, 1) == scenes.vector("item", 1, 1)[0]
 
 
+def test_rubbish_that_cannot_be_removed_keeps_nothing_from_serving(open_store, tmp_path):
+    """A helper of a load whose owner was killed may be writing in it for a moment longer."""
+
+    class Busy(FileSystem):
+        def rmtree(self, path):
+            raise OSError(errno.ENOTEMPTY, "injected failure")
+
+    store = open_store()
+    root = loaded(store, tmp_path, 1)
+    store.close()
+    for name in ("7/build", ".trash-6-00/build"):
+        (root / name).mkdir(parents=True)
+    with files.use(Busy()):
+        store = open_store()
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+    assert not store.model("ctr").damaged
+    store.close()
+    open_store()
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "log"}
+
+
 def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, tmp_path, monkeypatch):
     store = open_store(keep_versions=9)
     root = loaded(store, tmp_path, 1, 2, 3)

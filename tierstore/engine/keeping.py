@@ -59,7 +59,10 @@ class Keeping(Switching):
 
         A version that cannot be opened is reported by `problem`, and the model waits for another.
         """
-        files.sweep(self.where.root)
+        try:
+            files.sweep(self.where.root)
+        except StorageError as error:  # a helper of a killed process may still be writing there; the next start sweeps
+            log.warning("model %s: %s", self.name, error)
         infos = {}
         for number in self.where.versions_on_disk():
             where = self.where.version(number)
@@ -74,7 +77,8 @@ class Keeping(Switching):
                 if infos[number].number != number:
                     raise Corruption(f"{where.record} is of version {infos.pop(number).number}: expected {number}")
             except TierstoreError as error:
-                self.damaged[number] = str(error)
+                if where.root.is_dir():  # else it has lost its name, if no more
+                    self.damaged[number] = str(error)
                 log.error("model %s: version %d is damaged: %s", self.name, number, error)
         self._infos = infos
         try:
