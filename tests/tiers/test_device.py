@@ -47,6 +47,11 @@ class TestDeviceTable(_OverDevice):
     torn_batches = 200  # kernels are slow here, and never meet
 
 
+class TestDeviceTableThroughTheDoor(_OverDevice):
+    kind = "cupy"
+    torn_batches = 50
+
+
 class TestDeviceTableOnAGpu(_OverDevice):
     pytestmark = ON_GPU
     kind = "gpu"

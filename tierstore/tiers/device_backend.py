@@ -8,6 +8,7 @@ put work into one stream see to its order themselves. Nothing survives the proce
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import resources
 from typing import Any, Protocol
@@ -91,13 +92,21 @@ class Backend(Protocol):
     def stream(self) -> Stream: ...
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array on the device, for an answer; the caller's from then on. OutOfDeviceMemory where there is no room."""
+        """An array on the device, for an answer; the caller's from then on.
+
+        OutOfDeviceMemory where there is no room, NotReady while the calling thread captures a CUDA graph.
+        """
 
     def synchronize(self) -> None:
         """Wait for everything in every stream."""
 
     def address_of(self, array: Any) -> int:
         """Of an array that `empty` gave."""
+
+
+@cache
+def kernel_names() -> tuple[str, ...]:
+    return tuple(re.findall(r"__global__ void (\w+)\(", kernel_source()))
 
 
 @cache

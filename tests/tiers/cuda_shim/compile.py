@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 import shutil
 import subprocess
 import tempfile
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.tiers.device_backend import THREADS, kernel_source
+from tierstore.tiers.device_backend import THREADS, kernel_names, kernel_source
 
 SHIM = Path(__file__).with_name("shim.h")
 _FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-w")
@@ -29,12 +28,11 @@ def missing() -> str | None:
 @functools.cache
 def library() -> ctypes.CDLL:
     source = kernel_source()
-    names = re.findall(r"__global__ void (\w+)\(", source)
     entries = "\n".join(
         f"static void run_{name}(void** args) {{ shim_call({name}, args); }}\n"
         f'extern "C" void launch_{name}(unsigned blocks, unsigned threads, void** args) '
         f"{{ shim_launch(run_{name}, blocks, threads, args); }}"
-        for name in names
+        for name in kernel_names()
     )
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "kernels.so"

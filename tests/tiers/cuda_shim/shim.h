@@ -12,6 +12,8 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __grid_constant__
+#define __builtin_assume(what)
 
 struct Index { unsigned x, y, z; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
