@@ -69,9 +69,7 @@ class Nvrtc:
 
     def compileProgram(self, prog: int, options: tuple[str, ...]) -> None:
         every = [option.encode() for option in (*options, *self._more)]
-        self._call(
-            "nvrtcCompileProgram", ctypes.c_void_p(prog), len(every), (ctypes.c_char_p * len(every))(*every)
-        )
+        self._call("nvrtcCompileProgram", ctypes.c_void_p(prog), len(every), (ctypes.c_char_p * len(every))(*every))
         self.log = self.getProgramLog(prog)
 
     def getCUBIN(self, prog: int) -> bytes:

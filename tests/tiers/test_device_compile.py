@@ -102,7 +102,8 @@ def test_a_compiler_that_refuses_or_is_not_there_is_a_device_that_cannot_be_used
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch", "code"), [("90", "sm_90", b"code"), ("86", "compute_80", b"text"), ("120", "compute_90", b"text")]
+    ("capability", "arch", "code"),
+    [("90", "sm_90", b"code"), ("86", "compute_80", b"text"), ("120", "compute_90", b"text")],
 )
 def test_a_device_that_is_newer_than_the_compiler_gets_what_its_driver_translates(
     capability: str, arch: str, code: bytes

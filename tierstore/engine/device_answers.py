@@ -7,6 +7,7 @@ any stream may read it at once. Nothing survives the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,34 @@ from tierstore.engine.table import Table
 from tierstore.errors import NotReady
 from tierstore.tiers.device_lookup import PADDING, Bags
 from tierstore.types import Keys, States, Tier, Vectors
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Rows [n, dim] or [bags, dim] at an address of a device's memory, which `array` keeps."""
+
+    address: int
+    array: Any
+
+
+class DeviceLookup:
+    """A look-up into device memory under way, made by `View.begin_on_device`. One thread at a time, as `Lookup`."""
+
+    __slots__ = ("_address_of", "_answer", "found")
+
+    def __init__(self, answer: Callable[[], tuple[Any, np.ndarray]], address_of: Callable[[Any], int]) -> None:
+        self._answer, self._address_of = answer, address_of
+        self.found = np.empty(0, np.bool_)
+
+    @property
+    def pending(self) -> bool:
+        """`finish` waits for the device, so always."""
+        return True
+
+    def finish(self) -> OnDevice:
+        """The answer, complete. To be called once; sets `found`, as of `Lookup`."""
+        array, self.found = self._answer()
+        return OnDevice(self._address_of(array), array)
 
 
 def devices_of(version: Any, device: str) -> Devices:

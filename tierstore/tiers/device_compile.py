@@ -25,7 +25,7 @@ def compile_kernels(nvrtc: Any, capability: str) -> bytes:
     """
     try:
         known = nvrtc.getSupportedArchs()
-    except Exception as error:  # noqa: BLE001 - a library that is not found is told in as many ways as CuPy has versions
+    except Exception as error:  # what is not found is told in as many ways as CuPy has versions
         raise DeviceError(
             f"NVRTC, which compiles the kernels, cannot be used: {error}; pip install 'tierstore[gpu]' brings it"
         ) from error
