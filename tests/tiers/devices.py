@@ -37,5 +37,5 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def over_stand_in(cupy: CupyStandIn) -> CudaDevice:
-    with mock.patch.object(door, "import_module", lambda name: cupy):
+    with mock.patch.object(door, "import_module", return_value=cupy):
         return CudaDevice(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np

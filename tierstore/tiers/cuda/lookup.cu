@@ -8,8 +8,8 @@
 // In: keys, state. Out: source, and for keys still pending a claim: slots hold 1 + the position of the key that
 // claimed them, ranks its number among the `count` distinct keys in `misses`. `claims` (all zero, a power of two of
 // them) may be 0: then misses are only left pending.
-extern "C" __global__ void probe(const __grid_constant__ Table t, const i64* keys, u8* state, i64 n, i64* source, u32* claims, u64 claim_mask,
-                                 u32* ranks, i64* misses, u32* count) {
+extern "C" __global__ void probe(const __grid_constant__ Table t, const i64* keys, u8* state, i64 n, i64* source,
+                                 u32* claims, u64 claim_mask, u32* ranks, i64* misses, u32* count) {
   i64 i = team_index();
   if (i >= n) return;
   u32 lane = team_lane();
@@ -85,7 +85,8 @@ extern "C" __global__ void gather(const __grid_constant__ Table t, const i64* so
 }
 
 // out[i] = uploads[number of i], both of the answer's dtype, where the row comes from the host.
-extern "C" __global__ void scatter(const __grid_constant__ Table t, const i64* source, i64 n, const u8* uploads, u8* out, u32 half) {
+extern "C" __global__ void scatter(const __grid_constant__ Table t, const i64* source, i64 n, const u8* uploads,
+                                   u8* out, u32 half) {
   i64 i = team_index();
   if (i >= n || source[i] > FIRST_UPLOAD) return;
   u64 bytes = t.dim * (half ? 2 : 4);
@@ -102,8 +103,9 @@ extern "C" __global__ void settle(const i64* source, i64 n, const u8* states, u8
 // rounding. The first pass (`uploads` 0) answers bags that are all here, and says so in `done`; of the others it
 // keeps the rows that are here in `kept`, float32[n, dim]. The second pass answers those, with float32 rows that came
 // from the host. `weights` may be 0.
-extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* source, i64 n, const i64* offsets, i64 bags, const float* weights,
-                                u32 combiner, const u8* uploads, u8* kept, u8* done, u8* out, u32 half) {
+extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* source, i64 n, const i64* offsets, i64 bags,
+                                const float* weights, u32 combiner, const u8* uploads, u8* kept, u8* done, u8* out,
+                                u32 half) {
   i64 b = team_index();
   if (b >= bags) return;
   u32 lane = team_lane();
