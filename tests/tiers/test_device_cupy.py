@@ -56,6 +56,13 @@ def test_memory_that_is_given_back_is_the_drivers_again(cupy: CupyStandIn) -> No
     assert cupy.device.used == 0
 
 
+def test_a_table_gets_the_memory_that_is_kept_for_answers(cupy: CupyStandIn) -> None:
+    device = over_stand_in(cupy)
+    cupy.pool.append(cupy.device.alloc(900 << 10))
+    buffer = device.alloc(500 << 10)
+    assert cupy.device.used == buffer.nbytes
+
+
 def test_the_memory_of_another_process_is_read_and_written_within_its_bounds(
     cupy: CupyStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +131,7 @@ def _pairs(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:
 def test_cupy_has_all_that_is_used_of_it_under_these_names_and_with_these_parameters() -> None:
     real = pytest.importorskip("cupy", reason="CuPy is not installed")
     assert callable(real.empty)
+    assert callable(real.get_default_memory_pool().free_all_blocks)
     compared = []
     for where, mine, theirs in _pairs(CupyStandIn(ShimDevice()).cuda, real.cuda, "cupy.cuda"):
         if isinstance(mine, type) and issubclass(mine, BaseException):

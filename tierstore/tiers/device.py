@@ -65,7 +65,13 @@ class CudaBuffer:
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self.device, self.nbytes = device, nbytes
         with device.current():
-            self._memory = device.cupy.cuda.Memory(nbytes)
+            try:
+                self._memory = device.cupy.cuda.Memory(nbytes)
+            except device.runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                device.cupy.get_default_memory_pool().free_all_blocks()  # kept for answers to come
+                self._memory = device.cupy.cuda.Memory(nbytes)
         self.address = int(self._memory.ptr)
 
     def free(self) -> None:

@@ -41,6 +41,7 @@ class CupyStandIn:
 
     def __init__(self, device: ShimDevice) -> None:
         self.device, self.capturing = device, False
+        self.pool: list[ShimBuffer] = []  # memory of answers that are gone
         self._current = threading.local()
         self._streams: dict[int, ShimStream] = {}
         cupy = self
@@ -183,6 +184,9 @@ class CupyStandIn:
         )  # fmt: skip
         with Device(0):
             Stream.null = Stream(null=True)
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=self.pool.clear)
 
     @property
     def _stack(self) -> list[int]:
