@@ -12,11 +12,13 @@ import pytest
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.cuda_shim.cupy_stand_in import CUDARuntimeError, CupyStandIn, OutOfMemoryError
 from tests.tiers.devices import over_stand_in
-from tierstore.errors import ConfigError, NotReady
+from tierstore.errors import ConfigError
 from tierstore.tiers import device as door
 from tierstore.tiers.device import IpcMemory, find_devices
-from tierstore.tiers.device_backend import DeviceError, OutOfDeviceMemory
-from tierstore.tiers.device_memory import DeviceMemory
+from tierstore.tiers.device_backend import Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory, Workspace
+from tierstore.tiers.device_table import DeviceTable
+from tierstore.types import KeyType, StorageDtype, TableSpec
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def test_errors_of_the_driver_are_ours_and_say_which_device(cupy: CupyStandIn) -
     for error, ours in (
         (CUDARuntimeError(719), DeviceError),
         (OutOfMemoryError(), OutOfDeviceMemory),
-        (CUDARuntimeError(906), NotReady),  # of a capture
+        (CUDARuntimeError(906), Captured),
     ):
         with pytest.raises(ours, match="device 0"), device.current():
             raise error
@@ -45,8 +47,51 @@ def test_a_look_up_within_a_capture_is_refused_before_it_can_end_it(cupy: CupySt
     device = over_stand_in(cupy)
     assert device.empty((2, 3), np.float16).shape == (2, 3)
     cupy.capturing = True
-    with pytest.raises(NotReady, match="captured"):
+    with pytest.raises(Captured, match="captured"):
         device.empty((2, 3), np.float32)
+
+
+def test_while_others_capture_look_ups_pass_the_device_over_and_come_back_to_it(cupy: CupyStandIn) -> None:
+    spec = TableSpec("t", KeyType.INT64, 4, StorageDtype.FLOAT32)
+    table = DeviceTable(spec, 1 << 18, DeviceMemory(over_stand_in(cupy), 1 << 19), default_vector=np.zeros(4))
+    keys = np.arange(20, dtype=np.int64)
+    assert table.insert(keys, np.ones((20, 16), np.uint8), 0) == 20
+    out = np.zeros((20, 4), np.float32)
+    cupy.refused = 905
+    state = np.zeros(20, np.uint8)
+    assert table.lookup(keys, out, state) == 0
+    assert not state.any()
+    cupy.refused = 0
+    assert table.lookup(keys, out, state) == 20
+    cupy.refused = 905  # a delta that cannot be brought here: what is here is old from now on
+    table.update(keys, np.zeros((20, 16), np.uint8), np.zeros(20, np.bool_))
+    cupy.refused = 0
+    state[:] = 0
+    assert table.lookup(keys, out, state) == 0
+    assert "captured" in str(table.problem)
+
+
+def _up_and_down(ws: Workspace) -> None:
+    ws.host(0, 8)[:] = 1
+    ws.upload(0, 8)
+    ws.download(0, 8)
+    ws.stream.synchronize()
+
+
+def test_a_workspace_whose_work_could_not_be_waited_for_is_waited_for_by_the_next(cupy: CupyStandIn) -> None:
+    memory = DeviceMemory(over_stand_in(cupy), 1 << 19)
+    for _ in range(2 * WORKSPACES):
+        cupy.refused = 905
+        with pytest.raises(Captured), memory.workspace() as ws:
+            _up_and_down(ws)
+        with pytest.raises(Captured), memory.workspace():
+            pass
+        cupy.refused = 0
+        with memory.workspace() as ws:
+            ws.host(0, 8)[:] = 2  # what is still to come down would write over it
+            ws.stream.synchronize()
+            assert (ws.host(0, 8) == 2).all()
+    assert memory.taken == 0
 
 
 def test_memory_that_is_given_back_is_the_drivers_again(cupy: CupyStandIn) -> None:

@@ -16,6 +16,7 @@ from tierstore.engine.devices import Devices
 from tierstore.engine.overlay import OverlayTable
 from tierstore.engine.table import Table
 from tierstore.errors import NotReady
+from tierstore.tiers.device_backend import Captured
 from tierstore.tiers.device_lookup import PADDING, Bags
 from tierstore.types import Keys, States, Tier, Vectors
 
@@ -69,10 +70,28 @@ def answer_on_device(
     bags: Bags | None,
     on_cpu: Callable[[], tuple[Vectors, np.ndarray]],
 ) -> tuple[Any, np.ndarray]:
-    """(vectors on the device, found bool[n] in CPU memory).
+    """(vectors on the device, found bool[n] in CPU memory). NotReady within the capture of a CUDA graph.
 
     `padding` bool[n] or None; `on_cpu` answers the same request in CPU memory, for when the device tier cannot.
     """
+    try:
+        return _answer(devices, device, table, overlays, seq, codes, padding, dtype, bags, on_cpu)
+    except Captured as error:
+        raise NotReady(str(error)) from error
+
+
+def _answer(
+    devices: Devices,
+    device: str,
+    table: Table,
+    overlays: Sequence[OverlayTable],
+    seq: int,
+    codes: Keys,
+    padding: np.ndarray | None,
+    dtype: Any,
+    bags: Bags | None,
+    on_cpu: Callable[[], tuple[Vectors, np.ndarray]],
+) -> tuple[Any, np.ndarray]:
     number = devices.number_of(device)
     cache = table.device
     if cache is not None:

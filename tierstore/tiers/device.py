@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tierstore.errors import ConfigError, NotReady
-from tierstore.tiers.device_backend import THREADS, DeviceError, OutOfDeviceMemory, kernel_names
+from tierstore.errors import ConfigError
+from tierstore.tiers.device_backend import THREADS, Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device_compile import compile_kernels
 
 IPC_HANDLE_BYTES = 64
@@ -160,7 +160,7 @@ class CudaDevice:
             raise OutOfDeviceMemory(f"device {self.number}: {error}") from error
         except (self.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
             if error.status in _CAPTURING:
-                raise NotReady(_captured(self.number)) from error
+                raise Captured(_captured(self.number)) from error
             # cudaErrorMemoryAllocation of the runtime, CUDA_ERROR_OUT_OF_MEMORY of the driver
             kind = OutOfDeviceMemory if error.status == _OUT_OF_MEMORY else DeviceError
             raise kind(f"device {self.number}: {error}") from error
@@ -190,7 +190,7 @@ class CudaDevice:
     @_translated
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         if self.cupy.cuda.get_current_stream().is_capturing():
-            raise NotReady(_captured(self.number))  # before a call that would end the caller's capture
+            raise Captured(_captured(self.number))  # before a call that would end the caller's capture
         return self.cupy.empty(shape, dtype)
 
     def address_of(self, array: Any) -> int:

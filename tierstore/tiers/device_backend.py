@@ -38,6 +38,10 @@ class OutOfDeviceMemory(DeviceError):
     """The device has not that much memory left."""
 
 
+class Captured(DeviceError):
+    """The program captures a CUDA graph, during which the driver refuses the call. The device is as well as before."""
+
+
 class Buffer(Protocol):
     """Device memory, 256-byte aligned. Goes back with `free`, or with the last reference."""
 
@@ -94,7 +98,7 @@ class Backend(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array on the device, for an answer; the caller's from then on.
 
-        OutOfDeviceMemory where there is no room, NotReady while the calling thread captures a CUDA graph.
+        OutOfDeviceMemory where there is no room, Captured while the calling thread captures a CUDA graph.
         """
 
     def synchronize(self) -> None:

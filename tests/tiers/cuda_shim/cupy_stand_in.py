@@ -37,10 +37,13 @@ class OutOfMemoryError(MemoryError):
 
 
 class CupyStandIn:
-    """The module `cupy`, of a machine with one device. `capturing`: a CUDA graph is being captured in every stream."""
+    """The module `cupy`, of a machine with one device.
+
+    `capturing`: the caller's stream captures a CUDA graph. `refused`: the error that every wait raises, if any.
+    """
 
     def __init__(self, device: ShimDevice) -> None:
-        self.device, self.capturing = device, False
+        self.device, self.capturing, self.refused = device, False, 0
         self.pool: list[ShimBuffer] = []  # memory of answers that are gone
         self._current = threading.local()
         self._streams: dict[int, ShimStream] = {}
@@ -204,6 +207,8 @@ class CupyStandIn:
 
     def _waited(self, wait: Any) -> None:
         self._check()
+        if self.refused:
+            raise CUDARuntimeError(self.refused)
         try:
             wait()
         except DeviceError as error:
