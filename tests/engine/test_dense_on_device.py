@@ -18,7 +18,6 @@ from tests.engine import scenes
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
 from tests.tiers.cuda_shim.backend import ShimDevice
-from tierstore.engine import devices
 from tierstore.engine.store import Store
 from tierstore.errors import InferenceError, InvalidInput
 from tierstore.predict import runtime
@@ -26,6 +25,7 @@ from tierstore.predict.placement import CPU_PROVIDER, Placement
 from tierstore.predict.session import DenseSession, Slot
 from tierstore.service.plane.dataplane import DataPlane, Request
 from tierstore.service.plane.tensors import TensorSpec
+from tierstore.tiers import device_set as devices
 
 WEIGHTS = {
     "user_id": np.linspace(-1, 1, 4),

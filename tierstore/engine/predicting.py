@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +17,33 @@ import pyarrow as pa
 from tierstore.errors import InvalidInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Shape, Tensor
-
-if TYPE_CHECKING:
-    from tierstore.engine.device_answers import DeviceLookup
-    from tierstore.engine.view import Lookup, View
+from tierstore.types import FeatureSpec
 
 Array = npt.NDArray[Any]
 
 
+class Begun(Protocol):
+    """A look-up under way."""
+
+    def finish(self) -> Any: ...
+
+
+class Rows(Protocol):
+    """What a prediction needs of a view."""
+
+    @property
+    def features(self) -> Mapping[str, FeatureSpec]: ...
+    def begin(
+        self, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str, out: Array | None
+    ) -> Begun: ...
+    def rows_on(self, session: DenseSession) -> str | None: ...
+    def begin_on_device(
+        self, device: str, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str
+    ) -> Begun: ...
+
+
 def predict(
-    view: View, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
+    view: Rows, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
 ) -> dict[str, Array]:
     """Run `session` on `inputs`, the rows of its features looked up in `view`. Returns the outputs by name, by default all.
 
@@ -58,8 +75,8 @@ def predict(
     device = view.rows_on(session)
     lent = {name for name in asked if device is not None and 0 not in leads[name]}
     slot = session.take(run, [name for name in asked if name not in lent])
-    on_cpu: list[Lookup] = []
-    on_device: dict[str, DeviceLookup] = {}
+    on_cpu: list[Begun] = []
+    on_device: dict[str, Begun] = {}
     for name, (keys, bag) in asked.items():
         feature = wiring.features[name]
         if name in lent:
@@ -78,7 +95,7 @@ def predict(
     return dict(zip(run.outputs, answer, strict=True))
 
 
-def _keys(view: View, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
+def _keys(view: Rows, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
     """The shape of a feature's answer before its last dimension, its keys, and how `View.begin` is to pool them."""
     keys, offsets, weights = value, None, None
     if isinstance(value, tuple):
