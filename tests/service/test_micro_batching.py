@@ -320,7 +320,9 @@ def test_a_request_alone_in_its_batch_is_read_once_and_its_wait_is_told(
     with serving(store, batch_max_items=64, batch_delay_us=20_000) as server:
         (alone,) = send(server, [ask([1])])
         assert alone.status == 200
-        assert server.service.infer_stats.predicts()["ctr"].queued_ns >= 20_000_000
+        assert (
+            server.service.infer_stats.predicts()["ctr"].queued_ns >= 19_000_000
+        )  # the loop's timers are of whole milliseconds
     assert len(reads) == 1
 
 

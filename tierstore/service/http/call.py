@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from tierstore.service.bounds.pool import Holding
 from tierstore.service.bounds.shed import Caller
 from tierstore.service.context import Service
 from tierstore.service.figures import Timings
-from tierstore.service.http.messages import Headers, Response, compress, wanted_coding
+from tierstore.service.http.messages import Headers, Response, compress, decode_body, wanted_coding
 from tierstore.service.plane.dataplane import Asked, Inference
 from tierstore.service.plane.plan import Plan
 from tierstore.service.plane.tensors import Elements
@@ -29,17 +29,23 @@ DIRECT_KEYS = 8192
 DIRECT_WORK_BYTES = 1 << 20  # of rows
 REQUEST_ID = b"x-request-id"  # requests of one id get one version
 
+A = TypeVar("A")  # a body, parsed
 Coming: TypeAlias = "asyncio.Future[Response]"  # an answer that a thread is at
 
 
-class HttpCall:
+def is_short(plan: Plan) -> bool:
+    """Whether what it comes to is little enough for the loop."""
+    return plan.dense is None and plan.work_bytes <= DIRECT_WORK_BYTES and plan.keys <= DIRECT_KEYS
+
+
+class HttpCall(Generic[A]):
     """A request under way. One thread at a time: the loop, then maybe a thread of the pool.
 
     A protocol says what is small (`_parse_here`, `_fits_here`), and how a request is read and answered.
     """
 
     __slots__ = (
-        "_began_ns", "_inference", "_plan", "body", "caller", "chosen", "headers", "holding", "model", "service", "spent",
+        "_asked", "_began_ns", "_inference", "_plan", "body", "caller", "chosen", "headers", "holding", "model", "service", "spent",
         "started_ns", "version",
     )  # fmt: skip
 
@@ -58,6 +64,7 @@ class HttpCall:
         self.spent = Timings()
         self.chosen: int | None = None  # the version that answers, once it is known
         self.started_ns = self._began_ns = 0
+        self._asked: A | None = None
         self._inference: Inference | None = None
         self._plan: Plan | None = None  # of what is too large for the loop, where that was not known before
 
@@ -82,13 +89,14 @@ class HttpCall:
 
     def _begin_here(self) -> bool:
         """Parse what is small, and open its view if all of it is small enough for the loop."""
-        if not self._parse_here():
+        asked = self._asked = self._parse_here()
+        if asked is None:
             return False
-        self._check_deadline()
-        if wanted_coding(self.headers.get(b"accept-encoding", b"")) is not None or self._is_known_as_large():
+        self._check_deadline(asked)
+        if wanted_coding(self.headers.get(b"accept-encoding", b"")) is not None or self._is_known_as_large(asked):
             return False
-        plan = self._open().plan
-        if plan.dense is None and plan.work_bytes <= DIRECT_WORK_BYTES and self._fits_here(plan):
+        plan = self._open(asked).plan
+        if is_short(plan) and self._fits_here(asked, plan):
             return True
         self._plan = plan
         self._close()  # a view is not held while a request waits for a thread
@@ -103,9 +111,11 @@ class HttpCall:
         """All that the loop has not done."""
         self._note_queued()
         try:
-            self._parse_all()
-            self._check_deadline()
-            self._open()
+            asked = self._asked
+            if asked is None:
+                asked = self._asked = self._parse_all()
+            self._check_deadline(asked)
+            self._open(asked)
             self._start()
             return self._finish()
         finally:
@@ -121,23 +131,23 @@ class HttpCall:
 
     # --- the steps that the protocols differ in
 
-    def _parse_here(self) -> bool:
-        """Parse the body if it is small enough for the loop; whether it was."""
+    def _parse_here(self) -> A | None:
+        """Parse the body if it is small enough for the loop."""
         raise NotImplementedError
 
-    def _parse_all(self) -> None:
-        """Parse the body unless it is parsed, however large it is."""
+    def _parse_all(self) -> A:
+        """Parse the body, however large it is."""
         raise NotImplementedError
 
-    def _is_known_as_large(self) -> bool:
+    def _is_known_as_large(self, asked: A) -> bool:
         """Whether it can be told without a view that the request is none for the loop. May miss some."""
         raise NotImplementedError
 
-    def _fits_here(self, plan: Plan) -> bool:
-        """Whether its keys and what would be sent as JSON are few."""
+    def _fits_here(self, asked: A, plan: Plan) -> bool:
+        """Whether little of it is JSON, or in shared memory."""
         raise NotImplementedError
 
-    def _asks(self) -> Asked:
+    def _asks(self, asked: A) -> Asked:
         """The request as the data plane takes it."""
         raise NotImplementedError
 
@@ -151,19 +161,30 @@ class HttpCall:
 
     # --- the steps
 
+    def _decoded(self) -> memoryview:
+        """The body without its content coding."""
+        coding = self.headers.get(b"content-encoding")
+        if coding is None:
+            return self.body
+        body = decode_body(self.body, coding.strip().lower(), self.service.settings.max_request)
+        self.holding.take(len(body))
+        return body
+
     def _note_queued(self) -> None:
         now_ns = time.perf_counter_ns()
         self.spent.queued_ns += now_ns - self._began_ns
         self._began_ns = now_ns
 
-    def _check_deadline(self) -> None:
+    def _check_deadline(self, asked: A) -> None:
         """Before work is begun."""
         if self.caller.deadline_ns is not None:
             self.service.shed.check(self.caller)
 
-    def _open(self) -> Inference:
+    def _open(self, asked: A) -> Inference:
         route = None if self.version is not None else self.headers.get(REQUEST_ID)
-        inference = self._inference = self.service.dataplane.open(self.model, self.version, self._asks(), route=route)
+        inference = self._inference = self.service.dataplane.open(
+            self.model, self.version, self._asks(asked), route=route
+        )
         self.chosen = inference.version
         return inference
 

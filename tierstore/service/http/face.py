@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from tierstore.errors import TierstoreError
 from tierstore.service.bounds.pool import Holding
@@ -61,6 +62,8 @@ class HttpFace:
                 return None
         except Elsewhere:
             raise  # of a worker process, to its owner
+        except Gone:
+            return None
         except Exception as error:  # noqa: BLE001 - as below
             answer = self._refused(error, scope)
         finally:
@@ -70,7 +73,7 @@ class HttpFace:
         return answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun: tuple[HttpCall, Coming] | None = scope.get(BEGUN)
+        begun: tuple[HttpCall[Any], Coming] | None = scope.get(BEGUN)
         if begun is None:
             began_ns = time.perf_counter_ns()
             holding = Holding(self._service.inflight)
@@ -104,7 +107,7 @@ class HttpFace:
 
     # --- what a protocol says
 
-    def _call(self, scope: Scope, headers: Headers, holding: Holding, began_ns: int) -> HttpCall | None:
+    def _call(self, scope: Scope, headers: Headers, holding: Holding, began_ns: int) -> HttpCall[Any] | None:
         """The look-up that is asked for, its body not read yet; None if something else is."""
         raise NotImplementedError
 
@@ -118,7 +121,7 @@ class HttpFace:
 
     # --- counted
 
-    def _begin(self, call: HttpCall, body: memoryview) -> Response | Coming:
+    def _begin(self, call: HttpCall[Any], body: memoryview) -> Response | Coming:
         try:
             answer = call.begin(body)
         except TierstoreError as error:
@@ -128,7 +131,7 @@ class HttpFace:
             self._count_done(call)
         return answer
 
-    async def _come(self, call: HttpCall, coming: Coming) -> Response:
+    async def _come(self, call: HttpCall[Any], coming: Coming) -> Response:
         try:
             # Should whoever waits here be cancelled, the thread goes on: it is the one to leave the view.
             response = await asyncio.shield(coming)
@@ -138,12 +141,12 @@ class HttpFace:
         self._count_done(call)
         return response
 
-    def _count_done(self, call: HttpCall) -> None:
+    def _count_done(self, call: HttpCall[Any]) -> None:
         assert call.chosen is not None
         elapsed_ns = time.perf_counter_ns() - call.started_ns
         self._service.infer_stats.succeeded(call.model, call.chosen, elapsed_ns, call.spent)
 
-    def _count_failed(self, call: HttpCall, error: TierstoreError) -> None:
+    def _count_failed(self, call: HttpCall[Any], error: TierstoreError) -> None:
         if error.version is None:
             error.version = call.chosen
         self._service.count_failed(call.model, time.perf_counter_ns() - call.started_ns, error)

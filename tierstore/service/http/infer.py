@@ -7,11 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tierstore.errors import InvalidInput
-from tierstore.service.bounds.pool import Holding
-from tierstore.service.bounds.shed import Caller
-from tierstore.service.context import Service
-from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, DIRECT_KEYS, Coming, HttpCall
-from tierstore.service.http.messages import Headers, Response, decode_body
+from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, Coming, HttpCall, is_short
+from tierstore.service.http.messages import Headers, Response
 from tierstore.service.oip.codec import (
     HEADER_LENGTH,
     Answer,
@@ -32,95 +29,57 @@ from tierstore.service.plane.tensors import Elements, shown
 _BINARY = b"application/octet-stream"
 
 
-class InferCall(HttpCall):
+class InferCall(HttpCall[InferRequest]):
     """An inference request under way."""
 
-    __slots__ = ("_answer", "_asked", "_layout", "_tail")
+    __slots__ = ("_answer", "_layout", "_tail")
 
-    def __init__(
-        self,
-        service: Service,
-        model: str,
-        version: int | str | None,
-        headers: Headers,
-        holding: Holding,
-        caller: Caller,
-    ) -> None:
-        super().__init__(service, model, version, headers, holding, caller)
-        self._asked: InferRequest | None = None
-        self._tail: memoryview | None = None
-        self._layout: Layout
-        self._answer: Answer
+    _answer: Answer
+    _layout: Layout
+    _tail: memoryview | None  # what follows the JSON
 
-    def _parse_here(self) -> bool:
-        headers, body = self.headers, self.body
-        if b"content-encoding" in headers:
-            return False
-        length = _header_length(headers)
-        if length == 0:
-            return False
-        header, tail = split_body(body, length)
+    def _parse_here(self) -> InferRequest | None:
+        length = _header_length(self.headers)
+        if length == 0 or b"content-encoding" in self.headers:
+            return None
+        header, tail = split_body(self.body, length)
         if len(header) > (KNOWN_BYTES if tail is not None else DIRECT_JSON_BYTES):
-            return False
+            return None
         self._tail = tail
-        self._asked = parse_known(self.service.known_requests, self.model, header, None if tail is None else len(tail))
-        return True
+        return parse_known(self.service.known_requests, self.model, header, None if tail is None else len(tail))
 
-    def _parse_all(self) -> None:
-        if self._asked is not None:
-            return
-        body = self.body
-        if coding := self.headers.get(b"content-encoding"):
-            body = decode_body(body, coding.strip().lower(), self.service.settings.max_request)
-            self.holding.take(len(body))
+    def _parse_all(self) -> InferRequest:
+        body = self._decoded()
         length = _header_length(self.headers)
         if length == 0:
-            self._asked = parse_raw(body)
-            return
+            return parse_raw(body)
         header, self._tail = split_body(body, length)
-        self._asked = parse_request(header, None if self._tail is None else len(self._tail))
+        return parse_request(header, None if self._tail is None else len(self._tail))
 
-    def _check_deadline(self) -> None:
-        assert self._asked is not None
-        if self._asked.timeout_us is not None:  # what the request itself says
-            self.caller.within(self._asked.timeout_us * 1000)
-        super()._check_deadline()
+    def _check_deadline(self, asked: InferRequest) -> None:
+        if asked.timeout_us is not None:  # what the request itself says
+            self.caller.within(asked.timeout_us * 1000)
+        super()._check_deadline(asked)
 
-    def _is_known_as_large(self) -> bool:
+    def _is_known_as_large(self, asked: InferRequest) -> bool:
         if len(self.body) > DIRECT_BODY_BYTES:
             return True
-        asked = self._asked
-        assert asked is not None
         # what is batched needs a plan of the version that is served now
         if self.service.batches.max_items or not isinstance(asked.request, Request):
             return False
         plan = asked.request.plan
-        return plan is not None and plan.dense is not None
+        return plan is not None and not is_short(plan)
 
-    def _fits_here(self, plan: Plan) -> bool:
-        assert self._asked is not None
-        return (
-            plan.keys <= DIRECT_KEYS
-            and self._asked.span_bytes <= DIRECT_BODY_BYTES
-            and self._layout.json_bytes <= DIRECT_JSON_BYTES
-        )
+    def _fits_here(self, asked: InferRequest, plan: Plan) -> bool:
+        return asked.span_bytes <= DIRECT_BODY_BYTES and self._layout.json_bytes <= DIRECT_JSON_BYTES
 
-    def _asks(self) -> Asked:
-        assert self._asked is not None
-        return self._asked.request
+    def _asks(self, asked: InferRequest) -> Asked:
+        return asked.request
 
-    def _open(self) -> Inference:
-        inference = super()._open()
-        self._use(inference.plan)
+    def _open(self, asked: InferRequest) -> Inference:
+        inference = super()._open(asked)
+        self._layout = _layout_of(asked, self.model, inference.plan)
         return inference
-
-    def _use(self, plan: Plan) -> None:
-        layout: Any = plan.memo
-        if layout is None:
-            assert self._asked is not None
-            layout = plan.memo = Layout(self._asked, self.model, plan)
-        assert isinstance(layout, Layout)
-        self._layout = layout
 
     def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
         return self._elements(inference.plan, raw=inference.raw), self._answer.arrays
@@ -168,7 +127,7 @@ class InferCall(HttpCall):
         assert self._asked is not None
         assert isinstance(self._asked.request, Request)
         self._note_queued()
-        self._use(plan)
+        self._layout = _layout_of(self._asked, self.model, plan)
         # twice: the rows of the batch, and its own of them
         elements = self._elements(plan, plan.work_bytes)
         now_ns = time.perf_counter_ns()
@@ -186,6 +145,14 @@ class InferCall(HttpCall):
     def alone(self) -> Response:
         """The answer without the others."""
         return self._all()
+
+
+def _layout_of(asked: InferRequest, model: str, plan: Plan) -> Layout:
+    layout: Any = plan.memo
+    if layout is None:
+        layout = plan.memo = Layout(asked, model, plan)
+    assert isinstance(layout, Layout)
+    return layout
 
 
 def _header_length(headers: Headers) -> int | None:

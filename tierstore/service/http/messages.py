@@ -48,12 +48,18 @@ class Response:
     content_type: bytes = JSON
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
-    async def send(self, send: Send) -> None:
-        chunks = list(self.chunks) or [b""]
-        length = sum(len(chunk) for chunk in chunks)
+    def pieces(self) -> tuple[list[tuple[bytes, bytes]], list[bytes | memoryview]]:
+        """(headers, chunks) as they are sent."""
+        chunks = list(self.chunks)
+        length = sum(map(len, chunks))
         headers = [(b"content-length", b"%d" % length), *self.headers]
         if length:
             headers.append((b"content-type", self.content_type))
+        return headers, chunks
+
+    async def send(self, send: Send) -> None:
+        headers, chunks = self.pieces()
+        chunks = chunks or [b""]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         last = len(chunks) - 1
         for i, chunk in enumerate(chunks):

@@ -38,7 +38,7 @@ class OipHttp(HttpFace):
 
     PROTOCOL = "oip_http"
 
-    def _call(self, scope: Scope, headers: Headers, holding: Holding, began_ns: int) -> HttpCall | None:
+    def _call(self, scope: Scope, headers: Headers, holding: Holding, began_ns: int) -> HttpCall[Any] | None:
         parts = scope["path"].split("/")[2:]
         if len(parts) < 3 or parts[0] != "models" or parts[-1] != "infer":
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from http import HTTPStatus
+from typing import Any
 
 from tierstore.errors import InvalidInput, NotFound, NotReady
 from tierstore.service.bounds.pool import Holding
@@ -38,7 +39,7 @@ class TfsHttp(HttpFace):
 
     PROTOCOL = "tfs_http"
 
-    def _call(self, scope: Scope, headers: Headers, holding: Holding, began_ns: int) -> HttpCall | None:
+    def _call(self, scope: Scope, headers: Headers, holding: Holding, began_ns: int) -> HttpCall[Any] | None:
         path = _path(scope)
         if path["verb"] is None:
             return None

@@ -24,7 +24,6 @@ them. Default outputs are the dense part's where one is served, else every featu
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -132,8 +131,7 @@ class Inference:
             options: dict[str, Any] = {}
             if call.feeds is not None or call.rows:
                 out, options["dtype"] = self._target(call)
-                shape = math.prod(call.lead), call.table.dim
-                options["out"] = out if out.shape == shape else out.reshape(shape)
+                options["out"] = out if out.shape == call.shape else out.reshape(call.shape)
                 if call.pooled:
                     options["offsets"] = call.starts() if offsets is None else offsets
                     options["weights"] = weights
