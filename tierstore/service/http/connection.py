@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tierstore.service.http.call import DIRECT_BODY_BYTES
 from tierstore.service.http.door import REFUSED_S, Door
 from tierstore.service.http.messages import CONNECTION, Response, Scope
 
@@ -75,7 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, which sends more than
     PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept, in the middle of a request too.
 
-    A look-up that has come whole is first offered to the application as it is (`at_once`): without a task and an event of
+    A look-up that has come whole, or in two pieces, its head and its body, is first offered to the application as it is (`at_once`): without a task and an event of
     its own, an answer costs a third less. What the application does not answer then is uvicorn's, as anything else is.
     """
 
@@ -106,6 +107,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._at_once = getattr(self.app, "at_once", None)
         self._be_patient()
 
+    def shutdown(self) -> None:
+        if self._held is not None:  # what has begun is finished
+            self._pass_on(self._held)
+        super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._unset_keepalive_if_required()
@@ -129,7 +135,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 at = wish.start() + 2
                 data = b"x-".join((data[:at], data[at:]))
         super().data_received(data)
-        if self._held is not None:  # more of it is to come
+        if self._held is not None and (self._held or not self._is_to_be_short()):  # more of it is to come
             self._pass_on(self._held)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("Request head too large.")
@@ -189,6 +195,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             and self.parser.get_http_version() == "1.1"
             and self.parser.should_keep_alive()
         )
+
+    def _is_to_be_short(self) -> bool:
+        """Whether a body is announced that may be waited for: many clients send it apart from the head."""
+        declared = dict(self.headers).get(b"content-length", b"")
+        return declared.isdigit() and len(declared) < 9 and int(declared) <= DIRECT_BODY_BYTES
 
     def _answer_at_once(self, held: list[bytes]) -> bool:
         assert self._at_once is not None
