@@ -1,4 +1,4 @@
-"""Sorted table files: how keys, rows and records become RocksDB SST files, and RocksDB's errors ours.
+"""Sorted table files: how keys, rows and records become RocksDB SST files.
 
 Every row and every record enters a disk tier as such a file. Layout of a file's entries:
 
@@ -9,7 +9,9 @@ so that byte order is (table, numeric key). Table id 0 holds the store's own rec
 two zero bytes and the record's name in UTF-8.
 
 Free functions; any thread may call them, several files may be written at once. RocksDB holds the
-interpreter lock while it writes, so entries go in by short blocks and other threads get their turn.
+interpreter lock while it writes, so the entries of a delta, which requests are served beside, go in by
+short blocks with a rest after each: a thread that waits for the lock would else wait for the switch
+interval, 5 ms.
 A file is complete and synced when `write_sst` returns; a crash before leaves a partial file that
 nothing refers to.
 """
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,15 +28,17 @@ import numpy.typing as npt
 import rocksdict
 import xxhash
 
-from tierstore.errors import Closed, Corruption, Locked, StorageError, TierstoreError
+from tierstore.errors import Corruption, StorageError
+from tierstore.tiers.background import hand_over
+from tierstore.tiers.rocks import driver_errors, table_options
 from tierstore.types import Keys, Rows
 
 META_TABLE = 0
 KEY_BYTES = 10
 MAX_TABLE_ID = 0xFFFF
-BLOOM_BITS = 10
 _SIGN = np.int64(-(2**63))
-_BLOCK = 4096  # entries handed to RocksDB at a time: about a millisecond with the interpreter lock held
+_BLOCK = 4096  # entries handed to RocksDB at a time
+_SHORT_BLOCK = 512  # about a quarter of a millisecond with the interpreter lock held
 _READ_BYTES = 1 << 20
 
 Entries = tuple[int, Keys, Rows, npt.NDArray[np.bool_] | None]
@@ -85,25 +88,6 @@ def record_key(name: str) -> bytes:
     return b"\0\0" + name.encode()
 
 
-def table_options(*, bloom: bool, block_cache_bytes: int | None = None) -> rocksdict.Options:
-    """Options for files and column families: raw bytes, no compression (floats do not shrink), XXH3 checksums.
-
-    Index and filters of open files stay in memory, outside the block cache: a third of a byte a row.
-    `bloom` adds a filter of 10 bits a key, for files that most look-ups miss.
-    """
-    table = rocksdict.BlockBasedOptions()
-    table.set_checksum_type(rocksdict.ChecksumType.xxh3())
-    table.set_format_version(5)
-    if bloom:
-        table.set_bloom_filter(BLOOM_BITS, False)
-    if block_cache_bytes is not None:
-        table.set_block_cache(rocksdict.Cache(block_cache_bytes))
-    options = rocksdict.Options(raw_mode=True)
-    options.set_compression_type(rocksdict.DBCompressionType.none())
-    options.set_block_based_table_factory(table)
-    return options
-
-
 def write_sst(
     path: Path,
     *,
@@ -125,9 +109,11 @@ def write_sst(
     try:
         with driver_errors(f"writing {path.name}"):
             writer.open(str(path))
-            for stored_keys, values in _blocks(records or {}, tables):
+            for stored_keys, values in _blocks(records or {}, tables, _SHORT_BLOCK if delta else _BLOCK):
                 deque(map(writer.__setitem__, stored_keys, values), maxlen=0)
                 entries += len(stored_keys)
+                if delta:
+                    hand_over()
             if not entries:
                 raise ValueError("nothing to write: a sorted file needs at least one record or row")
             writer.finish()
@@ -139,7 +125,9 @@ def write_sst(
         raise
 
 
-def _blocks(records: Mapping[str, bytes], tables: Sequence[Entries]) -> Iterator[tuple[list[bytes], list[bytes]]]:
+def _blocks(
+    records: Mapping[str, bytes], tables: Sequence[Entries], block: int
+) -> Iterator[tuple[list[bytes], list[bytes]]]:
     if records:
         named = sorted((record_key(name), value) for name, value in records.items())
         yield [key for key, _ in named], [value for _, value in named]
@@ -153,8 +141,8 @@ def _blocks(records: Mapping[str, bytes], tables: Sequence[Entries]) -> Iterator
         if not np.all(keys[1:] > keys[:-1]):
             raise ValueError(f"table {table_id}: keys are not ascending and distinct")
         packed = pack_keys(table_id, keys)
-        for start in range(0, len(keys), _BLOCK):
-            part = slice(start, start + _BLOCK)
+        for start in range(0, len(keys), block):
+            part = slice(start, start + block)
             yield packed[part].tolist(), _values(rows[part], None if deleted is None else deleted[part])
 
 
@@ -183,28 +171,3 @@ def file_xxh3(path: Path) -> str:
     except OSError as error:
         raise StorageError(f"cannot read {path} back: {error.strerror or error}") from error
     return digest.hexdigest()
-
-
-def translate(error: Exception, doing: str) -> TierstoreError:
-    """Our error for one of RocksDB's, which come as bare exceptions told apart by their text alone."""
-    text = str(error)
-    if isinstance(error, rocksdict.DbClosedError):
-        return Closed(f"{doing}: the disk tier was closed")
-    if text.startswith("Corruption"):
-        return Corruption(f"{doing}: {text}")
-    if "LOCK" in text or "lock hold by" in text:
-        return Locked(f"{doing}: the database is open in another process or twice in this one ({text})")
-    if "No space left" in text:
-        return StorageError(f"{doing}: the disk is full; free some space and try again ({text})")
-    return StorageError(f"{doing}: {text}")
-
-
-@contextmanager
-def driver_errors(doing: str) -> Iterator[None]:
-    """Translate what RocksDB raises inside the block; errors with a type of their own pass."""
-    try:
-        yield
-    except Exception as error:
-        if type(error) is Exception or isinstance(error, rocksdict.DbClosedError):
-            raise translate(error, doing) from error
-        raise
