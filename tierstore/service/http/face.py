@@ -15,6 +15,7 @@ from tierstore.service.bounds.shed import Gone
 from tierstore.service.context import Service
 from tierstore.service.http.call import DIRECT_BODY_BYTES, Coming, HttpCall
 from tierstore.service.http.messages import (
+    ARRIVED,
     Disconnected,
     Headers,
     Receive,
@@ -47,7 +48,7 @@ class HttpFace:
         """
         if len(body) > self._most_at_once:
             return None
-        began_ns = time.perf_counter_ns()
+        began_ns: int = scope.get(ARRIVED) or time.perf_counter_ns()
         headers: Headers = dict(scope["headers"])
         holding = Holding(self._service.inflight)
         coming = None
@@ -75,7 +76,7 @@ class HttpFace:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun: tuple[HttpCall[Any], Coming] | None = scope.get(BEGUN)
         if begun is None:
-            began_ns = time.perf_counter_ns()
+            began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
             holding = Holding(self._service.inflight)
         else:
             began_ns, holding = begun[0].caller.arrived_ns, begun[0].holding

@@ -32,7 +32,8 @@ _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 
 # a whole number of milliseconds: ours, and the one that Envoy, and so Istio, passes on to the services behind it
 TIMEOUT_HEADERS = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
-CONNECTION = "tierstore.connection"  # in a scope: the connection, which knows whether it is lost
+# in a scope: the connection, which knows whether it is lost; when the head came, if that was before the body's time
+CONNECTION, ARRIVED = "tierstore.connection", "tierstore.arrived"
 
 
 class Disconnected(Exception):
