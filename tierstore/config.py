@@ -116,6 +116,16 @@ class Settings(BaseSettings):
     dense_buffers: Size = Field(
         ByteSize(64 << 20), description="bytes of row buffers that a dense part keeps for reuse"
     )
+    dense_provider: Literal["cpu", "cuda"] = Field(
+        "cpu", description="what dense parts run on; `cuda` needs the extra `dense-gpu` in place of `dense`"
+    )
+    dense_device: int = Field(0, ge=0, description="with dense_provider `cuda`: the number of the GPU")
+    dense_device_memory: Size = Field(
+        ByteSize(2 << 30), description="bytes of a GPU's memory that each dense part's session may keep for its tensors"
+    )
+    dense_provider_options: dict[str, str] = Field(
+        default_factory=dict, description="further options of ONNX Runtime's CUDA provider"
+    )
     dense_options: dict[str, str] = Field(
         default_factory=dict, description="further entries of ONNX Runtime's session configuration"
     )
