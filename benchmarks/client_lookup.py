@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.machine import describe
 from benchmarks.report import headline, markdown, write
 from benchmarks.wire_lookup import http_request
-from benchmarks.wire_servers import FEATURE, MODEL, keys_of, vectors_of
+from benchmarks.wire_table import FEATURE, MODEL, keys_of, vectors_of
 from tierstore.client import AsyncClient, Client
 
 VARIANTS = 16

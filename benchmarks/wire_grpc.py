@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.wire_servers import DIM, FEATURE, MODEL, ROW_BYTES, vectors_of
+from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, vectors_of
 from tierstore.service.rpc.messages import message
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"

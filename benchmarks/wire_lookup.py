@@ -34,7 +34,7 @@ import numpy as np
 
 from benchmarks.machine import describe
 from benchmarks.report import headline
-from benchmarks.wire_servers import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
+from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 
 if TYPE_CHECKING:
     from benchmarks.wire_grpc import GrpcServer

@@ -21,25 +21,12 @@ import orjson
 import uvicorn
 
 import tierstore
+from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.config import load_settings
-from tierstore.service.allocator import tune_allocator
-from tierstore.service.connection import BoundedHttpProtocol
+from tierstore.service.http.connection import BoundedHttpProtocol
+from tierstore.service.process.allocator import tune_allocator
 
-DIM = 32
-ROW_BYTES = 4 * DIM
-MODEL, FEATURE = "wire", "item_id"
 HEADER_LENGTH = b"inference-header-content-length"
-
-
-def keys_of(rows: np.ndarray) -> np.ndarray:
-    """Keys of these rows: distinct, spread over all 64 bits."""
-    with np.errstate(over="ignore"):
-        return rows.astype(np.int64) * np.int64(-7046029254386353131)
-
-
-def vectors_of(keys: np.ndarray) -> np.ndarray:
-    """float32[n, DIM], known from the key, so that answers can be checked."""
-    return (keys & 0xFFFF).astype(np.float32)[:, None] + np.arange(DIM, dtype=np.float32)
 
 
 async def echo(scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[Any]], send: Any) -> None:

@@ -20,7 +20,7 @@ from tierstore.engine import devices
 from tierstore.engine.promotion import QUEUE_JOBS, Offers
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
-from tierstore.service.metrics import _device, _tables
+from tierstore.service.control.metrics import _device, _tables
 from tierstore.tiers.device_memory import WORKSPACES
 
 ITEMS = np.arange(1000, dtype=np.int64)

@@ -14,9 +14,9 @@ import tritonclient.http
 
 from tests.engine.quick_build import in_process
 from tierstore.engine.store import Store
-from tierstore.service.dataplane import Request
+from tierstore.service.plane.plan import Request
+from tierstore.service.plane.tensors import TensorSpec
 from tierstore.service.server import ServerThread
-from tierstore.service.tensors import TensorSpec
 
 from .conftest import GRPC, settings_for
 from .scenes import delta, row, write_snapshot

@@ -15,8 +15,8 @@ from tritonclient.utils import InferenceServerException
 
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput
+from tierstore.service.oip.shared_memory import Regions, Span
 from tierstore.service.server import ServerThread
-from tierstore.service.shared_memory import Regions, Span
 from tierstore.tiers.device import find_devices
 from tierstore.tiers.device_backend import DeviceError
 

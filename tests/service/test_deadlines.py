@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from tierstore.errors import DeadlineExceeded, Overloaded
-from tierstore.service import shed
-from tierstore.service.pool import WorkerPool
+from tierstore.service.bounds import shed
+from tierstore.service.bounds.pool import WorkerPool
+from tierstore.service.bounds.shed import Caller, Gone, Shed, Waits
 from tierstore.service.server import ServerThread
-from tierstore.service.shed import Caller, Gone, Shed, Waits
 
 from .conftest import eventually, settings_for
 from .fake_store import FakeLookup, FakeStore

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tierstore.service.connection import HEAD_BYTES
+from tierstore.service.http.connection import HEAD_BYTES
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually

@@ -19,8 +19,8 @@ from tests.predict import onnx_models as om
 from tierstore.engine.store import Store
 from tierstore.errors import InferenceError
 from tierstore.predict.session import DenseSession
-from tierstore.service import shed
-from tierstore.service.oip_infer import InferCall
+from tierstore.service.bounds import shed
+from tierstore.service.http.infer import InferCall
 from tierstore.service.server import ServerThread
 
 from .conftest import settings_for

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.quick_build import in_process
 from tierstore.engine.store import Store
-from tierstore.service import connection, door
+from tierstore.service.http import connection, door
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for

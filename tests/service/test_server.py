@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tierstore.errors import ConfigError, Locked
-from tierstore.service.guard import host_name, is_loopback
+from tierstore.service.http.guard import host_name, is_loopback
 from tierstore.service.server import ServerThread, check_settings, serve
 
 from .conftest import eventually, load, settings_for

@@ -16,8 +16,8 @@ from tritonclient.utils import InferenceServerException
 
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput, NotFound
+from tierstore.service.oip.shared_memory import DIRECTORY, MAX_REGIONS, Regions, Span
 from tierstore.service.server import ServerThread
-from tierstore.service.shared_memory import DIRECTORY, MAX_REGIONS, Regions, Span
 
 from .conftest import GRPC, settings_for
 from .fake_store import DEFAULT, ITEMS, USERS

@@ -12,8 +12,8 @@ import pytest
 grpc = pytest.importorskip("grpc", reason="needs the extra grpc")
 
 from tierstore.errors import InvalidInput, TooLarge  # noqa: E402
-from tierstore.service.dataplane import OutputSpec, Plan  # noqa: E402
-from tierstore.service.known import KNOWN_REQUESTS  # noqa: E402
+from tierstore.service.plane.known import KNOWN_REQUESTS  # noqa: E402
+from tierstore.service.plane.plan import OutputSpec, Plan  # noqa: E402
 from tierstore.service.rpc.messages import message  # noqa: E402
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tierstore.engine.store import Store
-from tierstore.service.known import KNOWN_REQUESTS
+from tierstore.service.plane.known import KNOWN_REQUESTS
 from tierstore.service.server import ServerThread
 
 from .conftest import load

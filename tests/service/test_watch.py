@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tierstore.engine.store import Store
-from tierstore.service.watch import Watcher
+from tierstore.service.control.watch import Watcher
 
 from .conftest import eventually, settings_for
 from .scenes import delta, rows, write_small, write_snapshot

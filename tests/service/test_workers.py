@@ -21,7 +21,7 @@ import pytest
 from tests.engine.scenes import stamped, vectors, write_snapshot
 from tierstore.engine.store import Store
 from tierstore.errors import TierstoreError
-from tierstore.service import fleet
+from tierstore.service.process import fleet
 from tierstore.service.server import ServerThread
 
 from .conftest import GRPC, eventually, load, settings_for

@@ -10,13 +10,13 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from tierstore.errors import TooLarge
-from tierstore.service.admin import make_app
 from tierstore.service.context import Service
-from tierstore.service.guard import Guard
-from tierstore.service.http import Receive, Scope, Send, error_response
-from tierstore.service.oip_http import OipHttp
+from tierstore.service.control.admin import make_app
+from tierstore.service.http.guard import Guard
+from tierstore.service.http.messages import Receive, Scope, Send, error_response
+from tierstore.service.http.oip import OipHttp
+from tierstore.service.http.tfs import TfsHttp
 from tierstore.service.status import outcome_of
-from tierstore.service.tfs_http import TfsHttp
 
 ADMIN_BODY_BYTES = 1 << 20  # of any request but a delta
 _PROTOCOL = "admin"

@@ -8,30 +8,47 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.errors import NotFound, NotReady, TierstoreError
-from tierstore.service.batching import Batcher
-from tierstore.service.dataplane import DataPlane
+from tierstore.service.bounds.jobs import Jobs
+from tierstore.service.bounds.pool import ByteBudget, WorkerPool
+from tierstore.service.bounds.shed import Shed, Waits
 from tierstore.service.figures import Freshness, InferStats, RequestTimes
-from tierstore.service.jobs import Jobs
-from tierstore.service.known import KnownRequests
-from tierstore.service.pool import ByteBudget, WorkerPool
-from tierstore.service.shared_memory import Regions
-from tierstore.service.shed import Shed, Waits
+from tierstore.service.oip.shared_memory import Regions
+from tierstore.service.plane.batching import Batcher
+from tierstore.service.plane.dataplane import DataPlane
+from tierstore.service.plane.known import KnownRequests
 from tierstore.service.status import outcome_of, status_of
-from tierstore.service.tfs_signature import Signatures
-
-if TYPE_CHECKING:
-    from tierstore.service.door import Door
-    from tierstore.service.fleet import Fleet
-    from tierstore.service.rpc.server import GrpcServer
-    from tierstore.service.watch import Watcher
+from tierstore.service.tfs.signature import Signatures
 
 CONTROL_THREADS = 4
 CONTROL_QUEUE = 64
 DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
+
+
+class Part(Protocol):
+    """A part that not every service has, and that has metrics of its own. Any thread may ask for them."""
+
+    def families(self) -> Iterator[Metric]: ...
+
+
+class Workers(Part, Protocol):
+    """Worker processes."""
+
+    def refresh(self) -> None: ...
+    def status(self) -> list[dict[str, Any]]: ...
+
+
+class Watch(Part, Protocol):
+    """What takes deltas from a directory."""
+
+    def status(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
 
 
 class Service:
@@ -61,13 +78,17 @@ class Service:
         self.infer_stats = InferStats()
         self.freshness = Freshness()
         self.jobs = Jobs(store)
-        self.watcher: Watcher | None = None
-        self.fleet: Fleet | None = None  # with several worker processes
-        self.door: Door | None = None  # where HTTP is served
+        self.watcher: Watch | None = None
+        self.fleet: Workers | None = None  # with several worker processes
+        self.door: Part | None = None  # where HTTP is served
         self.hands_on = False  # what is not found here is asked, and counted, elsewhere
-        self.grpc: GrpcServer | None = None  # where gRPC is served
+        self.grpc: Part | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
+
+    def parts(self) -> list[Part]:
+        """The parts that there are."""
+        return [part for part in (self.door, self.grpc, self.fleet, self.watcher) if part is not None]
 
     def refresh(self) -> None:
         """Bring the figures up to now. Not on the event loop: with worker processes it waits for them a moment."""

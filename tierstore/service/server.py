@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -17,35 +16,32 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import uvicorn
+from typing import TYPE_CHECKING
 
 from tierstore.config import Settings
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, MissingExtra, TierstoreError
-from tierstore.service.allocator import tune_allocator
 from tierstore.service.app import make_root
-from tierstore.service.connection import BoundedHttpProtocol
 from tierstore.service.context import Service
-from tierstore.service.door import Door, raise_file_limit
-from tierstore.service.fleet import Fleet
-from tierstore.service.guard import check_listen_address
-from tierstore.service.watch import Watcher
+from tierstore.service.control.watch import Watcher
+from tierstore.service.http.connection import BoundedHttpProtocol
+from tierstore.service.http.door import Door, raise_file_limit
+from tierstore.service.http.guard import check_listen_address
+from tierstore.service.http.serving import FINISH_S, make_server
+from tierstore.service.process.allocator import tune_allocator
+from tierstore.service.process.fleet import Fleet
 
 if TYPE_CHECKING:
     from tierstore.service.rpc.places import SharedPort
+    from tierstore.service.rpc.server import GrpcServer
 
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
 GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
-BACKLOG = 1024
-KEEP_ALIVE_S = 75
 MAX_WORKERS = 64
-FINISH_S = 30  # for what is in progress when the listener closes
 
 
 def check_settings(settings: Settings) -> None:
@@ -81,33 +77,6 @@ def grpc_port_by_default(settings: Settings) -> Settings:
     return settings.model_copy(update={"grpc_port": port})
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handling: the handlers here drain first, and end the process normally."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def make_server(app: Any, door: Door) -> _Server:
-    """uvicorn for the application, with the connections that `door` lets in; it is not started."""
-    config = uvicorn.Config(
-        app,
-        http=functools.partial(BoundedHttpProtocol, door=door),  # type: ignore[arg-type]
-        loop="uvloop",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=FINISH_S,
-    )
-    return _Server(config)
-
-
 class HttpService:
     """A store served on one port, or two. Made on any thread; `run` blocks; `stop` may be called from any thread."""
 
@@ -118,13 +87,14 @@ class HttpService:
         self.port: int = listener.getsockname()[1]
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         self.service = Service(store, settings)
+        self._grpc: GrpcServer | None = None
         self._grpc_place: SharedPort | None = None
         self.grpc_port: int | None = None
         self.grpc_target: str | None = None  # what a gRPC client is given
         if isinstance(settings.grpc_port, int):
             self._add_grpc(settings.grpc_port)
-        self.service.door = Door(self.service)
-        self._server = make_server(make_root(self.service), self.service.door)
+        self.service.door = door = Door(self.service)
+        self._server = make_server(make_root(self.service), door)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
         self._fleet: Fleet | None = None
@@ -138,14 +108,14 @@ class HttpService:
         try:
             if self._settings.workers > 1:
                 self._grpc_place = SharedPort(self.host, port)
-                self.service.grpc = GrpcServer(self.service, self._grpc_place.owner)
+                self.service.grpc = self._grpc = GrpcServer(self.service, self._grpc_place.owner)
                 self.grpc_port = self._grpc_place.port
             else:
                 try:
-                    self.service.grpc = GrpcServer(self.service, address_of(self.host, port))
+                    self.service.grpc = self._grpc = GrpcServer(self.service, address_of(self.host, port))
                 except OSError as error:
                     raise taken(self.host, port) from error
-                self.grpc_port = self.service.grpc.port
+                self.grpc_port = self._grpc.port
             self.grpc_target = address_of(self.host, self.grpc_port)
         except BaseException:
             self._close()
@@ -161,9 +131,9 @@ class HttpService:
 
     def _close(self) -> None:
         self._socket.close()
-        if self.service.grpc is not None:
-            self.service.grpc.stop(0.0)  # if it has not begun to end
-            self.service.grpc.close()
+        if self._grpc is not None:
+            self._grpc.stop(0.0)  # if it has not begun to end
+            self._grpc.close()
         if self._grpc_place is not None:
             self._grpc_place.close()
         self.service.close()
@@ -186,8 +156,8 @@ class HttpService:
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
-            if self.service.grpc is not None:
-                self.service.grpc.start()
+            if self._grpc is not None:
+                self._grpc.start()
             if shared:
                 await self._start_fleet(serving)
             started()
@@ -232,8 +202,8 @@ class HttpService:
             drain_s = 0.0
         self._draining = True
         self.service.ready = False
-        if self.service.grpc is not None:
-            self.service.grpc.drain()
+        if self._grpc is not None:
+            self._grpc.drain()
         if drain_s > 0:
             logger.info("stopping: not ready from now on, closing in %.1f s", drain_s)
             asyncio.get_running_loop().call_later(drain_s, self._end)
@@ -250,8 +220,8 @@ class HttpService:
 
     def _exit(self) -> None:
         self._server.should_exit = True
-        if self.service.grpc is not None:
-            self.service.grpc.stop(FINISH_S)
+        if self._grpc is not None:
+            self._grpc.stop(FINISH_S)
 
 
 def _listen(settings: Settings) -> socket.socket:

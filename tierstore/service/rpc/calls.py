@@ -17,13 +17,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, NotReady, Overloaded
+from tierstore.service.bounds.shed import Waits
 from tierstore.service.context import Service
-from tierstore.service.dataplane import Elsewhere
+from tierstore.service.plane.plan import Elsewhere
 from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, details_of, outcome_of
 from tierstore.service.rpc.types import Context, Stream, Unary
-from tierstore.service.shed import Waits
 from tierstore.service.status import log_failure
 
 STANDARD = "grpc"  # the protocol label of what is gRPC's own

@@ -17,13 +17,11 @@ import pyarrow as pa
 from google.protobuf.message import DecodeError
 
 from tierstore.errors import InvalidInput
-from tierstore.service import parameters as carried
-from tierstore.service.dataplane import Plan, Request, RequestedOutput
-from tierstore.service.oip_codec import check_spans, write_late
-from tierstore.service.rpc.messages import message
-from tierstore.service.rpc.wire import RAW_OUTPUT, RESPONSE_ID, Parts, length_delimited
-from tierstore.service.shared_memory import Regions, Span
-from tierstore.service.tensors import (
+from tierstore.service.oip import parameters as carried
+from tierstore.service.oip.codec import check_spans, write_late
+from tierstore.service.oip.shared_memory import Regions, Span
+from tierstore.service.plane.plan import Plan, Request, RequestedOutput
+from tierstore.service.plane.tensors import (
     BYTES,
     NUMPY_DTYPE,
     Elements,
@@ -35,6 +33,8 @@ from tierstore.service.tensors import (
     shown,
     wire_bytes,
 )
+from tierstore.service.rpc.messages import message
+from tierstore.service.rpc.wire import RAW_OUTPUT, RESPONSE_ID, Parts, length_delimited
 
 _Request = message("inference.ModelInferRequest")
 _Response = message("inference.ModelInferResponse")

@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 from tierstore.errors import DeadlineExceeded, TierstoreError
+from tierstore.service.bounds.pool import Holding
 from tierstore.service.context import Service
-from tierstore.service.dataplane import Plan
 from tierstore.service.figures import Timings
-from tierstore.service.known import KNOWN_BYTES
-from tierstore.service.pool import Holding
+from tierstore.service.plane.known import KNOWN_BYTES
+from tierstore.service.plane.plan import Plan
 from tierstore.service.rpc.calls import request_id
 from tierstore.service.rpc.codec import Layout, RpcRequest, parse_request, read_elements, take_apart
 from tierstore.service.rpc.types import Context

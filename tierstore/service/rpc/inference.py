@@ -1,6 +1,6 @@
 """`inference.GRPCInferenceService`: the Open Inference Protocol v2 over gRPC, with the extensions of Triton's clients.
 
-Its look-ups are `infer.py`; the documents are those of the HTTP front (`oip_models.py`), turned into messages. Methods
+Its look-ups are `infer.py`; the documents are those of the HTTP front (`oip/documents.py`), turned into messages. Methods
 run on the threads of the server's pools.
 """
 
@@ -14,9 +14,9 @@ import orjson
 from google.protobuf import json_format
 
 from tierstore.errors import InvalidInput, NotFound
-from tierstore.service import oip_models
 from tierstore.service.context import Service
-from tierstore.service.parameters import version_of
+from tierstore.service.oip import documents
+from tierstore.service.oip.parameters import version_of
 from tierstore.service.rpc.calls import Servicer, by_message, check_waited_for
 from tierstore.service.rpc.infer import infer
 from tierstore.service.rpc.messages import message
@@ -54,16 +54,14 @@ class Inference:
         controls: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda _: {"live": True},
             "ServerReady": lambda _: {"ready": service.ready},
-            "ModelReady": lambda asked: {
-                "ready": oip_models.is_ready(self._model(asked.name), _version(asked.version))
-            },
-            "ServerMetadata": lambda _: oip_models.server_metadata(shared_memory=service.regions.kinds),
-            "ModelMetadata": lambda asked: oip_models.model_metadata(self._model(asked.name), _version(asked.version)),
+            "ModelReady": lambda asked: {"ready": documents.is_ready(self._model(asked.name), _version(asked.version))},
+            "ServerMetadata": lambda _: documents.server_metadata(shared_memory=service.regions.kinds),
+            "ModelMetadata": lambda asked: documents.model_metadata(self._model(asked.name), _version(asked.version)),
             "ModelConfig": lambda asked: {
-                "config": oip_models.model_config(self._model(asked.name), _version(asked.version))
+                "config": documents.model_config(self._model(asked.name), _version(asked.version))
             },
             "ModelStatistics": self._statistics,
-            "RepositoryIndex": lambda asked: {"models": oip_models.repository_index(service.store, asked.ready)},
+            "RepositoryIndex": lambda asked: {"models": documents.repository_index(service.store, asked.ready)},
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
             "SystemSharedMemoryStatus": lambda asked: {
@@ -144,11 +142,11 @@ class Inference:
         if asked.name:
             self._model(asked.name)
         service.refresh()
-        return oip_models.statistics(service.store, service.infer_stats, asked.name or None, _version(asked.version))
+        return documents.statistics(service.store, service.infer_stats, asked.name or None, _version(asked.version))
 
     def _load(self, asked: Any) -> None:
         self._repository(asked)
-        oip_models.load(self._service.store, asked.model_name)
+        documents.load(self._service.store, asked.model_name)
 
     def _unload(self, asked: Any) -> None:
         self._repository(asked)
@@ -158,7 +156,7 @@ class Inference:
         if asked.repository_name:
             raise NotFound(f"no repository {asked.repository_name[:80]!r}: there is one, without a name")
         self._model(asked.model_name)
-        oip_models.check_load_parameters(asked.parameters)
+        documents.check_load_parameters(asked.parameters)
 
 
 def _version(name: str) -> int | str | None:

@@ -18,10 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tierstore.errors import InvalidInput, TooLarge
-from tierstore.service.dataplane import Plan
-from tierstore.service.rpc.messages import message
-from tierstore.service.rpc.wire import length_delimited, varint
-from tierstore.service.tensors import (
+from tierstore.service.plane.plan import Plan
+from tierstore.service.plane.tensors import (
     BYTES,
     MAX_RANK,
     NUMPY_DTYPE,
@@ -31,7 +29,9 @@ from tierstore.service.tensors import (
     elements_from_bytes,
     shown,
 )
-from tierstore.service.tfs_signature import DTYPES
+from tierstore.service.rpc.messages import message
+from tierstore.service.rpc.wire import length_delimited, varint
+from tierstore.service.tfs.signature import DTYPES
 
 TensorProto = message("tensorflow.TensorProto")
 _DATATYPES = {number: datatype for datatype, (number, _) in DTYPES.items()}

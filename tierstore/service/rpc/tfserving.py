@@ -10,19 +10,20 @@ from typing import Any
 
 from tierstore.engine.served import STABLE
 from tierstore.errors import InvalidInput, TierstoreError
-from tierstore.service import tfs_models, tfs_signature
+from tierstore.service.bounds.pool import Holding
 from tierstore.service.context import Service
-from tierstore.service.dataplane import Request, View
 from tierstore.service.figures import Timings
-from tierstore.service.pool import Holding
+from tierstore.service.plane.plan import Request, View
+from tierstore.service.plane.tensors import Elements, shown
 from tierstore.service.rpc.calls import Servicer, by_message, parsed, request_id
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.pools import submitted_ns
 from tierstore.service.rpc.status import Unserved
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of
 from tierstore.service.rpc.types import Context, Unary
-from tierstore.service.tensors import Elements, shown
-from tierstore.service.tfs_request import request_of, room_for
+from tierstore.service.tfs import models as tfs_models
+from tierstore.service.tfs import signature as tfs_signature
+from tierstore.service.tfs.request import request_of, room_for
 
 PROTOCOL = "tfs_grpc"
 SIGNATURE_FIELD = "signature_def"  # of a model's metadata; TensorFlow Serving has no other

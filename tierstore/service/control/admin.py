@@ -1,0 +1,327 @@
+"""The admin interface, the metrics and the pages: a FastAPI application for everything that is not the data plane.
+
+Handlers run on the event loop and hand whatever may block to the control pool. Errors are problem+json (RFC 9457).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Path, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from tierstore import __version__
+from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
+from tierstore.formats.names import MAX_ORDINAL
+from tierstore.service.bounds.pool import Holding
+from tierstore.service.context import Service
+from tierstore.service.control.metrics import CONTENT_TYPE, Exposition
+from tierstore.service.control.page import CONTENT_SECURITY_POLICY, STATUS_PAGE
+from tierstore.service.control.sources import resolve_source
+from tierstore.service.http.messages import Disconnected, read_body
+from tierstore.service.http.problem import answer_error, problem
+from tierstore.service.status import HttpError, log_failure, retry_after
+from tierstore.types import NAME
+
+DELTA_TYPE = "application/vnd.apache.arrow.stream"
+
+LabelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="a name that is not all digits")]
+ModelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="name of the model")]
+VersionNumber = Annotated[int, Path(ge=1, le=MAX_ORDINAL)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class LoadRequest(_Strict):
+    """Load a snapshot."""
+
+    source: str = Field(description="directory of the snapshot, a path or a file:// URL under the source roots")
+    activate: bool = Field(True, description="serve it once it is loaded, caught up and warm")
+
+
+class ActivateRequest(_Strict):
+    """Serve a kept version."""
+
+    version: int = Field(ge=1, le=MAX_ORDINAL)
+    force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
+
+
+class RollbackRequest(_Strict):
+    """Serve the newest kept version that is older than the active one."""
+
+    force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
+
+
+class CanaryRequest(_Strict):
+    """Serve a kept version beside the active one, or change the share of the one that is."""
+
+    version: int = Field(ge=1, le=MAX_ORDINAL)
+    share: float = Field(0.05, ge=0, le=1, description="of the requests that name no version: 0.05 is 5%")
+    force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
+
+
+class LabelRequest(_Strict):
+    """Let a label stand for a version that is served."""
+
+    version: int = Field(ge=1, le=MAX_ORDINAL)
+
+
+class Canary(BaseModel):
+    version: int
+    share: float
+
+
+class Routing(BaseModel):
+    """What is served: `labels` has `stable` and `canary` beside the free ones."""
+
+    model: str
+    active_version: int | None
+    canary: Canary | None
+    labels: dict[str, int]
+
+
+class Withdrawn(Routing):
+    withdrawn: int
+
+
+class JobStarted(BaseModel):
+    """The load's job; follow it at /admin/jobs/{id}."""
+
+    job: str
+
+
+class DeltaApplied(BaseModel):
+    """`applied` is false for a delta that was held already."""
+
+    seq: int
+    applied: bool
+
+
+class ActiveVersion(BaseModel):
+    model: str
+    active_version: int | None
+
+
+def _validation_problem(error: RequestValidationError) -> Response:
+    faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:5])
+    return problem(400, faults)
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application over `service`."""
+    app = FastAPI(
+        title="tierstore",
+        version=__version__,
+        description="Admin interface; the data plane is the Open Inference Protocol below /v2.",
+        redoc_url=None,
+    )
+    _add_error_handlers(app)
+    _add_pages(app, service)
+    _add_loads(app, service)
+    _add_models(app, service)
+    _add_routing(app, service)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def ours(request: Request, error: Exception) -> Response:
+        log_failure(error, f"{request.method} {request.url.path}")
+        return answer_error(error)
+
+    async def theirs(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        detail = str(error.detail)
+        if error.status_code in (404, 405):
+            detail = f"no {request.method[:10]} {request.url.path[:80]}; /docs lists what there is"
+        return problem(error.status_code, detail, dict(error.headers or {}))
+
+    async def malformed(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _validation_problem(error)
+
+    app.add_exception_handler(TierstoreError, ours)
+    app.add_exception_handler(Exception, ours)
+    app.add_exception_handler(HTTPException, theirs)
+    app.add_exception_handler(RequestValidationError, malformed)
+
+
+def _add_pages(app: FastAPI, service: Service) -> None:
+    exposition = Exposition(service)
+
+    @app.get("/", include_in_schema=False)
+    async def status_page() -> HTMLResponse:
+        return HTMLResponse(STATUS_PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(await service.control.run(exposition.text), media_type=CONTENT_TYPE)
+
+
+def _add_loads(app: FastAPI, service: Service) -> None:
+    @app.post("/admin/models/{model}/snapshots", status_code=202, tags=["snapshots"])
+    async def load_snapshot(model: ModelName, request: LoadRequest) -> JobStarted:
+        """Load a snapshot in the background: bulk load, verify, catch up, warm, and (`activate`) switch to it."""
+        source = await service.control.run(resolve_source, request.source, service.settings.source_root)
+        return JobStarted(job=service.jobs.submit(model, source, activate=request.activate).id)
+
+    @app.get("/admin/jobs", tags=["snapshots"])
+    async def jobs() -> dict[str, Any]:
+        """Loads that run, wait, or ended lately, the latest first."""
+        return {"jobs": [job.document() for job in service.jobs.all()]}
+
+    @app.get("/admin/jobs/{job}", tags=["snapshots"])
+    async def job_state(job: str) -> dict[str, Any]:
+        """One load. `rate` is in rows a second and `eta_s` to the end of the phase."""
+        return service.jobs.get(job).document()
+
+    @app.delete("/admin/jobs/{job}", status_code=202, tags=["snapshots"])
+    async def cancel(job: str) -> dict[str, Any]:
+        """Ask a load to stop. It ends as failed, and nothing of it stays."""
+        return service.jobs.cancel(job).document()
+
+    @app.post(
+        "/admin/models/{model}/deltas",
+        tags=["deltas"],
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {DELTA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+            }
+        },
+    )
+    async def apply_delta(model: ModelName, request: Request) -> DeltaApplied:
+        """Apply a delta. Once this answers it is durable, and every request that starts sees it whole."""
+        given = request.headers.get("content-type", DELTA_TYPE).split(";")[0].strip().lower()
+        if given not in (DELTA_TYPE, "application/octet-stream"):
+            raise HttpError(415, f"content type {given[:60]!r}: expected {DELTA_TYPE}")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise HttpError(415, "deltas are not sent with a Content-Encoding")
+        holding = Holding(service.delta_bytes)
+        headers = {name.lower(): value for name, value in request.scope["headers"]}
+        try:
+            body = await read_body(request.receive, headers, service.settings.max_delta, holding)
+            result = await service.control.run(lambda: service.store.apply_delta(body, model=model))
+        except Overloaded as error:
+            # the producer is the one to slow down, whichever bound was reached
+            raise _TooManyDeltas(str(error), error.retry_after_s) from error
+        except Disconnected:
+            raise HttpError(400, "the body ended early") from None
+        finally:
+            holding.release()
+        return DeltaApplied(seq=result.seq, applied=result.applied)
+
+    async def slow_down(_: Request, error: Exception) -> Response:
+        assert isinstance(error, _TooManyDeltas)
+        return problem(429, str(error), {"Retry-After": (retry_after(error) or b"1").decode()})
+
+    app.add_exception_handler(_TooManyDeltas, slow_down)
+
+
+class _TooManyDeltas(Overloaded):
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    store = service.store
+
+    async def switch(model: str, call: Callable[[], Any]) -> ActiveVersion:
+        try:
+            await service.control.run(call)
+        except NotReady as error:
+            raise Conflict(str(error)) from error
+        return ActiveVersion(model=model, active_version=store.model(model).active_version)
+
+    @app.get("/admin/models", tags=["models"])
+    async def models() -> dict[str, Any]:
+        """Every model, and the state of the service."""
+        status = await service.control.run(service.status)
+        return {**status, "models": list(status["models"].values()), "service": _service_state(service)}
+
+    @app.get("/admin/models/{model}", tags=["models"])
+    async def model_status(model: ModelName) -> dict[str, Any]:
+        """Versions, watermarks, tables, tiers and where keys were answered."""
+        status: dict[str, Any] = await service.control.run(service.status, model)
+        return dict(status["models"][model])
+
+    @app.post("/admin/models/{model}/activate", tags=["models"])
+    async def activate(model: ModelName, request: ActivateRequest) -> ActiveVersion:
+        """Serve a kept version: it is opened, caught up and warmed, then switched to in one step."""
+        return await switch(model, lambda: store.activate(model, request.version, force=request.force))
+
+    @app.post("/admin/models/{model}/rollback", tags=["models"])
+    async def rollback(model: ModelName, request: Annotated[RollbackRequest | None, Body()] = None) -> ActiveVersion:
+        """Serve the newest kept version that is older than the active one."""
+        return await switch(model, lambda: store.rollback(model, force=request is not None and request.force))
+
+    @app.delete("/admin/models/{model}/versions/{version}", tags=["models"])
+    async def drop(model: ModelName, version: VersionNumber) -> dict[str, Any]:
+        """Delete a version. 409 for one that is served."""
+        await service.control.run(store.drop, model, version)
+        return {"model": model, "dropped": version}
+
+
+def _add_routing(app: FastAPI, service: Service) -> None:
+    store = service.store
+
+    def routing(model: str) -> dict[str, Any]:
+        served = store.model(model).served
+        canary = Canary(version=served.canary.version, share=served.share) if served.canary is not None else None
+        active = served.active.version if served.active is not None else None
+        return {"model": model, "active_version": active, "canary": canary, "labels": served.all_labels()}
+
+    async def route(model: str, verb: Callable[[], Any]) -> Routing:
+        await service.control.run(verb)
+        return Routing(**routing(model))
+
+    @app.post("/admin/models/{model}/canary", tags=["models"])
+    async def canary(model: ModelName, request: CanaryRequest) -> Routing:
+        """Serve a kept version to a share of the requests that name none: it is opened, caught up and warmed first.
+
+        For the version that is the canary already only the share changes.
+        """
+        return await route(
+            model, lambda: store.canary(model, request.version, float(request.share), force=request.force)
+        )
+
+    @app.post("/admin/models/{model}/promote", tags=["models"])
+    async def promote(model: ModelName) -> Routing:
+        """Make the canary the active version, in one step. 409 where there is none."""
+        return await route(model, lambda: store.promote(model))
+
+    @app.post("/admin/models/{model}/withdraw", tags=["models"])
+    async def withdraw(model: ModelName) -> Withdrawn:
+        """Stop serving the canary; the version is kept. 409 where there is none."""
+        number = await service.control.run(store.withdraw, model)
+        return Withdrawn(**routing(model), withdrawn=number)
+
+    @app.put("/admin/models/{model}/labels/{label}", tags=["models"])
+    async def label(model: ModelName, label: LabelName, request: LabelRequest) -> Routing:
+        """Let a label stand for a version that is served, until that is served no more. 409 for another version."""
+        return await route(model, lambda: store.label(model, label, request.version))
+
+    @app.delete("/admin/models/{model}/labels/{label}", tags=["models"])
+    async def unlabel(model: ModelName, label: LabelName) -> Routing:
+        """Remove a label."""
+        return await route(model, lambda: store.unlabel(model, label))
+
+
+def _service_state(service: Service) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "ready": service.ready,
+        "uptime_s": time.time() - service.started_s,
+        "requests": service.request_times.requests,
+        "lookup_threads": {"busy": service.lookups.busy, "total": service.lookups.threads},
+        "lookup_queue": {"used": service.lookups.waiting, "total": service.lookups.queue_limit},
+        "workers": service.fleet.status() if service.fleet is not None else [],
+        "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},
+        "watch": service.watcher.status() if service.watcher is not None else None,
+    }

@@ -1,0 +1,142 @@
+"""uvicorn's HTTP/1.1 protocol with bounds, and with answers that leave in one piece.
+
+Event loop only, an object a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tierstore.service.http.door import REFUSED_S, Door
+from tierstore.service.http.messages import CONNECTION
+
+HEAD_BYTES = 64 << 10
+PIPELINED = 64  # requests that a client may send ahead of their answers
+_UPGRADE = re.compile(rb"(?i)(?<=\r\n)(?=upgrade:)")
+
+
+class _JoiningTransport:
+    """Lets an answer's head wait for what is written next: one system call and one packet where there were two.
+
+    What waits goes out at the next write, when the answer is complete (`flush`), or when the connection is closed.
+    """
+
+    __slots__ = ("_head", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.writelines((head, data))
+        elif (
+            type(data) is bytes and data.startswith(b"HTTP/1.1 ") and data[9:10] != b"1"
+        ):  # 1xx: the client waits for it
+            self._head = data
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One of the `door`'s connections, if there is one.
+
+    Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, which sends more than
+    PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept, in the middle of a request too.
+    """
+
+    def __init__(self, *args: Any, door: Door | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._door = door
+        self._served: bool | None = None
+        self._lost = False
+        self._head_bytes = 0
+        self._in_head = True
+        self._patience_s = float(self.timeout_keep_alive)
+
+    def is_lost(self) -> bool:
+        """Whether the client has gone. Any thread."""
+        return self._lost
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
+        if self._door is not None:
+            self._served = self._door.enter()
+            if self._served is None:
+                transport.abort()
+                return
+            if not self._served:
+                self.app, self._patience_s = self._door, REFUSED_S
+        self._be_patient()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        if self._door is not None and self._served is not None:
+            self._door.leave(self._served)
+            self._served = None
+
+    def on_response_complete(self) -> None:
+        self.transport.flush()  # type: ignore[attr-defined]
+        super().on_response_complete()
+
+    def data_received(self, data: bytes) -> None:
+        # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.
+        if self._in_head:
+            self._head_bytes += len(data)
+            # A server may pass over a wish for another protocol (RFC 9110, 7.8), such as the one for HTTP/2 that Java's client
+            # has by default; the parser would take the body for that protocol.
+            end = data.find(b"\r\n\r\n")
+            if (wish := _UPGRADE.search(data, 0, len(data) if end < 0 else end)) is not None:
+                data = b"x-".join((data[: wish.start()], data[wish.start() :]))
+        super().data_received(data)
+        if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("Request head too large.")
+        if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
+            self._be_patient()  # of a request that has begun to arrive the next bytes are waited for no longer
+
+    def _be_patient(self) -> None:
+        if not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(self._patience_s, self._silent)
+
+    def _silent(self) -> None:
+        """Nothing came for so long."""
+        if self.flow.read_paused:  # it is we who do not read
+            self._be_patient()
+        else:
+            self.timeout_keep_alive_handler()
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= PIPELINED:
+            self.transport.abort()
+            raise BufferError(f"more than {PIPELINED} requests were sent ahead of their answers")
+        super().on_message_begin()
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_head = False
+        self._head_bytes = 0
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True

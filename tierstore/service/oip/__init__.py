@@ -1,0 +1,1 @@
+"""The Open Inference Protocol's words, over any transport: requests, answers, documents, shared memory."""

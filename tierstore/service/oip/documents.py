@@ -1,0 +1,142 @@
+"""Documents of the Open Inference Protocol about the server and its models: metadata, configuration, repository index.
+
+Functions of the store; they may take locks for a moment, and any thread may call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tierstore import __version__
+from tierstore.engine.served import STABLE
+from tierstore.errors import InvalidInput, NotReady
+from tierstore.service.figures import InferStats
+from tierstore.service.plane.interface import TensorInfo, inputs_of, outputs_of
+from tierstore.service.plane.plan import View
+from tierstore.service.plane.tensors import shown
+
+PLATFORM = "tierstore"
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
+_CONFIG_NAMES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL"}
+
+
+def server_metadata(*, shared_memory: Sequence[str]) -> dict[str, Any]:
+    """`shared_memory`: the kinds of regions that are served."""
+    extensions = [*EXTENSIONS, *(f"{kind}_shared_memory" for kind in shared_memory)]
+    return {"name": "tierstore", "version": __version__, "extensions": extensions}
+
+
+def model_metadata(model: Any, version: int | str | None) -> dict[str, Any]:
+    """Metadata of a model: of the active version, unless `version` (a number or label) says which. NotReady, NotFound as `Model.view`."""
+
+    def entry(tensor: TensorInfo) -> dict[str, Any]:
+        return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+
+    with model.view(STABLE if version is None else version) as view:
+        document = {
+            "name": model.name,
+            "versions": [str(number) for number in _served(model, view, version)],
+            "platform": PLATFORM,
+            "inputs": [entry(tensor) for tensor in inputs_of(view)],
+            "outputs": [entry(tensor) for tensor in outputs_of(view)],
+        }
+        if view.unserved is not None:
+            document["parameters"] = {"dense": f"kept, not served: {view.unserved}"}
+        return document
+
+
+def model_config(model: Any, version: int | str | None) -> dict[str, Any]:
+    """What Triton's clients read from a model's configuration; batching is the caller's own, hence size 0."""
+
+    def entry(tensor: TensorInfo) -> dict[str, Any]:
+        return {
+            "name": tensor.name,
+            "data_type": _CONFIG_NAMES.get(tensor.datatype, f"TYPE_{tensor.datatype}"),
+            "dims": tensor.shape,
+        }
+
+    with model.view(STABLE if version is None else version) as view:
+        return {
+            "name": model.name,
+            "platform": PLATFORM,
+            "backend": PLATFORM,
+            "version_policy": {"specific": {"versions": _served(model, view, version)}},
+            "max_batch_size": 0,
+            "input": [{**entry(tensor), "optional": tensor.optional} for tensor in inputs_of(view)],
+            "output": [entry(tensor) for tensor in outputs_of(view)],
+        }
+
+
+def _served(model: Any, view: View, version: int | str | None) -> list[int]:
+    """What can be asked for; of a request that names one, that one."""
+    return [view.version] if version is not None else sorted(model.served.versions)
+
+
+def is_ready(model: Any, version: int | str | None) -> bool:
+    """Whether look-ups are answered, by `version` where it is given."""
+    try:
+        with model.view(STABLE if version is None else version):
+            return True
+    except NotReady:
+        return False
+
+
+def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
+    """Every version of every model; a kept one is UNAVAILABLE until it is loaded, which activates it."""
+    entries = []
+    for name, model in store.status()["models"].items():
+        for version in model["versions"]:
+            ready = version["state"] in ("active", "canary")
+            if ready or not only_ready:
+                entry = {"name": name, "version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
+                entries.append(entry if ready else {**entry, "reason": version["state"]})
+    return entries
+
+
+def statistics(store: Any, counted: InferStats, name: str | None, version: int | str | None) -> dict[str, Any]:
+    """Statistics of what a model serves, or every model; of `version` alone if given, with the errors of a look-up."""
+    stats: list[dict[str, Any]] = []
+    for each in [name] if name is not None else store.models():
+        model = store.model(each)
+        versions = model.served.versions
+        if version is not None:
+            with model.view(version) as view:
+                versions = (view.version,)
+        for number in versions:
+            counts = counted.of(each, number)
+            stats.append(
+                {
+                    "name": each,
+                    "version": str(number),
+                    "last_inference": counts.last_inference_ms,
+                    "inference_count": counts.success,
+                    "execution_count": counts.success,
+                    "inference_stats": counts.document(),
+                    "batch_stats": [],
+                }
+            )
+    return {"model_stats": stats}
+
+
+def check_load_parameters(names: Iterable[str]) -> None:
+    """InvalidInput for parameters of a load that would override what the model is made of."""
+    for name in names:
+        if name == "config" or name.startswith("file:"):
+            raise InvalidInput(
+                f"parameter {shown(name)}: a model's files and configuration come from its snapshot and cannot be overridden"
+            )
+
+
+def load(store: Any, name: str) -> None:
+    """Make a model ready: nothing where it is, else activate the most recent kept version. NotReady without one."""
+    model = store.model(name)
+    if model.ready:
+        return
+    versions = store.status(name)["models"][name]["versions"]
+    kept = [version["version"] for version in versions if version["state"] == "kept"]
+    if not kept:
+        raise NotReady(
+            f"model {name!r} has no version that could be activated; load a snapshot (POST /admin/models/{name}/snapshots)"
+        )
+    store.activate(name, max(kept))

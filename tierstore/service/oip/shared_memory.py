@@ -1,0 +1,314 @@
+"""The protocol's shared memory extensions: tensors in regions that a client on this machine has made.
+
+Any thread may use `Regions`. A region of system memory is read and written through its file, never mapped: a client that
+shrinks its file would end a process that has it mapped, and gets an error here. One of CUDA memory is a client's device
+memory, opened by its IPC handle, and copied from and to. Nothing survives a crash; clients register again.
+
+A client names any object of POSIX shared memory that the service's user may open, hence the setting `allow_client_shm`,
+and the refusal of links and of names that lead elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotFound, Overloaded, TooLarge
+from tierstore.service.plane.tensors import shown
+from tierstore.tiers.device import IPC_HANDLE_BYTES, find_devices, open_ipc
+from tierstore.tiers.device_backend import DeviceError
+
+DIRECTORY = Path("/dev/shm")
+MAX_REGIONS = 1024
+OWN_PREFIX = "tierstore"  # of what this program makes there for itself
+_MAX_NAME = 255
+_DISABLED = "shared memory is not enabled on this server: send the tensor's data in the request, or start it with allow_client_shm"
+
+
+Kind = Literal["system", "cuda"]
+OpenCuda = Callable[[bytes, int, int], "Memory"]  # handle, device, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [offset, offset + nbytes) of a region: where a tensor lies, or may be written."""
+
+    region: str
+    offset: int
+    nbytes: int
+
+
+class Memory(Protocol):
+    """Where a region's bytes are. Errors are InvalidInput: it is the client's."""
+
+    def read(self, at: int, data: npt.NDArray[np.uint8]) -> None: ...
+    def write(self, at: int, data: npt.NDArray[np.uint8]) -> None: ...
+    def close(self) -> None: ...
+
+
+class _File:
+    """System shared memory."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, at: int, data: npt.NDArray[np.uint8]) -> None:
+        got = 0
+        while got < len(data):
+            count = os.preadv(self._descriptor, [data[got:].data], at + got)
+            if not count:
+                raise InvalidInput("it has shrunk since it was registered")
+            got += count
+
+    def write(self, at: int, data: npt.NDArray[np.uint8]) -> None:
+        # one that shrank is not made larger again: its client has other plans for it
+        if self.size < at + len(data):
+            raise InvalidInput("it has shrunk since it was registered")
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._descriptor, data[done:].data, at + done)
+        except OSError as error:
+            raise InvalidInput(f"it cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _Region:
+    """A registered part of an object. `users` and `dropped` are guarded by the registry's lock."""
+
+    def __init__(self, name: str, kind: Kind, offset: int, nbytes: int, memory: Memory, entry: dict[str, Any]) -> None:
+        self.name, self.kind, self.offset, self.nbytes, self.memory = name, kind, offset, nbytes, memory
+        self.document = {"name": name} | entry | {"byte_size": nbytes}
+        self.users = 0
+        self.dropped = False
+
+
+class _Use:
+    """One use of a region; the last one of a region that was dropped closes its file. (A class: a generator costs more.)"""
+
+    __slots__ = ("_lock", "_region")
+
+    def __init__(self, lock: threading.Lock, region: _Region) -> None:
+        self._lock, self._region = lock, region
+
+    def __enter__(self) -> _Region:
+        return self._region
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        region = self._region
+        with self._lock:
+            region.users -= 1
+            if region.dropped and not region.users:
+                region.memory.close()
+
+
+class Regions:
+    """The regions that clients have registered, at most MAX_REGIONS. Where not `enabled`, every use is InvalidInput."""
+
+    def __init__(self, *, enabled: bool, max_read: int, open_cuda: OpenCuda = open_ipc) -> None:
+        # constant after construction
+        self.enabled = enabled
+        self._open_cuda = open_cuda
+        self._max_read = max_read
+        self._lock = threading.Lock()
+        self._regions: dict[str, _Region] = {}  # guarded by _lock
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of regions that a client may register here."""
+        if not self.enabled:
+            return ()
+        return ("system", "cuda") if find_devices()[0] else ("system",)
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def register(self, name: str, key: object, offset: object, nbytes: object) -> None:
+        """Open the object `key` and know its bytes [offset, offset + nbytes) as `name`.
+
+        InvalidInput for a name that is taken, an object that is not there or too small; Overloaded beyond MAX_REGIONS.
+        """
+        self._check_enabled()
+        _check_numbers(name, offset=offset, byte_size=nbytes)
+        assert isinstance(offset, int)
+        assert isinstance(nbytes, int)
+        with self._lock:
+            self._check_room(name)
+        file = _File(_open(name, key))
+        try:
+            if nbytes == 0 or offset + nbytes > file.size:
+                raise InvalidInput(
+                    f"region {shown(name)}: {shown(key)} has {file.size} bytes, expected at least one and all within it; "
+                    f"came offset {offset} and byte_size {nbytes}"
+                )
+            self._add(_Region(name, "system", offset, nbytes, file, {"key": key, "offset": offset}))
+        except BaseException:
+            file.close()
+            raise
+
+    def register_cuda(self, name: str, handle: bytes, device: object, nbytes: object) -> None:
+        """Open a client's device memory by its IPC handle and know its first `nbytes` as `name`.
+
+        Errors as of `register`; InvalidInput too where there is no GPU, or its driver refuses the handle.
+        """
+        self._check_enabled()
+        _check_numbers(name, device_id=device, byte_size=nbytes)
+        assert isinstance(device, int)
+        assert isinstance(nbytes, int)
+        if nbytes == 0 or len(handle) != IPC_HANDLE_BYTES:
+            raise InvalidInput(
+                f"region {shown(name)}: expected a handle of {IPC_HANDLE_BYTES} bytes and a byte_size of at least 1, "
+                f"came {len(handle)} bytes and {nbytes}"
+            )
+        with self._lock:
+            self._check_room(name)
+        try:
+            memory = self._open_cuda(handle, device, nbytes)
+        except (DeviceError, ConfigError, MissingExtra) as error:
+            raise InvalidInput(f"region {shown(name)}: CUDA shared memory cannot be used: {error}") from error
+        try:
+            self._add(_Region(name, "cuda", 0, nbytes, memory, {"device_id": device}))
+        except BaseException:
+            memory.close()
+            raise
+
+    def _add(self, region: _Region) -> None:
+        with self._lock:
+            self._check_room(region.name)
+            self._regions[region.name] = region
+
+    def unregister(self, name: str | None = None, kind: Kind | None = None) -> None:
+        """Forget a region, or all of them (of one kind); one that is not known is none the less forgotten. Requests in
+        progress finish."""
+        with self._lock:
+            names = [each for each in (self._regions if name is None else [name]) if self._is(each, kind)]
+            dropped = [self._regions.pop(each) for each in names]
+            for region in dropped:
+                region.dropped = True
+                if not region.users:
+                    region.memory.close()
+
+    close = unregister
+
+    def _is(self, name: str, kind: Kind | None) -> bool:
+        region = self._regions.get(name)
+        return region is not None and kind in (None, region.kind)
+
+    def status(self, name: str | None = None, kind: Kind = "system") -> list[dict[str, Any]]:
+        """The protocol's entry of one region, or of all of a kind. NotFound for one that is not registered."""
+        self._check_enabled()
+        with self._lock:
+            if name is None:
+                return [region.document for region in self._regions.values() if region.kind == kind]
+            if not self._is(name, kind):
+                raise NotFound(f"no {kind} shared memory region {shown(name)} is registered")
+            return [self._regions[name].document]
+
+    def check(self, span: Span, what: str) -> None:
+        """InvalidInput or NotFound where `span`, of the tensor `what`, is not within a registered region."""
+        with self._lock:
+            self._within(span, what)
+
+    def read(self, span: Span, what: str) -> memoryview:
+        """A copy of the bytes of `span`, which start at an address that suits every datatype."""
+        if span.nbytes > self._max_read:
+            raise TooLarge(f"{what}: takes {span.nbytes} bytes, {self._max_read} are allowed")
+        data = np.empty(span.nbytes, np.uint8)
+        with self._using(span, what) as region:
+            try:
+                region.memory.read(region.offset + span.offset, data)
+            except (InvalidInput, DeviceError) as error:
+                raise InvalidInput(f"{what}: region {shown(region.name)}: {error}") from error
+        return data.data
+
+    def write(self, span: Span, data: npt.NDArray[np.uint8]) -> None:
+        """Write all of `data`, no longer than `span`, to its place."""
+        what = f"{len(data)} bytes of an output"
+        with self._using(span, what) as region:
+            try:
+                region.memory.write(region.offset + span.offset, data)
+            except (InvalidInput, DeviceError) as error:
+                raise InvalidInput(f"{what}: region {shown(region.name)}: {error}") from error
+
+    def _using(self, span: Span, what: str) -> _Use:
+        """`with` this for the region of `span`, whose file stays open for the length of the block."""
+        with self._lock:
+            region = self._within(span, what)
+            region.users += 1
+        return _Use(self._lock, region)
+
+    def _within(self, span: Span, what: str) -> _Region:
+        self._check_enabled()
+        region = self._find(span.region)
+        if span.offset + span.nbytes > region.nbytes:
+            raise InvalidInput(
+                f"{what}: bytes {span.offset} to {span.offset + span.nbytes} are beyond the {region.nbytes} bytes of region {shown(region.name)}"
+            )
+        return region
+
+    def _find(self, name: str) -> _Region:
+        region = self._regions.get(name)
+        if region is None:
+            raise NotFound(f"no shared memory region {shown(name)} is registered")
+        return region
+
+    def _check_enabled(self) -> None:
+        if not self.enabled:
+            raise InvalidInput(_DISABLED)
+
+    def _check_room(self, name: str) -> None:
+        if name in self._regions:
+            raise InvalidInput(f"region {shown(name)} is registered already; unregister it first")
+        if len(self._regions) >= MAX_REGIONS:
+            raise Overloaded(f"{MAX_REGIONS} regions are registered already; unregister some")
+
+
+def _check_numbers(name: str, **numbers: object) -> None:
+    if not name or len(name) > _MAX_NAME:
+        raise InvalidInput(f"a region's name has 1 to {_MAX_NAME} characters, came {shown(name)}")
+    for what, value in numbers.items():
+        if type(value) is not int or value < 0:
+            expected = "a device's number" if what == "device_id" else "a number of bytes"
+            raise InvalidInput(f"region {shown(name)}: {what} is {shown(value)}, expected {expected}")
+
+
+def _open(name: str, key: object) -> int:
+    """A descriptor of the shared memory object `key`: a plain file right under DIRECTORY, no link, not one of our own."""
+    if not isinstance(key, str):
+        raise InvalidInput(f"region {shown(name)}: key is {shown(key)}, expected the name of a shared memory object")
+    file = key.lstrip("/")  # as shm_open does
+    if not file or "/" in file or "\0" in file or file in (".", "..") or len(file.encode(errors="replace")) > _MAX_NAME:
+        raise InvalidInput(
+            f"region {shown(name)}: key {shown(key)} is not the plain name of a shared memory object, such as /input"
+        )
+    if file.startswith(OWN_PREFIX):
+        raise InvalidInput(f"region {shown(name)}: names that begin with {OWN_PREFIX!r} are this server's own")
+    try:
+        descriptor = os.open(DIRECTORY / file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (OSError, UnicodeEncodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not valid text"
+        raise InvalidInput(
+            f"region {shown(name)}: shared memory object {shown(key)} cannot be opened: {reason}"
+        ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidInput(f"region {shown(name)}: {shown(key)} is not a shared memory object")
+    return descriptor

@@ -1,0 +1,247 @@
+"""Look-ups and predictions in the protocol's words, over any transport: named tensors in, named arrays out.
+
+One request is one view, so all its answers, rows and scores, are of one version and one moment. What a request asks
+(`Request`) stands apart from its data, and what follows from it (`Plan`, see `plan.py`) is kept with it, so that
+requests which differ in their data alone are checked and planned once. `DataPlane` keeps no state of a request; any
+number of threads may call it. What a client sends wrong is InvalidInput, NotFound, NotReady or TooLarge, and nothing
+else.
+
+    input                 datatype                     shape
+    <feature>             INT64, UINT64 or BYTES       [n] or [batch, k]
+    <feature>.offsets     INT64                        [bags]   the keys are [n] then
+    <feature>.weights     FP32                         that of the keys
+    <the dense part's>    its own                      its own
+
+    output                datatype                     shape
+    <feature>             FP32 or FP16                 [n, dim], [batch, k, dim]; pooled: [bags | batch | n, dim]
+    <feature>.found       BOOL                         that of the keys
+    <the dense part's>    its own                      its own
+
+A feature with a combiner, its own or one that the request names, is pooled: a bag an offset, a bag a row of [batch, k],
+or n bags of one. Inputs of the dense part that are named like a feature are its rows, looked up where the graph reads
+them. Default outputs are the dense part's where one is served, else every feature given.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
+from tierstore.predict.session import Slot
+from tierstore.service.plane.bags import parts_of
+from tierstore.service.plane.plan import ANSWERS, Call, Elsewhere, Lookup, Plan, Request, View
+from tierstore.service.plane.planning import make_plan, raw_input
+from tierstore.service.plane.tensors import BYTES, Elements, shown
+from tierstore.types import NAME
+
+Asked: TypeAlias = Request | memoryview | Callable[[View], Request]
+
+
+class Inference:
+    """One request under way: holds a view from `open` to `close`. One thread at a time.
+
+    `lookup_ns` and `dense_ns` are what it has spent so far in look-ups and in the dense part.
+    """
+
+    __slots__ = (
+        "_given",
+        "_lease",
+        "_lookups",
+        "_max_response",
+        "_slot",
+        "_view",
+        "arrays",
+        "dense_ns",
+        "lookup_ns",
+        "plan",
+        "raw",
+    )
+
+    def __init__(self, lease: Any, request: Asked, max_response: int) -> None:
+        self._lease, self._max_response = lease, max_response
+        self._lookups: list[tuple[Call, Lookup]] = []
+        self._slot: Slot | None = None
+        self._given: dict[str, npt.NDArray[Any]] = {}
+        self.lookup_ns = self.dense_ns = 0
+        self.arrays: list[Any] = []
+        self.raw: Elements = None  # the keys of a raw body
+        self._view: View = lease.__enter__()
+        try:
+            if isinstance(request, memoryview):
+                if self._view.predictor is None and self._view.dense_elsewhere:
+                    raise Elsewhere
+                spec, self.raw = raw_input(self._view, request)
+                request = Request([spec], [])
+            elif not isinstance(request, Request):
+                request = request(self._view)
+            plan = self.plan = _planned(self._view, request)
+            if plan.work_bytes > max_response:
+                raise TooLarge(
+                    f"the look-up takes {plan.work_bytes} bytes of rows, {max_response} are allowed: split it, or raise max_response"
+                )
+        except BaseException as error:
+            lease.__exit__(None, None, None)
+            if isinstance(error, TierstoreError):
+                error.version = self._view.version
+            raise
+
+    def __enter__(self) -> Inference:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, TierstoreError) and error.version is None:
+            error.version = self.version
+        self.close()
+
+    def close(self) -> None:
+        """Leave the view."""
+        self._lease.__exit__(None, None, None)
+
+    @property
+    def version(self) -> int:
+        """The version that answers."""
+        return self.plan.version
+
+    def begin(self, elements: Sequence[Elements], arrays: list[Any]) -> bool:
+        """Answer from memory what it can, without waiting. True if that was all, so that `finish` will not wait either.
+
+        `elements` are the request's inputs; `arrays` one of each planned output's shape and dtype, C-contiguous, or
+        None where it is not `fixed`: that one is put there by `finish`.
+        """
+        began_ns = time.perf_counter_ns()
+        self.arrays = arrays
+        checked = [(call, *parts_of(call, elements)) for call in self.plan.calls]
+        dense = self.plan.dense
+        if dense is not None:
+            assert self._view.predictor is not None
+            for tensor, place in dense.given:
+                self._given[tensor.name] = _own_array(tensor.name, tensor.datatype, elements[place])
+            hidden = [call.feature.name for call in self.plan.calls if call.hidden]
+            self._slot = self._view.predictor.take(dense.run, hidden)
+        for call, offsets, weights in checked:
+            options: dict[str, Any] = {}
+            if call.feeds is not None or call.rows:
+                out, options["dtype"] = self._target(call)
+                shape = math.prod(call.lead), call.table.dim
+                options["out"] = out if out.shape == shape else out.reshape(shape)
+                if call.pooled:
+                    options["offsets"] = call.starts() if offsets is None else offsets
+                    options["weights"] = weights
+                    options["combiner"] = call.combiner
+            elif not call.found:
+                continue
+            self._lookups.append((call, self._view.begin(call.feature.name, elements[call.keys], **options)))
+        self.lookup_ns += time.perf_counter_ns() - began_ns
+        return dense is None and not any(lookup.pending for _, lookup in self._lookups)
+
+    def _target(self, call: Call) -> tuple[npt.NDArray[Any], str]:
+        """Where a call's rows go, and as what."""
+        if call.feeds is not None and call.hidden:
+            assert self._slot is not None
+            return self._slot.arrays[call.feature.name], call.feeds.dtype
+        place = call.rows[0]
+        out: npt.NDArray[Any] = self.arrays[place]
+        if call.feeds is not None:
+            self._given[call.feature.name] = out  # read by the graph where it will be answered from
+        return out, ANSWERS[self.plan.specs[place].datatype]
+
+    def finish(self) -> None:
+        """Read the rest from disk, run the dense part, and complete the arrays."""
+        began_ns = time.perf_counter_ns()
+        for call, lookup in self._lookups:
+            lookup.finish()
+            if call.found:
+                self.arrays[call.found[0]].reshape(-1)[:] = lookup.found
+            if call.hidden and call.rows:  # asked for in another dtype than the graph reads
+                out = self.arrays[call.rows[0]]
+                with np.errstate(over="ignore"):
+                    out[...] = self._target(call)[0].reshape(out.shape)
+        looked_up_ns = time.perf_counter_ns()
+        self.lookup_ns += looked_up_ns - began_ns
+        dense, session, slot = self.plan.dense, self._view.predictor, self._slot
+        if dense is not None:
+            assert session is not None
+            assert slot is not None
+            came = session.run(dense.run, slot, self._given, [self.arrays[place] for place in dense.places])
+            session.give(slot)
+            for place, array in zip(dense.places, came, strict=True):
+                self.arrays[place] = array
+            self._check_size(dense.places)
+            self.dense_ns += time.perf_counter_ns() - looked_up_ns
+
+    def _check_size(self, places: list[int]) -> None:
+        late = [self.arrays[place].nbytes for place in places if not self.plan.specs[place].fixed]
+        total = self.plan.work_bytes + sum(late)
+        if late and total > self._max_response:
+            raise TooLarge(
+                f"the answer takes {total} bytes, {self._max_response} are allowed: split the request, or raise max_response"
+            )
+
+
+def _own_array(name: str, datatype: str, elements: Elements) -> npt.NDArray[Any]:
+    """The elements of a dense part's own input as its session takes them."""
+    if datatype != BYTES:
+        array: npt.NDArray[Any] = elements
+        return array
+    try:
+        texts: npt.NDArray[Any] = elements.cast(pa.large_string()).to_numpy(zero_copy_only=False)
+    except pa.ArrowException as error:
+        raise InvalidInput(f"input {name!r}: the dense part's strings are UTF-8: {error}") from error
+    return texts
+
+
+class DataPlane:
+    """Look-ups for the transports. `store` is the engine's; `max_response` bounds an answer and the rows behind it."""
+
+    def __init__(self, store: Any, *, max_response: int) -> None:
+        self._store = store
+        self._max_response = max_response
+
+    def model(self, name: str) -> Any:
+        """The engine's model. NotFound for a name that none has or can have."""
+        if NAME.fullmatch(name) is None:
+            raise NotFound(f"unknown model {shown(name)}")
+        return self._store.model(name)
+
+    def splits(self, model: str) -> bool:
+        """Whether requests that name no version go to more than one: then it is worth the while to look for a `route`."""
+        return self.model(model).served.canary is not None
+
+    def open(
+        self,
+        model: str,
+        version: int | str | None,
+        request: Asked,
+        *,
+        route: bytes | str | None = None,
+    ) -> Inference:
+        """Begin a request: hold its view, until `Inference.close`, and plan it.
+
+        `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the request
+        for the view that will answer it. `version` is a number, a label, or None: then the active version answers or, as
+        its share says, the canary, the same one for equal `route`s. An error tells by its `version` which one had been
+        chosen.
+        """
+        return Inference(self.model(model).view(version, route), request, self._max_response)
+
+
+def _planned(view: View, request: Request) -> Plan:
+    """The request's plan under the view's version: one that it has, or a new one."""
+    plan = request.plan
+    if plan is not None and plan.fits(view):
+        return plan
+    other = request.other_plan
+    if other is None or not other.fits(view):
+        other = make_plan(view, request)
+    request.plan, request.other_plan = other, plan
+    return other

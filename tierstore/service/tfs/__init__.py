@@ -1,0 +1,1 @@
+"""TensorFlow Serving's words, over any transport: signatures, requests, answers, model status."""

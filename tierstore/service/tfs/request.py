@@ -1,0 +1,68 @@
+"""TensorFlow Serving's predict requests as requests of the data plane, whichever of its two interfaces they came over.
+
+Both name their inputs, so their order means nothing: a request is known by its tensors in the order of their names,
+whatever order they came in. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tierstore.errors import InvalidInput
+from tierstore.service.plane.known import KNOWN_BYTES, KnownRequests
+from tierstore.service.plane.plan import OutputSpec, Request, RequestedOutput, View
+from tierstore.service.plane.tensors import Elements, TensorSpec
+from tierstore.service.tfs.signature import DEFAULT, LOOKUP_HALF, listed
+from tierstore.types import FeatureSpec
+
+Tensor = tuple[TensorSpec, Elements]
+
+
+def request_of(
+    known: KnownRequests,
+    model: str,
+    view: View,
+    signature: str,
+    tensors: Iterable[Tensor],
+    picked: Sequence[str] | None,
+) -> tuple[Request, list[Elements]]:
+    """(what is asked, with the plan of the request before that asked the same; the elements of its inputs).
+
+    `picked` are the outputs that the request names, if it names any.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor[0].name)
+    inputs = [spec for spec, _ in ordered]
+    outputs = _requested(view.features, signature, [spec.name for spec in inputs], picked)
+    given = tuple((spec.name, spec.datatype, spec.shape) for spec in inputs)
+    key = ("tfs", model, given, tuple((output.name, output.datatype) for output in outputs))
+    request: Request | None = known.find(key)
+    if request is None:
+        request = Request(inputs, outputs)
+        names = [spec.name for spec in inputs] + [output.name for output in outputs]
+        if sum(map(len, names)) <= KNOWN_BYTES:
+            known.keep(key, request)
+    return request, [elements for _, elements in ordered]
+
+
+def room_for(specs: Sequence[OutputSpec]) -> list[Any]:
+    """An array for each output, None where its shape will be known only later."""
+    return [np.empty(spec.shape, spec.dtype) if spec.fixed else None for spec in specs]
+
+
+def _requested(
+    features: dict[str, FeatureSpec], signature: str, inputs: Sequence[str], picked: Sequence[str] | None
+) -> list[RequestedOutput]:
+    """The outputs to ask for, in the order of their names; none for the default ones."""
+    if picked:
+        names: Iterable[str] = picked
+    elif signature == DEFAULT:
+        return []
+    else:
+        names = [name for name in inputs if name in features]
+        if not names:
+            raise InvalidInput(f"signature {signature!r} answers vectors; expected keys of {listed(features)}")
+    half = "FP16" if signature == LOOKUP_HALF else None
+    return [RequestedOutput(name, half if name in features else None) for name in sorted(names)]
