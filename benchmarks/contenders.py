@@ -124,9 +124,12 @@ class Tierstore:
     def session(self) -> Lookup:
         publisher = self._publisher
 
-        def lookup(keys: Positions, out: np.ndarray) -> None:
-            with Lease(publisher) as view:
+        def lookup(keys: Positions, out: np.ndarray) -> None:  # as `Model.lookup`
+            view = publisher.enter()
+            try:
                 view.lookup(FEATURE, keys, out=out)
+            finally:
+                publisher.leave(view)
 
         return lookup
 

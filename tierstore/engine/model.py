@@ -68,8 +68,14 @@ class Model(Switching):
         **options: Any,
     ) -> Any:
         """`View.lookup` on the view that `view(version, route)` gives."""
-        with self.view(version, route) as view:
+        if isinstance(version, int):
+            self._info(version)
+        publisher = self._serving.publisher
+        view = publisher.enter(version, route)
+        try:
             return view.lookup(feature, keys, **options)
+        finally:
+            publisher.leave(view)
 
     def lookup_bags(
         self,

@@ -25,7 +25,8 @@ from tierstore.tiers.device_lookup import Bags
 from tierstore.types import Combiner, FeatureSpec, Keys, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
-ANSWER_DTYPES = {"float32": np.float32, "float16": np.float16}
+_ANSWER_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+_STATE = np.dtype(np.uint8)
 
 
 class View:
@@ -115,9 +116,17 @@ class View:
         if device not in (None, "cpu"):
             vectors, found = self._on_device(device, feature, keys, dtype=dtype, out=out)
             return (vectors, found) if return_found else vectors
-        work = self.begin(feature, keys, dtype=dtype, out=out)
-        answer = work.finish()
-        return (answer, work.found) if return_found else answer
+        spec, table = self._feature(feature)
+        if spec.padding_key is not None:
+            work = self.begin(feature, keys, dtype=dtype, out=out)
+            answer = work.finish()
+            return (answer, work.found) if return_found else answer
+        # the same at once, because a look-up of few keys would notice the steps
+        codes = as_codes(keys, table.spec.key)
+        answer = _answer((len(codes), table.spec.dim), dtype, out)
+        state = np.zeros(len(codes), _STATE)
+        table.lookup(self._by_table[spec.table], self.seq, codes, answer, state)
+        return (answer, state != _ABSENT) if return_found else answer
 
     def lookup_bags(
         self,
@@ -308,7 +317,7 @@ class Lookup:
 
 
 def _dtype(dtype: str) -> Any:
-    wanted = ANSWER_DTYPES.get(dtype)
+    wanted = _ANSWER_DTYPES.get(dtype)
     if wanted is None:
         raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")
     return wanted
@@ -318,7 +327,8 @@ def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:
     wanted = _dtype(dtype)
     if out is None:
         return np.empty(shape, wanted)
-    if out.shape != shape or out.dtype != wanted or not out.flags.c_contiguous or not out.flags.writeable:
+    flags = out.flags
+    if out.shape != shape or out.dtype != wanted or not flags.c_contiguous or not flags.writeable:
         raise InvalidInput(
             f"out: expected a writable C-contiguous {dtype} array of shape {shape}, came {out.dtype} of shape {out.shape}"
         )
