@@ -117,8 +117,15 @@ class Table:
             self._read_disk(seq, keys, pending, out, state)
         if self.offer is not None:
             self.offer(keys[state == _HOST])
+        self.count(state, settled)
+
+    def count(self, state: States, settled: int) -> None:
+        """Count keys by the tiers that answered them; `settled` of those that are ABSENT were not looked up."""
+        if not settled and (state == _HOST).all():
+            self.counts.add_host(len(state))
+            return
         counts = np.bincount(state, minlength=len(Tier))
-        counts[Tier.ABSENT] -= settled  # padding keys are no look-up
+        counts[Tier.ABSENT] -= settled
         self.counts.add(counts)
 
     def _all_from_host(self, keys: Keys) -> None:

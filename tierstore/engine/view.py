@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from tierstore.engine.device_answers import answer_on_device, devices_of
+from tierstore.engine.looking import BagLookup, Lookup
 from tierstore.engine.overlay import Overlay, OverlayTable
 from tierstore.engine.predicting import predict
 from tierstore.engine.table import Table
 from tierstore.engine.version import Version
 from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
 from tierstore.formats.keys import as_codes
-from tierstore.kernels.pool import check_offsets, pool_bags
+from tierstore.kernels.pool import check_offsets
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device_lookup import Bags
@@ -198,24 +199,23 @@ class View:
         combiner: str | None = None,
         dtype: str = "float32",
         out: Vectors | None = None,
-    ) -> Lookup:
+    ) -> Lookup | BagLookup:
         """Start a look-up, pooled if `offsets` are given: what memory can answer is answered, without waiting.
 
         Arguments and errors as for `lookup` and `lookup_bags`. The view must be held until `Lookup.finish`.
         """
         spec, table = self._feature(feature)
         codes = as_codes(keys, table.spec.key)
-        bags = None
-        if offsets is None:
-            rows = answer = _answer((len(codes), table.spec.dim), dtype, out)
-        else:
-            how = self._combiner(spec, combiner)
-            starts = check_offsets(offsets, len(codes))
-            bags = (starts, None if weights is None else _weights(weights, len(codes)), how)
-            answer = _answer((len(starts), table.spec.dim), dtype, out)
-            rows = np.empty((len(codes), table.spec.dim), np.float32)
         padding = None if spec.padding_key is None else codes == self._version.padding[feature]
-        return Lookup(table, self._by_table[spec.table], self.seq, codes, rows, padding, answer, bags)
+        overlays = self._by_table[spec.table]
+        if offsets is None:
+            rows = _answer((len(codes), table.spec.dim), dtype, out)
+            return Lookup(table, overlays, self.seq, codes, rows, padding)
+        how = self._combiner(spec, combiner)
+        starts = check_offsets(offsets, len(codes))
+        bags = (starts, None if weights is None else _weights(weights, len(codes)), how)
+        answer = _answer((len(starts), table.spec.dim), dtype, out)
+        return BagLookup(table, overlays, self.seq, codes, padding, answer, bags)
 
     def _on_device(
         self, device: str, feature: str, keys: Any, *, dtype: str, out: Vectors | None, **bag: Any
@@ -256,64 +256,6 @@ class View:
             return Combiner(asked)
         except ValueError:
             raise InvalidInput(f"combiner {asked!r} is not known: use 'sum', 'mean' or 'sqrtn'") from None
-
-
-class Lookup:
-    """A look-up under way, made by `View.begin`. One thread at a time; another one may finish it."""
-
-    __slots__ = ("_answer", "_bags", "_codes", "_left", "_padding", "_rows", "_seq", "_settled", "_state", "_table")
-
-    def __init__(
-        self,
-        table: Table,
-        overlays: tuple[OverlayTable, ...],
-        seq: int,
-        codes: Keys,
-        rows: Vectors,
-        padding: np.ndarray | None,
-        answer: Vectors,
-        bags: tuple[np.ndarray, np.ndarray | None, Combiner] | None,
-    ) -> None:
-        self._table, self._seq, self._codes, self._rows, self._answer, self._bags = (
-            table,
-            seq,
-            codes,
-            rows,
-            answer,
-            bags,
-        )
-        self._state = np.zeros(len(codes), np.uint8)
-        self._padding = None
-        self._settled = 0
-        if padding is not None and padding.any():
-            self._padding, self._settled = padding, int(np.count_nonzero(padding))
-            rows[padding] = 0
-            self._state[padding] = Tier.ABSENT
-        self._left = table.probe(overlays, codes, rows, self._state)
-
-    @property
-    def pending(self) -> bool:
-        """Whether rows are left that only the disk tier can answer: then `finish` waits for it."""
-        return bool(self._left.size)
-
-    @property
-    def found(self) -> np.ndarray:
-        """bool[n], False where the table's default was answered. After `finish`."""
-        found: np.ndarray = self._state != _ABSENT
-        return found
-
-    def finish(self) -> Vectors:
-        """The answer, complete: vectors [n, dim], or [bags, dim]. To be called once."""
-        self._table.finish(self._seq, self._codes, self._left, self._rows, self._state, self._settled)
-        if self._bags is not None:
-            starts, weights, how = self._bags
-            rows: np.ndarray = self._rows
-            counts = None if self._padding is None else ~self._padding
-            if self._answer.dtype == np.float32:
-                pool_bags(rows, starts, weights, counts, how, self._answer)  # type: ignore[arg-type]
-            else:
-                self._answer[:] = pool_bags(rows, starts, weights, counts, how)
-        return self._answer
 
 
 def _dtype(dtype: str) -> Any:

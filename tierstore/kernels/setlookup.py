@@ -4,7 +4,7 @@ Any number of threads may run these at any time, without a lock and without the 
 (`setwrite`). They are told where a table lies by addresses (`WHERE`), because a batch of few keys would notice a dozen
 arrays being taken apart; the caller keeps the mapping for as long as they run.
 
-**Four stages a key**, `_AHEAD` keys apart, so that memory answers while others are worked on: ask for the line; find
+**Four stages a key**, `AHEAD` keys apart, so that memory answers while others are worked on: ask for the line; find
 the key in it and ask for the row; for the few that lie in another line of the set, do that there; copy and check.
 What a stage leaves for the next is kept in a ring on the stack: for each key its line (and its place there in the low
 bits), where its row is, and the version that the line had when the key was found.
@@ -56,18 +56,24 @@ WORDS = DEFAULT_AT + 1
 WHERE = types.Array(types.int64, 1, "C")
 AS_STORED = 8  # instead of 0 for float32 and 1 for float16: rows are answered as they are stored
 
-_AHEAD = 16  # keys between the stages
+AHEAD = 16  # keys between the stages
 _RING = 64  # at least three stages and the key itself; a power of two
-_RING_BYTES = 8 * _RING
+RING_BYTES = 8 * _RING
 _TRIES = 64  # of a reader against a writer
 _PREFETCH_BYTES = 512  # of a row; the hardware follows from there
-_SKIP, _ELSEWHERE = -1, 0  # instead of a row: not asked for, not in its home line
+SKIP, _ELSEWHERE = -1, 0  # instead of a row: not asked for, not in its home line
 
 _PENDING = int(Tier.PENDING)
 _HOST = int(Tier.HOST)
 _ABSENT = int(Tier.ABSENT)
-_STATES = types.Array(types.uint8, 1, "C")
-_FLOATS = types.Array(types.float32, 2, "C")
+STATES = types.Array(types.uint8, 1, "C")
+FLOATS = types.Array(types.float32, 2, "C")
+
+
+@nb.njit(inline="always")
+def known(words):  # type: ignore[no-untyped-def]
+    """The words as values: what is in memory would be read again after every store."""
+    return words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8]
 
 
 @nb.njit(inline="always")
@@ -177,7 +183,7 @@ def _search(where, geometry, epoch, key, out_code, target, out_bytes, default): 
 
 
 @nb.njit
-def _ask_for_lines(where, geometry, keys, begin, end, lines):  # type: ignore[no-untyped-def]
+def ask_for_lines(where, geometry, keys, begin, end, lines):  # type: ignore[no-untyped-def]
     """Stage 1 of keys [begin, end)."""
     lines_at, sets_per_region = where[LINES_AT], where[SETS_PER_REGION]
     for i in range(begin, end):
@@ -203,13 +209,13 @@ def _find_in(where, line, key, at, lines, rows, versions):  # type: ignore[no-un
 
 
 @nb.njit
-def _find_at_home(where, keys, state, begin, end, lines, rows, versions):  # type: ignore[no-untyped-def]
+def find_at_home(where, keys, state, begin, end, lines, rows, versions):  # type: ignore[no-untyped-def]
     """Stage 2. Returns whether keys were not there."""
     elsewhere = False
     for i in range(begin, end):
         at = i & (_RING - 1)
         if load_u8(state, i) != _PENDING:
-            store_u64(rows, at, nb.uint64(_SKIP))
+            store_u64(rows, at, nb.uint64(SKIP))
             continue
         line = nb.int64(load_u64(lines, at))
         if _find_in(where, line, nb.int64(load_u64(keys, i)), at, lines, rows, versions):
@@ -225,7 +231,7 @@ def _find_at_home(where, keys, state, begin, end, lines, rows, versions):  # typ
 
 
 @nb.njit
-def _find_elsewhere(where, keys, begin, end, lines, rows, versions):  # type: ignore[no-untyped-def]
+def find_elsewhere(where, keys, begin, end, lines, rows, versions):  # type: ignore[no-untyped-def]
     """Stage 3."""
     for i in range(begin, end):
         at = i & (_RING - 1)
@@ -240,55 +246,61 @@ def _find_elsewhere(where, keys, begin, end, lines, rows, versions):  # type: ig
             away &= away - nb.uint32(1)
 
 
-@nb.njit(types.int64(WHERE, KEYS, _STATES, types.int64, types.int64, types.int64), nogil=True, cache=True)
-def lookup(where, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
+@nb.njit(inline="always")
+def answer(where, geometry, epoch, keys, i, out_code, target, out_bytes, whole, default, lines, rows, versions):  # type: ignore[no-untyped-def]
+    """Stage 4 of key `i`: its row to address `target`. Returns its state, or SKIP if it was not asked for."""
+    at = i & (_RING - 1)
+    row = nb.int64(load_u64(rows, at))
+    if row == SKIP:
+        return SKIP
+    if row != _ELSEWHERE:
+        line = nb.int64(load_u64(lines, at))
+        place, line = line & 63, line & ~63
+        version = nb.int64(load_u64(versions, at))
+        if whole:
+            for offset in range(0, out_bytes, 64):
+                copy_line(target + offset, row + offset)
+        else:
+            _copy(where, out_code, row, target, out_bytes)
+        fence_acquire()
+        head = relaxed_i64(line)
+        if head & 0xFFFFFFFF == version and version & 1 == 0:
+            _count_hit(line, place, head)
+            return _HOST
+    return _search(where, geometry, epoch, nb.int64(load_u64(keys, i)), out_code, target, out_bytes, default)
+
+
+@nb.njit(types.int64(WHERE, KEYS, STATES, types.int64, types.int64, types.int64), nogil=True, cache=True)
+def lookup(words, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
     """Answer what is here among the keys whose state is PENDING: rows with HOST, absent keys with ABSENT.
 
     `out` is the address of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED, `default` that of
     one such row. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were answered with HOST.
     """
-    n = keys.size
+    where, n = known(words), keys.size
     out_bytes = where[ROW_BYTES] if out_code == AS_STORED else where[DIM] * (4 >> out_code)
-    whole_lines = out_code == where[CODE] and out_bytes & 63 == 0
+    whole = out_code == where[CODE] and out_bytes & 63 == 0  # lines of 64 bytes, which are copied in registers
     epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
     geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
     keys_at, state_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data)
-    lines, rows, versions = stack_bytes(_RING_BYTES), stack_bytes(_RING_BYTES), stack_bytes(_RING_BYTES)
+    lines, rows, versions = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
     hits = 0
-    for step in range(0, n + 3 * _AHEAD, _AHEAD):
-        _ask_for_lines(where, geometry, keys_at, step, min(step + _AHEAD, n), lines)
-        begin = step - _AHEAD
+    for step in range(0, n + 3 * AHEAD, AHEAD):
+        ask_for_lines(where, geometry, keys_at, step, min(step + AHEAD, n), lines)
+        begin = step - AHEAD
         if begin >= 0:
-            _find_at_home(where, keys_at, state_at, begin, min(step, n), lines, rows, versions)
-        begin -= _AHEAD
+            find_at_home(where, keys_at, state_at, begin, min(step, n), lines, rows, versions)
+        begin -= AHEAD
         if begin >= 0:
-            _find_elsewhere(where, keys_at, begin, min(begin + _AHEAD, n), lines, rows, versions)
-        begin -= _AHEAD
-        for i in range(max(begin, 0), min(begin + _AHEAD, n)):
-            at = i & (_RING - 1)
-            row = nb.int64(load_u64(rows, at))
-            if row == _SKIP:
-                continue
-            target = out + i * out_bytes
-            line = nb.int64(load_u64(lines, at))
-            place, line = line & 63, line & ~63
-            if row != _ELSEWHERE:
-                version = nb.int64(load_u64(versions, at))
-                if whole_lines:
-                    for offset in range(0, out_bytes, 64):
-                        copy_line(target + offset, row + offset)
-                else:
-                    _copy(where, out_code, row, target, out_bytes)
-                fence_acquire()
-                head = relaxed_i64(line)
-                if head & 0xFFFFFFFF == version and version & 1 == 0:
-                    _count_hit(line, place, head)
-                    store_u8(state_at, i, nb.uint8(_HOST))
-                    hits += 1
-                    continue
-            answer = _search(where, geometry, epoch, nb.int64(load_u64(keys_at, i)), out_code, target, out_bytes, default)
-            store_u8(state_at, i, nb.uint8(answer))
-            hits += answer == _HOST
+            find_elsewhere(where, keys_at, begin, min(begin + AHEAD, n), lines, rows, versions)
+        begin -= AHEAD
+        for i in range(max(begin, 0), min(begin + AHEAD, n)):
+            of_key = answer(
+                where, geometry, epoch, keys_at, i, out_code, out + i * out_bytes, out_bytes, whole, default, lines, rows, versions
+            )
+            if of_key != SKIP:
+                store_u8(state_at, i, nb.uint8(of_key))
+                hits += of_key == _HOST
     fence_acquire()
     if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:  # rather than at each key: it changes only with the size
         for i in range(n):
@@ -298,7 +310,7 @@ def lookup(where, keys, state, out_code, out, default):  # type: ignore[no-untyp
     return hits
 
 
-@nb.njit(types.int64(WHERE, KEYS, _STATES, _FLOATS), nogil=True, cache=True)
+@nb.njit(types.int64(WHERE, KEYS, STATES, FLOATS), nogil=True, cache=True)
 def lookup_float32(where, keys, state, out):  # type: ignore[no-untyped-def]
     """`lookup` into a float32 array [n, dim]; -1 if the sizes do not fit, and nothing is done."""
     if out.shape[0] != keys.size or out.shape[1] != where[DIM] or state.size != keys.size:

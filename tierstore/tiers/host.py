@@ -21,11 +21,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.errors import ConfigError
-from tierstore.kernels import setlookup, setresize, setwrite
+from tierstore.kernels import setlookup, setpool, setresize, setwrite
 from tierstore.kernels.codec import out_code
 from tierstore.kernels.heat import POLICY_BYTES
+from tierstore.kernels.pool import combiner_code
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENTS,
@@ -38,13 +40,14 @@ from tierstore.kernels.setcache import (
     Areas,
 )
 from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
-from tierstore.types import Keys, Rows, States, TableSpec, Vectors
+from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
 _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
 _CHUNK_BYTES = 1 << 20  # and of sets, their bytes
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
 _FLOAT32 = np.dtype(np.float32)
+_NO_WEIGHTS = np.empty(0, np.float32)
 _HAND_OVER_S = 50e-6  # a thread that waits for the lock wakes in this time; without it, who releases takes it again
 
 
@@ -130,6 +133,23 @@ class _Reader:
         half = out_code(out)
         keys = np.ascontiguousarray(keys)
         return int(setlookup.lookup(self._where, keys, state, half, _address(out), _address(self._defaults[half])))
+
+    def pool(
+        self, keys: Keys, starts: Keys, weights: npt.NDArray[np.float32] | None, combiner: Combiner, out: Vectors, state: States
+    ) -> npt.NDArray[np.uint8] | None:
+        """Pool the bags of which all keys are here: which are left, uint8[bags]; None if nothing came of it.
+
+        `keys` int64[n], `starts` int64[bags] as `check_offsets` returns them, `weights` float32[n] or None, `out`
+        float32 [bags, dim], `state` uint8[n], all contiguous. Keys whose state is not PENDING contribute nothing; the
+        state of the others becomes HOST, ABSENT or stays. Counts heat.
+        """
+        areas = self._areas  # keeps the mapping until this returns
+        if areas is None:
+            return None
+        left = np.zeros(len(starts), np.uint8)
+        given = _NO_WEIGHTS if weights is None else weights
+        code = combiner_code(combiner)
+        return left if setpool.pool(self._where, keys, state, starts, given, code, out, left) >= 0 else None
 
     def stored(self, keys: Keys) -> tuple[Rows, States]:
         """(rows uint8[n, row_bytes], states) of keys as they are stored: HOST for what is here. Counts heat."""
