@@ -66,7 +66,7 @@ class BagLookup:
     looked up and then pooled; so are all bags of a table that deltas lie over, or that the device tier holds too.
     """
 
-    __slots__ = ("_answer", "_pooled", "_rest", "_settled", "_state", "_table")
+    __slots__ = ("_answer", "_hits", "_pooled", "_rest", "_settled", "_state", "_table")
 
     def __init__(
         self,
@@ -87,14 +87,16 @@ class BagLookup:
         self._state = np.zeros(len(codes), np.uint8)
         if padding is not None:
             self._state[padding] = _ABSENT
-        left = None
-        if not overlays and table.device is None and table.host is not None:
-            left = table.host.pool(codes, *bags, self._pooled, self._state)
         self._settled = 0 if padding is None else int(np.count_nonzero(padding))
         self._rest: _Rest | None = None
-        if left is None or left.any():
-            which = np.arange(len(answer)) if left is None else np.flatnonzero(left)
-            self._rest = _Rest(table, overlays, seq, codes, padding, bags, which)
+        self._hits = -1
+        left = np.zeros(len(answer), np.uint8)
+        if not overlays and table.device is None and table.host is not None:
+            self._hits = table.host.pool(codes, *bags, self._pooled, self._state, left)
+        if self._hits < 0:
+            left[:] = 1
+        if self._hits < len(codes) and left.any():
+            self._rest = _Rest(table, overlays, seq, codes, padding, bags, np.flatnonzero(left))
 
     @property
     def pending(self) -> bool:
@@ -110,7 +112,9 @@ class BagLookup:
     def finish(self) -> Vectors:
         """The answer, complete: vectors [bags, dim]. To be called once."""
         rest, state = self._rest, self._state
-        if rest is None:
+        if self._hits == len(state):
+            self._table.counts.add_host(len(state))
+        elif rest is None:
             self._table.count(state, self._settled)
         else:
             self._pooled[rest.which] = rest.finish()

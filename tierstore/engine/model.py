@@ -19,6 +19,7 @@ from tierstore.engine.replay import catch_up
 from tierstore.engine.served import STABLE, Served
 from tierstore.engine.switching import DRAIN_S, Shared, Switching
 from tierstore.engine.version import Version, VersionInfo
+from tierstore.engine.view import View
 from tierstore.errors import (
     Conflict,
     DeltaError,
@@ -58,6 +59,13 @@ class Model(Switching):
             self._info(version)
         return Lease(self._serving.publisher, version, route)
 
+    def _enter(self, version: int | str | None, route: bytes | str | None) -> tuple[View, Publisher]:
+        """What entering `view(version, route)` does, in fewer steps; the caller leaves the view."""
+        if isinstance(version, int):
+            self._info(version)
+        publisher = self._serving.publisher
+        return publisher.enter(version, route), publisher
+
     def lookup(
         self,
         feature: str,
@@ -68,10 +76,7 @@ class Model(Switching):
         **options: Any,
     ) -> Any:
         """`View.lookup` on the view that `view(version, route)` gives."""
-        if isinstance(version, int):
-            self._info(version)
-        publisher = self._serving.publisher
-        view = publisher.enter(version, route)
+        view, publisher = self._enter(version, route)
         try:
             return view.lookup(feature, keys, **options)
         finally:
@@ -88,8 +93,11 @@ class Model(Switching):
         **options: Any,
     ) -> Any:
         """`View.lookup_bags` on the view that `view(version, route)` gives."""
-        with self.view(version, route) as view:
+        view, publisher = self._enter(version, route)
+        try:
             return view.lookup_bags(feature, keys, offsets, **options)
+        finally:
+            publisher.leave(view)
 
     def lookup_many(
         self,

@@ -19,10 +19,11 @@ from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Shape, Tensor
 
 if TYPE_CHECKING:
-    from tierstore.engine.view import Lookup, View
+    from tierstore.engine.looking import BagLookup, Lookup
+    from tierstore.engine.view import View
 
 Array = npt.NDArray[Any]
-_Begin = Callable[[Array, str], "Lookup"]  # (where the rows go, their dtype) → the look-up
+_Begin = Callable[[Array, str], "Lookup | BagLookup"]  # (where the rows go, their dtype) → the look-up
 
 
 def predict(

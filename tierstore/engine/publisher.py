@@ -23,7 +23,9 @@ class Publisher:
         """Each of `told` is called at each publication, under `changed`: it must not wait for anything."""
         self._model, self._told = model, told
         self._lock = threading.RLock()  # the one in `changed`, which costs a request half as much to take as that does
-        self.changed = threading.Condition(self._lock)  # notified at each publication and when a retired view is left by its last reader
+        self.changed = threading.Condition(
+            self._lock
+        )  # notified at each publication and when a retired view is left by its last reader
         self._served = Served()
         self._retired: list[View] = []
         self._pinned: list[Version] = []

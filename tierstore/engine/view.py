@@ -23,10 +23,11 @@ from tierstore.kernels.pool import check_offsets
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device_lookup import Bags
-from tierstore.types import Combiner, FeatureSpec, Keys, TableSpec, Tier, Vectors
+from tierstore.types import Combiner, FeatureSpec, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
 _ANSWER_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+_COMBINERS = {combiner.value: combiner for combiner in Combiner}
 _STATE = np.dtype(np.uint8)
 
 
@@ -252,10 +253,10 @@ class View:
                     f"feature {feature.name!r} has no combiner of its own; name one: combiner='sum', 'mean' or 'sqrtn'"
                 )
             return feature.combiner
-        try:
-            return Combiner(asked)
-        except ValueError:
-            raise InvalidInput(f"combiner {asked!r} is not known: use 'sum', 'mean' or 'sqrtn'") from None
+        known = _COMBINERS.get(asked) if isinstance(asked, str) else None
+        if known is None:
+            raise InvalidInput(f"combiner {asked!r} is not known: use 'sum', 'mean' or 'sqrtn'")
+        return known
 
 
 def _dtype(dtype: str) -> Any:

@@ -76,10 +76,10 @@ def _are_starts(offsets: Any, n_keys: Any) -> Any:
         return n_keys == 0
     if offsets[0] != 0 or offsets[offsets.size - 1] > n_keys:
         return False
+    falls = 0
     for bag in range(1, offsets.size):
-        if offsets[bag] < offsets[bag - 1]:
-            return False
-    return True
+        falls += offsets[bag] < offsets[bag - 1]
+    return falls == 0
 
 
 def combiner_code(combiner: Combiner) -> int:

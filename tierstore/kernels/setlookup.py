@@ -29,7 +29,7 @@ from tierstore.kernels.atomics import (
     trailing_zeros,
 )
 from tierstore.kernels.codec import decode_row
-from tierstore.kernels.heat import MAX_HEAT
+from tierstore.kernels.heat import bump_heat
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
@@ -108,14 +108,6 @@ def _absent_at(where, line):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _count_hit(line, place, head):  # type: ignore[no-untyped-def]
-    """`heat.bump_heat` of a line whose first eight bytes were `head`."""
-    if (head >> (8 * HEAT_AT + 2 * place)) & 3 != MAX_HEAT:
-        at = HEAT_AT + (place >> 2)
-        store_u8(line, at, nb.uint8(nb.int64(load_u8(line, at)) + (1 << ((place & 3) << 1))))
-
-
-@nb.njit(inline="always")
 def _copy(where, out_code, row, target, out_bytes):  # type: ignore[no-untyped-def]
     if out_code == where[CODE] or out_code == AS_STORED:
         copy_bytes(target, row, out_bytes)
@@ -139,7 +131,7 @@ def _read(where, epoch, line, key, out_code, target, out_bytes):  # type: ignore
         head = relaxed_i64(line)
         if head & 0xFFFFFFFF == version:
             if place >= 0:
-                _count_hit(line, place, head)
+                bump_heat(line + HEAT_AT, place, head >> (8 * HEAT_AT))
                 return 1
             return 0
     return -1
@@ -183,9 +175,9 @@ def _search(where, geometry, epoch, key, out_code, target, out_bytes, default): 
 
 
 @nb.njit
-def ask_for_lines(where, geometry, keys, begin, end, lines):  # type: ignore[no-untyped-def]
+def ask_for_lines(where, geometry, keys, begin, end, rings):  # type: ignore[no-untyped-def]
     """Stage 1 of keys [begin, end)."""
-    lines_at, sets_per_region = where[LINES_AT], where[SETS_PER_REGION]
+    lines, lines_at, sets_per_region = rings[0], where[LINES_AT], where[SETS_PER_REGION]
     for i in range(begin, end):
         hashed = mix(nb.int64(load_u64(keys, i)))
         line = lines_at + (set_of(hashed, geometry, sets_per_region) * LINES + home_of(hashed)) * LINE_BYTES
@@ -194,8 +186,9 @@ def ask_for_lines(where, geometry, keys, begin, end, lines):  # type: ignore[no-
 
 
 @nb.njit(inline="always")
-def _find_in(where, line, key, at, lines, rows, versions):  # type: ignore[no-untyped-def]
+def _find_in(where, line, key, at, rings):  # type: ignore[no-untyped-def]
     """Note where the row of `key` is, if `line` holds it, as entry `at` of the rings, and ask for it."""
+    lines, rows, versions = rings
     version = acquire_u32(line)
     place = _place_in(line, key)
     if place < 0:
@@ -209,30 +202,29 @@ def _find_in(where, line, key, at, lines, rows, versions):  # type: ignore[no-un
 
 
 @nb.njit
-def find_at_home(where, keys, state, begin, end, lines, rows, versions):  # type: ignore[no-untyped-def]
-    """Stage 2. Returns whether keys were not there."""
-    elsewhere = False
+def find_at_home(where, keys, state, begin, end, rings):  # type: ignore[no-untyped-def]
+    """Stage 2."""
+    lines, rows, _ = rings
     for i in range(begin, end):
         at = i & (_RING - 1)
         if load_u8(state, i) != _PENDING:
             store_u64(rows, at, nb.uint64(SKIP))
             continue
         line = nb.int64(load_u64(lines, at))
-        if _find_in(where, line, nb.int64(load_u64(keys, i)), at, lines, rows, versions):
+        if _find_in(where, line, nb.int64(load_u64(keys, i)), at, rings):
             continue
         store_u64(rows, at, nb.uint64(_ELSEWHERE))
-        elsewhere = True
         prefetch_far(_absent_at(where, line))
         away = nb.uint32(load_u8(line, AWAY_AT))
         while away != 0:
             prefetch_far(_set_at(where, line) + trailing_zeros(away) * LINE_BYTES)
             away &= away - nb.uint32(1)
-    return elsewhere
 
 
 @nb.njit
-def find_elsewhere(where, keys, begin, end, lines, rows, versions):  # type: ignore[no-untyped-def]
+def find_elsewhere(where, keys, begin, end, rings):  # type: ignore[no-untyped-def]
     """Stage 3."""
+    lines, rows, _ = rings
     for i in range(begin, end):
         at = i & (_RING - 1)
         if nb.int64(load_u64(rows, at)) != _ELSEWHERE:
@@ -241,14 +233,19 @@ def find_elsewhere(where, keys, begin, end, lines, rows, versions):  # type: ign
         away = nb.uint32(load_u8(line, AWAY_AT))
         while away != 0:
             other = _set_at(where, line) + trailing_zeros(away) * LINE_BYTES
-            if _find_in(where, other, nb.int64(load_u64(keys, i)), at, lines, rows, versions):
+            if _find_in(where, other, nb.int64(load_u64(keys, i)), at, rings):
                 break
             away &= away - nb.uint32(1)
 
 
 @nb.njit(inline="always")
-def answer(where, geometry, epoch, keys, i, out_code, target, out_bytes, whole, default, lines, rows, versions):  # type: ignore[no-untyped-def]
-    """Stage 4 of key `i`: its row to address `target`. Returns its state, or SKIP if it was not asked for."""
+def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignore[no-untyped-def]
+    """Stage 4 of key `i`: its row to address `target`. Returns its state, or SKIP if it was not asked for.
+
+    `kind` of answer: its code, its bytes, whether these are the row's own lines of 64 bytes, the default's address.
+    """
+    lines, rows, versions = rings
+    out_code, out_bytes, whole, default = kind
     at = i & (_RING - 1)
     row = nb.int64(load_u64(rows, at))
     if row == SKIP:
@@ -265,7 +262,7 @@ def answer(where, geometry, epoch, keys, i, out_code, target, out_bytes, whole, 
         fence_acquire()
         head = relaxed_i64(line)
         if head & 0xFFFFFFFF == version and version & 1 == 0:
-            _count_hit(line, place, head)
+            bump_heat(line + HEAT_AT, place, head >> (8 * HEAT_AT))
             return _HOST
     return _search(where, geometry, epoch, nb.int64(load_u64(keys, i)), out_code, target, out_bytes, default)
 
@@ -279,25 +276,23 @@ def lookup(words, keys, state, out_code, out, default):  # type: ignore[no-untyp
     """
     where, n = known(words), keys.size
     out_bytes = where[ROW_BYTES] if out_code == AS_STORED else where[DIM] * (4 >> out_code)
-    whole = out_code == where[CODE] and out_bytes & 63 == 0  # lines of 64 bytes, which are copied in registers
+    kind = out_code, out_bytes, out_code == where[CODE] and out_bytes & 63 == 0, default
     epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
     geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
     keys_at, state_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data)
-    lines, rows, versions = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
+    rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
     hits = 0
     for step in range(0, n + 3 * AHEAD, AHEAD):
-        ask_for_lines(where, geometry, keys_at, step, min(step + AHEAD, n), lines)
+        ask_for_lines(where, geometry, keys_at, step, min(step + AHEAD, n), rings)
         begin = step - AHEAD
         if begin >= 0:
-            find_at_home(where, keys_at, state_at, begin, min(step, n), lines, rows, versions)
+            find_at_home(where, keys_at, state_at, begin, min(step, n), rings)
         begin -= AHEAD
         if begin >= 0:
-            find_elsewhere(where, keys_at, begin, min(begin + AHEAD, n), lines, rows, versions)
+            find_elsewhere(where, keys_at, begin, min(begin + AHEAD, n), rings)
         begin -= AHEAD
         for i in range(max(begin, 0), min(begin + AHEAD, n)):
-            of_key = answer(
-                where, geometry, epoch, keys_at, i, out_code, out + i * out_bytes, out_bytes, whole, default, lines, rows, versions
-            )
+            of_key = answer(where, geometry, epoch, keys_at, i, kind, out + i * out_bytes, rings)
             if of_key != SKIP:
                 store_u8(state_at, i, nb.uint8(of_key))
                 hits += of_key == _HOST

@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels.atomics import acquire_i64, fence_acquire, relaxed_i64, stack_bytes
-from tierstore.kernels.raw import add_scaled_16, load_f32, load_u8, store_f32, store_u8
+from tierstore.kernels.raw import add_scaled_16, load_f32, store_f32, store_u8
 from tierstore.kernels.setcache import EPOCH, GEOMETRY, KEYS
 from tierstore.kernels.setlookup import (
     AHEAD,
@@ -57,7 +57,7 @@ def _close(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
 
 @nb.njit(
     types.int64(WHERE, KEYS, STATES, KEYS, _WEIGHTS, types.int64, FLOATS, STATES),
-    nogil=True, cache=True, error_model="numpy",
+    nogil=True, cache=True,
 )  # fmt: skip
 def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ignore[no-untyped-def]
     """Pool those bags of which all keys are here.
@@ -75,23 +75,23 @@ def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ign
         return -1
     if (weighted and weights.size != n) or (bags == 0 and n > 0):
         return -1
-    whole = where[CODE] == 0 and (dim * 4) & 63 == 0
+    kind = 0, dim * 4, where[CODE] == 0 and (dim * 4) & 63 == 0, where[DEFAULT_AT]
     epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
     geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
     keys_at, state_at, out_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data), nb.int64(out.ctypes.data)
-    lines, rows, versions = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
+    rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
     row = np.empty(dim, np.float32)
     row_at = nb.int64(row.ctypes.data)
     hits, bag, total = 0, -1, np.float32(0)
     pooled, next_start = out_at, 0
     for step in range(0, n + 3 * AHEAD, AHEAD):
-        ask_for_lines(where, geometry, keys_at, step, min(step + AHEAD, n), lines)
+        ask_for_lines(where, geometry, keys_at, step, min(step + AHEAD, n), rings)
         begin = step - AHEAD
         if begin >= 0:
-            find_at_home(where, keys_at, state_at, begin, min(step, n), lines, rows, versions)
+            find_at_home(where, keys_at, state_at, begin, min(step, n), rings)
         begin -= AHEAD
         if begin >= 0:
-            find_elsewhere(where, keys_at, begin, min(begin + AHEAD, n), lines, rows, versions)
+            find_elsewhere(where, keys_at, begin, min(begin + AHEAD, n), rings)
         begin -= AHEAD
         for i in range(max(begin, 0), min(begin + AHEAD, n)):
             while i >= next_start:
@@ -103,9 +103,7 @@ def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ign
                 total = np.float32(0)
                 for k in range(dim):
                     store_f32(pooled, k, np.float32(0))
-            of_key = answer(
-                where, geometry, epoch, keys_at, i, 0, row_at, dim * 4, whole, where[DEFAULT_AT], lines, rows, versions
-            )
+            of_key = answer(where, geometry, epoch, keys_at, i, kind, row_at, rings)
             if of_key == SKIP:
                 continue
             store_u8(state_at, i, nb.uint8(of_key))
@@ -122,6 +120,6 @@ def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ign
         for k in range(dim):
             out[empty, k] = np.float32(0)
     fence_acquire()
-    if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:
+    if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch or row.size != dim:  # `row` is freed after its last mention
         return -1
     return hits

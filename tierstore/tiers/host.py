@@ -135,21 +135,29 @@ class _Reader:
         return int(setlookup.lookup(self._where, keys, state, half, _address(out), _address(self._defaults[half])))
 
     def pool(
-        self, keys: Keys, starts: Keys, weights: npt.NDArray[np.float32] | None, combiner: Combiner, out: Vectors, state: States
-    ) -> npt.NDArray[np.uint8] | None:
-        """Pool the bags of which all keys are here: which are left, uint8[bags]; None if nothing came of it.
+        self,
+        keys: Keys,
+        starts: Keys,
+        weights: npt.NDArray[np.float32] | None,
+        combiner: Combiner,
+        out: Vectors,
+        state: States,
+        left: npt.NDArray[np.uint8],
+    ) -> int:
+        """Pool the bags of which all keys are here; those of which not are marked with 1 in `left`, uint8[bags], zeros.
 
         `keys` int64[n], `starts` int64[bags] as `check_offsets` returns them, `weights` float32[n] or None, `out`
         float32 [bags, dim], `state` uint8[n], all contiguous. Keys whose state is not PENDING contribute nothing; the
-        state of the others becomes HOST, ABSENT or stays. Counts heat.
+        state of the others becomes HOST, ABSENT or stays. Counts heat. Returns how many keys were answered with a row,
+        or -1 if nothing came of it.
         """
         areas = self._areas  # keeps the mapping until this returns
         if areas is None:
-            return None
-        left = np.zeros(len(starts), np.uint8)
+            return -1
         given = _NO_WEIGHTS if weights is None else weights
         code = combiner_code(combiner)
-        return left if setpool.pool(self._where, keys, state, starts, given, code, out, left) >= 0 else None
+        hits: int = setpool.pool(self._where, keys, state, starts, given, code, out, left)
+        return hits
 
     def stored(self, keys: Keys) -> tuple[Rows, States]:
         """(rows uint8[n, row_bytes], states) of keys as they are stored: HOST for what is here. Counts heat."""
@@ -167,7 +175,12 @@ class _Reader:
 
     def _check(self, keys: Keys, out: Vectors, state: States) -> None:
         n = len(keys)
-        if out.shape != (n, self.spec.dim) or state.shape != (n,) or not out.flags.c_contiguous or not out.flags.writeable:
+        if (
+            out.shape != (n, self.spec.dim)
+            or state.shape != (n,)
+            or not out.flags.c_contiguous
+            or not out.flags.writeable
+        ):
             raise ValueError(
                 f"expected contiguous out[{n}, {self.spec.dim}] and state[{n}], got {out.shape} and {state.shape}"
             )
