@@ -24,7 +24,7 @@ import tierstore
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.config import load_settings
 from tierstore.service.http.connection import BoundedHttpProtocol
-from tierstore.service.process.allocator import tune_allocator
+from tierstore.service.process.tuning import tune_allocator
 
 HEADER_LENGTH = b"inference-header-content-length"
 

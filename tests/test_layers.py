@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,26 @@ def test_every_module_has_a_floor() -> None:
 def test_imports_only_look_down() -> None:
     problems = (edge_problem(name, target) for name, (ours, _) in graph().items() for target in sorted(ours))
     assert [problem for problem in problems if problem] == []
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules of which each is imported by the next, the first and the last the same; none where no import goes round."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_import_goes_round() -> None:
+    """Not for the sake of types either: who needs a type from above says with a Protocol what it needs."""
+    # a module that runs itself as a process names itself; of the face of the package only `__version__` is taken
+    assert circle({name: ours - {"__init__", name} for name, (ours, _) in graph().items()}) == []
+
+
+def test_an_import_that_goes_round_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
 
 
 def test_each_driver_has_one_door() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from tierstore.engine import loading
 from tierstore.formats import files
 from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest import tasks
 from tierstore.ingest.bulkload import BaseBuild, TableBuild
 from tierstore.kernels import codec
 from tierstore.kernels.digest import digest_rows
@@ -25,6 +26,7 @@ class QuickLoad:
     """What `BulkLoad` does but for reading back, with all rows in memory and on the caller's thread."""
 
     def __init__(self, snapshot: Snapshot, out_dir: Path, *, base: BaseKind, progress: Any = None, **_: Any) -> None:
+        self._out_dir, self._progress = out_dir, progress
         self._build = lambda: build(snapshot, out_dir, base, progress)
 
     def __enter__(self) -> QuickLoad:
@@ -35,6 +37,12 @@ class QuickLoad:
 
     def build(self) -> BaseBuild:
         return self._build()
+
+    def ingest(self, build: BaseBuild, db: Path, records: Mapping[str, bytes]) -> None:
+        self._progress(Progress("ingest"))
+        files_ = [(str(file.path), file.xxh3, file.bytes, file.entries) for file in build.files]
+        texts = {name: value.decode() for name, value in records.items()}
+        tasks.ingest(tasks.Ingest(str(db), build.base, files_, texts, str(self._out_dir / "records.sst")))
 
     def read_back(self, db: Path) -> None:
         pass

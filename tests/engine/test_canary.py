@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -438,75 +437,3 @@ def test_promotion_under_load_fails_no_request_and_mixes_none(open_store, tmp_pa
         assert not crew.stop.is_set(), crew.wrong
     assert stream.acknowledged > 10
     assert stamps(store) == ({5.0}, {float(stream.acknowledged)})
-
-
-# --- restarts
-
-
-def test_canary_share_and_labels_are_there_again_after_a_restart(open_store, tmp_path):
-    store = open_store(fold_grace_s=60)
-    both(store, tmp_path, share=0.25)
-    store.label("ctr", "trial", 2)
-    store.label("ctr", "holdout", 1)
-    store.apply_delta(scenes.stamped(1, {"item": KEYS}))
-    before = store.model("ctr").served
-    store.close()
-    store = open_store()
-    after = store.model("ctr").served
-    assert (after.versions, after.share, after.all_labels()) == (before.versions, 0.25, before.all_labels())
-    for version in ("stable", "trial"):
-        np.testing.assert_array_equal(rows(store.model("ctr"), version), scenes.vectors("item", 1, KEYS))
-    store.promote("ctr")
-    store.close()
-    store = open_store()
-    assert store.model("ctr").served.all_labels() == {"stable": 2, "trial": 2}
-    store.unlabel("ctr", "trial")
-    assert not store.model("ctr").where.routes.exists()
-
-
-def test_a_crash_between_the_two_files_of_a_promotion_leaves_it_done(open_store, tmp_path):
-    store = open_store()
-    ctr = both(store, tmp_path)
-    store.label("ctr", "trial", 2)
-    store.label("ctr", "holdout", 1)
-    store.close()
-    ctr.where.current.write_bytes(b"2")  # the first of them; routes.json still says that 1 is active
-    store = open_store()
-    ctr = store.model("ctr")
-    assert (ctr.served.versions, ctr.served.all_labels()) == ((2,), {"stable": 2, "trial": 2})
-    assert json.loads(ctr.where.routes.read_text())["active"] == 2
-    store.activate("ctr", 1)
-    store.close()
-    assert open_store().model("ctr").served.versions == (1,)
-
-
-@pytest.mark.parametrize("content", ["{", '{"format": 9}', '{"format": 1, "active": 1, "canary": 3, "labels": {}}'])
-def test_a_damaged_record_is_reported_and_the_active_version_serves(open_store, tmp_path, content):
-    store = open_store()
-    ctr = both(store, tmp_path)
-    store.close()
-    ctr.where.routes.write_text(content)
-    store = open_store()
-    ctr = store.model("ctr")
-    assert ctr.served.versions == (1,)
-    assert "routes.json" in ctr.problem
-    store.canary("ctr", 2, 0.5)
-    assert ctr.problem is None
-    store.close()
-    assert open_store().model("ctr").served.versions == (1, 2)
-
-
-def test_a_canary_that_is_damaged_at_start_is_reported_and_can_be_withdrawn(open_store, tmp_path):
-    store = open_store()
-    ctr = both(store, tmp_path)
-    store.label("ctr", "trial", 2)
-    store.close()
-    (ctr.where.version(2).db / "CURRENT").write_bytes(b"no such manifest\n")
-    store = open_store()
-    ctr = store.model("ctr")
-    assert ctr.served.all_labels() == {"stable": 1}
-    assert "version 2, is not served" in ctr.problem
-    assert ctr.where.routes.exists(), "the next start may have more luck"
-    assert store.withdraw("ctr") == 2
-    assert ctr.problem is None
-    assert not ctr.where.routes.exists()

@@ -16,11 +16,11 @@ from tests.engine import scenes
 from tests.engine.test_model_based import StoreAgainstDicts
 from tests.engine.test_store import settled
 from tests.tiers.cuda_shim.backend import ShimDevice
-from tierstore.engine import devices
 from tierstore.engine.promotion import QUEUE_JOBS, Offers
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
 from tierstore.service.control.metrics import _device, _tables
+from tierstore.tiers import device_set
 from tierstore.tiers.device_memory import WORKSPACES
 
 ITEMS = np.arange(1000, dtype=np.int64)
@@ -29,8 +29,8 @@ ITEMS = np.arange(1000, dtype=np.int64)
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[ShimDevice]:
     found = [ShimDevice(number=0)]
-    monkeypatch.setattr(devices, "find_backends", lambda: (found, None if found else "no CUDA device"))
-    monkeypatch.setattr(devices, "MIN_BUDGET", 100 << 10)
+    monkeypatch.setattr(device_set, "find_backends", lambda: (found, None if found else "no CUDA device"))
+    monkeypatch.setattr(device_set, "MIN_BUDGET", 100 << 10)
     return found
 
 
@@ -282,7 +282,7 @@ def test_without_a_device_it_is_said_why(
 def test_a_budget_without_the_extra_is_refused_at_start(
     open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "find_backends", lambda: ([], devices.NOT_INSTALLED))
+    monkeypatch.setattr(device_set, "find_backends", lambda: ([], device_set.NOT_INSTALLED))
     with pytest.raises(ConfigError, match="at least"):
         open_store(device_budget="99KiB")
     with pytest.raises(MissingExtra, match=r"tierstore\[gpu\]"):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.kernels import overlay_index
+from tierstore.kernels import codec, overlay_index
+from tierstore.types import StorageDtype, Tier
 
 INT64 = np.iinfo(np.int64)
 # few distinct values, so that keys meet again, the extremes among them
@@ -37,18 +38,30 @@ def test_dedup_of_many_keys(spread: int) -> None:
     assert np.array_equal(positions, len(keys) - 1 - first_reversed)
 
 
+def held(keys: np.ndarray, deleted: np.ndarray | None = None) -> overlay_index.Answering:
+    """Under each key its row number, twice."""
+    rows = np.repeat(np.arange(len(keys), dtype=np.float32), 2).reshape(len(keys), 2).view(np.uint8)
+    gone = np.zeros(len(keys), bool) if deleted is None else deleted
+    return overlay_index.Answering(overlay_index.build(keys), keys, rows, gone, StorageDtype.FLOAT32, 2)
+
+
 @given(keys_of_a_delta | any_keys, keys_of_a_delta | any_keys, st.randoms(use_true_random=False))
-def test_find_answers_like_a_dict(held: list[int], asked: list[int], random: np.random.Generator) -> None:
-    table = list(dict.fromkeys(held))
+def test_answers_are_those_of_a_dict(kept: list[int], asked: list[int], random: np.random.Generator) -> None:
+    table = list(dict.fromkeys(kept))
+    deleted = np.array([random.choice([True, False, False]) for _ in table], bool)
     rows = {key: row for row, key in enumerate(table)}
-    asked = asked + held[:20]
-    state = np.array([random.choice([0, 0, 3, 6]) for _ in asked], np.uint8)
-    pos = np.full(len(asked), -77, np.int64)
-    index = overlay_index.build(codes(table))
-    found = overlay_index.find(index, codes(table), codes(asked), state, pos)
-    expected = [rows.get(key, -1) if s == 0 else -77 for key, s in zip(asked, state, strict=True)]
-    assert pos.tolist() == expected
-    assert found == sum(row >= 0 for row in expected)
+    asked = asked + kept[:20]
+    before = [random.choice([Tier.PENDING, Tier.PENDING, Tier.DISK, Tier.ABSENT]) for _ in asked]
+    for dtype in (np.float32, np.float16):
+        state, out = np.array(before, np.uint8), np.full((len(asked), 2), -77, dtype)
+        answered = held(codes(table), deleted).answer(codes(asked), out, state, np.full(2, 0.5, np.float32))
+        expected: list[tuple[int, float]] = []
+        for key, was in zip(asked, before, strict=True):
+            row = rows.get(key) if was == Tier.PENDING else None
+            expected.append((was, -77) if row is None else (Tier.ABSENT, 0.5) if deleted[row] else (Tier.OVERLAY, row))
+        assert [*zip(state.tolist(), out[:, 0].tolist(), strict=True)] == expected
+        assert (out[:, 0] == out[:, 1]).all()
+        assert answered == sum(now != was for (now, _), was in zip(expected, before, strict=True))
 
 
 @pytest.mark.parametrize("step", [1, 2, 1 << 20, 1 << 33, 0x9E3779B97F4A7C15 - (1 << 64)])
@@ -58,22 +71,36 @@ def test_regular_keys_are_all_found_and_their_neighbours_are_not(step: int) -> N
         neighbours = keys + np.int64(step // 2 or 1 << 40)
     absent = ~np.isin(neighbours, keys)
     assert absent.any()
-    index = overlay_index.build(keys)
-    assert len(index) >= 2 * len(keys)
-    pos = np.empty(len(keys), np.int64)
-    assert overlay_index.find(index, keys, keys, np.zeros(len(keys), np.uint8), pos) == len(keys)
-    assert np.array_equal(pos, np.arange(len(keys)))
-    overlay_index.find(index, keys, neighbours, np.zeros(len(keys), np.uint8), pos)
-    assert (pos[absent] == -1).all()
+    assert len(overlay_index.build(keys)) >= 2 * len(keys)
+    table, default = held(keys), np.full(2, -1, np.float32)
+    out, state = np.empty((len(keys), 2), np.float32), np.zeros(len(keys), np.uint8)
+    assert table.answer(keys, out, state, default) == len(keys)
+    assert np.array_equal(out[:, 1], np.arange(len(keys)))
+    state[:] = 0
+    table.answer(neighbours, out, state, default)
+    assert (state[absent] == Tier.PENDING).all()
+
+
+@pytest.mark.parametrize("dtype", list(StorageDtype))
+@pytest.mark.parametrize("dim", [1, 7, 32, 300])
+def test_rows_are_decoded_as_the_codec_does(dtype: StorageDtype, dim: int) -> None:
+    vectors = np.random.default_rng(dim).standard_normal((500, dim)).astype(np.float32)
+    rows, keys = codec.encode(vectors, dtype), np.arange(500, dtype=np.int64) * 3
+    table = overlay_index.Answering(overlay_index.build(keys), keys, rows, np.zeros(500, bool), dtype, dim)
+    for kind in (np.float32, np.float16):
+        out, expected = np.empty((500, dim), kind), np.empty((500, dim), kind)
+        table.answer(keys[::-1], out, np.zeros(500, np.uint8), np.zeros(dim, np.float32))
+        codec.decode(rows, dtype, expected)
+        assert np.array_equal(out[::-1], expected)
 
 
 def test_read_only_arrays_are_taken_as_they_are() -> None:
     keys = np.array([5, -5], np.int64)
-    state, pos = np.zeros(2, np.uint8), np.empty(2, np.int64)
-    index = overlay_index.build(keys)
-    for array in (keys, state, index):
+    index, rows, gone = overlay_index.build(keys), np.zeros((2, 8), np.uint8), np.zeros(2, bool)
+    for array in (keys, index, rows, gone):
         array.flags.writeable = False
-    assert overlay_index.find(index, keys, keys, state, pos) == 2
+    table = overlay_index.Answering(index, keys, rows, gone, StorageDtype.FLOAT32, 2)
+    assert table.answer(keys, np.empty((2, 2), np.float32), np.zeros(2, np.uint8), np.zeros(2, np.float32)) == 2
     assert overlay_index.dedup_last(keys).tolist() == [1, 0]
 
 
@@ -83,7 +110,17 @@ def test_a_key_that_occurs_twice_is_refused() -> None:
 
 
 def test_arrays_that_do_not_pair_up_are_refused() -> None:
-    keys = codes([1, 2, 3])
-    index = overlay_index.build(keys)
+    keys, default = codes([1, 2, 3]), np.zeros(2, np.float32)
+    table = held(keys)
+    wide = np.empty((3, 4), np.float32)
+    for out, state in (
+        (np.empty((3, 2), np.float32), np.zeros(2, np.uint8)),
+        (np.empty((2, 2), np.float32), np.zeros(3, np.uint8)),
+        (wide[:, ::2], np.zeros(3, np.uint8)),
+    ):
+        with pytest.raises(ValueError, match="pair up"):
+            table.answer(keys, out, state, default)
     with pytest.raises(ValueError, match="pair up"):
-        overlay_index.find(index, keys, keys, np.zeros(2, np.uint8), np.empty(3, np.int64))
+        overlay_index.Answering(
+            overlay_index.build(keys), keys, np.zeros((3, 4), np.uint8), np.zeros(3, bool), StorageDtype.FLOAT32, 2
+        )

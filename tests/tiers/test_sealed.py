@@ -19,8 +19,9 @@ from tierstore.errors import Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.changed import ChangedKeys
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
-from tierstore.tiers.sealed import SealedTable, SealedTier, base_record
+from tierstore.tiers.sealed import SealedTier, base_record
 from tierstore.tiers.sealed_file import SealedFile, block_shape, open_sealed, read_blocks, write_sealed
+from tierstore.tiers.sealed_table import SealedTable
 from tierstore.types import Keys, Rows, Tier
 
 CACHE = 1 << 20

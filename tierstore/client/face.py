@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +16,7 @@ from tierstore.client import steps
 from tierstore.client.address import Address
 from tierstore.client.flights import Policy, RetryBudget
 from tierstore.client.remote import RemoteModel
+from tierstore.client.settings import Settings
 from tierstore.client.shared import Choice, Shared
 from tierstore.client.sources import delta_model, snapshot_model
 from tierstore.client.steps import ModelFacts, Steps, Until
@@ -26,18 +26,6 @@ from tierstore.types import DeltaResult, ProgressFn
 SPLIT_KEYS = 1 << 15  # of one request; larger look-ups go out as several, side by side
 SPLIT_ITEMS = 2048  # of one `predict`
 SWITCH_TIMEOUT_S = 600.0  # a version is caught up and warmed before it serves, however long that takes
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a client was made with, checked."""
-
-    timeout_s: float
-    hedge_after_s: float | None
-    split_keys: int | None
-    split_items: int | None
-    max_connections: int
-    policy: Policy
 
 
 class Face(ABC):

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from tierstore.client import inputs as given_inputs
 from tierstore.client import steps, wire
 from tierstore.client.batches import Batch
+from tierstore.client.settings import Settings
 from tierstore.client.shards import cut_items, cut_lookup
-from tierstore.client.steps import Asked, Steps, Version
+from tierstore.client.shared import Shared
+from tierstore.client.steps import Asked, ModelFacts, Steps, Until, Version
 from tierstore.errors import InvalidInput
 
-if TYPE_CHECKING:
-    from tierstore.client.face import Face
-
 _ANSWERS: dict[str, dict[str, str]] = {"float32": {}, "float16": {"dtype": "FP16"}}
+
+
+class Carrier(Protocol):
+    """What carries verbs out: a client."""
+
+    _settings: Settings
+    _facts: ModelFacts
+    _shared: Shared
+
+    def _run(self, verb: Steps) -> Any: ...
+    def _until(self, timeout_s: float | None = None) -> Until: ...
 
 
 class RemoteModel:
@@ -30,7 +40,7 @@ class RemoteModel:
     become visible between them.
     """
 
-    def __init__(self, client: Face, name: str) -> None:
+    def __init__(self, client: Carrier, name: str) -> None:
         self._client, self.name = client, name
 
     @property

@@ -29,9 +29,10 @@ class DeltaLog:
         self.last: int | None = None  # the newest seq held, or None where the log has not begun
         self._entries: dict[int, str] = {}  # seq → digest, ascending and contiguous
         self._base_in_doubt = False  # base.json may say something else than `start`
+        self._in_doubt: list[Path] = []  # entries that failed, and may have their names all the same
         files.make_dir(where.log)
         files.sweep(where.log)
-        if where.log_base.exists():
+        if files.exists(where.log_base):
             start = files.read_json(where.log_base).get("start")
             if not isinstance(start, int) or start < 0:
                 raise Corruption(
@@ -39,7 +40,12 @@ class DeltaLog:
                 )
             self.start = start
         for seq, digest, path in where.log_on_disk():
-            if self.start is None or seq <= self.start:
+            if self.start is None:
+                raise Corruption(
+                    f"{where.log_base} is missing, which says where the entries in {where.log} begin; restore it, "
+                    "or remove them to do without the deltas that no version has"
+                )
+            if seq <= self.start:
                 _remove(path)  # below a restart or a prune that was cut off
             elif seq != self._start + len(self._entries) + 1:
                 raise Corruption(
@@ -70,15 +76,23 @@ class DeltaLog:
             raise AssertionError(f"append of {seq} after {self.last}")
         if self._base_in_doubt:
             self._publish_start(self._start)
+        self._settle()
         path = self._where.log_entry(seq, digest)
         try:
             files.publish_bytes(path, data)
         except BaseException:
             # not acknowledged, so it must not come back at the next start beside another delta of that seq
-            _remove(path)
+            self._in_doubt.append(path)
+            with contextlib.suppress(StorageError):
+                self._settle()
             raise
         self._entries[seq] = digest
         self.last = seq
+
+    def _settle(self) -> None:
+        while self._in_doubt:
+            files.remove_file(self._in_doubt[-1])
+            self._in_doubt.pop()
 
     def read(self, seq: int) -> bytes:
         """The bytes of an entry, checked against their digest."""

@@ -17,6 +17,7 @@ from tierstore.engine.predicting import predict
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
 from tierstore.errors import DeltaError, InferenceError, InvalidInput, SnapshotError, StorageError, TierstoreError
+from tierstore.formats.delta import Delta
 from tierstore.formats.names import DENSE
 from tierstore.formats.requests import ragged, read_request
 from tierstore.predict.binding import FeatureInput
@@ -31,8 +32,14 @@ log = logging.getLogger(__name__)
 class DenseParts:
     """Of one model. `counts` are over all its versions."""
 
-    def __init__(self, model: str, runtime: Runtime, info_of: Callable[[int], VersionInfo | None]) -> None:
-        self._model, self._runtime, self._info_of = model, runtime, info_of
+    def __init__(
+        self,
+        model: str,
+        runtime: Runtime,
+        info_of: Callable[[int], VersionInfo | None],
+        active: Callable[[], View | None],
+    ) -> None:
+        self._model, self._runtime, self._info_of, self._active = model, runtime, info_of, active
         self.counts = DenseCounts()
 
     @property
@@ -68,16 +75,22 @@ class DenseParts:
             version.unserved = str(error)
             log.error("model %s: the dense part of version %d is not served: %s", self._model, info.number, error)
 
-    def of_delta(self, seq: int, model: bytes, view: View) -> DenseSession | None:
-        """The session of a new dense part, run on `view`, which the caller holds. None without the extra. DeltaError."""
+    def of_delta(self, delta: Delta, model: bytes, view: View) -> DenseSession | None:
+        """The session of its new dense part, run on `view`, which the caller holds. None without the extra. DeltaError.
+
+        For a delta that is for every version, an input must be a feature here if it is one of the active version, and
+        none if it is none: else requests that suit one version would make no sense to the other.
+        """
         if self._runtime.missing is not None:
             return None
         version = view.holder
         try:
             session = self._runtime.load(model, version.features, version.specs, self.counts)
+            if delta.base_version is None and (active := self._active()) is not None:
+                _check_meaning(session, view, active)
             self._warm(session, view)
         except (InvalidInput, InferenceError) as error:
-            raise DeltaError(f"delta {seq}: the dense part cannot be served: {error}") from error
+            raise DeltaError(f"delta {delta.seq}: the dense part cannot be served: {error}") from error
         return session
 
     def check(self, seq: int, model: bytes, number: int) -> None:
@@ -104,17 +117,27 @@ class DenseParts:
             session.warmed += 1
 
 
+def _check_meaning(session: DenseSession, view: View, active: View) -> None:
+    for tensor in session.signature.inputs:
+        name, here, there = tensor.name, tensor.name in view.features, tensor.name in active.features
+        if here != there:
+            owner, other = (view, active) if here else (active, view)
+            raise InvalidInput(
+                f"input {name!r} is a feature of version {owner.version} and none of version {other.version}"
+            )
+
+
 def recorded(info: VersionInfo) -> list[Path]:
     """The recorded requests of a version, in order."""
     return sorted(info.where.requests.glob("*.npz")) if info.where.requests.is_dir() else []
 
 
 def _rows(view: View, feature: FeatureInput, lead: Shape) -> Array:
-    """Rows of the hottest keys that are in memory, uncounted: [*lead, dim]."""
+    """Rows of some keys that are in memory, uncounted: [*lead, dim]."""
     n = math.prod(lead)
     out = np.zeros((n, feature.dim), feature.dtype)
     table = view.holder.tables[view.features[feature.tensor.name].table]
-    hot = table.host.hot_keys(n) if table.host is not None else np.empty(0, np.int64)
-    if len(hot):
-        table.probe(view.overlays_of(table.spec.name), np.resize(hot, n), out, np.zeros(n, np.uint8))
+    held = table.host.sample_keys(n) if table.host is not None else np.empty(0, np.int64)
+    if len(held):
+        table.probe(view.overlays_of(table.spec.name), np.resize(held, n), out, np.zeros(n, np.uint8))
     return out.reshape(*lead, feature.dim)

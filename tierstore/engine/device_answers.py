@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.engine.devices import Devices
 from tierstore.engine.overlay import OverlayTable
 from tierstore.engine.table import Table
 from tierstore.errors import NotReady
 from tierstore.tiers.device_lookup import PADDING, Bags
+from tierstore.tiers.device_set import DeviceSet
 from tierstore.types import Keys, States, Tier, Vectors
 
 
-def devices_of(version: Any, device: str) -> Devices:
+def devices_of(version: Any, device: str) -> DeviceSet:
     """Those that the version's tables are on. NotReady where it is lent by another process, which has them."""
-    devices: Devices | None = getattr(version, "devices", None)
+    devices: DeviceSet | None = getattr(version, "devices", None)
     if devices is None:
         raise NotReady(f"device={device!r}: answers stay on a device only in the process that holds the store")
     devices.number_of(device)
@@ -29,7 +29,7 @@ def devices_of(version: Any, device: str) -> Devices:
 
 
 def answer_on_device(
-    devices: Devices,
+    devices: DeviceSet,
     device: str,
     table: Table,
     overlays: Sequence[OverlayTable],

@@ -1,4 +1,4 @@
-"""The GPUs of a store: who may have how much of their memory, and why there is no device tier where there is none.
+"""Who may have how much of the GPUs' memory (`tiers/device_set.py` says which there are).
 
 One budget, bytes a device, for all models and versions, dealt as the host tier's is: a version that replaces another
 begins at half of its share while the other is halved in place. Workspaces come off it first. Any thread may call
@@ -7,97 +7,40 @@ anything; nothing survives the process.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from tierstore.config import Settings
 from tierstore.engine.budget import Holder, HostBudget, deal
-from tierstore.engine.promotion import QUEUE_JOBS, Offers, Promoter
-from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, TierstoreError
-from tierstore.tiers.device import NOT_INSTALLED, CudaDevice, find_devices
-from tierstore.tiers.device_backend import Backend, DeviceError
-from tierstore.tiers.device_group import DeviceCache
+from tierstore.engine.promotion import QUEUE_JOBS, Moment, Offers, Promoter
+from tierstore.engine.publisher import Publisher
+from tierstore.engine.version import Version
+from tierstore.errors import TierstoreError
 from tierstore.tiers.device_layout import ABSENT_BYTES, LINE_BYTES, WAYS
-from tierstore.tiers.device_lookup import to_device
-from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory
+from tierstore.tiers.device_set import DeviceSet
 
-if TYPE_CHECKING:
-    from tierstore.engine.publisher import Publisher
-    from tierstore.engine.version import Version
-    from tierstore.engine.view import View
-
-log = logging.getLogger(__name__)
-
-MIN_BUDGET = 1 << 20
 MIN_TABLE_BUDGET = 64 << 10
 _A_ROW = math.ceil((LINE_BYTES + ABSENT_BYTES) / WAYS)  # bytes of bookkeeping
 
 
-def find_backends() -> tuple[list[Backend], str | None]:
-    """The devices there are, and why there is none."""
-    count, why = find_devices()
-    return [CudaDevice(number) for number in range(count)], why
-
-
 class Devices:
-    """What a store has of device tiers. `reason` says why that is nothing."""
+    """The device tiers of a store's versions."""
 
     def __init__(self, settings: Settings) -> None:
-        self.reason: str | None = None
-        self.memories: list[DeviceMemory] = []
-        self._kind = settings.device_layout
-        if not settings.device_budget:
-            installed = importlib.util.find_spec("cupy") is not None
-            self.reason = "device_budget is 0: no device memory is given" if installed else NOT_INSTALLED
-        elif settings.workers > 1:
-            self.reason = "the device tier is of one process: set workers to 1"
-        else:
-            self._open(settings)
-        if self.reason and settings.device_budget:
-            log.warning("there is no device tier: %s", self.reason)
-        # a replica's bytes buy the same rows once more, a shard's buy others
-        each = sum(memory.table_bytes for memory in self.memories)
-        self.budget = HostBudget(each)
-        self.promoter = Promoter() if self.memories else None
+        self.set = DeviceSet(settings)
+        self.budget = HostBudget(self.set.table_bytes)
+        self.promoter = Promoter() if self.set.memories else None
         self._lock = threading.Lock()
         self._shares: dict[int, DeviceShare] = {}  # by id of the version, which it keeps
 
-    def _open(self, settings: Settings) -> None:
-        if settings.device_budget < MIN_BUDGET:
-            raise ConfigError(
-                f"device_budget is {settings.device_budget}: give at least {MIN_BUDGET} bytes, or 0 for none"
-            )
-        backends, self.reason = find_backends()
-        if not backends and self.reason == NOT_INSTALLED:
-            raise MissingExtra("device_budget is set and CuPy is not installed: pip install 'tierstore[gpu]'")
-        try:
-            self.memories = [DeviceMemory(backend, settings.device_budget) for backend in backends]
-        except DeviceError as error:
-            self.reason = f"the device cannot be used: {error}"
-
-    def cache(self, spec: Any, budget_bytes: int, default: np.ndarray, fraction: float) -> DeviceCache:
-        """A table of `budget_bytes`, of all devices together."""
-        return DeviceCache(
-            spec, budget_bytes, self.memories, kind=self._kind, default_vector=default, fraction=fraction
-        )
-
-    @property
-    def copies(self) -> int:
-        """How many times each resident row is held."""
-        return len(self.memories) if self._kind == "replica" else 1
-
     def admit(self, version: Version, leaving: Sequence[Version], publisher: Publisher) -> None:
         """Give a version that is about to serve its device tables, making room at the cost of `leaving` first."""
-        version.devices = self
-        if not self.memories:
+        version.devices = self.set
+        if self.promoter is None:
             return
-        share = DeviceShare(version, self, publisher)
+        share = DeviceShare(version, self.set, self.promoter, publisher)
         with self._lock:
             before = [self._shares[id(each)] for each in leaving if id(each) in self._shares]
             self._shares[id(version)] = share
@@ -111,56 +54,28 @@ class Devices:
             self.budget.release(share)
             self.budget.settle()
 
-    def upload(self, array: np.ndarray, number: int | None) -> Any:
-        """A copy of an answer on a device (None: the first)."""
-        return to_device(self._memory(number), array)
-
-    def _memory(self, number: int | None) -> DeviceMemory:
-        for memory in self.memories:
-            if number in (None, memory.backend.number):
-                return memory
-        raise NotReady(f"there is no device {number}; there are {[m.backend.number for m in self.memories]}")
-
-    def number_of(self, device: str) -> int | None:
-        """`gpu` → None (whichever is best), `gpu:1` → 1. Errors say what is missing."""
-        name, _, number = device.partition(":")
-        if name != "gpu" or (number and not number.isdecimal()):
-            raise InvalidInput(f"device {device!r} is not known: answers are on 'cpu', 'gpu' or 'gpu:<number>'")
-        if not self.memories:
-            kind = MissingExtra if self.reason == NOT_INSTALLED else NotReady
-            raise kind(f"device={device!r}: there is no device tier: {self.reason}")
-        chosen = int(number) if number else None
-        self._memory(chosen)
-        return chosen
-
     def status(self) -> dict[str, Any]:
-        if not self.memories or self.promoter is None:
-            return {"present": False, "reason": self.reason}
-        return {
-            "present": True,
-            "devices": [memory.backend.number for memory in self.memories],
-            "layout": self._kind,
-            "workspaces": WORKSPACES * len(self.memories),
-            "workspaces_taken": sum(memory.taken for memory in self.memories),
-            "workspace_bytes": sum(WORKSPACES * memory.workspace_bytes for memory in self.memories),
-            "promotions_waiting": self.promoter.waiting,
-            "promotions_limit": QUEUE_JOBS,
-            "promotions_dropped": self.promoter.dropped,
-        }
+        document = self.set.status()
+        if self.promoter is not None:
+            document |= {
+                "promotions_waiting": self.promoter.waiting,
+                "promotions_limit": QUEUE_JOBS,
+                "promotions_dropped": self.promoter.dropped,
+            }
+        return document
 
     def close(self) -> None:
         """Once every version is closed."""
         if self.promoter is not None:
             self.promoter.close()
-        for memory in self.memories:
-            memory.close()
+        self.set.close()
 
 
 class DeviceShare(Holder):
     """What one version has of the devices: its part of the budget, under the names that `HostBudget` calls."""
 
-    def __init__(self, version: Version, devices: Devices, publisher: Publisher) -> None:
-        self.version, self._devices, self._publisher = version, devices, publisher
+    def __init__(self, version: Version, devices: DeviceSet, promoter: Promoter, publisher: Publisher) -> None:
+        self.version, self._devices, self._promoter, self._publisher = version, devices, promoter, publisher
         self._fraction, self._reserved = 1.0, 0
 
     @property
@@ -195,8 +110,7 @@ class DeviceShare(Holder):
                 continue
             cache.raise_floor(self.version.watermark)
             table.device = cache
-            if self._devices.promoter is not None:
-                table.offer = Offers(self._devices.promoter, table, self._with_view)
+            table.offer = Offers(self._promoter, table, self._with_view)
         self._reserved, self._fraction = budget_bytes, fraction
 
     def resize_host(self, fraction: float) -> None:
@@ -205,7 +119,7 @@ class DeviceShare(Holder):
                 device.resize(fraction)
         self._fraction = fraction
 
-    def _with_view(self, work: Callable[[View], None]) -> None:
+    def _with_view(self, work: Callable[[Moment], None]) -> None:
         try:
             view = self._publisher.enter(self.version.number)
         except TierstoreError:  # it is not served, or not any more

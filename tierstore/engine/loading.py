@@ -20,10 +20,8 @@ from tierstore.formats import files
 from tierstore.formats.names import REQUEST_SUFFIX, VersionDirectory
 from tierstore.formats.requests import read_request
 from tierstore.formats.snapshot import Snapshot
-from tierstore.ingest.bulkload import BaseBuild, BulkLoad
+from tierstore.ingest.bulkload import BulkLoad
 from tierstore.predict.session import DenseCounts
-from tierstore.tiers.disk import write_sst
-from tierstore.tiers.sealed import BASES, base_record
 from tierstore.types import Progress, ProgressFn
 
 
@@ -60,26 +58,13 @@ def load(
             cancelled=cancelled,
         ) as bulk:
             build = bulk.build()
-            tell(Progress("ingest"))
-            _ingest(build, manifest.delta_seq, where, shared)
+            bulk.ingest(build, where.db, watermark_record(manifest.delta_seq))
             bulk.read_back(where.db)
         _keep_the_rest(snapshot, where)
         files.remove_tree(where.build)
         write_record(where, manifest, build)
         model.adopt(VersionInfo(where), activate=activate, progress=tell)
     return number
-
-
-def _ingest(build: BaseBuild, delta_seq: int, where: VersionDirectory, shared: Shared) -> None:
-    records = watermark_record(delta_seq)
-    if build.base == "sealed":
-        records |= base_record(build.files)
-    last = write_sst(where.build / "records.sst", records=records, delta=True)
-    disk = BASES[build.base].create(where.db, block_cache_bytes=shared.settings.block_cache, reader=shared.readers)
-    try:
-        disk.ingest([*build.files, last])
-    finally:
-        disk.close()
 
 
 def _check_dense(snapshot: Snapshot, shared: Shared) -> None:

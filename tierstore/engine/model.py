@@ -162,7 +162,7 @@ class Model(Switching):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to keep: no version, complete or coming, and no log."""
-        return not self._infos and not self._loading and self._deltas.start is None
+        return not (self._infos or self.damaged or self._loading) and self._deltas.start is None
 
     @property
     def problem(self) -> str | None:
@@ -200,10 +200,13 @@ class Model(Switching):
         infos = {}
         for number in self.where.versions_on_disk():
             where = self.where.version(number)
-            if not where.record.exists():
-                files.remove_tree(where.root)  # a load that was cut off
-                continue
             try:
+                if not files.exists(where.record):
+                    files.remove_tree(where.root)  # a load that was cut off
+                    continue
+                files.remove_tree(where.build)  # a fold that was
+                for folder in (where.root, where.hot_keys):
+                    files.sweep(folder)
                 infos[number] = VersionInfo(where)
             except TierstoreError as error:
                 self.damaged[number] = str(error)
@@ -283,6 +286,8 @@ class Model(Switching):
             if number not in self.served.versions:
                 self._forget(number)
                 files.remove_tree(where.root)
+                with self._serving.write, contextlib.suppress(StorageError):
+                    self._record.settle()  # there is room now
             raise
         finally:
             with self._serving.write:
@@ -297,27 +302,41 @@ class Model(Switching):
             self.activate(info.number, progress=progress)
 
     def drop(self, number: int) -> None:
-        """Delete a version that is not served. Its memory and disk come back."""
+        """Delete a version that is not served, a damaged one as well. Its memory and disk come back."""
         with self._switch:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded")
+            if number in self.damaged:
+                files.remove_tree(self.where.version(number).root)
+                del self.damaged[number]
+                return
             info = self._info(number)
             if number == self.active_version:
                 raise Conflict(f"version {number} of {self.name!r} is active; activate another one first")
-            if number in self.served.versions:
+            if number == self.canary_number:
                 raise Conflict(f"version {number} of {self.name!r} is the canary; withdraw it first")
             self._wait_retired(number)
+            with self._serving.write:
+                self._record.settle()  # CURRENT must not go on naming it
             try:
                 files.remove_tree(info.where.root)
             finally:
-                if not info.where.record.exists():  # what is left of it has lost its name, and goes at the next start
+                if not files.exists(
+                    info.where.record
+                ):  # what is left of it has lost its name, and goes at the next start
                     self._forget(number)
 
     # --- background
 
     def _keep_house(self) -> None:
         with self._serving.write:
-            needed = [info.watermark for info in self._infos.values() if not self.is_stale(info)]
+            self._record.settle()
+            # one that serves though it is stale goes on from where the log begins
+            needed = [
+                max(info.watermark, self._deltas.start or 0)
+                for info in self._infos.values()
+                if not self.is_stale(info) or info.number in self.served.versions
+            ]
             needed += [delta_seq for delta_seq, _ in self._loading.values()]
             if needed:
                 self._deltas.prune(min(needed), min_age_s=self._shared.settings.log_retention_s)
@@ -334,10 +353,7 @@ class Model(Switching):
         older = [
             number
             for number in self.versions
-            if active is not None
-            and number < active
-            and number not in self._loading
-            and number not in self.served.versions
+            if active is not None and number < active and number not in self._loading and number != self.canary_number
         ]
         for number in older[: max(0, len(older) - self._shared.settings.keep_versions)]:
             if not self._keeper.is_retiring(number):
@@ -345,7 +361,8 @@ class Model(Switching):
                 log.info("model %s: dropped version %d, older than those kept", self.name, number)
 
     def _catch_up_kept(self) -> None:
-        """A kept version never falls far behind, so that rollback is quick."""
+        """A kept version never falls far behind, so that rollback is quick. One that is damaged keeps no other from it."""
+        failed: TierstoreError | None = None
         for info in self.infos():
             behind = (self._deltas.last or 0) - info.watermark
             busy = (
@@ -355,13 +372,18 @@ class Model(Switching):
             )
             if behind <= KEPT_LAG or busy or self.is_stale(info):
                 continue
-            version = self._open(info)
             try:
-                catch_up(version, self._deltas)
+                version = self._open(info)
+                try:
+                    catch_up(version, self._deltas, self.dense)
+                finally:
+                    version.close()
             except DeltaError as error:
                 log.warning("model %s: version %d cannot be caught up: %s", self.name, info.number, error)
-            finally:
-                version.close()
+            except TierstoreError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def check_log(self) -> tuple[int, list[str]]:
         """Read every entry of the log back: how many there are, and what is wrong."""

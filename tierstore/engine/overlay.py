@@ -16,13 +16,13 @@ from tierstore.errors import DeltaError
 from tierstore.formats.delta import Delta, DeltaTable
 from tierstore.kernels import codec, overlay_index
 from tierstore.predict.session import DenseSession
-from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
+from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
 
 class OverlayTable:
     """The rows of one table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions."""
 
-    __slots__ = ("deleted", "index", "keys", "nbytes", "rows", "spec")
+    __slots__ = ("_answering", "deleted", "index", "keys", "nbytes", "rows", "spec")
 
     def __init__(self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
         self._take(spec, keys, overlay_index.build(keys), rows, deleted)
@@ -38,23 +38,12 @@ class OverlayTable:
 
     def _take(self, spec: TableSpec, keys: Keys, index: overlay_index.Index, rows: Rows, deleted: np.ndarray) -> None:
         self.spec, self.keys, self.index, self.rows, self.deleted = spec, keys, index, rows, deleted
+        self._answering = overlay_index.Answering(index, keys, rows, deleted, spec.dtype, spec.dim)
         self.nbytes = keys.nbytes * 3 + rows.nbytes + deleted.nbytes  # the index is about two words a key
 
     def lookup(self, keys: Keys, out: Vectors, state: States, default: np.ndarray) -> None:
         """Answer the keys with state PENDING that are in this overlay: OVERLAY, or ABSENT where deleted."""
-        position = np.full(len(keys), -1, np.int64)
-        overlay_index.find(self.index, self.keys, keys, state, position)
-        hits = np.flatnonzero(position >= 0)
-        if not hits.size:
-            return
-        source = position[hits]
-        gone = self.deleted[source]
-        if gone.any():
-            out[hits[gone]] = default
-            state[hits[gone]] = Tier.ABSENT
-            hits, source = hits[~gone], source[~gone]
-        codec.decode_scatter(self.rows, source, hits, self.spec.dtype, out)
-        state[hits] = Tier.OVERLAY
+        self._answering.answer(keys, out, state, default)
 
     def merged(self, newer: OverlayTable) -> OverlayTable:
         """Both in one; a key in both keeps its row of `newer`."""
@@ -71,8 +60,9 @@ class Overlay:
     lo: int
     hi: int
     tables: Mapping[str, OverlayTable]
-    dense: bytes | None = None
+    dense: bytes | None = field(default=None, repr=False)
     predictor: DenseSession | None = None  # of `dense`; None where it cannot be served here
+    passed_over: str | None = None  # of catch-ups alone: the newest dense part that does not fit the version, and why
     born_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -85,7 +75,7 @@ class Overlay:
         for name, table in newer.tables.items():
             tables[name] = tables[name].merged(table) if name in tables else table
         of = newer if newer.dense is not None else self
-        return Overlay(self.lo, newer.hi, tables, of.dense, of.predictor, self.born_s)
+        return Overlay(self.lo, newer.hi, tables, of.dense, of.predictor, born_s=self.born_s)
 
 
 def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None) -> tuple[Overlay, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +17,32 @@ import pyarrow as pa
 from tierstore.errors import InvalidInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Shape, Tensor
-
-if TYPE_CHECKING:
-    from tierstore.engine.looking import BagLookup, Lookup
-    from tierstore.engine.view import View
+from tierstore.types import FeatureSpec
 
 Array = npt.NDArray[Any]
-_Begin = Callable[[Array, str], "Lookup | BagLookup"]  # (where the rows go, their dtype) → the look-up
+
+
+class Begun(Protocol):
+    """A look-up under way."""
+
+    def finish(self) -> Array: ...
+
+
+class Rows(Protocol):
+    """What a prediction needs of a view."""
+
+    @property
+    def features(self) -> Mapping[str, FeatureSpec]: ...
+    def begin(
+        self, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str, out: Array | None
+    ) -> Begun: ...
+
+
+_Begin = Callable[[Array, str], Begun]  # (where the rows go, their dtype) → the look-up
 
 
 def predict(
-    view: View, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
+    view: Rows, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
 ) -> dict[str, Array]:
     """Run `session` on `inputs`, the rows of its features looked up in `view`. Returns the outputs by name, by default all.
 
@@ -67,7 +82,7 @@ def predict(
     return dict(zip(run.outputs, answer, strict=True))
 
 
-def _keys(view: View, name: str, value: Any) -> tuple[Shape, _Begin]:
+def _keys(view: Rows, name: str, value: Any) -> tuple[Shape, _Begin]:
     """The shape of a feature's answer before its last dimension, and what looks it up."""
     keys, offsets, weights = value, None, None
     if isinstance(value, tuple):

@@ -14,17 +14,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
+from tierstore.engine.overlay import OverlayTable
 from tierstore.engine.table import Table
 from tierstore.tiers.device_layout import mix
 from tierstore.types import Keys, Tier
-
-if TYPE_CHECKING:
-    from tierstore.engine.view import View
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +30,17 @@ QUEUE_JOBS = 64
 JOB_KEYS = 4096
 _SEEN = 1 << 16  # fingerprints of keys offered lately, a table
 
+
+class Moment(Protocol):
+    """What a promotion needs of a view."""
+
+    @property
+    def seq(self) -> int: ...
+    def overlays_of(self, table: str) -> Sequence[OverlayTable]: ...
+
+
 # Holds the view that serves a version now, for as long as it takes to call what it is given; not at all if none does.
-WithView = Callable[[Callable[["View"], None]], None]
+WithView = Callable[[Callable[[Moment], None]], None]
 
 
 class Offers:
@@ -68,7 +75,7 @@ class Offers:
         self._seen[slots] = prints
         return before
 
-    def _move(self, view: View, keys: Keys) -> None:
+    def _move(self, view: Moment, keys: Keys) -> None:
         table = self._table
         device, host = table.device, table.host
         if device is None or host is None:

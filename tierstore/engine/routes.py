@@ -8,7 +8,7 @@ no record is no canary and no labels. Pure functions and immutable values; write
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,16 @@ class Routes:
     labels: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, served: Served) -> Routes:
-        """What is to be found again after a restart."""
+    def of(cls, served: Served, awaited: Routes | None = None) -> Routes:
+        """What is to be found again after a restart: what is served, and beside it the canary that is `awaited`."""
         active, canary = (None if view is None else view.version for view in (served.active, served.canary))
-        return cls(active, canary, served.share, dict(served.labels))
+        labels = dict(served.labels)
+        if awaited is None:
+            return cls(active, canary, served.share, labels)
+        return cls(active, awaited.canary, awaited.share, {**awaited.labels, **labels})
+
+    def without_label(self, name: str) -> Routes:
+        return replace(self, labels={label: of for label, of in self.labels.items() if label != name})
 
     def beside(self, active: int) -> Routes:
         """What of the record holds where `active` is the active version.
@@ -73,7 +79,7 @@ def save_routes(path: Path, routes: Routes) -> None:
     """Publish the record, or remove it where it would say nothing. What is there already is not written again."""
     document = routes.document()
     if document is None:
-        if path.exists():
+        if files.exists(path):
             files.remove_file(path)
         return
     try:

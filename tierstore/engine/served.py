@@ -9,15 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import xxhash
 
+from tierstore.engine.version import Version
+from tierstore.engine.view import View
 from tierstore.errors import NotFound, NotReady
-
-if TYPE_CHECKING:
-    from tierstore.engine.version import Version
-    from tierstore.engine.view import View
 
 STABLE, CANARY = "stable", "canary"  # labels that are always the active version and the canary
 _HASHES = 2.0**64

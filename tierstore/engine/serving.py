@@ -23,6 +23,7 @@ from tierstore.engine.dense import DenseParts
 from tierstore.engine.observer import Observer
 from tierstore.engine.overlay import Overlay, encode_delta, stack
 from tierstore.engine.publisher import Publisher
+from tierstore.engine.record import Record
 from tierstore.engine.served import Served
 from tierstore.engine.version import Version
 from tierstore.engine.view import View
@@ -39,13 +40,14 @@ class Serving:
         self,
         name: str,
         deltas: DeltaLog,
+        record: Record,
         budget: OverlayBudget,
         observers: list[Observer],
         grace_s: float,
         told: Sequence[Callable[[], None]] = (),
     ) -> None:
         # constant after construction
-        self.name, self.deltas = name, deltas
+        self.name, self.deltas, self._record = name, deltas, record
         self.publisher = Publisher(name, told)
         self.write = threading.Lock()  # held by whoever changes the log or a view
         self._budget, self._observers, self._grace_s = budget, observers, grace_s
@@ -103,17 +105,17 @@ class Serving:
                     stack(view.overlays, overlay, frozen=self._folding)
                     for view, overlay in zip(views, new, strict=True)
                 ]
+                after = served.with_views(
+                    View(view.holder, overlays, delta.seq) for view, overlays in zip(views, stacks, strict=True)
+                )
+                self._record.settle()  # else the next start might serve another version, without this delta
                 self.deltas.append(delta.seq, data, delta.digest)
             except BaseException:
                 self._budget.give(taken)
                 raise
             # rows that a newer delta in the same overlay replaced are gone
             self._budget.give(sum(_bytes(view.overlays) for view in views) + taken - sum(map(_bytes, stacks)))
-            self.publisher.publish(
-                served.with_views(
-                    View(view.holder, overlays, delta.seq) for view, overlays in zip(views, stacks, strict=True)
-                )
-            )
+            self.publisher.publish(after)
             self.last_event = delta.event_time
         freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
         rows = sum(len(table.keys) for table in delta.tables.values())
@@ -128,7 +130,7 @@ class Serving:
     def _session(self, delta: Delta, view: View, served: Served, dense: DenseParts) -> DenseSession | None:
         assert delta.dense is not None
         with _naming_the_canary(view, served):
-            return dense.of_delta(delta.seq, delta.dense, view)
+            return dense.of_delta(delta, delta.dense, view)
 
     def _ready_dense(self, delta: Delta, dense: DenseParts) -> dict[Version, DenseSession | None]:
         """Sessions of a delta's dense part, by version, made before `write` is taken, so that nobody waits for them.

@@ -75,8 +75,15 @@ def _canary(view: View, share: float) -> dict[str, Any]:
 def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
     """What becomes of a version's dense part; `view` if it is served."""
     if view is not None and view.has_dense:
-        return "served" if view.predictor is not None else f"kept, not served: {view.unserved}"
-    return model.dense.kept if info.has_dense else None
+        state = "served" if view.predictor is not None else f"kept, not served: {view.unserved}"
+    elif info.has_dense:
+        state = model.dense.kept
+    else:
+        state = "none"
+    newer = info.passed_over  # but for what is not folded yet
+    if newer is not None and not (view is not None and any(overlay.dense is not None for overlay in view.overlays)):
+        return f"{state}; a newer one was passed over: {newer}"
+    return None if state == "none" else state
 
 
 def _versions(model: Model, served: Served) -> list[dict[str, Any]]:

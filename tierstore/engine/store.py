@@ -77,7 +77,7 @@ class Store:
                 self._close_models()
                 raise
         except BaseException:
-            os.close(self._lock_file)
+            _unlock(self._lock_file)
             raise
 
     def _start_model(self, name: str) -> Model:
@@ -248,7 +248,7 @@ class Store:
         try:
             self._close_models()
         finally:
-            os.close(self._lock_file)
+            _unlock(self._lock_file)
 
     def _close_models(self) -> None:
         with contextlib.ExitStack() as stack:  # one that fails keeps no other from being closed
@@ -283,9 +283,15 @@ def _lock(path: Path) -> int:
         raise Locked(
             f"{path.parent} is open in another process{f' (pid {holder})' if holder else ''}; if that is a service, talk to it with --url"
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
+    with contextlib.suppress(OSError):  # only for whoever wonders; a full disk must not keep the store from opening
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
     return descriptor
+
+
+def _unlock(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that this one forked has the lock open too, and may live on
+    os.close(descriptor)
 
 
 def _delta_bytes(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:

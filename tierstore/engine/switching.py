@@ -17,7 +17,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from tierstore.config import Settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
@@ -26,16 +25,16 @@ from tierstore.engine.dense import DenseParts
 from tierstore.engine.devices import Devices
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
+from tierstore.engine.record import Record
 from tierstore.engine.replay import catch_up
-from tierstore.engine.routes import Routes, check_label, check_share, read_routes, save_routes
+from tierstore.engine.routes import Routes, check_label, check_share
 from tierstore.engine.served import CANARY, STABLE, Served
 from tierstore.engine.serving import Serving
 from tierstore.engine.table import LookupCounts
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
-from tierstore.errors import Closed, Conflict, Corruption, NotFound, StorageError, TierstoreError
-from tierstore.formats import files
-from tierstore.formats.names import ModelDirectory, format_version, parse_version
+from tierstore.errors import Closed, Conflict, Corruption, NotFound, TierstoreError
+from tierstore.formats.names import ModelDirectory
 from tierstore.predict.runtime import Runtime
 from tierstore.tiers.background import in_background
 from tierstore.tiers.disk import ReaderPool
@@ -71,16 +70,25 @@ class Switching:
     def __init__(self, name: str, where: ModelDirectory, shared: Shared, keep_house: Callable[[], None]) -> None:
         self.name, self.where = name, where
         self._shared = shared
-        self._deltas = DeltaLog(where)
+        self._deltas, self._record = DeltaLog(where), Record(where)
         self._serving = Serving(
-            name, self._deltas, shared.overlay_budget, shared.observers, shared.settings.fold_grace_s, shared.told
+            name,
+            self._deltas,
+            self._record,
+            shared.overlay_budget,
+            shared.observers,
+            shared.settings.fold_grace_s,
+            shared.told,
         )
         self._keeper = Keeper(self._serving, self._freed, keep_house)
         self._switch = threading.RLock()
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served
+        self._awaited: Routes | None = None  # that canary, its share and labels; the next start tries again
         self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
-        self.dense = DenseParts(name, shared.dense, lambda number: self._infos.get(number))
+        self.dense = DenseParts(
+            name, shared.dense, lambda number: self._infos.get(number), lambda: self._serving.current
+        )
         self._closed = False
         # guarded by serving.write; replaced whole, so that readers need no lock
         self._infos: dict[int, VersionInfo] = {}
@@ -162,11 +170,11 @@ class Switching:
         try:
             self._shared.host_budget.admit(version, like, *leaving[1:])
             self._shared.devices.admit(version, leaving, self._serving.publisher)
-            catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force, progress=progress)
+            catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force, progress=progress)
             self._warm(version, like, progress)
             self.dense.open(version, lenient=force)
             progress(Progress("switch"))
-            catch_up(version, self._deltas, leave=SWITCH_LAG, lenient=force)
+            catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force)
             self.dense.open(version, lenient=force)
             yield version
         except BaseException:
@@ -185,7 +193,7 @@ class Switching:
 
     def _last_step(self, version: Version, *, force: bool) -> None:
         """Catch up to the end of the log, while producers wait. Holds `write`."""
-        catch_up(version, self._deltas, lenient=force)
+        catch_up(version, self._deltas, self.dense, lenient=force)
         self.dense.open(version, lenient=force)  # anew only if one of the last deltas brought one
 
     # --- the active version
@@ -282,6 +290,9 @@ class Switching:
                 raise Conflict(
                     f"version {served.canary.version} of {self.name!r} is the canary; promote or withdraw it first"
                 )
+            awaited = self._awaited
+            if awaited is not None and awaited.canary != number:
+                raise Conflict(f"model {self.name!r}: {self._canary_problem}; withdraw it first")
             self._wait_retired(number)
             self._add_canary(info, share, force=force, progress=progress)
 
@@ -294,42 +305,36 @@ class Switching:
             self._publish(replace(served, share=share))
             return True
 
-    def _add_canary(
-        self,
-        info: VersionInfo,
-        share: float,
-        *,
-        force: bool,
-        progress: ProgressFn,
-        labels: tuple[tuple[str, int], ...] = (),
-    ) -> None:
+    def _add_canary(self, info: VersionInfo, share: float, *, force: bool, progress: ProgressFn) -> None:
         leaving = [view.holder for view in self.served.views]
         with self._warmed(info, leaving, force=force, progress=progress) as version, self._serving.write:
             self._last_step(version, force=force)
             view = View(version, (), version.watermark)
             served = self.served
-            self._publish(replace(served, canary=view, share=share, labels={**served.labels, **dict(labels)}))
+            labels = {} if self._awaited is None else self._awaited.labels
+            self._publish(replace(served, canary=view, share=share, labels={**labels, **served.labels}))
 
     def withdraw(self) -> int:
         """Stop serving the canary; the version is kept, labels that point to it go. Returns its number."""
         with self._serving.write:
             served = self.served
-            number = served.canary.version if served.canary is not None else self._canary_on_record()
+            number = self.canary_number
             if number is None:
                 raise self._no_canary()
             labels = {name: of for name, of in served.labels.items() if of != number}
             self._publish(Served(served.active, labels=labels))
             return number
 
+    @property
+    def canary_number(self) -> int | None:
+        """The canary, also where it could not be served after a restart; None where there is none."""
+        if self.served.canary is not None:
+            return self.served.canary.version
+        return None if self._awaited is None else self._awaited.canary
+
     def _no_canary(self) -> Conflict:
         why = f": {self._canary_problem}" if self._canary_problem else ""
         return Conflict(f"model {self.name!r} has no canary{why}")
-
-    def _canary_on_record(self) -> int | None:
-        """The canary that could not be served again after a restart."""
-        if self._canary_problem is None or self.served.active is None:
-            return None
-        return read_routes(self.where.routes).canary
 
     # --- labels
 
@@ -344,69 +349,52 @@ class Switching:
                     f"label {name!r} may only point to what is served, and {self.name!r} serves {serves}, not {info.number}; activate "
                     "it or make it the canary first"
                 )
-            self._publish(replace(served, labels={**served.labels, name: number}))
+            self._publish(
+                replace(served, labels={**served.labels, name: number}),
+                self._awaited and self._awaited.without_label(name),
+            )
 
     def unlabel(self, name: str) -> None:
         """Remove a label. NotFound where there is none of that name, Conflict for `stable` and `canary`."""
         if name in (STABLE, CANARY):
             raise Conflict(f"label {name!r} cannot be removed: it always stands for the {name} version")
         with self._serving.write:
-            served = self.served
-            if name not in served.labels:
+            served, awaited = self.served, self._awaited
+            if name not in served.labels and (awaited is None or name not in awaited.labels):
                 raise NotFound(
                     f"model {self.name!r} has no label {name!r}; it has {', '.join(served.all_labels()) or 'none'}"
                 )
-            self._publish(replace(served, labels={key: of for key, of in served.labels.items() if key != name}))
+            labels = {key: of for key, of in served.labels.items() if key != name}
+            self._publish(replace(served, labels=labels), awaited and awaited.without_label(name))
 
     # --- publishing
 
-    def _publish(self, served: Served) -> None:
-        """Serve that from now on, and after a restart. Holds `write`. On an error nothing has changed."""
-        self._record(served)
-        self._canary_problem = None
+    def _publish(self, served: Served, awaited: Routes | None = None) -> None:
+        """Serve that from now on, and after a restart, with the canary that is `awaited` beside it.
+
+        Holds `write`. On an error nothing has changed.
+        """
+        self._record.write(Routes.of(served, awaited), lambda: self._go_on_from(served.active))
+        if awaited is None and self._canary_problem is not None:
+            log.warning("model %s: no longer on record: %s", self.name, self._canary_problem)
+            self._canary_problem = None
+        self._awaited = awaited
         for view in self.served.views:
             if served.of(view.holder) is None:
                 # before it is out of sight: who waits for the version to be closed must find it in one place
                 self._keeper.retire(view.holder)
         self._serving.set(served)
 
-    def _record(self, served: Served) -> None:
-        """Have the next start serve that, and the log go on from its active version.
-
-        CURRENT comes before the log: after a crash in between, the next start restarts the log. The other way round,
-        the version before would be served without the deltas that the log has just forgotten. And it comes before the
-        routes: beside another version than before the old ones mean what they should, see `routes.py`.
-        """
-        with _restored_on_error(self.where.current), _restored_on_error(self.where.routes):
-            active, current = served.active, self.where.current
-            if active is None:
-                files.remove_file(current)
-            elif not current.exists() or current.read_bytes() != format_version(active.version).encode():
-                files.publish_bytes(current, format_version(active.version).encode())
-            save_routes(self.where.routes, Routes.of(served))
-            if active is not None:
-                self._go_on_from(active.holder)
-
-    def _go_on_from(self, active: Version) -> None:
+    def _go_on_from(self, active: View | None) -> None:
         """Restart the log where the active version's snapshot reaches beyond it."""
-        if self._deltas.last is None or active.watermark > self._deltas.last:
-            self._deltas.restart(active.watermark)
-
-    def _read_current(self) -> int | None:
-        try:
-            text = self.where.current.read_text().strip()
-        except FileNotFoundError:
-            return None
-        number = parse_version(text)
-        if number is None:
-            raise Corruption(f"{self.where.current}: expected a version number, came {text!r}")
-        return number
+        if active is not None and (self._deltas.last is None or active.holder.watermark > self._deltas.last):
+            self._deltas.restart(active.holder.watermark)
 
     # --- start
 
     def _serve_again(self) -> None:
         """Serve what CURRENT and the routes say. A canary that cannot be served is reported, and everything else goes on."""
-        current = self._read_current()
+        current = self._record.current()
         for info in self._infos.values():
             if info.number != current:
                 self._learn_watermark(info)
@@ -416,6 +404,7 @@ class Switching:
             raise Corruption(
                 f"{self.where.current} names version {current}, which is not on disk; activate one of {self.versions}"
             )
+        self._infos[current].asked_upto = self._deltas.last or 0
         kept = self._kept_routes(current)
         labels = {name: of for name, of in kept.labels.items() if of == current}
         with self._warmed(self._infos[current], [], force=True, progress=ignore) as version, self._serving.write:
@@ -425,20 +414,19 @@ class Switching:
                 self._publish(active)
                 return
             # the record stays as it is until the canary is there as well
-            self._go_on_from(version)
+            self._go_on_from(active.active)
             self._serving.set(active)
         if kept.canary is not None:
+            self._awaited = replace(kept, labels={name: of for name, of in kept.labels.items() if of != current})
             try:
-                self._add_canary(
-                    self._info(kept.canary), kept.share, force=True, progress=ignore, labels=tuple(kept.labels.items())
-                )
+                self._add_canary(self._info(kept.canary), kept.share, force=True, progress=ignore)
             except TierstoreError as error:
                 self._canary_problem = f"the canary, version {kept.canary}, is not served: {error}"
                 log.exception("model %s: %s", self.name, self._canary_problem)
 
     def _kept_routes(self, active: int) -> Routes:
         try:
-            return read_routes(self.where.routes).beside(active)
+            return self._record.routes().beside(active)
         except TierstoreError as error:
             self._canary_problem = f"canary and labels are not served: {error}"
             log.error("model %s: %s", self.name, self._canary_problem)
@@ -449,18 +437,3 @@ class Switching:
             self._open(info).close()
         except TierstoreError as error:  # `verify` says so too; the others serve
             log.error("model %s: version %d cannot be opened: %s", self.name, info.number, error)
-
-
-@contextlib.contextmanager
-def _restored_on_error(path: Path) -> Iterator[None]:
-    """A change of a file that fails may have taken its name all the same; put back what the block began with."""
-    before = path.read_bytes() if path.exists() else None
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            if before is not None:
-                files.publish_bytes(path, before)
-            elif path.exists():
-                files.remove_file(path)
-        raise

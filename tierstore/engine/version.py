@@ -13,12 +13,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tierstore.config import Settings
 from tierstore.engine.budget import Holder, deal
+from tierstore.engine.dense_files import dense_to_come, settle_dense
 from tierstore.engine.overlay import Overlay
 from tierstore.engine.table import LookupCounts, Table
 from tierstore.errors import Corruption
@@ -28,13 +29,11 @@ from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
 from tierstore.predict.session import DenseSession
+from tierstore.tiers.device_set import DeviceSet
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable, least_budget
 from tierstore.tiers.sealed import BASES
 from tierstore.types import BaseKind, FeatureSpec, Keys, TableSpec
-
-if TYPE_CHECKING:
-    from tierstore.engine.devices import Devices
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +99,20 @@ class VersionInfo:
             )
         self.where = where
         self.base = RECORD_FORMATS[record["format"]]
-        self.manifest = Manifest.parse(json.dumps(record["manifest"]), file=str(where.record))
+        try:
+            document, self.tables = record["manifest"], dict[str, dict[str, Any]](record["tables"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corruption(
+                f"{where.record} makes no sense ({error!r}); drop the version and load it again"
+            ) from error
+        self.manifest = Manifest.parse(json.dumps(document), file=str(where.record))
         self.number = self.manifest.version
-        self.tables: dict[str, dict[str, Any]] = record["tables"]
         self.specs: dict[str, TableSpec] = self.manifest.table_specs()
         self.features: dict[str, FeatureSpec] = self.manifest.feature_specs()
         self.watermark = self.manifest.delta_seq  # the owner moves it on
         self.has_dense = where.dense.exists()
+        self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
+        self.asked_upto = 0  # deltas up to this one were checked against the version before they were logged
 
 
 class Version:
@@ -141,12 +147,14 @@ class Version:
                 f"version {self.number}: {info.where.db} has no watermark; drop the version and load its snapshot again"
             )
         self.watermark = info.watermark = watermark
+        info.passed_over = settle_dense(info.where, disk)
+        info.has_dense = info.where.dense.exists()
         self.host_fraction = 1.0
         self._host_reserved = 0
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
         self.predictor: DenseSession | None = None
         self.unserved: str | None = None
-        self.devices: Devices | None = None  # set once its device tables are attached
+        self.devices: DeviceSet | None = None  # set once its device tables are attached
 
     @classmethod
     def open(
@@ -255,16 +263,12 @@ class Version:
         """
         for name in overlay.tables:
             self.tables[name].raise_floor(overlay.hi)
-        if overlay.dense is not None:
-            # before the watermark: after a crash in between, the replay of this delta writes it again
-            files.publish_bytes(self.info.where.dense, overlay.dense)
-            self.info.has_dense = True
-            self.predictor, self.unserved = overlay.predictor, None
+        records = watermark_record(overlay.hi) | dense_to_come(self.info.where, overlay)
         files.make_dir(self.info.where.build)
         parts = sorted((self.tables[name].table_id, name) for name in overlay.tables)
         sst = write_sst(
             self.info.where.build / f"delta-{overlay.hi}.sst",
-            records=watermark_record(overlay.hi),
+            records=records,
             tables=[(number, t.keys, t.rows, t.deleted) for number, name in parts for t in (overlay.tables[name],)],
             delta=True,
         )
@@ -273,6 +277,12 @@ class Version:
         except BaseException:
             sst.path.unlink(missing_ok=True)  # the next try may have another name
             raise
+        if overlay.dense is not None:
+            files.rename(self.info.where.dense_to_come(overlay.hi), self.info.where.dense)
+            self.info.has_dense = True
+            self.predictor, self.unserved = overlay.predictor, None
+        if overlay.dense is not None or overlay.passed_over is not None:
+            self.info.passed_over = overlay.passed_over
         for name, rows in overlay.tables.items():
             self.tables[name].update_caches(rows.keys, rows.rows, rows.deleted)
         self.watermark = self.info.watermark = overlay.hi

@@ -172,6 +172,27 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return document
 
 
+def read_bytes(path: str | Path) -> bytes | None:
+    """What is in a file; None if there is none, and StorageError where that cannot be told."""
+    path = Path(path)
+    with _translated("read", path):
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is a file or directory; StorageError where that cannot be told, so that nothing is taken for gone."""
+    path = Path(path)
+    with _translated("look for", path):
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
+
+
 def fsync_dir(path: str | Path) -> None:
     """Make the names in a directory durable."""
     path = Path(path)

@@ -7,7 +7,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
     <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
-        version.json  db/  dense.onnx  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
+        version.json  db/  dense.onnx  dense-<seq>.onnx  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
 
@@ -57,6 +57,7 @@ MAX_ORDINAL = (1 << 63) - 1  # of versions and of seqs
 
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
 _LOG_ENTRY = re.compile(r"([0-9]{20})-([0-9a-f]{16})\.arrow")
+_DENSE_TO_COME = re.compile(r"dense-([0-9]{1,19})\.onnx")
 _DELTA_FILE = re.compile(r"([0-9]{1,20})\.arrow")
 
 
@@ -130,6 +131,15 @@ class VersionDirectory:
     def dense(self) -> Path:
         return self.root / DENSE
 
+    def dense_to_come(self, seq: int) -> Path:
+        """A dense part on its way with the delta `seq`; it becomes `dense` once the watermark says so."""
+        return self.root / f"dense-{seq}.onnx"
+
+    def denses_to_come(self) -> list[tuple[int, Path]]:
+        """(seq, path) of dense parts that were on their way."""
+        found = ((_DENSE_TO_COME.fullmatch(name), self.root / name) for name in _listing(self.root))
+        return sorted((int(match[1]), path) for match, path in found if match is not None)
+
     @property
     def build(self) -> Path:
         """Scratch of the bulk load."""
@@ -144,9 +154,13 @@ class VersionDirectory:
         """Recorded requests that the snapshot asked to have run before it serves, `00000.npz` and on."""
         return self.root / WARMUP / REQUESTS
 
+    @property
+    def hot_keys(self) -> Path:
+        return self.root / HOT
+
     def hot(self, table: str) -> Path:
         """Keys that were hot when the version was last served."""
-        return self.root / HOT / (check_name("table", table) + KEYS_SUFFIX)
+        return self.hot_keys / (check_name("table", table) + KEYS_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)

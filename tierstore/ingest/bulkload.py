@@ -1,9 +1,9 @@
 """Bulk load: a snapshot to the files of a new version's disk tier, and the proof that they arrived there.
 
-Three phases over all tables. "read": shards are checked, encoded and left as sorted runs. "write": every
+Four phases over all tables. "read": shards are checked, encoded and left as sorted runs. "write": every
 table is cut into key ranges that fit in memory, and each range is merged from all runs into one file.
-"verify", once the files are ingested: every range is read back and its digest compared. All are done by
-helper processes (`helpers.py`); this module plans, and adds up what they report.
+"ingest": the disk tier is made of the files. "verify": every range is read back and its digest compared.
+All are done by helper processes (`helpers.py`); this module plans, and adds up what they report.
 
 Any thread may load, several at once into different directories; the interpreter lock is hardly held.
 A crash leaves a directory that nothing refers to.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -29,13 +29,14 @@ from tierstore.formats.files import make_dir, remove_tree
 from tierstore.formats.manifest import TableEntry
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.helpers import Helpers
-from tierstore.ingest.tasks import KEY_CODE_BYTES, Merged, MergeRuns, ReadBack, Sorted, SortShards, run_keys
+from tierstore.ingest.tasks import KEY_CODE_BYTES, Ingest, Merged, MergeRuns, ReadBack, Sorted, SortShards, run_keys
 from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import SstFile
 from tierstore.types import BaseKind, Keys, Progress, ProgressFn
 
 _RUNS = "runs"
 _HELPERS = "helpers"
+_RECORDS = "records.sst"
 _MIN_RANGE_BYTES = 4 << 20  # below it another file costs more than a second helper gains
 _MAX_RANGE_BYTES = 256 << 20
 _MAX_BATCH_BYTES = 16 << 20
@@ -135,8 +136,17 @@ class BulkLoad:
         tables = {table.name: self._sum_up(table, sorted_[table.name]) for table in self._tables}
         return BaseBuild(files, tables, self._base, seconds, helpers.peak_bytes)
 
+    def ingest(self, build: BaseBuild, db: Path, records: Mapping[str, bytes]) -> None:
+        """Make the disk tier in `db` of what was built, and of the store's own `records`. Raises StorageError."""
+        assert self._helpers is not None
+        files = [(str(file.path), file.xxh3, file.bytes, file.entries) for file in build.files]
+        self._report.phase("ingest", 0)
+        texts = {name: value.decode() for name, value in records.items()}
+        scratch = str(self._out_dir / _RECORDS)
+        self._helpers.run([Ingest(str(db), self._base, files, texts, scratch)], self._report.tick)
+
     def read_back(self, db: Path) -> None:
-        """Compare what the disk tier in `db`, closed by now, holds with what was built. Raises Corruption."""
+        """Compare what the disk tier in `db` holds with what was built. Raises Corruption."""
         assert self._helpers is not None
         lengths = {table.name: table.spec().row_bytes for table in self._tables}
         tasks = [ReadBack(str(db), m.table_id, lengths[m.table], m.low, m.high, m.base) for m, _ in self._written]

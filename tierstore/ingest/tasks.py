@@ -1,6 +1,6 @@
 """The work of a bulk load's helper: shards to sorted runs, runs to one file a key range, and reading it back.
 
-    shards --sort_shards--> runs --merge_runs--> base-<table>-<nnnn>.<kind> --(ingested)--> disk tier --read_back--> digest
+    shards --sort_shards--> runs --merge_runs--> base-<table>-<nnnn>.<kind> --ingest--> disk tier --read_back--> digest
 
 A run is a scratch file of rows that fit in memory, sorted: n key codes (int64), then n rows in the
 storage dtype. A merge takes the same key range out of every run, so that its output is one file that
@@ -26,7 +26,7 @@ from tierstore.formats.snapshot import Snapshot
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.disk import ReaderPool, SstFile, TableContent, write_sst
-from tierstore.tiers.sealed import BASES
+from tierstore.tiers.sealed import BASES, base_record
 from tierstore.tiers.sealed_file import SealedFile, write_sealed
 from tierstore.types import BaseKind, Keys, KeyType, Rows, TableSpec
 
@@ -63,6 +63,17 @@ class MergeRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class Ingest:
+    """Make the disk tier `db` of these finished files (path, xxh3, bytes, entries) and of the store's own records."""
+
+    db: str
+    base: BaseKind
+    files: list[tuple[str, str, int, int]]
+    records: dict[str, str]
+    scratch: str  # a file of that name comes and goes
+
+
+@dataclass(frozen=True, slots=True)
 class ReadBack:
     """Sum up the keys in [low, high) of a table in the disk tier `db`, which nobody writes."""
 
@@ -93,17 +104,26 @@ class Merged:
     entries: int
 
 
-Task = SortShards | MergeRuns | ReadBack
-TASKS: dict[str, Any] = {"SortShards": SortShards, "MergeRuns": MergeRuns, "ReadBack": ReadBack}
-RESULTS: dict[str, Any] = {"SortShards": Sorted, "MergeRuns": Merged, "ReadBack": TableContent}
+@dataclass(frozen=True, slots=True)
+class Ingested:
+    """What Ingest made."""
+
+    files: int
 
 
-def run_task(snapshot: Snapshot, task: Task, tell: Tell) -> Sorted | Merged | TableContent:
+Task = SortShards | MergeRuns | Ingest | ReadBack
+TASKS: dict[str, Any] = {"SortShards": SortShards, "MergeRuns": MergeRuns, "Ingest": Ingest, "ReadBack": ReadBack}
+RESULTS: dict[str, Any] = {"SortShards": Sorted, "MergeRuns": Merged, "Ingest": Ingested, "ReadBack": TableContent}
+
+
+def run_task(snapshot: Snapshot, task: Task, tell: Tell) -> Sorted | Merged | Ingested | TableContent:
     """Do a task. Raises SnapshotError for a snapshot that may not be loaded, StorageError and OSError for the disk."""
     if isinstance(task, SortShards):
         return sort_shards(snapshot, task, tell)
     if isinstance(task, MergeRuns):
         return merge_runs(snapshot, task, tell)
+    if isinstance(task, Ingest):
+        return ingest(task)
     return read_back(task, tell)
 
 
@@ -191,6 +211,24 @@ def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
         built = write_sst(Path(task.out), tables=[(task.table_id, keys, rows, None)], delta=False)
     tell(len(keys))
     return Merged(len(keys), digest_rows(keys, rows), built.xxh3, built.bytes, built.entries)
+
+
+def ingest(task: Ingest) -> Ingested:
+    """Make the disk tier and have it take in all files in one step. RocksDB would hold up a process that serves."""
+    kind = SealedFile if task.base == "sealed" else SstFile
+    files = [kind(Path(path), xxh3, size, entries) for path, xxh3, size, entries in task.files]
+    records = {name: value.encode() for name, value in task.records.items()}
+    if task.base == "sealed":
+        records |= base_record(files)
+    last = write_sst(Path(task.scratch), records=records, delta=True)
+    reader = ReaderPool(1)
+    disk = BASES[task.base].create(Path(task.db), block_cache_bytes=_BLOCK_CACHE_BYTES, reader=reader)
+    try:
+        disk.ingest([*files, last])
+    finally:
+        disk.close()
+        reader.close()
+    return Ingested(len(files))
 
 
 def read_back(task: ReadBack, tell: Tell) -> TableContent:

@@ -1,7 +1,7 @@
-"""Exact index of the keys of a delta: key → row number, and the order in which a delta is kept.
+"""Exact index of the keys of a delta: key → row number, look-ups by it, and the order in which a delta is kept.
 
 Free functions of arrays without state, nogil. An index is written by `build` and never changes after, so any
-number of threads may `find` in it. It is rebuilt from its keys after a restart; nothing here touches a disk.
+number of threads may look keys up in it. It is rebuilt from its keys after a restart; nothing here touches a disk.
 
 An index is uint64[capacity], a power of two and at least twice the keys, probed linearly. A slot holds the upper
 half of the key's hash as a tag and the row number in its lower half; a slot of all ones is empty. No key value is
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from numba import njit, types
 
 from tierstore.kernels.atomics import prefetch
-from tierstore.types import Keys, States
+from tierstore.kernels.codec import decode_row, out_code
+from tierstore.types import Keys, Rows, States, StorageDtype, Tier, Vectors
 
 Index = npt.NDArray[np.uint64]
 
@@ -28,9 +29,11 @@ _EMPTY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _TAG = np.uint64(0xFFFF_FFFF_0000_0000)
 _ROW = np.uint64(0xFFFF_FFFF)
 _BLOCK = 32  # keys whose slots are asked for before the first of them is probed
+_PREFETCH_BYTES = 512  # of a row
+_PENDING, _OVERLAY, _ABSENT = int(Tier.PENDING), int(Tier.OVERLAY), int(Tier.ABSENT)
 
 _KEYS = types.Array(types.int64, 1, "C", readonly=True)
-_STATE = types.Array(types.uint8, 1, "C", readonly=True)
+_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 _INDEX = types.Array(types.uint64, 1, "C", readonly=True)
 
 
@@ -58,32 +61,65 @@ def _build(keys: Any, index: Any) -> Any:
     return -1
 
 
-@njit(types.int64(_INDEX, _KEYS, _KEYS, _STATE, types.int64[::1]), cache=True, nogil=True)
-def _find(index: Any, table_keys: Any, keys: Any, state: Any, pos: Any) -> Any:
+@njit(
+    types.int64(_INDEX, _KEYS, _BYTES, *[types.int64] * 7, _KEYS, types.uint8[::1]),
+    cache=True,
+    nogil=True,
+)
+def _answer(
+    index: Any,
+    table_keys: Any,
+    deleted: Any,
+    rows: Any,
+    row_bytes: Any,
+    code: Any,
+    out_code: Any,
+    dim: Any,
+    default: Any,
+    out: Any,
+    keys: Any,
+    state: Any,
+) -> Any:
     mask = np.uint64(len(index) - 1)
     slots = np.int64(index.ctypes.data)
+    out_bytes = dim * (4 >> out_code)
+    asked_bytes = min(row_bytes, _PREFETCH_BYTES)
     hashes = np.empty(_BLOCK, np.uint64)
-    found = 0
+    found = np.empty(_BLOCK, np.int64)
+    answered = 0
     for start in range(0, len(keys), _BLOCK):
         stop = min(start + _BLOCK, len(keys))
         for i in range(start, stop):
             h = _mix(keys[i])
             hashes[i - start] = h
             prefetch(slots + np.int64((h & mask) << np.uint64(3)))
+        hits = 0
         for i in range(start, stop):
-            if state[i] != 0:
+            found[i - start] = -1
+            if state[i] != _PENDING:
                 continue
             h = hashes[i - start]
             at, tag = h & mask, h & _TAG
-            row = np.int64(-1)
             while index[at] != _EMPTY:
                 if index[at] & _TAG == tag and table_keys[index[at] & _ROW] == keys[i]:
                     row = np.int64(index[at] & _ROW)
-                    found += 1
+                    found[i - start] = row
+                    hits += 1
+                    for ahead in range(0, asked_bytes, 64):
+                        prefetch(rows + row * row_bytes + ahead)
                     break
                 at = (at + np.uint64(1)) & mask
-            pos[i] = row
-    return found
+        if hits:
+            for i in range(start, stop):
+                row = found[i - start]
+                if row >= 0 and deleted[row]:
+                    decode_row(out_code, out_code, default, out + i * out_bytes, dim)
+                    state[i] = _ABSENT
+                elif row >= 0:
+                    decode_row(code, out_code, rows + row * row_bytes, out + i * out_bytes, dim)
+                    state[i] = _OVERLAY
+            answered += hits
+    return answered
 
 
 @njit(types.int64[::1](_KEYS), cache=True, nogil=True)
@@ -137,15 +173,51 @@ def build(keys: Keys) -> Index:
     return index
 
 
-def find(index: Index, table_keys: Keys, keys: Keys, state: States, pos: Keys) -> int:
-    """For every i with `state[i] == 0`: `pos[i]` = the row of `keys[i]`, or -1. Returns how many were found.
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]  # several times cheaper than `ctypes.data`
+    return address
 
-    `table_keys` int64[m] are the keys that `index` was built of; `keys` int64[n], `state` uint8[n] and `pos`
-    int64[n] pair up. Where the state is not 0, `pos` is left as it is.
+
+class Answering:
+    """The rows of a delta, to be looked up by key. Constant; any thread may `answer`.
+
+    `keys` int64[m] are those that `index` was built of; `rows` uint8[m, row_bytes] of `dtype`, `deleted` bool[m].
     """
-    if not len(keys) == len(state) == len(pos):
-        raise ValueError(f"keys, state and pos pair up: got {len(keys)}, {len(state)} and {len(pos)}")
-    return int(_find(index, table_keys, keys, state, pos))
+
+    __slots__ = ("_arrays", "_code", "_deleted", "_dim", "_index", "_keys", "_row_bytes", "_rows_at")
+
+    def __init__(
+        self, index: Index, keys: Keys, rows: Rows, deleted: npt.NDArray[np.bool_], dtype: StorageDtype, dim: int
+    ) -> None:
+        if not len(keys) == len(rows) == len(deleted) or rows.shape[1:] != (dtype.row_bytes(dim),):
+            raise ValueError(
+                f"keys, rows and deleted pair up: got {len(keys)}, {list(rows.shape)} and {len(deleted)} for {dtype}[{dim}]"
+            )
+        rows = np.ascontiguousarray(rows)
+        self._index, self._keys = index, np.ascontiguousarray(keys)
+        self._deleted = np.ascontiguousarray(deleted).view(np.uint8)
+        self._arrays, self._rows_at, self._row_bytes = rows, _address(rows), rows.shape[1]  # `rows` keeps its memory
+        self._code, self._dim = dtype.code, dim
+
+    def answer(self, keys: Keys, out: Vectors, state: States, default: Vectors) -> int:
+        """For every i whose state is PENDING and whose key is held: the row and OVERLAY, or where deleted `default` and ABSENT.
+
+        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], contiguous; `default` float32[dim]. All else
+        stays as it is. Returns how many were answered.
+        """
+        n = len(keys)
+        if state.shape != (n,) or out.shape != (n, self._dim) or not out.flags.c_contiguous or not out.flags.writeable:
+            raise ValueError(
+                f"keys, state and out pair up: got {n}, {list(state.shape)} and {list(out.shape)} for vectors of {self._dim}, "
+                "all contiguous, the last two writable"
+            )
+        fallback = np.ascontiguousarray(default, out.dtype)
+        return int(
+            _answer(
+                self._index, self._keys, self._deleted, self._rows_at, self._row_bytes, self._code, out_code(out), self._dim,
+                _address(fallback), _address(out), np.ascontiguousarray(keys), state,
+            )
+        )  # fmt: skip
 
 
 def dedup_last(keys: Keys) -> Keys:

@@ -30,8 +30,8 @@ from tierstore.service.http.connection import BoundedHttpProtocol
 from tierstore.service.http.door import Door, raise_file_limit
 from tierstore.service.http.guard import check_listen_address
 from tierstore.service.http.serving import FINISH_S, make_server
-from tierstore.service.process.allocator import tune_allocator
 from tierstore.service.process.fleet import Fleet
+from tierstore.service.process.tuning import freeze_heap, tune_allocator
 
 if TYPE_CHECKING:
     from tierstore.service.rpc.places import SharedPort
@@ -257,6 +257,7 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _
     raise_file_limit()
     with _listen(settings) as listener, Store(settings) as store:
         service = HttpService(store, settings, listener)
+        freeze_heap()
         service.run(lambda: announce(service.url, service.grpc_target), signals=True)
 
 

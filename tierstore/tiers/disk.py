@@ -31,6 +31,7 @@ import rocksdict
 
 from tierstore.errors import Closed, Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
+from tierstore.tiers.background import hand_over
 from tierstore.tiers.readers import ReaderPool
 from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import (
@@ -60,6 +61,7 @@ _L0_TRIGGER = 4
 _L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
 _JOBS = 3
 _MERGE_POLL_S = 0.01
+_OPEN_THREADS = 16  # RocksDB's default; each takes a tenth of a millisecond to start, with the interpreter lock held
 _NEVER = 1 << 30
 _TABLE_OF = itemgetter(slice(0, 2))  # of a stored key
 _TARGET_FILE_BYTES = 64 << 20
@@ -87,6 +89,8 @@ class TableContent:
 
 class DiskTier:
     """One RocksDB directory. Make one with `create` or `open`."""
+
+    _open_threads = _OPEN_THREADS  # that look at its files as it is opened
 
     def __init__(self, path: Path, db: rocksdict.Rdict, readers: ReaderPool) -> None:
         # constant after construction
@@ -116,7 +120,7 @@ class DiskTier:
     def _open(
         cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool = False, read_only: bool = False
     ) -> Self:
-        family = _options(block_cache_bytes)
+        family = _options(block_cache_bytes, cls._open_threads)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_only() if read_only else rocksdict.AccessType.read_write()
@@ -378,17 +382,19 @@ class _Cursor:
             values.extend(map(itemgetter(1), block))
             if len(block) < wanted:
                 iterator.status()  # an iterator also just stops at a damaged block; this raises then
+            hand_over()
             if len(block) < wanted or stored[-1] >= self.end:
                 keep = bisect_left(stored, self.end)
                 return stored[:keep], values[:keep], False
         return stored, values, True
 
 
-def _options(block_cache_bytes: int) -> rocksdict.Options:
+def _options(block_cache_bytes: int, open_threads: int) -> rocksdict.Options:
     """Settings of an open tier; docs/decisions/disk-tier.md has the figures behind them."""
     options = table_options(bloom=True, block_cache_bytes=block_cache_bytes)
     options.set_optimize_filters_for_hits(True)  # no filters on the last level, whose keys mostly exist
     options.set_max_open_files(_open_files())
+    options.set_max_file_opening_threads(open_threads)
     # merging of deltas: below the base in size, and never a reason to hold an ingest back
     options.set_level_compaction_dynamic_level_bytes(True)
     options.set_level_zero_file_num_compaction_trigger(_L0_TRIGGER)

@@ -353,11 +353,20 @@ class HostTable(_Reader):
 
     def hot_keys(self, limit: int) -> Keys:
         """Resident keys int64[m], m <= limit, hottest first as far as 8 degrees of heat tell; approximate beside writers."""
+        return self._hottest(limit, None)
+
+    def sample_keys(self, limit: int) -> Keys:
+        """Some resident keys int64[m], m <= limit, out of so few sets that it takes no time however large the table is."""
+        return self._hottest(limit, limit)
+
+    def _hottest(self, limit: int, sets: int | None) -> Keys:
+        """Of the first `sets` sets, by default of all."""
         with self._resize_lock:  # a key moves to another set only under it: none is listed twice
             areas = self._areas
             if areas is None or limit <= 0:
                 return np.empty(0, np.int64)
-            sets = self._layout.sets_per_region << self._depth
+            all_sets = self._layout.sets_per_region << self._depth
+            sets = all_sets if sets is None else min(sets, all_sets)
             counts = np.zeros(setresize.RANKS, np.int64)
             setresize.count_ranks(areas, sets, counts)
             end = np.minimum(counts[::-1].cumsum(), limit)[::-1].copy()

@@ -25,7 +25,6 @@ import json
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,18 +33,15 @@ import numpy.typing as npt
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.files import make_dir, rename
-from tierstore.kernels import sealed as kernel
 from tierstore.tiers.changed import ChangedKeys
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.readers import ReaderPool
 from tierstore.tiers.sealed_file import Opened, SealedFile, open_sealed, read_blocks
+from tierstore.tiers.sealed_table import SealedTable, scatter
 from tierstore.tiers.sst import SstFile
 from tierstore.types import BaseKind, Keys, Rows, States, Tier
 
 BASE = "base"
-_CHUNK_KEYS = 1024  # of one task: 2 ms warm
-_WINDOW = 32  # blocks a task has on their way
-_READ_BYTES = 4 << 20  # of a scan
 
 
 def base_record(files: Sequence[SealedFile | SstFile]) -> dict[str, bytes]:
@@ -56,6 +52,8 @@ def base_record(files: Sequence[SealedFile | SstFile]) -> dict[str, bytes]:
 
 class SealedTier(DiskTier):
     """A RocksDB directory with the base's files in the folder `base` in it. Make one with `create` or `open`."""
+
+    _open_threads = 1  # deltas alone are a few files
 
     def __init__(self, path: Path, db: Any, readers: ReaderPool) -> None:
         super().__init__(path, db, readers)
@@ -132,7 +130,7 @@ class SealedTier(DiskTier):
         except StorageError as error:
             failures.append(error)
             lost = np.isin(keys[asked], error.keys)
-        _scatter(asked, got, found, rows, state)
+        scatter(asked, got, found, rows, state)
         perhaps[asked[(found == Tier.PENDING) & ~lost]] = False  # RocksDB does not know them
         return failures + table.get(keys, rows, state, self._readers, wanted=~perhaps)
 
@@ -213,98 +211,6 @@ class SealedTier(DiskTier):
 BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTier}
 
 
-class SealedTable:
-    """The base files of one table, whose keys ascend from file to file. Constant; any thread may read."""
-
-    def __init__(self, files: list[Opened]) -> None:
-        self.files = files
-        one = files[0]
-        for before, after in pairwise(files):
-            if (after.row_bytes, after.block_bytes) != (one.row_bytes, one.block_bytes):
-                raise Corruption(f"{after.path}: its rows are not laid out as those in {one.path}")
-            if before.last_key >= int(after.fences[0]):
-                raise Corruption(f"{after.path}: its keys begin before those of {before.path} end")
-        self.row_bytes, self.per_block, self.block_bytes = one.row_bytes, one.per_block, one.block_bytes
-        self.fences: Keys = np.concatenate([file.fences for file in files])
-        ends = np.cumsum([len(file.fences) for file in files], dtype=np.int64)
-        self._numbers = (
-            ends,
-            np.array([file.rows for file in files], np.int64),
-            np.array([file.fd for file in files], np.int64),
-        )
-
-    def check_row_bytes(self, row_bytes: int, keys: Keys) -> None:
-        if row_bytes != self.row_bytes:
-            raise Corruption(
-                f"{self.files[0].path}: expected rows of {row_bytes} bytes, found {self.row_bytes}: "
-                "version.json and the base do not belong together",
-                keys=keys.tolist(),
-            )
-
-    def get(
-        self, keys: Keys, rows: Rows, state: States, readers: ReaderPool, *, wanted: npt.NDArray[np.bool_]
-    ) -> list[StorageError]:
-        """Answer the `wanted` (bool [n]) of `keys` (int64 [n], ascending, distinct).
-
-        An error, if any, names those that could not be; they and the unwanted ones stay as they were.
-        """
-        self.check_row_bytes(rows.shape[1], keys)
-        if not len(keys):
-            return []
-        if rows.strides[1] != 1:  # the kernel copies whole rows
-            whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
-            failures = self.get(keys, whole, found, readers, wanted=wanted)
-            _scatter(np.arange(len(keys)), whole, found, rows, state)
-            return failures
-        lost: list[tuple[int, npt.NDArray[np.int32]]] = []
-
-        def read(start: int, stop: int) -> None:
-            trouble = kernel.look_up(
-                keys[start:stop], wanted[start:stop], rows[start:stop], state[start:stop],
-                self.fences, self._numbers, self.per_block, self.block_bytes, _WINDOW,
-            )  # fmt: skip
-            if trouble is not None:
-                lost.append((start, trouble))
-
-        readers.run(len(keys), read, _CHUNK_KEYS)
-        return [self._why(keys, lost)] if lost else []
-
-    def _why(self, keys: Keys, lost: list[tuple[int, npt.NDArray[np.int32]]]) -> StorageError:
-        trouble = np.zeros(len(keys), np.int32)
-        for start, part in lost:
-            trouble[start : start + len(part)] = part
-        codes = keys[trouble != 0].tolist()
-        what = int(trouble[trouble != 0][0])
-        block = int(np.searchsorted(self.fences, codes[0], "right")) - 1
-        number = int(np.searchsorted(self._numbers[0], block, "right"))
-        block -= int(self._numbers[0][number - 1]) if number else 0
-        shown = ", ".join(map(str, codes[:5])) + (", …" if len(codes) > 5 else "")
-        where = f"reading {len(codes)} keys of table {self.files[0].table_id} ({shown}): {self.files[number].path}, block {block}"
-        if what > 0:
-            return StorageError(f"{where}: {os.strerror(what)}", keys=codes)
-        words = {
-            kernel.DAMAGED: "its checksum does not match",
-            kernel.CUT: "the file ends before it",
-            kernel.MISPLACED: "another block lies in its place",
-        }
-        return Corruption(f"{where}: {words[what]}", keys=codes)
-
-    def runs(self, low: int | None, high: int | None, entries: int) -> Iterator[tuple[Opened, int, int]]:
-        """(file, first block, last block + 1) of pieces that together hold every key in [low, high)."""
-        at_once = max(1, min(_READ_BYTES // self.block_bytes, entries // self.per_block))
-        for file in self.files:
-            first = 0 if low is None else max(0, int(np.searchsorted(file.fences, low, "right")) - 1)
-            last = len(file.fences) if high is None else int(np.searchsorted(file.fences, high))
-            if low is not None and file.last_key < low:
-                continue
-            for begin in range(first, last, at_once):
-                yield file, begin, min(begin + at_once, last)
-
-    def close(self) -> None:
-        for file in self.files:
-            os.close(file.fd)
-
-
 def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
     if record is None:
         raise Corruption(f"{path}: the record of its base is missing; drop the version and load its snapshot again")
@@ -338,14 +244,6 @@ def _entries_of(record: bytes, path: Path) -> list[dict[str, Any]]:
         return [{"name": str(e["name"]), "bytes": int(e["bytes"]), "xxh3": str(e["xxh3"])} for e in json.loads(record)]
     except (ValueError, KeyError, TypeError) as error:
         raise Corruption(f"{path}: the record of its base cannot be read: {error}") from error
-
-
-def _scatter(where: npt.NDArray[np.int64], got: Rows, found: States, rows: Rows, state: States) -> None:
-    """Put what was answered at its places; what is pending stays as it is there."""
-    there = found == Tier.DISK
-    rows[where[there]] = got[there]
-    settled = found != Tier.PENDING
-    state[where[settled]] = found[settled]
 
 
 def _joined(failures: list[StorageError]) -> StorageError:

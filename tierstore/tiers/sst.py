@@ -9,7 +9,9 @@ so that byte order is (table, numeric key). Table id 0 holds the store's own rec
 two zero bytes and the record's name in UTF-8.
 
 Free functions; any thread may call them, several files may be written at once. RocksDB holds the
-interpreter lock while it writes, so entries go in by short blocks and other threads get their turn.
+interpreter lock while it writes, so the entries of a delta, which requests are served beside, go in by
+short blocks with a rest after each: a thread that waits for the lock would else wait for the switch
+interval, 5 ms.
 A file is complete and synced when `write_sst` returns; a crash before leaves a partial file that
 nothing refers to.
 """
@@ -28,6 +30,7 @@ import rocksdict
 import xxhash
 
 from tierstore.errors import Closed, Corruption, Locked, StorageError, TierstoreError
+from tierstore.tiers.background import hand_over
 from tierstore.types import Keys, Rows
 
 META_TABLE = 0
@@ -35,7 +38,8 @@ KEY_BYTES = 10
 MAX_TABLE_ID = 0xFFFF
 BLOOM_BITS = 10
 _SIGN = np.int64(-(2**63))
-_BLOCK = 4096  # entries handed to RocksDB at a time: about a millisecond with the interpreter lock held
+_BLOCK = 4096  # entries handed to RocksDB at a time
+_SHORT_BLOCK = 512  # about a quarter of a millisecond with the interpreter lock held
 _READ_BYTES = 1 << 20
 
 Entries = tuple[int, Keys, Rows, npt.NDArray[np.bool_] | None]
@@ -125,9 +129,11 @@ def write_sst(
     try:
         with driver_errors(f"writing {path.name}"):
             writer.open(str(path))
-            for stored_keys, values in _blocks(records or {}, tables):
+            for stored_keys, values in _blocks(records or {}, tables, _SHORT_BLOCK if delta else _BLOCK):
                 deque(map(writer.__setitem__, stored_keys, values), maxlen=0)
                 entries += len(stored_keys)
+                if delta:
+                    hand_over()
             if not entries:
                 raise ValueError("nothing to write: a sorted file needs at least one record or row")
             writer.finish()
@@ -139,7 +145,9 @@ def write_sst(
         raise
 
 
-def _blocks(records: Mapping[str, bytes], tables: Sequence[Entries]) -> Iterator[tuple[list[bytes], list[bytes]]]:
+def _blocks(
+    records: Mapping[str, bytes], tables: Sequence[Entries], block: int
+) -> Iterator[tuple[list[bytes], list[bytes]]]:
     if records:
         named = sorted((record_key(name), value) for name, value in records.items())
         yield [key for key, _ in named], [value for _, value in named]
@@ -153,8 +161,8 @@ def _blocks(records: Mapping[str, bytes], tables: Sequence[Entries]) -> Iterator
         if not np.all(keys[1:] > keys[:-1]):
             raise ValueError(f"table {table_id}: keys are not ascending and distinct")
         packed = pack_keys(table_id, keys)
-        for start in range(0, len(keys), _BLOCK):
-            part = slice(start, start + _BLOCK)
+        for start in range(0, len(keys), block):
+            part = slice(start, start + block)
             yield packed[part].tolist(), _values(rows[part], None if deleted is None else deleted[part])
 
 

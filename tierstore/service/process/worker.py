@@ -31,9 +31,9 @@ from tierstore.service.http.serving import FINISH_S, make_server
 from tierstore.service.http.tfs import TfsHttp
 from tierstore.service.oip.parameters import version_of
 from tierstore.service.plane.plan import Elsewhere
-from tierstore.service.process.allocator import tune_allocator
 from tierstore.service.process.forward import Forward, Replay
 from tierstore.service.process.link import Link
+from tierstore.service.process.tuning import freeze_heap, tune_allocator
 
 if TYPE_CHECKING:
     from tierstore.service.rpc.server import GrpcServer
@@ -200,7 +200,9 @@ def main() -> None:
     lines = control.makefile("rb")
     first = lines.readline()
     if first:
-        Worker(control, lines, json.loads(first)).run()
+        worker = Worker(control, lines, json.loads(first))
+        freeze_heap()
+        worker.run()
 
 
 if __name__ == "__main__":

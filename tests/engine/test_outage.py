@@ -1,0 +1,103 @@
+"""A disk that takes nothing for a while, then power that goes: what is said to be so in between is so afterwards.
+
+A change that fails has often done a part already, and putting that back may fail as well. Then what serves and what the
+disk says differ, and nothing may be acknowledged on top of that.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine import quick_build, test_canary_faults, test_faults
+from tests.engine.test_canary_faults import routes
+from tests.engine.test_faults import PowerCut
+from tierstore.errors import TierstoreError
+from tierstore.formats import files
+
+
+@pytest.fixture(autouse=True)
+def _quick_loads() -> Iterator[None]:
+    with quick_build.in_process():
+        yield
+
+
+class Outage(PowerCut):
+    """Has no room for a while, see `outage`; and forgets the inodes of files that are gone, for RocksDB takes them again."""
+
+    def __init__(self, keep: Path) -> None:
+        super().__init__(1 << 30, keep)
+        self.first = self.left = 0
+
+    def _count(self) -> None:
+        super()._count()
+        if self.operations > self.first and self.left:
+            self.left -= 1
+            raise OSError(errno.ENOSPC, "no space")
+
+    def outage(self, first: int, count: int) -> None:
+        """Operations from number `first` on fail, `count` of them."""
+        self.operations, self.first, self.left = 0, first, count
+
+    def unlink(self, path):
+        inode = path.stat().st_ino if path.exists() else None
+        super().unlink(path)
+        self._unsynced.pop(inode, None)
+
+    def rmtree(self, path):
+        inodes = [each.stat().st_ino for each in path.rglob("*")]
+        super().rmtree(path)
+        for inode in inodes:
+            self._unsynced.pop(inode, None)
+
+
+CHANGES = [
+    (test_faults, test_faults.load_beyond_the_log),
+    (test_canary_faults, test_canary_faults.promote),
+    (test_canary_faults, test_canary_faults.label),
+]
+
+
+@pytest.mark.parametrize("count", [2, 1000], ids=["twice", "until it gives up"])
+@pytest.mark.parametrize("then", ["a delta", "another try"])
+@pytest.mark.parametrize(("home", "prepare"), CHANGES, ids=lambda each: getattr(each, "__name__", "").split(".")[-1])
+def test_after_a_change_that_failed_twice_what_is_acknowledged_is_kept(
+    tmp_path, open_store, home, prepare, then, count
+):
+    scene = home.Scene(tmp_path, open_store)
+    for first in range(100):
+        disk = Outage(tmp_path / f"kept-{first}")
+        with files.use(disk):
+            attempt = prepare(scene)
+            before = routes(scene.store)
+            disk.outage(first, count)
+            failed = False
+            try:
+                attempt()
+            except TierstoreError:
+                failed = True
+            disk.left = 0
+            assert not failed or routes(scene.store) == before
+            if then == "a delta":
+                seq = scene.store.model("ctr").log_status()["last"] + 1
+                scene.store.apply_delta(test_faults.scenes.stamped(seq, {"item": [7], "user": [7]}))
+            elif failed:
+                attempt()
+            said, rows = routes(scene.store), test_canary_faults.rows_of(scene.store)
+            log = scene.store.model("ctr").log_status()["last"]
+            disk.cut_at = 0  # no power from here on
+            scene.store.close()
+        disk.apply(tmp_path / "data")
+        scene.reopen()
+        assert scene.store.model("ctr").problem is None
+        assert routes(scene.store) == said, f"operation {first} failed"
+        assert scene.store.model("ctr").log_status()["last"] == log
+        assert test_canary_faults.alike(test_canary_faults.rows_of(scene.store), rows)
+        if hasattr(scene, "seq"):
+            scene.seq = log
+        if not failed:
+            return
+    pytest.fail("never came to an end")

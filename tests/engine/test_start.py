@@ -1,0 +1,238 @@
+"""A start on a directory that somebody, or a crash, or a failing disk, has left in a strange state: nothing is lost by it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tierstore
+from tests.engine import quick_build, scenes
+from tests.engine.test_store import settled
+from tests.formats.disks import FailingDisk
+from tierstore.engine.replay import catch_up
+from tierstore.errors import Corruption, Locked, NotFound, StorageError, TierstoreError
+from tierstore.formats import files
+from tierstore.formats.files import FileSystem
+
+SMALL = {"user": 20, "item": 30}
+
+
+@pytest.fixture(autouse=True)
+def _quick_loads() -> Iterator[None]:
+    with quick_build.in_process():
+        yield
+
+
+def loaded(store: tierstore.Store, root: Path, *versions: int, model: str = "ctr", active: int = 0) -> Path:
+    """Loads versions, of which `active`, or else each in turn, is activated. Returns the model's directory."""
+    for version in versions:
+        where = scenes.write_snapshot(root, version, stamp=version, model=model, rows=SMALL)
+        store.load_snapshot(where, activate=active in (0, version))
+    return root / "data/models" / model
+
+
+def item(store: tierstore.Store, key: int, model: str = "ctr") -> float:
+    return float(store.model(model).lookup("item_id", [key])[0, 0])
+
+
+# --- the log
+
+
+class Stubborn(FileSystem):
+    """Cannot sync names, nor take them away again."""
+
+    def fsync_dir(self, path):
+        raise OSError(errno.EIO, "injected failure")
+
+    def unlink(self, path):
+        raise OSError(errno.EIO, "injected failure")
+
+
+def test_a_delta_that_failed_and_could_not_be_taken_back_does_not_come_back_beside_another(open_store, tmp_path):
+    store = open_store()
+    log = loaded(store, tmp_path, 1) / "log"
+    with files.use(Stubborn()), pytest.raises(StorageError):
+        store.apply_delta(scenes.stamped(1, {"item": [1]}))
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0], "of the snapshot"
+    with files.use(Stubborn()), pytest.raises(StorageError):
+        store.apply_delta(scenes.stamped(1, {"item": [2]}))
+    store.apply_delta(scenes.delta(1, {"item": ([3], scenes.vectors("item", 9, [3]))}))
+    assert len(list(log.glob("*.arrow"))) == 1
+    store.close()
+    assert item(open_store(), 3) == scenes.vector("item", 9, 3)[0]
+
+
+def test_a_log_without_its_beginning_is_refused_and_stays(open_store, tmp_path):
+    store = open_store(fold_grace_s=60)
+    log = loaded(store, tmp_path, 1) / "log"
+    store.apply_delta(scenes.stamped(1, {"item": [1]}))
+    store.close()
+    base = (log / "base.json").read_bytes()
+    (log / "base.json").unlink()
+    with pytest.raises(Corruption, match=r"base\.json is missing"):
+        open_store()
+    (log / "base.json").write_bytes(base)
+    assert item(open_store(), 1) == scenes.vector("item", 1, 1)[0]
+
+
+def test_the_log_keeps_what_a_stale_version_that_serves_has_not_folded(open_store, tmp_path):
+    store = open_store(fold_grace_s=60, log_retention_s=0)
+    loaded(store, tmp_path, 1)
+    where = scenes.write_snapshot(tmp_path, 2, stamp=2, rows=SMALL, delta_seq=10)
+    store.load_snapshot(where)
+    store.activate("ctr", 1, force=True)
+    for seq in (11, 12):
+        store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
+    ctr = store.model("ctr")
+    with ctr._switch:
+        version = ctr._open(ctr._info(2))
+        try:
+            catch_up(version, ctr._deltas, ctr.dense)
+        finally:
+            version.close()
+    ctr._keep_house()
+    store.close()
+    store = open_store()
+    assert store.model("ctr").active_version == 1
+    assert [item(store, seq) for seq in (11, 12)] == [scenes.vector("item", seq, seq)[0] for seq in (11, 12)]
+
+
+# --- versions
+
+
+def test_what_cannot_be_told_apart_from_a_leftover_is_not_removed(open_store, tmp_path, monkeypatch):
+    """The disk does not answer whether version.json is there."""
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    store.close()
+    stat = os.stat
+
+    def failing(path, *args, **options):
+        if str(path) == str(root / "1/version.json"):
+            raise OSError(errno.EIO, "injected failure")
+        return stat(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "stat", failing)
+        store = open_store()
+    ctr = store.model("ctr")
+    assert (ctr.versions, ctr.active_version, list(ctr.damaged)) == ([2], 2, [1])
+    store.close()
+    store = open_store()
+    store.rollback("ctr")
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+
+
+@pytest.mark.parametrize("record", ["{", '{"format": 1}', '{"format": 2, "manifest": {}, "tables": {}}', "[]"])
+def test_a_version_whose_record_makes_no_sense_is_damaged_and_can_be_dropped(open_store, tmp_path, record):
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    store.close()
+    (root / "1/version.json").write_text(record)
+    store = open_store()
+    ctr = store.model("ctr")
+    assert (ctr.active_version, list(ctr.damaged)) == (2, [1])
+    store.drop("ctr", 1)
+    assert not (root / "1").exists()
+    assert store.verify().ok
+    with pytest.raises(NotFound):
+        store.drop("ctr", 1)
+
+
+def test_a_load_that_fails_does_not_take_a_damaged_version_with_it(open_store, tmp_path):
+    store = open_store()
+    root = loaded(store, tmp_path, 1, active=9)
+    store.close()
+    record = (root / "1/version.json").read_bytes()
+    (root / "1/version.json").write_bytes(b"{")
+    store = open_store()
+    where = scenes.write_snapshot(tmp_path, 2)
+    with files.use(FailingDisk(3)), pytest.raises(TierstoreError):
+        store.load_snapshot(where)
+    assert store.models() == ["ctr"]
+    store.close()
+    (root / "1/version.json").write_bytes(record)
+    store = open_store()
+    store.activate("ctr", 1)
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+
+
+def test_what_a_crash_has_left_within_a_version_goes_at_the_next_start(open_store, tmp_path):
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    store.close()
+    left = [root / "1/build/delta-7.sst", root / "2/.tmp-dense.onnx-00", root / "2/hot/.tmp-user.npy-00"]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    store = open_store()
+    assert [path for path in left if path.exists()] == []
+    store.rollback("ctr")
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+
+
+def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, tmp_path, monkeypatch):
+    store = open_store(keep_versions=9)
+    root = loaded(store, tmp_path, 1, 2, 3)
+    store.apply_delta(scenes.stamped(1, {"item": [1]}))
+    settled(store)
+    ctr = store.model("ctr")
+    for version in (1, 2):
+        assert ctr._keeper.wait_retired(version, 30)
+    (root / "1/db/CURRENT").write_bytes(b"no such manifest\n")
+    monkeypatch.setattr("tierstore.engine.model.KEPT_LAG", 0)
+    with pytest.raises(StorageError):
+        ctr._keep_house()
+    assert [info.watermark for info in ctr.infos()] == [0, 1, 1]
+
+
+# --- CURRENT and LOCK
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"one"])
+def test_a_current_that_makes_no_sense_is_the_problem_of_one_model(open_store, tmp_path, content):
+    store = open_store()
+    root = loaded(store, tmp_path, 1)
+    loaded(store, tmp_path, 1, model="other")
+    store.close()
+    (root / "CURRENT").write_bytes(content)
+    store = open_store()
+    assert "expected a version number" in store.model("ctr").problem
+    assert item(store, 1, "other") == scenes.vector("item", 1, 1)[0]
+    store.activate("ctr", 1)
+    assert store.model("ctr").problem is None
+
+
+def test_a_store_opens_on_a_full_disk_though_it_cannot_write_its_number(open_store, tmp_path, monkeypatch):
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tierstore.engine.store.os.write", full)
+        store = open_store()
+    with pytest.raises(Locked, match="open in another process; if"):
+        open_store()
+    store.close()
+    open_store()
+
+
+def test_a_closed_store_can_be_opened_though_a_forked_process_lives_on(open_store):
+    store = open_store()
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:  # it does nothing but hold what it has inherited
+        os.close(theirs)
+        select.select([ours], [], [], 60)
+        os._exit(0)
+    os.close(ours)
+    try:
+        store.close()
+        open_store()
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)

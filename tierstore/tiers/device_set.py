@@ -1,0 +1,117 @@
+"""The GPUs of a store: which there are, the memory given of each, and why there is no device tier where there is none.
+
+Constant after construction; any thread may call anything. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import numpy as np
+
+from tierstore.config import Settings
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
+from tierstore.tiers.device import NOT_INSTALLED, CudaDevice, find_devices
+from tierstore.tiers.device_backend import Backend, DeviceError
+from tierstore.tiers.device_group import DeviceCache
+from tierstore.tiers.device_lookup import to_device
+from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory
+from tierstore.types import TableSpec
+
+log = logging.getLogger(__name__)
+
+MIN_BUDGET = 1 << 20
+
+
+def find_backends() -> tuple[list[Backend], str | None]:
+    """The devices there are, and why there is none."""
+    count, why = find_devices()
+    return [CudaDevice(number) for number in range(count)], why
+
+
+class DeviceSet:
+    """Those of one store, `memories` of them. `reason` says why that is nothing."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.reason: str | None = None
+        self.memories: list[DeviceMemory] = []
+        self._kind = settings.device_layout
+        if not settings.device_budget:
+            installed = importlib.util.find_spec("cupy") is not None
+            self.reason = "device_budget is 0: no device memory is given" if installed else NOT_INSTALLED
+        elif settings.workers > 1:
+            self.reason = "the device tier is of one process: set workers to 1"
+        else:
+            self._open(settings)
+        if self.reason and settings.device_budget:
+            log.warning("there is no device tier: %s", self.reason)
+
+    def _open(self, settings: Settings) -> None:
+        if settings.device_budget < MIN_BUDGET:
+            raise ConfigError(
+                f"device_budget is {settings.device_budget}: give at least {MIN_BUDGET} bytes, or 0 for none"
+            )
+        backends, self.reason = find_backends()
+        if not backends and self.reason == NOT_INSTALLED:
+            raise MissingExtra("device_budget is set and CuPy is not installed: pip install 'tierstore[gpu]'")
+        try:
+            self.memories = [DeviceMemory(backend, settings.device_budget) for backend in backends]
+        except DeviceError as error:
+            self.reason = f"the device cannot be used: {error}"
+
+    def cache(self, spec: TableSpec, budget_bytes: int, default: np.ndarray, fraction: float) -> DeviceCache:
+        """A table of `budget_bytes`, of all devices together."""
+        return DeviceCache(
+            spec, budget_bytes, self.memories, kind=self._kind, default_vector=default, fraction=fraction
+        )
+
+    @property
+    def copies(self) -> int:
+        """How many times each resident row is held."""
+        return len(self.memories) if self._kind == "replica" else 1
+
+    @property
+    def table_bytes(self) -> int:
+        """What tables may take. A replica's bytes buy the same rows once more, a shard's buy others."""
+        return sum(memory.table_bytes for memory in self.memories)
+
+    def upload(self, array: np.ndarray, number: int | None) -> Any:
+        """A copy of an answer on a device (None: the first)."""
+        return to_device(self._memory(number), array)
+
+    def _memory(self, number: int | None) -> DeviceMemory:
+        for memory in self.memories:
+            if number in (None, memory.backend.number):
+                return memory
+        raise NotReady(f"there is no device {number}; there are {[m.backend.number for m in self.memories]}")
+
+    def number_of(self, device: str) -> int | None:
+        """`gpu` → None (whichever is best), `gpu:1` → 1. Errors say what is missing."""
+        name, _, number = device.partition(":")
+        if name != "gpu" or (number and not number.isdecimal()):
+            raise InvalidInput(f"device {device!r} is not known: answers are on 'cpu', 'gpu' or 'gpu:<number>'")
+        if not self.memories:
+            kind = MissingExtra if self.reason == NOT_INSTALLED else NotReady
+            raise kind(f"device={device!r}: there is no device tier: {self.reason}")
+        chosen = int(number) if number else None
+        self._memory(chosen)
+        return chosen
+
+    def status(self) -> dict[str, Any]:
+        if not self.memories:
+            return {"present": False, "reason": self.reason}
+        return {
+            "present": True,
+            "devices": [memory.backend.number for memory in self.memories],
+            "layout": self._kind,
+            "workspaces": WORKSPACES * len(self.memories),
+            "workspaces_taken": sum(memory.taken for memory in self.memories),
+            "workspace_bytes": sum(WORKSPACES * memory.workspace_bytes for memory in self.memories),
+        }
+
+    def close(self) -> None:
+        """Once no table is left on them."""
+        for memory in self.memories:
+            memory.close()
