@@ -16,6 +16,7 @@ from tierstore.kernels.pool import pool_bags
 from tierstore.types import Combiner, Keys, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
+_FLOAT32, _STATE = np.dtype(np.float32), np.dtype(np.uint8)
 Bags = tuple[Keys, "np.ndarray | None", Combiner]  # starts, weights
 
 
@@ -80,17 +81,16 @@ class BagLookup:
     ) -> None:
         self._table, self._answer = table, answer
         self._pooled = answer
-        if answer.dtype != np.float32 or not answer.flags.aligned:
+        if answer.dtype is not _FLOAT32 or not answer.flags.aligned:
             self._pooled = np.empty(answer.shape, np.float32)
-        if padding is not None and not padding.any():
-            padding = None
-        self._state = np.zeros(len(codes), np.uint8)
+        self._state = np.zeros(len(codes), _STATE)
+        self._settled = 0
         if padding is not None:
+            self._settled = int(np.count_nonzero(padding))
             self._state[padding] = _ABSENT
-        self._settled = 0 if padding is None else int(np.count_nonzero(padding))
         self._rest: _Rest | None = None
         self._hits = -1
-        left = np.zeros(len(answer), np.uint8)
+        left = np.zeros(len(answer), _STATE)
         if not overlays and table.device is None and table.host is not None:
             self._hits = table.host.pool(codes, *bags, self._pooled, self._state, left)
         if self._hits < 0:

@@ -130,7 +130,7 @@ def check_offsets(offsets: npt.ArrayLike, n_keys: int) -> npt.NDArray[np.int64]:
     it and none lies beyond the keys. With no bags there may be no keys.
     """
     given = np.asarray(offsets)
-    if given.ndim == 1 and given.dtype == _INT64 and given.flags.carray and _are_starts(given, n_keys):
+    if given.dtype == _INT64 and given.ndim == 1 and given.flags.carray and _are_starts(given, n_keys):
         return given
     if given.ndim != 1:
         raise InvalidInput(f"offsets are one-dimensional, one start a bag; got shape {list(given.shape)}")
