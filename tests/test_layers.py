@@ -53,7 +53,7 @@ CEILING = {"client": 1}
 
 # driver → the modules and folders that may import it
 DOORS: dict[str, set[str]] = {
-    "rocksdict": {"tiers.disk", "tiers.sst"},
+    "rocksdict": {"tiers.disk", "tiers.rocks", "tiers.sst"},
     "cupy": {"tiers.device"},
     "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
     "llvmlite": {"kernels"},

@@ -21,7 +21,8 @@ ENV_PREFIX = "TIERSTORE_"
 CLIENT_ENV = frozenset({"token"})  # what the command line reads for itself when it talks to a service
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many processors this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -73,7 +74,7 @@ class Settings(BaseSettings):
     # threads and processes
     workers: int = Field(1, ge=1, description="processes that answer look-ups, over one cache")
     lookup_threads: int = Field(
-        default_factory=lambda: max(2, _cores()), ge=1, description="threads that run look-ups of the service"
+        default_factory=lambda: max(2, cores()), ge=1, description="threads that run look-ups of the service"
     )
     lookup_queue: int = Field(1024, ge=1, description="look-ups that may wait for a thread; beyond it clients get 503")
     max_queue_s: float = Field(
@@ -96,7 +97,7 @@ class Settings(BaseSettings):
     )
     disk_threads: int = Field(8, ge=1, description="threads that read misses from disk, all models together")
     load_workers: int = Field(
-        default_factory=lambda: min(4, _cores()), ge=1, description="helper processes of a bulk load"
+        default_factory=lambda: min(4, cores()), ge=1, description="helper processes of a bulk load"
     )
     # the dense part (extra `dense`)
     dense_intra_threads: int = Field(
@@ -114,6 +115,16 @@ class Settings(BaseSettings):
     dense_arena: bool = Field(True, description="let ONNX Runtime keep memory between runs")
     dense_buffers: Size = Field(
         ByteSize(64 << 20), description="bytes of row buffers that a dense part keeps for reuse"
+    )
+    dense_provider: Literal["cpu", "cuda"] = Field(
+        "cpu", description="what dense parts run on; `cuda` needs the extra `dense-gpu` in place of `dense`"
+    )
+    dense_device: int = Field(0, ge=0, description="with dense_provider `cuda`: the number of the GPU")
+    dense_device_memory: Size = Field(
+        ByteSize(2 << 30), description="bytes of a GPU's memory that each dense part's session may keep for its tensors"
+    )
+    dense_provider_options: dict[str, str] = Field(
+        default_factory=dict, description="further options of ONNX Runtime's CUDA provider"
     )
     dense_options: dict[str, str] = Field(
         default_factory=dict, description="further entries of ONNX Runtime's session configuration"

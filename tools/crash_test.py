@@ -2,7 +2,7 @@
 
 `python -m tools.crash_test --rounds 200 --seed 1`, from the root of the repository.
 
-A child process does a random stream of work on a store (deltas over two tables, loads, switches, drops, restarts)
+A child process does a random stream of work on a store (deltas over two tables, loads, switches, canaries, labels, drops, restarts)
 and notes each step in a journal outside of the store, before it begins and after it was acknowledged. It is killed
 with SIGKILL at a random moment. Then the store is opened here and compared with what the journal and the stream,
 which is a function of the seed, say that it must hold.
@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ def expected(seed: int, version: int, delta_seq: int, last: int) -> dict[str, np
 
 # --- the child
 
-CHANCES = {"load": 0.0, "activate": 0.03, "drop": 0.055}  # of a step in `step`
+CHANCES = {"load": 0.0, "activate": 0.03, "drop": 0.055, "canary": 0.07, "label": 0.1, "promote": 0.11}  # in `step`
+LABELS = 3
 
 
 class Journal:
@@ -109,7 +110,7 @@ class Journal:
     def step(self, *words: object) -> Any:
         text = " ".join(map(str, words))
         os.write(self._file, f"begin {text}\n".encode())
-        yield
+        yield words[0]
         os.write(self._file, f"done {text}\n".encode())
 
 
@@ -131,7 +132,7 @@ def step(store: tierstore.Store, root: Path, seed: int, rng: random.Random, jour
         MODEL, {"versions": [], "active_version": None, "log": {"start": None, "last": None}}
     )
     versions, active = [entry["version"] for entry in status["versions"]], status["active_version"]
-    last = status["log"]["last"]
+    last, canary = status["log"]["last"], (status.get("canary") or {}).get("version")
     fresh = [entry["version"] for entry in status["versions"] if entry["state"] != "stale"][-3:]
     if not versions or chance < 0.01:
         version = max(versions, default=0) + 1
@@ -145,13 +146,23 @@ def step(store: tierstore.Store, root: Path, seed: int, rng: random.Random, jour
         with journal.step("activate", version := rng.choice(fresh)):
             store.activate(MODEL, version)
     elif chance < 0.06 and len(versions) > 1:
-        version = rng.choice([number for number in versions if number != active])
+        version = rng.choice([number for number in versions if number not in (active, canary)] or [0])
         # not found: more versions than are kept, and the store dropped it itself
         with journal.step("drop", version), contextlib.suppress(NotFound):
             store.drop(MODEL, version)
     elif chance < 0.065:
         with journal.step("deactivate"):
             store.deactivate(MODEL)
+    elif chance < 0.09 and (others := [number for number in fresh if number != active]):
+        version, percent = canary or rng.choice(others), rng.randint(0, 100)
+        with journal.step("canary", version, percent):
+            store.canary(MODEL, version, percent / 100)
+    elif chance < 0.11:
+        with journal.step("label", number := rng.randrange(LABELS), version := canary or active):
+            store.label(MODEL, f"label{number}", version)
+    elif chance < 0.12 and canary is not None:
+        with journal.step("promote" if rng.random() < 0.5 else "withdraw") as verb:
+            getattr(store, verb)(MODEL)
     else:
         seq = (last or 0) + 1
         data = delta(seed, seq)
@@ -201,13 +212,48 @@ def nursery() -> None:
 # --- the parent
 
 
+@dataclass(frozen=True)
+class Routing:
+    """Which version is active, which the canary with how many percent, and what the labels stand for."""
+
+    active: int | None = None
+    canary: int | None = None
+    percent: int = 0
+    labels: frozenset[tuple[int, int]] = frozenset()
+
+    def after(self, verb: str, *numbers: int) -> Routing:
+        """What it is once that is done."""
+        if verb == "promote" or (verb == "activate" and numbers[0] == self.canary):
+            return Routing(self.canary, labels=frozenset(pair for pair in self.labels if pair[1] == self.canary))
+        if verb == "load" or (verb == "activate" and numbers[0] != self.active):
+            return Routing(numbers[0])
+        if verb == "deactivate":
+            return Routing()
+        if verb == "withdraw":
+            return Routing(self.active, labels=frozenset(pair for pair in self.labels if pair[1] != self.canary))
+        if verb == "canary":
+            return replace(self, canary=numbers[0], percent=numbers[1])
+        if verb == "label":
+            others = {pair for pair in self.labels if pair[0] != numbers[0]}
+            return replace(self, labels=frozenset({*others, (numbers[0], numbers[1])}))
+        return self
+
+    @classmethod
+    def of(cls, status: dict[str, Any]) -> Routing:
+        canary = status["canary"]
+        free = {(int(name.removeprefix("label")), of) for name, of in status["labels"].items() if name[-1].isdigit()}
+        if canary is None:
+            return cls(status["active_version"], labels=frozenset(free))
+        return cls(status["active_version"], canary["version"], round(canary["share"] * 100), frozenset(free))
+
+
 @dataclass
 class Known:
     """What the journal says. `begun` is the step that was under way, which may have happened or not."""
 
     seed: int
     last: int = 0
-    active: int | None = None
+    routing: Routing = Routing()
     versions: dict[int, int] = field(default_factory=dict)  # version → delta_seq
     loaded: set[int] = field(default_factory=set)  # ever
     begun: list[str] = field(default_factory=list)
@@ -222,16 +268,13 @@ class Known:
                 self._apply(verb, *map(int, numbers))
 
     def _apply(self, verb: str, *numbers: int) -> None:
+        self.routing = self.routing.after(verb, *numbers)
         if verb == "delta":
             self.last = numbers[0]
         elif verb == "load":
             self.versions[numbers[0]] = numbers[1]
             self.loaded.add(numbers[0])
-            self.active, self.last = numbers[0], max(self.last, numbers[1])
-        elif verb == "activate":
-            self.active = numbers[0]
-        elif verb == "deactivate":
-            self.active = None
+            self.last = max(self.last, numbers[1])
         elif verb == "drop":
             self.versions.pop(numbers[0], None)
 
@@ -248,12 +291,12 @@ def check(known: Known, store: tierstore.Store) -> None:
         return
     status = store.status()["models"][MODEL]
     _demand(status["problem"] is None, f"problem: {status['problem']}")
-    active, last = status["active_version"], status["log"]["last"] or 0
+    routing, last = Routing.of(status), status["log"]["last"] or 0
+    active = routing.active
     versions = {entry["version"]: entry["delta_seq"] for entry in status["versions"]}
 
-    if active != known.active:
-        may = {"load": numbers[:1], "activate": numbers[:1], "deactivate": [None]}.get(verb, [])
-        _demand(active in may, f"version {active} is active, {known.active} was, and {known.begun} was under way")
+    may = {known.routing, known.routing.after(verb, *numbers)}
+    _demand(routing in may, f"{routing} serves, {known.routing} did, and {known.begun} was under way")
     new = set(versions) - set(known.versions)
     _demand(not new or (verb == "load" and new == {numbers[0]}), f"version {new} came from nowhere")
     surplus = set(known.versions) - set(versions) - ({numbers[0]} if verb == "drop" else set())
@@ -265,29 +308,30 @@ def check(known: Known, store: tierstore.Store) -> None:
     if verb == "load" and active == numbers[0]:
         ends.add(max(known.last, numbers[1]))
     _demand(last in ends, f"the log ends with {last}, acknowledged was {known.last}, under way {known.begun}")
-    known.last, known.active, known.versions, known.begun = last, active, versions, []
+    known.last, known.routing, known.versions, known.begun = last, routing, versions, []
     known.loaded |= set(versions)
 
     report = store.verify()
     _demand(report.ok, f"verify: {report.problems}")
     if active is None:
         return
-    _check_rows(known, store)
+    for version in (active, routing.canary):
+        if version is not None:
+            _check_rows(known, store, version)
     _check_order(known, store, status["log"]["start"])
 
 
-def _check_rows(known: Known, store: tierstore.Store) -> None:
-    assert known.active is not None
-    want = expected(known.seed, known.active, known.versions[known.active], known.last)
+def _check_rows(known: Known, store: tierstore.Store, version: int) -> None:
+    want = expected(known.seed, version, known.versions[version], known.last)
     for _ in range(2):  # from disk, then from memory
-        got = store.model(MODEL).lookup_many(dict.fromkeys(DIM, KEYS), return_found=True)
+        got = store.model(MODEL).lookup_many(dict.fromkeys(DIM, KEYS), version=version, return_found=True)
         for table, (rows, found) in got.items():
             there = ~np.isnan(want[table][:, 0])
             wrong = np.flatnonzero((found != there) | (rows != np.nan_to_num(want[table])).any(axis=1))
             if wrong.size:
                 key = KEYS[wrong[0]]
                 raise Wrong(
-                    f"version {known.active} at {known.last}: {wrong.size} rows of {table!r} are wrong, the first of key {key}: "
+                    f"version {version} at {known.last}: {wrong.size} rows of {table!r} are wrong, the first of key {key}: "
                     f"expected {want[table][key][0]}, came {rows[key][0]} (found: {found[key]})"
                 )
 
@@ -343,7 +387,9 @@ class CrashTest:
     def round(self) -> str:
         """Start a child, kill it, open what it leaves. Returns the step that was under way. Raises Wrong."""
         order = {"root": str(self.root), "seed": self.known.seed, "shuffle": self._rng.getrandbits(32)}
-        order["favour"] = favour = self._rng.choice(["", "", "", "load", "activate", "drop", "close"])
+        order["favour"] = favour = self._rng.choice(
+            ["", "", "", "load", "activate", "drop", "close", "canary", "label", "promote"]
+        )
         pid = self._say(json.dumps(order))
         try:
             self._await_the_moment(favour)

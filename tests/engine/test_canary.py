@@ -12,7 +12,7 @@ import pytest
 import tierstore
 from tests.engine import quick_build, scenes
 from tests.engine.test_switch import BASE, STREAMED, Crew, Stream, open_versions, snapshot, stamps, until
-from tierstore.errors import Conflict, DeltaError, InvalidInput, NotFound, NotReady
+from tierstore.errors import Conflict, DeltaError, InvalidInput, NotFound, NotReady, Overloaded, TooLarge
 
 KEYS = np.arange(40)
 
@@ -262,6 +262,27 @@ def test_overlay_bytes_of_both_versions_are_counted_and_given_back(open_store, t
     assert store.status()["overlay_budget"]["used"] == held[0]
     store.deactivate("ctr")
     assert store.status()["overlay_budget"]["used"] == 0
+
+
+def test_the_overlay_budget_bounds_both_versions_together(open_store, tmp_path):
+    store = open_store(fold_grace_s=60, overlay_budget="64KiB")
+    ctr = both(store, tmp_path)
+    one = 400  # keys: about 23 kB in each version
+    with pytest.raises(TooLarge, match="version 2 is the canary: withdraw it"):
+        store.apply_delta(scenes.stamped(1, {"item": range(2 * one)}))
+    with pytest.raises(TooLarge, match=r"raise the setting$"):
+        store.apply_delta(scenes.stamped(1, {"item": range(5 * one)}))
+    store.apply_delta(scenes.stamped(1, {"item": range(one)}))
+    budget = store.status()["overlay_budget"]
+    assert budget["total"] * 0.6 < budget["used"] <= budget["total"]
+    with pytest.raises(Overloaded):
+        store.apply_delta(scenes.stamped(2, {"item": range(one, 2 * one)}))
+    assert store.status()["overlay_budget"] == budget
+    assert {view.seq for view in ctr.served.views} == {1}
+    assert ctr.log_status()["last"] == 1
+    store.withdraw("ctr")
+    store.apply_delta(scenes.stamped(2, {"item": range(one, 2 * one)}))
+    assert store.status()["overlay_budget"]["used"] <= budget["total"]
 
 
 def test_a_slow_reader_of_one_version_does_not_keep_the_other_from_folding(store, tmp_path):

@@ -66,7 +66,7 @@ def test_a_dense_part_that_does_not_fit_a_kept_version_is_passed_over_and_rolled
     store.apply_delta(rows(1, dense=graph(CITY)))
     store.apply_delta(rows(2))
     if behind == "in the background":
-        monkeypatch.setattr("tierstore.engine.model.KEPT_LAG", 0)
+        monkeypatch.setattr("tierstore.engine.keeping.KEPT_LAG", 0)
         ctr._keep_house()
         assert ctr._infos[1].watermark == 2
     assert store.rollback("ctr") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.engine import quick_build, scenes
 from tests.engine.test_store import settled
 from tests.formats.disks import FailingDisk
 from tierstore.engine.replay import catch_up
-from tierstore.errors import Corruption, Locked, NotFound, StorageError, TierstoreError
+from tierstore.errors import Closed, Corruption, Locked, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
 
@@ -144,6 +145,30 @@ def test_a_version_whose_record_makes_no_sense_is_damaged_and_can_be_dropped(ope
         store.drop("ctr", 1)
 
 
+def test_a_version_in_another_ones_directory_is_damaged(open_store, tmp_path):
+    store = open_store()
+    root = loaded(store, tmp_path, 1)
+    store.close()
+    shutil.copytree(root / "1", root / "7")
+    store = open_store()
+    assert (store.model("ctr").versions, list(store.model("ctr").damaged)) == ([1], [7])
+    store.drop("ctr", 7)
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+
+
+def test_a_verb_that_comes_too_late_changes_nothing_of_a_closed_store(open_store, tmp_path):
+    """The directory may be somebody else's by then."""
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    ctr = store.model("ctr")
+    store.close()
+    for verb in (ctr.deactivate, lambda: ctr.drop(1)):
+        with pytest.raises(Closed):
+            verb()
+    assert (root / "CURRENT").read_bytes() == b"2"
+    assert open_store().model("ctr").versions == [1, 2]
+
+
 def test_a_load_that_fails_does_not_take_a_damaged_version_with_it(open_store, tmp_path):
     store = open_store()
     root = loaded(store, tmp_path, 1, active=9)
@@ -176,6 +201,27 @@ def test_what_a_crash_has_left_within_a_version_goes_at_the_next_start(open_stor
     assert item(store, 1) == scenes.vector("item", 1, 1)[0]
 
 
+def test_rubbish_that_cannot_be_removed_keeps_nothing_from_serving(open_store, tmp_path):
+    """A helper of a load whose owner was killed may be writing in it for a moment longer."""
+
+    class Busy(FileSystem):
+        def rmtree(self, path):
+            raise OSError(errno.ENOTEMPTY, "injected failure")
+
+    store = open_store()
+    root = loaded(store, tmp_path, 1)
+    store.close()
+    for name in ("7/build", ".trash-6-00/build"):
+        (root / name).mkdir(parents=True)
+    with files.use(Busy()):
+        store = open_store()
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+    assert not store.model("ctr").damaged
+    store.close()
+    open_store()
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "log"}
+
+
 def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, tmp_path, monkeypatch):
     store = open_store(keep_versions=9)
     root = loaded(store, tmp_path, 1, 2, 3)
@@ -185,7 +231,7 @@ def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, t
     for version in (1, 2):
         assert ctr._keeper.wait_retired(version, 30)
     (root / "1/db/CURRENT").write_bytes(b"no such manifest\n")
-    monkeypatch.setattr("tierstore.engine.model.KEPT_LAG", 0)
+    monkeypatch.setattr("tierstore.engine.keeping.KEPT_LAG", 0)
     with pytest.raises(StorageError):
         ctr._keep_house()
     assert [info.watermark for info in ctr.infos()] == [0, 1, 1]

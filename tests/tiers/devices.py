@@ -1,23 +1,31 @@
-"""Devices that the device tier's tests run on: the stand-in on the CPU, and a real GPU where CuPy finds one."""
+"""Devices that the device tier's tests run on: stand-ins on the CPU, and a real GPU where CuPy finds one."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.tiers.cuda_shim.cupy_stand_in import CupyStandIn
+from tierstore.tiers import device as door
 from tierstore.tiers.device import CudaDevice, find_devices
 from tierstore.tiers.device_memory import WORKSPACES
 
 _FOUND, _NO_GPU = find_devices()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not _FOUND, reason=_NO_GPU or "")]
-either = pytest.mark.parametrize("kind", ["late", "early", pytest.param("gpu", marks=ON_GPU)])
+either = pytest.mark.parametrize("kind", ["late", "early", "cupy", pytest.param("gpu", marks=ON_GPU)])
 
 
 def open_device(kind: str) -> Any:
-    """`late` and `early` are stand-ins whose tables do what they are told as late, or as early, as they may."""
+    """`late` and `early` are stand-ins whose tables do what they are told as late, or as early, as they may.
+
+    `cupy` is the driver's own door over a stand-in for CuPy, `gpu` the same over a device.
+    """
+    if kind == "cupy":
+        return over_stand_in(CupyStandIn(ShimDevice()))
     if kind == "gpu":
         return CudaDevice(0)
     return ShimDevice(early_from=WORKSPACES) if kind == "early" else ShimDevice()
@@ -26,3 +34,8 @@ def open_device(kind: str) -> Any:
 def to_host(array: Any) -> np.ndarray:
     """A NumPy array of an answer, wherever it lies."""
     return array if isinstance(array, np.ndarray) else array.get()
+
+
+def over_stand_in(cupy: CupyStandIn) -> CudaDevice:
+    with mock.patch.object(door, "import_module", return_value=cupy):
+        return CudaDevice(0)

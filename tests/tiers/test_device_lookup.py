@@ -126,6 +126,25 @@ def test_bags_are_pooled_bit_for_bit_as_on_the_cpu(
     np.testing.assert_array_equal(half, expected.astype(np.float16))
 
 
+@either
+@pytest.mark.parametrize("dtype", [StorageDtype.FLOAT32, StorageDtype.BFLOAT16, StorageDtype.INT8])
+def test_numbers_below_the_least_normal_one_are_not_taken_for_zeros(kind: str, dtype: StorageDtype) -> None:
+    scene = Scene(8, dtype, kind=kind)
+    keys = np.arange(1000, 1064, dtype=np.int64)
+    vectors = (np.linspace(-1, 1, len(keys) * 8) * 1e-39).astype(np.float32).reshape(-1, 8)
+    raw = codec.encode(vectors, dtype)
+    assert scene.table.insert(keys, raw, 1) == len(keys)
+    expected = np.empty_like(vectors)
+    codec.decode(raw, dtype, expected)
+    assert np.count_nonzero(expected) > 400
+    none, state = np.empty((0, 8), np.float32), np.zeros(len(keys), np.uint8)
+    np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy(), none), expected)
+    offsets, weights = np.arange(0, len(keys), 4), np.full(len(keys), 0.75, np.float32)
+    pooled = scene.look_up(keys, np.float32, state.copy(), none, Bags(offsets, weights, Combiner.MEAN))
+    np.testing.assert_array_equal(pooled, pool_bags(expected, offsets, weights, None, Combiner.MEAN))
+    assert np.count_nonzero(pooled)
+
+
 def test_only_distinct_misses_come_down_and_their_rows_go_up_at_once() -> None:
     scene = Scene(16, StorageDtype.FLOAT32)
     keys = np.concatenate([np.repeat(RESIDENT, 3), np.repeat(BELOW, 4)])

@@ -7,6 +7,7 @@ any stream may read it at once. Nothing survives the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,38 @@ import numpy as np
 from tierstore.engine.overlay import OverlayTable
 from tierstore.engine.table import Table
 from tierstore.errors import NotReady
+from tierstore.tiers.device_backend import Captured
 from tierstore.tiers.device_lookup import PADDING, Bags
 from tierstore.tiers.device_set import DeviceSet
 from tierstore.types import Keys, States, Tier, Vectors
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Rows [n, dim] or [bags, dim] at an address of a device's memory, which `array` keeps."""
+
+    address: int
+    array: Any
+
+
+class DeviceLookup:
+    """A look-up into device memory under way, made by `View.begin_on_device`. One thread at a time, as `Lookup`."""
+
+    __slots__ = ("_address_of", "_answer", "found")
+
+    def __init__(self, answer: Callable[[], tuple[Any, np.ndarray]], address_of: Callable[[Any], int]) -> None:
+        self._answer, self._address_of = answer, address_of
+        self.found = np.empty(0, np.bool_)
+
+    @property
+    def pending(self) -> bool:
+        """`finish` waits for the device, so always."""
+        return True
+
+    def finish(self) -> OnDevice:
+        """The answer, complete. To be called once; sets `found`, as of `Lookup`."""
+        array, self.found = self._answer()
+        return OnDevice(self._address_of(array), array)
 
 
 def devices_of(version: Any, device: str) -> DeviceSet:
@@ -40,10 +70,28 @@ def answer_on_device(
     bags: Bags | None,
     on_cpu: Callable[[], tuple[Vectors, np.ndarray]],
 ) -> tuple[Any, np.ndarray]:
-    """(vectors on the device, found bool[n] in CPU memory).
+    """(vectors on the device, found bool[n] in CPU memory). NotReady within the capture of a CUDA graph.
 
     `padding` bool[n] or None; `on_cpu` answers the same request in CPU memory, for when the device tier cannot.
     """
+    try:
+        return _answer(devices, device, table, overlays, seq, codes, padding, dtype, bags, on_cpu)
+    except Captured as error:
+        raise NotReady(str(error)) from error
+
+
+def _answer(
+    devices: DeviceSet,
+    device: str,
+    table: Table,
+    overlays: Sequence[OverlayTable],
+    seq: int,
+    codes: Keys,
+    padding: np.ndarray | None,
+    dtype: Any,
+    bags: Bags | None,
+    on_cpu: Callable[[], tuple[Vectors, np.ndarray]],
+) -> tuple[Any, np.ndarray]:
     number = devices.number_of(device)
     cache = table.device
     if cache is not None:

@@ -7,7 +7,7 @@ and one moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 class Begun(Protocol):
     """A look-up under way."""
 
-    def finish(self) -> Array: ...
+    def finish(self) -> Any: ...
 
 
 class Rows(Protocol):
@@ -36,9 +36,10 @@ class Rows(Protocol):
     def begin(
         self, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str, out: Array | None
     ) -> Begun: ...
-
-
-_Begin = Callable[[Array, str], Begun]  # (where the rows go, their dtype) → the look-up
+    def rows_on(self, session: DenseSession) -> str | None: ...
+    def begin_on_device(
+        self, device: str, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str
+    ) -> Begun: ...
 
 
 def predict(
@@ -55,11 +56,12 @@ def predict(
     if unknown:
         raise InvalidInput(f"no output {unknown[0]!r}; the dense part has {', '.join(wiring.outputs)}")
     leads: dict[str, Shape] = {}
-    begins: dict[str, _Begin] = {}
+    asked: dict[str, tuple[Any, dict[str, Any]]] = {}
     given: dict[str, Array] = {}
     for name, value in inputs.items():
         if name in wiring.features:
-            leads[name], begins[name] = _keys(view, name, value)
+            leads[name], keys, bag = _keys(view, name, value)
+            asked[name] = keys, bag
         elif name in wiring.plain:
             given[name] = _tensor(wiring.plain[name], value)
         else:
@@ -70,20 +72,31 @@ def predict(
         np.empty(shape or (), wiring.outputs[name].dtype) if session.is_fixed(name, shape) else None
         for name, shape in zip(run.outputs, run.shapes, strict=True)
     ]
-    slot = session.take(run, list(begins))
-    looked_up = []
-    for name, begin in begins.items():
+    device = view.rows_on(session)
+    lent = {name for name in asked if device is not None and 0 not in leads[name]}
+    slot = session.take(run, [name for name in asked if name not in lent])
+    on_cpu: list[Begun] = []
+    on_device: dict[str, Begun] = {}
+    for name, (keys, bag) in asked.items():
         feature = wiring.features[name]
-        looked_up.append(begin(slot.arrays[name].reshape(math.prod(leads[name]), feature.dim), feature.dtype))
-    for lookup in looked_up:
+        if name in lent:
+            assert device is not None
+            on_device[name] = view.begin_on_device(device, name, keys, dtype=feature.dtype, **bag)
+        else:
+            out = slot.arrays[name].reshape(math.prod(leads[name]), feature.dim)
+            on_cpu.append(view.begin(name, keys, dtype=feature.dtype, out=out, **bag))
+    for lookup in on_cpu:
         lookup.finish()
+    for name, lending in on_device.items():
+        rows = lending.finish()
+        slot.lend(name, rows.address, rows)
     answer = session.run(run, slot, given, arrays)
     session.give(slot)  # a run that failed keeps its slot to itself
     return dict(zip(run.outputs, answer, strict=True))
 
 
-def _keys(view: Rows, name: str, value: Any) -> tuple[Shape, _Begin]:
-    """The shape of a feature's answer before its last dimension, and what looks it up."""
+def _keys(view: Rows, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
+    """The shape of a feature's answer before its last dimension, its keys, and how `View.begin` is to pool them."""
     keys, offsets, weights = value, None, None
     if isinstance(value, tuple):
         if len(value) not in (2, 3):
@@ -104,19 +117,16 @@ def _keys(view: Rows, name: str, value: Any) -> tuple[Shape, _Begin]:
         if offsets is not None or weights is not None:
             raise InvalidInput(f"input {name!r}: feature {name!r} has no combiner, so its keys form no bags")
         lead = (n,) if width is None else (rows, width)
-        return lead, lambda out, dtype: view.begin(name, keys, dtype=dtype, out=out)
+        return lead, keys, {}
     if offsets is not None and width is not None:
         raise InvalidInput(f"input {name!r}: with offsets the keys are flat, shape [n]; came [{rows}, {width}]")
     if offsets is None:
         if width is None and weights is None:  # bags of one key are its row
-            return (n,), lambda out, dtype: view.begin(name, keys, dtype=dtype, out=out)
+            return (n,), keys, {}
         offsets = np.arange(n if width is None else rows, dtype=np.int64) * (1 if width is None else width)
         if weights is not None:
             weights = np.asarray(weights).reshape(-1)
-    starts = offsets
-    return (len(starts),), lambda out, dtype: view.begin(
-        name, keys, offsets=starts, weights=weights, dtype=dtype, out=out
-    )
+    return (len(offsets),), keys, {"offsets": offsets, "weights": weights}
 
 
 def _tensor(tensor: Tensor, value: Any) -> Array:

@@ -27,7 +27,7 @@ from tierstore.engine.record import Record
 from tierstore.engine.served import Served
 from tierstore.engine.version import Version
 from tierstore.engine.view import View
-from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap
+from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
 from tierstore.formats.delta import Delta
 from tierstore.predict.session import DenseSession
 from tierstore.types import DeltaResult, TableSpec
@@ -98,7 +98,8 @@ class Serving:
                         ahead[view.holder] = self._session(delta, view, served, dense)
                     overlay.predictor = ahead[view.holder]
             taken = _bytes(new)
-            self._budget.take(taken)
+            with _naming_the_canary(views[-1 if new[0].nbytes <= self._budget.total else 0], served):
+                self._budget.take(taken)
             try:
                 # all that may fail comes before the log: what is in it must become visible
                 stacks = [
@@ -237,10 +238,10 @@ def _naming_the_canary(view: View, served: Served) -> Iterator[None]:
     """A delta that is refused for the canary's sake says so: what is active could take it."""
     try:
         yield
-    except DeltaError as error:
+    except (DeltaError, TooLarge) as error:
         if view is not served.canary:
             raise
-        raise DeltaError(
+        raise type(error)(
             f"{error}; version {view.version} is the canary: withdraw it, or send what is for one version alone with a base_version"
         ) from error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tierstore.config import Settings, load_settings
+from tierstore.config import Settings, cores, load_settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.checking import verify_store
 from tierstore.engine.devices import Devices
@@ -57,7 +57,8 @@ class Store:
         files.make_dir(self.root.models)
         self._lock_file = _lock(self.root.lock)
         try:
-            readers = ReaderPool(settings.disk_threads)
+            # of the processors, what warms a version beside the one that serves takes half at most
+            readers = ReaderPool(settings.disk_threads, background=min(settings.disk_threads, max(0, cores() // 2 - 1)))
             self._shared = Shared(
                 settings,
                 readers,

@@ -374,6 +374,7 @@ class Switching:
 
         Holds `write`. On an error nothing has changed.
         """
+        self._check_open()
         self._record.write(Routes.of(served, awaited), lambda: self._go_on_from(served.active))
         if awaited is None and self._canary_problem is not None:
             log.warning("model %s: no longer on record: %s", self.name, self._canary_problem)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.engine.device_answers import answer_on_device, devices_of
+from tierstore.engine.device_answers import DeviceLookup, answer_on_device, devices_of
 from tierstore.engine.looking import BagLookup, Lookup
 from tierstore.engine.overlay import Overlay, OverlayTable
 from tierstore.engine.predicting import predict
@@ -217,6 +217,33 @@ class View:
         bags = (starts, None if weights is None else _weights(weights, len(codes)), how)
         answer = _answer((len(starts), table.spec.dim), dtype, out)
         return BagLookup(table, overlays, self.seq, codes, padding, answer, bags)
+
+    def rows_on(self, session: DenseSession) -> str | None:
+        """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""
+        device, devices = session.rows_on, getattr(self._version, "devices", None)
+        return device if device is not None and devices is not None and devices.has(device) else None
+
+    def begin_on_device(
+        self,
+        device: str,
+        feature: str,
+        keys: Any,
+        *,
+        offsets: Any = None,
+        weights: Any = None,
+        combiner: str | None = None,
+        dtype: str = "float32",
+    ) -> DeviceLookup:
+        """Start a look-up whose rows are left on a device that is `rows_on`. Arguments and errors as for `begin`.
+
+        Nothing is done before `DeviceLookup.finish`, until which the view must be held.
+        """
+        bag = {} if offsets is None else {"offsets": offsets, "weights": weights, "combiner": combiner}
+        devices = devices_of(self._version, device)
+        return DeviceLookup(
+            lambda: self._on_device(device, feature, keys, dtype=dtype, out=None, **bag),
+            lambda array: devices.address_of(device, array),
+        )
 
     def _on_device(
         self, device: str, feature: str, keys: Any, *, dtype: str, out: Vectors | None, **bag: Any

@@ -180,14 +180,11 @@ def start(stderr: Path) -> subprocess.Popen[bytes]:
 
 
 def _step_back(pid: int) -> None:
-    """Let a helper run on what look-ups leave of the processors, from its first import on.
-
-    To the kernel a processor that runs an idle task is as good as a free one: who wakes up there need not wait for the
-    end of a time slice, as with a task that is only nice.
-    """
+    """Let a helper run on what look-ups leave of the processors, from its first import on."""
     with contextlib.suppress(OSError):  # a system that does not allow it loses smoothness, not the load
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        # not SCHED_IDLE: where other programs keep all processors busy, a load would come to a halt
+        os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _error(answer: dict[str, Any]) -> TierstoreError:

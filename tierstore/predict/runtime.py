@@ -14,6 +14,7 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra
 from tierstore.predict.binding import wire
+from tierstore.predict.placement import CPU_PROVIDER, check_installed, check_made, placement_of
 from tierstore.predict.session import DenseCounts, DenseSession
 from tierstore.predict.signature import Signature, Tensor, datatype_of
 from tierstore.types import FeatureSpec, TableSpec
@@ -40,6 +41,7 @@ class Runtime:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.placement = placement_of(settings)
         self._lock = threading.Lock()
         self._missing: list[str | None] = []  # found out at the first dense part; guarded by _lock
         affinity = settings.dense_affinity
@@ -49,6 +51,23 @@ class Runtime:
                 f"dense_affinity {affinity!r} names {groups} threads; of dense_intra_threads={settings.dense_intra_threads} "
                 f"ONNX Runtime makes {settings.dense_intra_threads - 1}, the caller's own being the first"
             )
+        if self.placement.provider != CPU_PROVIDER:
+            self._check_provider()
+
+    def _check_provider(self) -> None:
+        """MissingExtra, at start, where dense parts could not run on what the settings name."""
+        if (why := self.missing) is not None:
+            raise MissingExtra(f"dense_provider is {self._settings.dense_provider}: {why}")
+        import onnx
+        import onnxruntime
+
+        check_installed(onnxruntime, self.placement)
+        helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+        ports = [helper.make_tensor_value_info(name, kind, [1]) for name in "xy"]
+        graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "probe", ports[:1], ports[1:])
+        opset = helper.make_opsetid("", 13)
+        tiny = helper.make_model(graph, opset_imports=[opset], ir_version=8).SerializeToString()
+        check_made(self._session(onnxruntime, tiny), self.placement)
 
     @property
     def missing(self) -> str | None:
@@ -72,13 +91,17 @@ class Runtime:
 
         scalars = _inspect(model)
         try:
-            session = onnxruntime.InferenceSession(
-                model, self._options(onnxruntime), providers=["CPUExecutionProvider"]
-            )
+            session = self._session(onnxruntime, model)
         except Exception as error:  # ONNX Runtime has a class a status, and some are none of its own
             raise InvalidInput(f"ONNX Runtime refuses the model: {brief(error)}") from error
+        check_made(session, self.placement)
         wiring = wire(_signature(session, scalars), features, tables)
-        return DenseSession(session, wiring, int(self._settings.dense_buffers), counts)
+        return DenseSession(session, wiring, int(self._settings.dense_buffers), counts, self.placement)
+
+    def _session(self, onnxruntime: Any, model: bytes) -> Any:
+        session = onnxruntime.InferenceSession(model, self._options(onnxruntime), providers=self.placement.providers)
+        session.disable_fallback()  # which would go on with the processor for good after one run that failed
+        return session
 
     def _options(self, onnxruntime: Any) -> Any:
         settings = self._settings

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tierstore.errors import InferenceError, InvalidInput, Overloaded, TierstoreError
 from tierstore.predict.binding import Run, Wiring
+from tierstore.predict.placement import ON_CPU, Placement
 from tierstore.predict.signature import BYTES, Shape, Signature
 
 Array = npt.NDArray[Any]
@@ -52,25 +53,40 @@ class Slot:
     """Memory of one run, and the binding that points to it. One thread at a time.
 
     `arrays` are float32 or float16 of the shapes in which the inputs of these names are bound: look rows up into them.
+    `lent` are rows that lie on the session's device, by input: their address, and what keeps them there.
     """
 
-    __slots__ = ("arrays", "binding", "key", "nbytes")
+    __slots__ = ("arrays", "binding", "key", "lent", "nbytes")
 
     def __init__(self, key: tuple[Any, ...], arrays: Mapping[str, Array], binding: Any) -> None:
         self.key, self.arrays, self.binding = key, arrays, binding
+        self.lent: dict[str, tuple[int, Any]] = {}
         self.nbytes = sum(array.nbytes for array in arrays.values())
+
+    def lend(self, name: str, address: int, owner: Any) -> None:
+        """Have an input read at an address of the session's device. Until the slot is given back `owner` is kept."""
+        self.lent[name] = address, owner
 
 
 class DenseSession:
     """One dense part. `wiring` and `signature` are constant; `loose` is settled by warm-up, before it serves."""
 
-    def __init__(self, session: Any, wiring: Wiring, buffers_bytes: int, counts: DenseCounts) -> None:
-        self.wiring = wiring
+    def __init__(
+        self,
+        session: Any,
+        wiring: Wiring,
+        buffers_bytes: int,
+        counts: DenseCounts,
+        placement: Placement = ON_CPU,
+    ) -> None:
+        self.wiring, self._placement = wiring, placement
         self.signature: Signature = wiring.signature
         self.loose: frozenset[str] = frozenset()  # outputs that have not kept to their declared shapes
         self.warmed = 0  # requests run before it serves
         self._session, self._counts, self._limit = session, counts, buffers_bytes
         self._bindable = all(tensor.datatype != BYTES for tensor in self.signature.inputs)
+        # A binding to a GPU copies what lies in CPU memory when it is bound, not when it is run: then rows are there first.
+        self._bind_late = placement is not ON_CPU
         self._plans: dict[tuple[Any, ...], Run] = {}  # of the latest shapes; threads may race to set equal ones
         self._lock = threading.Lock()
         # guarded by _lock
@@ -97,6 +113,11 @@ class DenseSession:
         """Whether an output of a planned `shape` can be written where the caller says."""
         return shape is not None and -1 not in shape and self.wiring.outputs[name].datatype != BYTES
 
+    @property
+    def rows_on(self) -> str | None:
+        """The device, in the store's words, on which rows may be lent to a run; None: they come in CPU memory."""
+        return self._placement.device if self._bindable else None
+
     # --- buffers
 
     @property
@@ -105,7 +126,10 @@ class DenseSession:
         return self._free_bytes
 
     def take(self, run: Run, hidden: Sequence[str]) -> Slot:
-        """A slot with an array for each of the feature inputs `hidden`. `give` it back after the run."""
+        """A slot with an array for each of the feature inputs `hidden`. `give` it back after the run.
+
+        Rows of features beside these are `given` to the run or, where they are on the device, `lent` to the slot.
+        """
         key = tuple((name, run.inputs[name]) for name in hidden)
         with self._lock:
             kept = self._free.get(key)
@@ -118,7 +142,7 @@ class DenseSession:
                 return slot
         arrays = {name: _aligned(run.inputs[name], self.wiring.features[name].tensor.dtype) for name in hidden}
         binding = self._session.io_binding() if self._bindable else None
-        if binding is not None:
+        if binding is not None and not self._bind_late:
             for name, array in arrays.items():
                 binding.bind_input(name, "cpu", 0, array.dtype, array.shape, _address(array))
         return Slot(key, arrays, binding)
@@ -127,6 +151,9 @@ class DenseSession:
         """Keep a slot for the next run of its shapes, if there is room; the shapes unused for longest make it."""
         if slot.binding is not None:
             slot.binding.clear_binding_outputs()
+            if self._bind_late:
+                slot.binding.clear_binding_inputs()  # they hold memory of the device
+        slot.lent.clear()
         with self._lock:
             if slot.nbytes > self._limit:
                 return
@@ -157,7 +184,7 @@ class DenseSession:
         began_s = time.perf_counter()
         failed = True
         try:
-            if slot.binding is not None and all(array is not None for array in outputs):
+            if slot.binding is not None and (slot.lent or all(array is not None for array in outputs)):
                 answer = self._run_bound(run, slot, given, outputs)
             else:
                 answer = self._run_free(run, slot, given, outputs)
@@ -166,7 +193,7 @@ class DenseSession:
             raise
         except Exception as error:  # ONNX Runtime has a class a status, and a bound run raises RuntimeError alone
             if any(mark in str(error) for mark in _OTHER_SHAPE):
-                self.probe(run, {**slot.arrays, **given})
+                self._probe_bound(run, slot, given) if slot.lent else self.probe(run, {**slot.arrays, **given})
                 raise InferenceError(
                     f"an output of the dense part has another shape than it declares ({_short(str(error))}); try again, it is known now"
                 ) from error
@@ -179,16 +206,28 @@ class DenseSession:
         self, run: Run, slot: Slot, given: Mapping[str, Array], outputs: Sequence[Array | None]
     ) -> list[Array]:
         """Rows are read where the look-up has put them, and scores written where the caller wants them."""
-        bind = slot.binding
-        for name, array in given.items():
+        bind, place = slot.binding, self._placement
+        for name, array in (*slot.arrays.items(), *given.items()) if self._bind_late else given.items():
             bind.bind_input(name, "cpu", 0, array.dtype, run.inputs[name], _address(array))
-        answer: list[Array] = []
+        for name, (address, _) in slot.lent.items():
+            # The look-up has waited for its own stream: the rows are there, whichever stream reads them.
+            bind.bind_input(
+                name, place.memory, place.number, self.wiring.features[name].tensor.dtype, run.inputs[name], address
+            )
         for name, out in zip(run.outputs, outputs, strict=True):
-            assert out is not None
-            bind.bind_output(name, "cpu", 0, out.dtype, out.shape, _address(out))
-            answer.append(out)
+            if out is None:
+                bind.bind_output(name, "cpu")  # ONNX Runtime's own memory, once the size is known
+            else:
+                bind.bind_output(name, "cpu", 0, out.dtype, out.shape, _address(out))
+        if self._bind_late:
+            bind.synchronize_inputs()
         self._session.run_with_iobinding(bind)
-        return answer
+        if self._bind_late:
+            bind.synchronize_outputs()
+        if not any(out is None for out in outputs):
+            return [out for out in outputs if out is not None]
+        came = bind.get_outputs()
+        return [value.numpy().copy() if out is None else out for value, out in zip(came, outputs, strict=True)]
 
     def _run_free(
         self, run: Run, slot: Slot, given: Mapping[str, Array], outputs: Sequence[Array | None]
@@ -221,6 +260,18 @@ class DenseSession:
             came = self._session.run(list(run.outputs), arrays)
         except Exception as error:
             raise _translated(error) from error
+        self._compare(run, came)
+
+    def _probe_bound(self, run: Run, slot: Slot, given: Mapping[str, Array]) -> None:
+        """The same with rows that lie on the device."""
+        try:
+            slot.binding.clear_binding_outputs()
+            came = self._run_bound(run, slot, given, [None] * len(run.outputs))
+        except Exception as error:
+            raise _translated(error) from error
+        self._compare(run, came)
+
+    def _compare(self, run: Run, came: Sequence[Array]) -> None:
         for name, planned, result in zip(run.outputs, run.shapes, came, strict=True):
             if planned is not None and (
                 len(planned) != result.ndim

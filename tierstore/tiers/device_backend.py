@@ -8,6 +8,7 @@ put work into one stream see to its order themselves. Nothing survives the proce
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import resources
 from typing import Any, Protocol
@@ -35,6 +36,10 @@ class DeviceError(StorageError):
 
 class OutOfDeviceMemory(DeviceError):
     """The device has not that much memory left."""
+
+
+class Captured(DeviceError):
+    """The program captures a CUDA graph, during which the driver refuses the call. The device is as well as before."""
 
 
 class Buffer(Protocol):
@@ -91,13 +96,21 @@ class Backend(Protocol):
     def stream(self) -> Stream: ...
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array on the device, for an answer; the caller's from then on. OutOfDeviceMemory where there is no room."""
+        """An array on the device, for an answer; the caller's from then on.
+
+        OutOfDeviceMemory where there is no room, Captured while the calling thread captures a CUDA graph.
+        """
 
     def synchronize(self) -> None:
         """Wait for everything in every stream."""
 
     def address_of(self, array: Any) -> int:
         """Of an array that `empty` gave."""
+
+
+@cache
+def kernel_names() -> tuple[str, ...]:
+    return tuple(re.findall(r"__global__ void (\w+)\(", kernel_source()))
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tierstore.kernels.pool import combiner_code
-from tierstore.tiers.device_backend import TEAM, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device_backend import TEAM, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device_memory import ALIGN, DeviceMemory, Workspace
 from tierstore.tiers.device_table import DeviceTable
 from tierstore.types import Combiner, Keys, States, Tier, Vectors
@@ -69,6 +69,9 @@ def look_up(
     Returns:
         False if the device cannot answer (it has failed, the table was closed, or one bag is larger than a workspace).
         Then `state` and `out` hold anything.
+
+    Raises:
+        Captured: a CUDA graph is being captured.
     """
     work = _Work(table, keys, state, given, out, fetch, bags)
     chunks = work.chunks()
@@ -81,6 +84,8 @@ def look_up(
                     return False
     except OutOfDeviceMemory:
         return False
+    except Captured:
+        raise
     except DeviceError as error:
         table.give_up(error)
         return False

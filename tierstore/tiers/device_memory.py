@@ -32,6 +32,7 @@ class Workspace:
         self._buffer: Buffer = backend.alloc(nbytes)
         self._pinned = backend.pinned(nbytes)
         self.stream: Stream = backend.stream()
+        self.settled = True  # nothing that was put into streams can still use it, but for its holder's own
 
     def cut(self, *sizes: int) -> list[int]:
         """Offsets of parts of these sizes, one after another. ValueError where they do not fit."""
@@ -83,16 +84,24 @@ class DeviceMemory:
             self._changed.wait_for(lambda: bool(idle))
             held = idle.pop()
         try:
+            self._settle(held)
             yield held
         except BaseException:
             # what was put into streams may still use it, and whoever takes it next is not behind that
+            held.settled = False
             with suppress(DeviceError):
-                self.backend.synchronize()
+                self._settle(held)
             raise
         finally:
             with self._changed:
                 idle.append(held)
                 self._changed.notify_all()
+
+    def _settle(self, held: Workspace) -> None:
+        """Wait for all that may use it. DeviceError where the driver refuses: then it is for the next one to wait."""
+        if not held.settled:
+            self.backend.synchronize()
+            held.settled = True
 
     @property
     def taken(self) -> int:

@@ -81,6 +81,14 @@ class DeviceSet:
         """A copy of an answer on a device (None: the first)."""
         return to_device(self._memory(number), array)
 
+    def has(self, device: str) -> bool:
+        """Whether `gpu:<number>` is one of them."""
+        return device in {f"gpu:{memory.backend.number}" for memory in self.memories}
+
+    def address_of(self, device: str, array: Any) -> int:
+        """Of an answer on that device."""
+        return self._memory(self.number_of(device)).backend.address_of(array)
+
     def _memory(self, number: int | None) -> DeviceMemory:
         for memory in self.memories:
             if number in (None, memory.backend.number):

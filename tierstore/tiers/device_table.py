@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels.codec import out_code
-from tierstore.tiers.device_backend import TEAM, Buffer, DeviceError, OutOfDeviceMemory, Stream
+from tierstore.tiers.device_backend import TEAM, Buffer, Captured, DeviceError, OutOfDeviceMemory, Stream
 from tierstore.tiers.device_layout import (
     COUNTER_BYTES,
     LINE_BYTES,
@@ -139,6 +139,8 @@ class DeviceTable:
             try:
                 with self.memory.workspace() as ws:
                     answered += self._lookup(ws, keys, at, out, state, half)
+            except Captured:  # the next tier answers; what writes, on the contrary, may not be left undone
+                break
             except DeviceError as error:
                 self._fail(error)
         return answered

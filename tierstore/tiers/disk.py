@@ -2,7 +2,7 @@
 
 Nothing is ever written through RocksDB's log: rows and records come in as finished sorted files
 (`sst.py`) that are ingested by move, each call one atomic step. A value of no bytes marks a deleted
-key. Together with `sst.py` this is the only module that knows RocksDB.
+key. RocksDB's settings and errors are in `rocks.py`; no other modules know it.
 
 Threads: `get`, `scan`, `record`, `watermark`, `stats` and `verify` may be called from many threads at
 once, also while `ingest` runs; they see each ingest whole or not at all. `ingest` is for one writer.
@@ -14,16 +14,14 @@ whole or not at all; file names that were not moved stay where they were.
 
 from __future__ import annotations
 
-import resource
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import compress, groupby, islice, repeat, starmap
+from itertools import compress, groupby, repeat
 from operator import is_not, itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +29,19 @@ import rocksdict
 
 from tierstore.errors import Closed, Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.background import hand_over
+from tierstore.tiers.cursor import Cursor
 from tierstore.tiers.readers import ReaderPool
+from tierstore.tiers.rocks import driver_errors, scan_options, tier_options, translate
 from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import (
     KEY_BYTES,
     MAX_TABLE_ID,
     META_TABLE,
     SstFile,
-    driver_errors,
     file_xxh3,
     pack_keys,
     record_key,
     sst_keys,
-    table_options,
-    translate,
     unpack_keys,
     write_sst,
 )
@@ -54,18 +50,12 @@ from tierstore.types import Keys, Rows, States, Tier
 __all__ = ["META_TABLE", "DiskTier", "ReaderPool", "SstFile", "TableContent", "file_xxh3", "sst_keys", "write_sst"]
 
 WATERMARK = "watermark"
-_SCAN_BLOCK = 2048  # entries stepped over with the interpreter lock held
+_RECORDS = 2048  # read at a time
 _DIGEST_BLOCK = 65536
-_READAHEAD_BYTES = 1 << 20
-_L0_TRIGGER = 4
 _L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
-_JOBS = 3
 _MERGE_POLL_S = 0.01
 _OPEN_THREADS = 16  # RocksDB's default; each takes a tenth of a millisecond to start, with the interpreter lock held
-_NEVER = 1 << 30
 _TABLE_OF = itemgetter(slice(0, 2))  # of a stored key
-_TARGET_FILE_BYTES = 64 << 20
-_LEVEL_BASE_BYTES = 128 << 20
 _PROPERTIES = {
     "bytes": "total-sst-files-size",
     "entries_estimate": "estimate-num-keys",
@@ -101,7 +91,7 @@ class DiskTier:
         self._gate = threading.Condition()
         self._inside = 0
         self._closed = False
-        self._cursors: set[_Cursor] = set()
+        self._cursors: set[Cursor] = set()
 
     @classmethod
     def create(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool) -> Self:
@@ -120,7 +110,7 @@ class DiskTier:
     def _open(
         cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool = False, read_only: bool = False
     ) -> Self:
-        family = _options(block_cache_bytes, cls._open_threads)
+        family = tier_options(block_cache_bytes, cls._open_threads)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_only() if read_only else rocksdict.AccessType.read_write()
@@ -203,7 +193,7 @@ class DiskTier:
         that RocksDB found damaged, or the table and key of a row of another length.
         """
         self.check_background()
-        for _ in self._blocks(META_TABLE, _SCAN_BLOCK):
+        for _ in self._blocks(META_TABLE, _RECORDS):
             pass  # records are small; reading them checks their blocks
         seen = 0
 
@@ -327,20 +317,20 @@ class DiskTier:
         """Entries of a table, those with keys in [low, high) if given, as (stored keys, values); at most `entries` at a time."""
         first = _prefix(table_id) if low is None else _stored(table_id, low)
         end = _prefix(table_id + 1) if high is None else _stored(table_id, high)
-        return self._step(f"scanning table {table_id} of {self.path}", first, _Cursor(end), entries)
+        return self._step(f"scanning table {table_id} of {self.path}", first, Cursor(end), entries)
 
     def _table_keys(self) -> Iterator[tuple[int, Keys]]:
         """(table id, keys in ascending order) of every entry that is no record, deleted ones too; values are not taken out."""
-        cursor = _Cursor(_prefix(MAX_TABLE_ID + 1), values=False)
+        cursor = Cursor(_prefix(MAX_TABLE_ID + 1), values=False)
         for stored, _ in self._step(f"reading the keys of {self.path}", _prefix(META_TABLE + 1), cursor, _DIGEST_BLOCK):
             for table_id, keys in groupby(stored, _TABLE_OF):
                 yield int.from_bytes(table_id, "big"), unpack_keys(list(keys))
 
     def _step(
-        self, doing: str, first: bytes, cursor: _Cursor, entries: int
+        self, doing: str, first: bytes, cursor: Cursor, entries: int
     ) -> Iterator[tuple[list[bytes], list[bytes]]]:
         with self._entered() as db, driver_errors(doing):
-            cursor.iterator = db.iter(_scan_options())
+            cursor.iterator = db.iter(scan_options())
             cursor.iterator.seek(first)
             self._cursors.add(cursor)
         try:
@@ -356,67 +346,6 @@ class DiskTier:
                 self._cursors.discard(cursor)
 
 
-class _Cursor:
-    """A RocksDB iterator up to the stored key `end`, that `close` can take away."""
-
-    def __init__(self, end: bytes, *, values: bool = True) -> None:
-        self.end, self.values = end, values
-        self.iterator: Any = None  # guarded by the tier: used by calls that have entered, None once it is closed
-
-    def take(self, entries: int) -> tuple[list[bytes], list[bytes], bool]:
-        """Step over up to `entries`; the last item says whether there may be more."""
-        iterator, nothing = self.iterator, repeat(())
-        stored: list[bytes] = []
-        values: list[bytes] = []
-        while len(stored) < entries:
-            wanted = min(_SCAN_BLOCK, entries - len(stored))
-            # key() is None at the end, which ends the zip before the value is asked for and a step is made
-            steps = zip(
-                iter(iterator.key, None),
-                starmap(iterator.value, nothing) if self.values else repeat(b""),
-                starmap(iterator.next, nothing),
-                strict=False,
-            )
-            block = list(islice(steps, wanted))
-            stored.extend(map(itemgetter(0), block))
-            values.extend(map(itemgetter(1), block))
-            if len(block) < wanted:
-                iterator.status()  # an iterator also just stops at a damaged block; this raises then
-            hand_over()
-            if len(block) < wanted or stored[-1] >= self.end:
-                keep = bisect_left(stored, self.end)
-                return stored[:keep], values[:keep], False
-        return stored, values, True
-
-
-def _options(block_cache_bytes: int, open_threads: int) -> rocksdict.Options:
-    """Settings of an open tier; docs/decisions/disk-tier.md has the figures behind them."""
-    options = table_options(bloom=True, block_cache_bytes=block_cache_bytes)
-    options.set_optimize_filters_for_hits(True)  # no filters on the last level, whose keys mostly exist
-    options.set_max_open_files(_open_files())
-    options.set_max_file_opening_threads(open_threads)
-    # merging of deltas: below the base in size, and never a reason to hold an ingest back
-    options.set_level_compaction_dynamic_level_bytes(True)
-    options.set_level_zero_file_num_compaction_trigger(_L0_TRIGGER)
-    options.set_level_zero_slowdown_writes_trigger(_NEVER)
-    options.set_level_zero_stop_writes_trigger(_NEVER)
-    options.set_soft_pending_compaction_bytes_limit(0)
-    options.set_hard_pending_compaction_bytes_limit(0)
-    options.set_max_bytes_for_level_base(_LEVEL_BASE_BYTES)
-    options.set_target_file_size_base(_TARGET_FILE_BYTES)
-    options.set_max_background_jobs(_JOBS)
-    environment = rocksdict.Env()
-    environment.lower_thread_pool_cpu_priority()  # look-ups come first
-    options.set_env(environment)
-    # small text files
-    options.set_keep_log_file_num(2)
-    options.set_max_log_file_size(4 << 20)
-    options.set_max_manifest_file_size(16 << 20)
-    options.set_stats_dump_period_sec(0)
-    options.set_stats_persist_period_sec(0)
-    return options
-
-
 def _prefix(table_id: int) -> bytes:
     """Where a table's keys begin; for one past the last table, where all keys end."""
     return table_id.to_bytes(2, "big") if table_id <= MAX_TABLE_ID else b"\xff" * (KEY_BYTES + 1)
@@ -425,20 +354,6 @@ def _prefix(table_id: int) -> bytes:
 def _stored(table_id: int, key: int) -> bytes:
     (stored,) = sst_keys(table_id, np.array([key], np.int64))
     return stored
-
-
-def _open_files() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 4096 if soft == resource.RLIM_INFINITY else max(64, min(4096, soft // 4))
-
-
-def _scan_options() -> rocksdict.ReadOptions:
-    # no bounds: rocksdict keeps the upper one in memory that it frees, and takes the lower one for an upper one
-    options = rocksdict.ReadOptions()
-    options.set_verify_checksums(True)
-    options.fill_cache(False)
-    options.set_readahead_size(_READAHEAD_BYTES)
-    return options
 
 
 def _read_chunk(

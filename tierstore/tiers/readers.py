@@ -23,15 +23,16 @@ CHUNK_KEYS = 128  # keys a task: 0.4 ms warm, beside which a hand-over (20 µs) 
 
 
 class ReaderPool:
-    """`threads` helpers at most, beside the callers themselves, and as many for callers that give way."""
+    """`threads` helpers at most, beside the callers themselves; and `background` (default: as many) for callers that give way."""
 
-    def __init__(self, threads: int, *, chunk_keys: int = CHUNK_KEYS) -> None:
-        if threads < 0 or chunk_keys < 1:
-            raise ValueError(f"expected threads >= 0 and chunk_keys >= 1, got {threads} and {chunk_keys}")
+    def __init__(self, threads: int, *, background: int | None = None, chunk_keys: int = CHUNK_KEYS) -> None:
+        lowly = threads if background is None else background
+        if threads < 0 or lowly < 0 or chunk_keys < 1:
+            raise ValueError(f"expected threads >= 0 and chunk_keys >= 1, got {threads}, {lowly} and {chunk_keys}")
         self.threads = threads
         self.chunk_keys = chunk_keys
-        self._executor = ThreadPoolExecutor(threads, "tierstore-read") if threads else None
-        self._lowly = ThreadPoolExecutor(threads, "tierstore-read-bg", initializer=give_way) if threads else None
+        self._helpers = _Helpers(threads, "tierstore-read", None)
+        self._lowly = _Helpers(lowly, "tierstore-read-bg", give_way)
 
     def run(self, count: int, work: Callable[[int, int], None], chunk: int | None = None) -> None:
         """Call `work(start, stop)` for consecutive chunks of range(count), on this thread and idle helpers.
@@ -47,7 +48,8 @@ class ReaderPool:
                 work(0, count)
             return
         starts = deque(range(0, count, chunk))
-        helpers = self._start_helpers(min(self.threads, len(starts) - 1), starts, chunk, count, work)
+        mates = self._lowly if gives_way() else self._helpers
+        helpers = mates.start(len(starts) - 1, lambda: self._work_off(starts, chunk, count, work))
         try:
             self._work_off(starts, chunk, count, work)
         finally:
@@ -56,18 +58,6 @@ class ReaderPool:
             failed = [error for helper in running if (error := helper.exception()) is not None]
         if failed:
             raise failed[0]
-
-    def _start_helpers(
-        self, wanted: int, starts: deque[int], chunk: int, count: int, work: Callable[[int, int], None]
-    ) -> list[Future[None]]:
-        helpers: list[Future[None]] = []
-        executor = self._lowly if gives_way() else self._executor
-        if executor is not None:
-            # a closed executor refuses with RuntimeError: the caller then works alone
-            with contextlib.suppress(RuntimeError):
-                for _ in range(wanted):
-                    helpers.append(executor.submit(self._work_off, starts, chunk, count, work))  # noqa: PERF401
-        return helpers
 
     def _work_off(self, starts: deque[int], chunk: int, count: int, work: Callable[[int, int], None]) -> None:
         try:
@@ -83,6 +73,25 @@ class ReaderPool:
 
     def close(self) -> None:
         """End the threads after what they are doing. Tiers that still read do so on their callers' threads."""
-        for executor in (self._executor, self._lowly):
-            if executor is not None:
-                executor.shutdown(wait=True)
+        self._helpers.close()
+        self._lowly.close()
+
+
+class _Helpers:
+    def __init__(self, threads: int, name: str, begin: Callable[[], None] | None) -> None:
+        self._threads = threads
+        self._executor = ThreadPoolExecutor(threads, name, initializer=begin) if threads else None
+
+    def start(self, wanted: int, work: Callable[[], None]) -> list[Future[None]]:
+        """Have up to so many do `work`, once each."""
+        started: list[Future[None]] = []
+        if self._executor is not None:
+            # a closed executor refuses with RuntimeError: the caller then works alone
+            with contextlib.suppress(RuntimeError):
+                for _ in range(min(wanted, self._threads)):
+                    started.append(self._executor.submit(work))  # noqa: PERF401
+        return started
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)

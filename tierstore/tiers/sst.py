@@ -1,4 +1,4 @@
-"""Sorted table files: how keys, rows and records become RocksDB SST files, and RocksDB's errors ours.
+"""Sorted table files: how keys, rows and records become RocksDB SST files.
 
 Every row and every record enters a disk tier as such a file. Layout of a file's entries:
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,14 +28,14 @@ import numpy.typing as npt
 import rocksdict
 import xxhash
 
-from tierstore.errors import Closed, Corruption, Locked, StorageError, TierstoreError
+from tierstore.errors import Corruption, StorageError
 from tierstore.tiers.background import hand_over
+from tierstore.tiers.rocks import driver_errors, table_options
 from tierstore.types import Keys, Rows
 
 META_TABLE = 0
 KEY_BYTES = 10
 MAX_TABLE_ID = 0xFFFF
-BLOOM_BITS = 10
 _SIGN = np.int64(-(2**63))
 _BLOCK = 4096  # entries handed to RocksDB at a time
 _SHORT_BLOCK = 512  # about a quarter of a millisecond with the interpreter lock held
@@ -87,25 +86,6 @@ def record_key(name: str) -> bytes:
     if not name:
         raise ValueError("a record needs a name")
     return b"\0\0" + name.encode()
-
-
-def table_options(*, bloom: bool, block_cache_bytes: int | None = None) -> rocksdict.Options:
-    """Options for files and column families: raw bytes, no compression (floats do not shrink), XXH3 checksums.
-
-    Index and filters of open files stay in memory, outside the block cache: a third of a byte a row.
-    `bloom` adds a filter of 10 bits a key, for files that most look-ups miss.
-    """
-    table = rocksdict.BlockBasedOptions()
-    table.set_checksum_type(rocksdict.ChecksumType.xxh3())
-    table.set_format_version(5)
-    if bloom:
-        table.set_bloom_filter(BLOOM_BITS, False)
-    if block_cache_bytes is not None:
-        table.set_block_cache(rocksdict.Cache(block_cache_bytes))
-    options = rocksdict.Options(raw_mode=True)
-    options.set_compression_type(rocksdict.DBCompressionType.none())
-    options.set_block_based_table_factory(table)
-    return options
 
 
 def write_sst(
@@ -191,28 +171,3 @@ def file_xxh3(path: Path) -> str:
     except OSError as error:
         raise StorageError(f"cannot read {path} back: {error.strerror or error}") from error
     return digest.hexdigest()
-
-
-def translate(error: Exception, doing: str) -> TierstoreError:
-    """Our error for one of RocksDB's, which come as bare exceptions told apart by their text alone."""
-    text = str(error)
-    if isinstance(error, rocksdict.DbClosedError):
-        return Closed(f"{doing}: the disk tier was closed")
-    if text.startswith("Corruption"):
-        return Corruption(f"{doing}: {text}")
-    if "LOCK" in text or "lock hold by" in text:
-        return Locked(f"{doing}: the database is open in another process or twice in this one ({text})")
-    if "No space left" in text:
-        return StorageError(f"{doing}: the disk is full; free some space and try again ({text})")
-    return StorageError(f"{doing}: {text}")
-
-
-@contextmanager
-def driver_errors(doing: str) -> Iterator[None]:
-    """Translate what RocksDB raises inside the block; errors with a type of their own pass."""
-    try:
-        yield
-    except Exception as error:
-        if type(error) is Exception or isinstance(error, rocksdict.DbClosedError):
-            raise translate(error, doing) from error
-        raise

@@ -1,5 +1,6 @@
 // The few words of CUDA that the kernels use, on a CPU: every lane of a warp is a fiber, and a collective lets the
-// others run until all lanes that it names have come. A lane that is named and has ended is a fault, as on a GPU.
+// others run until all lanes that it names have come. A lane that is named and has ended is a fault, as on a GPU. In
+// between lanes run one after another, in an order that differs from warp to warp.
 #pragma once
 
 #include <cmath>
@@ -12,6 +13,8 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __grid_constant__
+#define __builtin_assume(what)
 
 struct Index { unsigned x, y, z; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -82,6 +85,7 @@ struct Warp {
   unsigned arrived[LANES];
   unsigned long long posted[LANES][2];  // a lane is at most one collective ahead of those it meets
   int current;
+  int stride;  // to the lane that runs next: odd, so that all have their turn
   unsigned first_thread;
   void (*run)(void**);
   void** args;
@@ -100,7 +104,7 @@ static void shim_yield(bool ending) {
   Warp* w = warp;
   int from = w->current;
   for (int step = 1; step <= Warp::LANES; step++) {
-    int to = (from + step) % Warp::LANES;
+    int to = (from + w->stride * step) % Warp::LANES;
     if (w->ended[to]) continue;
     if (to == from) return;
     w->current = to;
@@ -181,9 +185,14 @@ static void shim_launch(void (*run)(void**), unsigned blocks, unsigned threads, 
         w->ended[lane] = false;
         w->arrived[lane] = 0;
       }
-      w->current = 0;
-      threadIdx.x = first;
-      shim_switch(&w->caller, w->lane_sp[0]);
+      // Lanes of a warp run in no order that may be relied on: each warp begins elsewhere, and goes on otherwise.
+      static thread_local unsigned warps;
+      static const int strides[] = {1, 31, 13, 19, 5};
+      unsigned turn = warps++;
+      w->stride = strides[turn % 5];
+      w->current = turn * 11 % Warp::LANES;
+      threadIdx.x = first + w->current;
+      shim_switch(&w->caller, w->lane_sp[w->current]);
     }
   }
 }

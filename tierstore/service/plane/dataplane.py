@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -52,6 +53,7 @@ class Inference:
     """
 
     __slots__ = (
+        "_device",
         "_given",
         "_lease",
         "_lookups",
@@ -68,6 +70,7 @@ class Inference:
     def __init__(self, lease: Any, request: Asked, max_response: int) -> None:
         self._lease, self._max_response = lease, max_response
         self._lookups: list[tuple[Call, Lookup]] = []
+        self._device: str | None = None  # where the dense part reads rows, if not in CPU memory
         self._slot: Slot | None = None
         self._given: dict[str, npt.NDArray[Any]] = {}
         self.lookup_ns = self.dense_ns = 0
@@ -126,23 +129,33 @@ class Inference:
             assert self._view.predictor is not None
             for tensor, place in dense.given:
                 self._given[tensor.name] = _own_array(tensor.name, tensor.datatype, elements[place])
-            hidden = [call.feature.name for call in self.plan.calls if call.hidden]
+            self._device = self._view.rows_on(self._view.predictor)
+            hidden = [call.feature.name for call in self.plan.calls if call.hidden and not self._lends(call)]
             self._slot = self._view.predictor.take(dense.run, hidden)
         for call, offsets, weights in checked:
             options: dict[str, Any] = {}
+            begin: Callable[..., Lookup] = self._view.begin
             if call.feeds is not None or call.rows:
-                out, options["dtype"] = self._target(call)
-                shape = math.prod(call.lead), call.table.dim
-                options["out"] = out if out.shape == shape else out.reshape(shape)
+                if self._lends(call):
+                    assert call.feeds is not None
+                    begin, options["dtype"] = partial(self._view.begin_on_device, self._device), call.feeds.dtype
+                else:
+                    out, options["dtype"] = self._target(call)
+                    shape = math.prod(call.lead), call.table.dim
+                    options["out"] = out if out.shape == shape else out.reshape(shape)
                 if call.pooled:
                     options["offsets"] = call.starts() if offsets is None else offsets
                     options["weights"] = weights
                     options["combiner"] = call.combiner
             elif not call.found:
                 continue
-            self._lookups.append((call, self._view.begin(call.feature.name, elements[call.keys], **options)))
+            self._lookups.append((call, begin(call.feature.name, elements[call.keys], **options)))
         self.lookup_ns += time.perf_counter_ns() - began_ns
         return dense is None and not any(lookup.pending for _, lookup in self._lookups)
+
+    def _lends(self, call: Call) -> bool:
+        """Whether the dense part reads a call's rows on the device, where the look-up leaves them."""
+        return self._device is not None and call.hidden and not call.rows and 0 not in call.lead
 
     def _target(self, call: Call) -> tuple[npt.NDArray[Any], str]:
         """Where a call's rows go, and as what."""
@@ -159,7 +172,10 @@ class Inference:
         """Read the rest from disk, run the dense part, and complete the arrays."""
         began_ns = time.perf_counter_ns()
         for call, lookup in self._lookups:
-            lookup.finish()
+            rows = lookup.finish()
+            if self._lends(call):
+                assert self._slot is not None
+                self._slot.lend(call.feature.name, rows.address, rows)
             if call.found:
                 self.arrays[call.found[0]].reshape(-1)[:] = lookup.found
             if call.hidden and call.rows:  # asked for in another dtype than the graph reads

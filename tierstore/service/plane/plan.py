@@ -54,6 +54,18 @@ class View(Protocol):
         dtype: str = ...,
         out: Any = ...,
     ) -> Lookup: ...
+    def rows_on(self, session: DenseSession) -> str | None: ...
+    def begin_on_device(
+        self,
+        device: Any,
+        feature: str,
+        keys: Any,
+        *,
+        offsets: Any = ...,
+        weights: Any = ...,
+        combiner: str | None = ...,
+        dtype: str = ...,
+    ) -> Lookup: ...
 
 
 class Lookup(Protocol):

@@ -73,7 +73,7 @@ __device__ __forceinline__ Set set_at(const Table& t, u64 region, u64 within) {
     sets = t.sets_per_region << (segment - 1);
     index = (region - (1ull << (segment - 1))) * t.sets_per_region + within;
   }
-  u8* base = (u8*)t.segments[segment];
+  u8* base = in_memory(t.segments[segment]);
   Set set;
   set.line = (u64*)(base + index * LINE_BYTES);
   set.absent = (u64*)(base + sets * LINE_BYTES + index * ABSENT_BYTES);

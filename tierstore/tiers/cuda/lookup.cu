@@ -8,8 +8,8 @@
 // In: keys, state. Out: source, and for keys still pending a claim: slots hold 1 + the position of the key that
 // claimed them, ranks its number among the `count` distinct keys in `misses`. `claims` (all zero, a power of two of
 // them) may be 0: then misses are only left pending.
-extern "C" __global__ void probe(Table t, const i64* keys, u8* state, i64 n, i64* source, u32* claims, u64 claim_mask,
-                                 u32* ranks, i64* misses, u32* count) {
+extern "C" __global__ void probe(const __grid_constant__ Table t, const i64* keys, u8* state, i64 n, i64* source,
+                                 u32* claims, u64 claim_mask, u32* ranks, i64* misses, u32* count) {
   i64 i = team_index();
   if (i >= n) return;
   u32 lane = team_lane();
@@ -70,22 +70,23 @@ extern "C" __global__ void place(i64* source, const i64* at, i64 n, i64 first) {
 
 // out[i] of dtype float32 or, with `half`, float16 [n, dim]: rows of the table, the default, zeros for padding. What
 // is to come from the host is left as it is.
-extern "C" __global__ void gather(Table t, const i64* source, i64 n, u8* out, u32 half) {
+extern "C" __global__ void gather(const __grid_constant__ Table t, const i64* source, i64 n, u8* out, u32 half) {
   i64 i = team_index();
   if (i >= n) return;
   i64 from = source[i];
   if (from <= FIRST_UPLOAD) return;
   u8* to = out + (u64)i * t.dim * (half ? 2 : 4);
   if (from > 0)
-    decode_row(t.code, half, (const u8*)from, to, t.dim);
+    decode_row(t.code, half, in_memory(from), to, t.dim);
   else if (from == SOURCE_ABSENT)
-    decode_row(FLOAT32, half, (const u8*)t.fallback, to, t.dim);
+    decode_row(FLOAT32, half, in_memory(t.fallback), to, t.dim);
   else
     for (u32 k = team_lane(); k < t.dim; k += LANES) store_one(half, to, k, 0.f);
 }
 
 // out[i] = uploads[number of i], both of the answer's dtype, where the row comes from the host.
-extern "C" __global__ void scatter(Table t, const i64* source, i64 n, const u8* uploads, u8* out, u32 half) {
+extern "C" __global__ void scatter(const __grid_constant__ Table t, const i64* source, i64 n, const u8* uploads,
+                                   u8* out, u32 half) {
   i64 i = team_index();
   if (i >= n || source[i] > FIRST_UPLOAD) return;
   u64 bytes = t.dim * (half ? 2 : 4);
@@ -102,8 +103,9 @@ extern "C" __global__ void settle(const i64* source, i64 n, const u8* states, u8
 // rounding. The first pass (`uploads` 0) answers bags that are all here, and says so in `done`; of the others it
 // keeps the rows that are here in `kept`, float32[n, dim]. The second pass answers those, with float32 rows that came
 // from the host. `weights` may be 0.
-extern "C" __global__ void pool(Table t, const i64* source, i64 n, const i64* offsets, i64 bags, const float* weights,
-                                u32 combiner, const u8* uploads, u8* kept, u8* done, u8* out, u32 half) {
+extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* source, i64 n, const i64* offsets, i64 bags,
+                                const float* weights, u32 combiner, const u8* uploads, u8* kept, u8* done, u8* out,
+                                u32 half) {
   i64 b = team_index();
   if (b >= bags) return;
   u32 lane = team_lane();
@@ -117,7 +119,7 @@ extern "C" __global__ void pool(Table t, const i64* source, i64 n, const i64* of
     if (lane == 0) done[b] = !any;
     if (any) {
       for (i64 i = begin; i < end; i++)
-        if (source[i] > 0) decode_row(t.code, 0, (const u8*)source[i], kept + i * t.dim * 4, t.dim);
+        if (source[i] > 0) decode_row(t.code, 0, in_memory(source[i]), kept + i * t.dim * 4, t.dim);
       return;
     }
   }
@@ -137,13 +139,13 @@ extern "C" __global__ void pool(Table t, const i64* source, i64 n, const i64* of
       if (from == SOURCE_PADDING) continue;
       float4 row;
       if (from == SOURCE_ABSENT)
-        row = decode_four(FLOAT32, (const u8*)t.fallback, k, t.dim);
+        row = decode_four(FLOAT32, in_memory(t.fallback), k, t.dim);
       else if (from <= FIRST_UPLOAD)
         row = load_four(uploads + (FIRST_UPLOAD - from) * t.dim * 4, k, t.dim);
       else if (uploads)
         row = load_four(kept + i * t.dim * 4, k, t.dim);
       else
-        row = decode_four(t.code, (const u8*)from, k, t.dim);
+        row = decode_four(t.code, in_memory(from), k, t.dim);
       float weight = weights ? weights[i] : 1.f;
       sum.x = __fadd_rn(sum.x, __fmul_rn(weight, row.x));
       sum.y = __fadd_rn(sum.y, __fmul_rn(weight, row.y));

@@ -33,6 +33,15 @@ __device__ __forceinline__ u64 team_broadcast(u64 value, u32 from) {
 // What one lane has written before is read by the others after.
 __device__ __forceinline__ void team_fence() { __syncwarp(team_mask()); }
 
+// The memory at an address of the device's. To the compiler, what comes out of an integer may be memory of any kind,
+// and each access asks of which: said here, most are plain accesses to global memory. (Said by
+// `__cvta_global_to_generic` instead, NVRTC 12.9 does not come to an end over these kernels.)
+__device__ __forceinline__ u8* in_memory(u64 address) {
+  u8* at = (u8*)address;
+  __builtin_assume(__isGlobal(at));
+  return at;
+}
+
 #ifdef __CUDACC__
 __device__ __forceinline__ float half_to_float(u16 bits) {
   float value;

@@ -54,7 +54,8 @@ __device__ __forceinline__ u32 next_victim(u64* head) {
   return way;
 }
 
-__device__ __forceinline__ void put(const Table& t, const Set& set, u64 head, u32 way, i64 key, u32 heat, const u8* row) {
+__device__ __forceinline__ void put(const Table& t, const Set& set, u64 head, u32 way, i64 key, u32 heat,
+                                    const u8* row) {
   copy_row(set.rows + (u64)way * t.stride, row, t.stride);
   write_word(set.line, 1 + way, (u64)key);
   write_word(set.line, 0, with_heat(head | 1ull << way, way, heat));
@@ -63,8 +64,8 @@ __device__ __forceinline__ void put(const Table& t, const Set& set, u64 head, u3
 
 // Lets keys in; one that is here keeps its row. Without `evict` only free ways are filled. What is put out is written
 // to out_keys and out_rows (as many places as there are keys; 0 for neither), in any order.
-extern "C" __global__ void insert(Table t, const i64* keys, const u8* rows, const u32* runs, i64 n, u32 evict,
-                                  i64* counters, i64* out_keys, u8* out_rows) {
+extern "C" __global__ void insert(const __grid_constant__ Table t, const i64* keys, const u8* rows, const u32* runs,
+                                  i64 n, u32 evict, i64* counters, i64* out_keys, u8* out_rows) {
   i64 run = team_index();
   if (run >= n) return;
   i64 admitted = 0, evicted = 0, fresh = 0, forgotten = 0;
@@ -104,7 +105,8 @@ extern "C" __global__ void insert(Table t, const i64* keys, const u8* rows, cons
   count(counters, EVICTED, evicted);
 }
 
-extern "C" __global__ void insert_absent(Table t, const i64* keys, const u32* runs, i64 n, i64* counters) {
+extern "C" __global__ void insert_absent(const __grid_constant__ Table t, const i64* keys, const u32* runs, i64 n,
+                                         i64* counters) {
   i64 run = team_index();
   if (run >= n) return;
   i64 added = 0, marked = 0;
@@ -118,8 +120,8 @@ extern "C" __global__ void insert_absent(Table t, const i64* keys, const u32* ru
 }
 
 // Brings what is here up to a delta: rows overwritten or erased, absent marks set and cleared. Lets no key in.
-extern "C" __global__ void update(Table t, const i64* keys, const u8* rows, const u8* deleted, const u32* runs, i64 n,
-                                  i64* counters) {
+extern "C" __global__ void update(const __grid_constant__ Table t, const i64* keys, const u8* rows, const u8* deleted,
+                                  const u32* runs, i64 n, i64* counters) {
   i64 run = team_index();
   if (run >= n) return;
   i64 erased = 0, absent = 0;
@@ -143,7 +145,7 @@ extern "C" __global__ void update(Table t, const i64* keys, const u8* rows, cons
 
 // Halving: each set of the upper half goes into its fellow of the lower one, the hotter rows stay. `t` is the table
 // before. One team a set of the lower half.
-extern "C" __global__ void merge(Table t, i64 sets, i64* counters) {
+extern "C" __global__ void merge(const __grid_constant__ Table t, i64 sets, i64* counters) {
   i64 index = team_index();
   if (index >= sets) return;
   u64 region = index / t.sets_per_region, within = index % t.sets_per_region;
@@ -195,7 +197,7 @@ extern "C" __global__ void merge(Table t, i64 sets, i64* counters) {
 
 // Doubling: what belongs into the upper half, whose memory is all zero, moves there. `t` is the table after. One team
 // a set of the lower half.
-extern "C" __global__ void split(Table t, i64 sets) {
+extern "C" __global__ void split(const __grid_constant__ Table t, i64 sets) {
   i64 index = team_index();
   if (index >= sets) return;
   u64 region = index / t.sets_per_region, within = index % t.sets_per_region, half = 1ull << (t.depth - 1);

@@ -1,0 +1,112 @@
+"""What only a GPU can show: other libraries take an answer, another process lends memory, ONNX Runtime runs there.
+
+Skipped without one. Each of these has a fellow over a stand-in elsewhere; here the driver, CuPy, ONNX Runtime and PyTorch
+are the real ones.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine import scenes
+from tests.predict import onnx_models as om
+from tests.tiers.devices import ON_GPU
+from tierstore.engine.store import Store
+from tierstore.errors import ConfigError, MissingExtra, NotReady
+from tierstore.tiers.device import open_ipc
+from tierstore.tiers.device_backend import DeviceError
+
+pytestmark = ON_GPU
+ITEMS = np.arange(500, dtype=np.int64)
+
+
+@pytest.fixture
+def store(open_store: Callable[..., Store], tmp_path: Path) -> Store:
+    store = open_store(device_budget="64MiB")
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    return store
+
+
+def test_an_answer_is_an_array_that_others_take_without_a_copy(store: Store) -> None:
+    cupy = pytest.importorskip("cupy")
+    rows = store.model("ctr").lookup("item_id", ITEMS, device="gpu")
+    np.testing.assert_array_equal(rows.get(), scenes.vectors("item", 0, ITEMS))
+    assert rows.__cuda_array_interface__["data"][0] == rows.data.ptr
+    again = cupy.from_dlpack(rows)
+    assert again.data.ptr == rows.data.ptr
+
+
+def test_pytorch_reads_an_answer_in_a_stream_of_its_own(store: Store) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        rows = torch.from_dlpack(store.model("ctr").lookup("item_id", ITEMS, device="gpu"))
+        total = (rows * 2).sum().item()
+    np.testing.assert_allclose(total, 2 * scenes.vectors("item", 0, ITEMS).sum(), rtol=1e-4)
+
+
+def test_a_look_up_within_a_capture_is_refused_and_leaves_the_device_in_use(store: Store) -> None:
+    cupy = pytest.importorskip("cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(NotReady, match="captured"):
+            store.model("ctr").lookup("item_id", ITEMS, device="gpu")
+        stream.end_capture()
+    rows = store.model("ctr").lookup("item_id", ITEMS, device="gpu")
+    np.testing.assert_array_equal(rows.get(), scenes.vectors("item", 0, ITEMS))
+    assert store.status()["models"]["ctr"]["tables"]["item"]["device"]["problem"] is None
+
+
+LENDER = """
+import sys, cupy, numpy
+memory = cupy.cuda.Memory(4 << 20)
+cupy.cuda.runtime.memset(memory.ptr, 7, 4 << 20)
+cupy.cuda.runtime.deviceSynchronize()
+print(cupy.cuda.runtime.ipcGetMemHandle(memory.ptr).hex(), flush=True)
+sys.stdin.readline()
+first = numpy.empty(16, numpy.uint8)
+cupy.cuda.runtime.memcpy(first.ctypes.data, memory.ptr + 100, 16, cupy.cuda.runtime.memcpyDeviceToHost)
+print(first.tolist(), flush=True)
+"""
+
+
+def test_memory_of_another_process_is_read_and_written_within_its_bounds() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as lender:
+        assert lender.stdin is not None
+        assert lender.stdout is not None
+        handle = bytes.fromhex(lender.stdout.readline())
+        with pytest.raises((ConfigError, DeviceError)):
+            open_ipc(handle, 0, 1 << 40)
+        memory = open_ipc(handle, 0, 4 << 20)
+        came = np.empty(64, np.uint8)
+        memory.read(1000, came)
+        assert (came == 7).all()
+        memory.write(100, np.arange(16, dtype=np.uint8))
+        memory.close()
+        lender.stdin.write("\n")
+        lender.stdin.flush()
+        assert lender.stdout.readline().strip() == str(list(range(16)))
+
+
+def test_a_dense_part_runs_on_rows_that_never_left_the_gpu(open_store: Callable[..., Store], tmp_path: Path) -> None:
+    weights = {"user_id": np.linspace(-1, 1, 4), "item_id": np.linspace(0, 2, 8), "hour": np.ones(3)}
+    try:
+        store: Any = open_store(device_budget="64MiB", dense_provider="cuda")
+    except MissingExtra as error:
+        pytest.skip(str(error))
+    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.linear(weights, 1.0)))
+    ctr = store.model("ctr")
+    hour = np.ones((len(ITEMS), 3), np.float32)
+    for _ in range(3):  # the second time most rows are there
+        scores = ctr.predict({"user_id": ITEMS, "item_id": ITEMS, "hour": hour})[:, 0]
+        expected = sum(ctr.lookup(name, ITEMS) @ weights[name] for name in ("user_id", "item_id")) + 3 + 1
+        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,67 @@
+"""What dense parts run on: options of the provider, and what is said at start where it cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tierstore.config import load_settings
+from tierstore.errors import MissingExtra
+from tierstore.predict.placement import CUDA_PROVIDER, ON_CPU, check_installed, check_made, placement_of
+from tierstore.predict.runtime import Runtime
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
+GPU_BUILD = CUDA_PROVIDER in onnxruntime.get_available_providers()
+
+
+def settings(**options: Any) -> Any:
+    return load_settings(None, dense_provider="cuda", **options)
+
+
+def test_the_processor_is_what_is_not_said_otherwise(load: Callable[..., Any]) -> None:
+    assert placement_of(load_settings(None)) is ON_CPU
+    assert ON_CPU.providers == ["CPUExecutionProvider"]
+
+
+def test_the_providers_options_are_the_settings() -> None:
+    placement = placement_of(
+        settings(dense_device=1, dense_device_memory="3GiB", dense_provider_options={"use_tf32": "1", "tunable_op_enable": "1"})
+    )  # fmt: skip
+    assert (placement.memory, placement.number, placement.device) == ("cuda", 1, "gpu:1")
+    (name, options), last = placement.providers
+    assert (name, last) == (CUDA_PROVIDER, "CPUExecutionProvider")
+    assert options == {
+        "device_id": "1", "gpu_mem_limit": str(3 << 30), "arena_extend_strategy": "kSameAsRequested", "use_tf32": "1",
+        "tunable_op_enable": "1",
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(GPU_BUILD, reason="this ONNX Runtime has a CUDA provider")
+def test_an_onnx_runtime_without_the_provider_is_refused_at_start() -> None:
+    with pytest.raises(MissingExtra, match=r"no CUDAExecutionProvider, only .*pip install 'tierstore\[dense-gpu\]'"):
+        Runtime(settings())
+
+
+@pytest.mark.skipif(not GPU_BUILD, reason="this ONNX Runtime has no CUDA provider")
+def test_a_provider_that_cannot_start_is_refused_and_not_replaced_by_the_processor() -> None:
+    with pytest.raises(MissingExtra, match="cannot start CUDAExecutionProvider on device 99"):
+        Runtime(settings(dense_device=99))
+
+
+def test_a_session_that_goes_without_its_provider_is_refused() -> None:
+    placement = placement_of(settings())
+    check_made(SimpleNamespace(get_providers=lambda: [CUDA_PROVIDER, "CPUExecutionProvider"]), placement)
+    with pytest.raises(MissingExtra, match=r"device 0.*onnxruntime-gpu\[cuda,cudnn\]"):
+        check_made(SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"]), placement)
+
+
+def test_libraries_of_nvidias_packages_are_found_where_onnx_runtime_can_look_for_them() -> None:
+    loaded: list[bool] = []
+    module = SimpleNamespace(
+        get_available_providers=lambda: [CUDA_PROVIDER], preload_dlls=lambda: loaded.append(True), __version__="1"
+    )
+    check_installed(module, placement_of(settings()))
+    assert loaded == [True]

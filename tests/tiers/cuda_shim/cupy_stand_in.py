@@ -1,0 +1,250 @@
+"""What `tiers/device.py` uses of CuPy, over the stand-in device, so that the file itself is run without a GPU.
+
+Names, parameters and their order are CuPy's; `test_device_cupy.py` compares them with the real ones where CuPy is
+installed. Calls that need CUDA's current device to be the right one fail where it is not.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.tiers.cuda_shim import compile
+from tests.tiers.cuda_shim.backend import ShimBuffer, ShimDevice, ShimEvent, ShimStream
+from tierstore.tiers.device_backend import THREADS, DeviceError
+from tierstore.tiers.device_backend import OutOfDeviceMemory as _Full
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"cudaError {status}")
+
+
+class CUDADriverError(CUDARuntimeError):
+    pass
+
+
+class NVRTCError(RuntimeError):
+    pass
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class CupyStandIn:
+    """The module `cupy`, of a machine with one device.
+
+    `capturing`: the caller's stream captures a CUDA graph. `refused`: the error that every wait raises, if any.
+    """
+
+    def __init__(self, device: ShimDevice) -> None:
+        self.device, self.capturing, self.refused = device, False, 0
+        self.pool: list[ShimBuffer] = []  # memory of answers that are gone
+        self._current = threading.local()
+        self._streams: dict[int, ShimStream] = {}
+        cupy = self
+
+        class Device:
+            def __init__(self, device: int | None = None) -> None:
+                self.id = cupy.device_id if device is None else device
+                self.compute_capability = "90"
+
+            def __enter__(self) -> Device:
+                cupy._stack.append(self.id)
+                return self
+
+            def __exit__(self, *args: object) -> None:
+                cupy._stack.pop()
+
+        class Stream:
+            null: Any = None
+
+            def __init__(
+                self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None
+            ) -> None:
+                cupy._check()
+                made = device.stream()
+                self.ptr = 0 if null else id(made)
+                cupy._streams[self.ptr] = made
+
+            def synchronize(self) -> None:
+                runtime.streamSynchronize(self.ptr)
+
+            def wait_event(self, event: Any) -> None:
+                cupy._streams[self.ptr].wait(event.of)
+
+            def is_capturing(self) -> bool:
+                return cupy.capturing
+
+        class Event:
+            def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+                self.of: ShimEvent | None = None
+
+            def record(self, stream: Any = None) -> None:
+                cupy._check()
+                self.of = cupy._streams[stream.ptr].record()
+
+        class Memory:
+            def __init__(self, size: int) -> None:
+                cupy._check()
+                try:
+                    self._buffer: ShimBuffer = device.alloc(size)
+                except _Full as error:
+                    raise CUDARuntimeError(2) from error
+                self.ptr, self.size = self._buffer.address, size
+
+        class PinnedMemory:
+            def __init__(self, size: int, flags: int = 0) -> None:
+                cupy._check()
+                self.array = device.pinned(size)
+                self.ptr, self.size = self.array.ctypes.data, size
+
+        class Runtime:
+            memcpyHostToDevice, memcpyDeviceToHost = 1, 2
+            hostAllocPortable = 1
+            CUDARuntimeError = CUDARuntimeError
+
+            @staticmethod
+            def getDeviceCount() -> int:
+                return 1
+
+            @staticmethod
+            def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+                cupy._check()
+                assert kind in (1, 2)
+                cupy._streams[stream]._add(lambda: device.move(dst, src, size))
+
+            @staticmethod
+            def memcpy(dst: int, src: int, size: int, kind: int) -> None:
+                cupy._check()
+                device.move(dst, src, size)
+
+            @staticmethod
+            def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
+                cupy._check()
+                cupy._streams[stream]._add(lambda: compile.fill(ptr, value, size))
+
+            @staticmethod
+            def streamSynchronize(stream: int) -> None:
+                cupy._waited(cupy._streams[stream].synchronize)
+
+            @staticmethod
+            def deviceSynchronize() -> None:
+                cupy._waited(device.synchronize)
+
+            @staticmethod
+            def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
+                cupy._check()
+                return int.from_bytes(handle[:8], "little")
+
+            @staticmethod
+            def ipcCloseMemHandle(devPtr: int) -> None:
+                cupy._check()
+
+        class Function:
+            def __init__(self, module: Module, funcname: str) -> None:
+                assert hasattr(compile.library(), f"launch_{funcname}")
+                self._name = funcname
+
+            def __call__(
+                self,
+                grid: tuple[int, ...],
+                block: tuple[int, ...],
+                args: tuple[Any, ...],
+                shared_mem: int = 0,
+                stream: Any = None,
+                enable_cooperative_groups: bool = False,
+            ) -> None:
+                cupy._check()
+                assert block == (THREADS,)
+                for arg in args:  # a Python integer would be taken for one of 64 bits
+                    assert isinstance(arg, np.generic) or arg.size == 1
+                cupy._streams[stream.ptr].launch(self._name, grid[0] * THREADS, *args)
+
+        class Module:
+            def load(self, cubin: bytes) -> None:
+                cupy._check()
+                assert cubin == b"code"
+
+            def get_function(self, name: str) -> Function:
+                return Function(self, name)
+
+        runtime = Runtime()
+        self.cuda = SimpleNamespace(
+            runtime=runtime,
+            driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+            function=SimpleNamespace(Module=Module, Function=Function),
+            nvrtc=NvrtcStandIn(),
+            Device=Device, Stream=Stream, Event=Event, Memory=Memory, PinnedMemory=PinnedMemory,
+            PinnedMemoryPointer=lambda mem, offset: mem.array[offset:],
+            get_current_stream=lambda device_id=-1: Stream.null,
+        )  # fmt: skip
+        with Device(0):
+            Stream.null = Stream(null=True)
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=self.pool.clear)
+
+    @property
+    def _stack(self) -> list[int]:
+        if not hasattr(self._current, "stack"):
+            self._current.stack = []
+        stack: list[int] = self._current.stack
+        return stack
+
+    @property
+    def device_id(self) -> int:
+        return self._stack[-1] if self._stack else -1
+
+    def _check(self) -> None:
+        assert self.device_id == self.device.number, "CUDA's current device is another one"
+
+    def _waited(self, wait: Any) -> None:
+        self._check()
+        if self.refused:
+            raise CUDARuntimeError(self.refused)
+        try:
+            wait()
+        except DeviceError as error:
+            raise CUDARuntimeError(719) from error
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = float, order: str = "C") -> Any:
+        self._check()
+        array = self.device.empty(shape, dtype)
+        return SimpleNamespace(
+            data=SimpleNamespace(ptr=array.ctypes.data), dtype=array.dtype, shape=array.shape, get=lambda: array
+        )
+
+
+class NvrtcStandIn:
+    NVRTCError = NVRTCError
+    refused = False
+
+    def getSupportedArchs(self) -> tuple[int, ...]:
+        return 80, 90
+
+    def createProgram(self, src: str, name: str, headers: Any, include_names: Any) -> int:
+        return 1
+
+    def compileProgram(self, prog: int, options: tuple[str, ...]) -> None:
+        self.options = options
+        if self.refused:
+            raise NVRTCError("NVRTC_ERROR_COMPILATION (6)")
+
+    def getCUBIN(self, prog: int) -> bytes:
+        return b"code"
+
+    def getPTX(self, prog: int) -> bytes:
+        return b"text"
+
+    def getProgramLog(self, prog: int) -> str:
+        return "kernels.cu(3): error"
+
+    def destroyProgram(self, prog: int) -> None:
+        pass

@@ -1,0 +1,190 @@
+"""The door of CuPy: what it does over a stand-in, and whether the real CuPy has what the stand-in pretends."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.tiers.cuda_shim.cupy_stand_in import CUDARuntimeError, CupyStandIn, OutOfMemoryError
+from tests.tiers.devices import over_stand_in
+from tierstore.errors import ConfigError
+from tierstore.tiers import device as door
+from tierstore.tiers.device import IpcMemory, find_devices
+from tierstore.tiers.device_backend import Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory, Workspace
+from tierstore.tiers.device_table import DeviceTable
+from tierstore.types import KeyType, StorageDtype, TableSpec
+
+
+@pytest.fixture
+def cupy() -> CupyStandIn:
+    return CupyStandIn(ShimDevice(1 << 20))
+
+
+def test_errors_of_the_driver_are_ours_and_say_which_device(cupy: CupyStandIn) -> None:
+    device = over_stand_in(cupy)
+    with pytest.raises(OutOfDeviceMemory, match="device 0"):
+        device.alloc(1 << 21)
+    for error, ours in (
+        (CUDARuntimeError(719), DeviceError),
+        (OutOfMemoryError(), OutOfDeviceMemory),
+        (CUDARuntimeError(906), Captured),
+    ):
+        with pytest.raises(ours, match="device 0"), device.current():
+            raise error
+    stream = device.stream()
+    cupy.device.broken = True
+    with pytest.raises(DeviceError, match="device 0"):
+        stream.synchronize()
+
+
+def test_a_look_up_within_a_capture_is_refused_before_it_can_end_it(cupy: CupyStandIn) -> None:
+    device = over_stand_in(cupy)
+    assert device.empty((2, 3), np.float16).shape == (2, 3)
+    cupy.capturing = True
+    with pytest.raises(Captured, match="captured"):
+        device.empty((2, 3), np.float32)
+
+
+def test_while_others_capture_look_ups_pass_the_device_over_and_come_back_to_it(cupy: CupyStandIn) -> None:
+    spec = TableSpec("t", KeyType.INT64, 4, StorageDtype.FLOAT32)
+    table = DeviceTable(spec, 1 << 18, DeviceMemory(over_stand_in(cupy), 1 << 19), default_vector=np.zeros(4))
+    keys = np.arange(20, dtype=np.int64)
+    assert table.insert(keys, np.ones((20, 16), np.uint8), 0) == 20
+    out = np.zeros((20, 4), np.float32)
+    cupy.refused = 905
+    state = np.zeros(20, np.uint8)
+    assert table.lookup(keys, out, state) == 0
+    assert not state.any()
+    cupy.refused = 0
+    assert table.lookup(keys, out, state) == 20
+    cupy.refused = 905  # a delta that cannot be brought here: what is here is old from now on
+    table.update(keys, np.zeros((20, 16), np.uint8), np.zeros(20, np.bool_))
+    cupy.refused = 0
+    state[:] = 0
+    assert table.lookup(keys, out, state) == 0
+    assert "captured" in str(table.problem)
+
+
+def _up_and_down(ws: Workspace) -> None:
+    ws.host(0, 8)[:] = 1
+    ws.upload(0, 8)
+    ws.download(0, 8)
+    ws.stream.synchronize()
+
+
+def test_a_workspace_whose_work_could_not_be_waited_for_is_waited_for_by_the_next(cupy: CupyStandIn) -> None:
+    memory = DeviceMemory(over_stand_in(cupy), 1 << 19)
+    for _ in range(2 * WORKSPACES):
+        cupy.refused = 905
+        with pytest.raises(Captured), memory.workspace() as ws:
+            _up_and_down(ws)
+        with pytest.raises(Captured), memory.workspace():
+            pass
+        cupy.refused = 0
+        with memory.workspace() as ws:
+            ws.host(0, 8)[:] = 2  # what is still to come down would write over it
+            ws.stream.synchronize()
+            assert (ws.host(0, 8) == 2).all()
+    assert memory.taken == 0
+
+
+def test_memory_that_is_given_back_is_the_drivers_again(cupy: CupyStandIn) -> None:
+    memory = DeviceMemory(over_stand_in(cupy), 1 << 19)
+    assert cupy.device.used > 0
+    memory.close()
+    assert cupy.device.used == 0
+
+
+def test_a_table_gets_the_memory_that_is_kept_for_answers(cupy: CupyStandIn) -> None:
+    device = over_stand_in(cupy)
+    cupy.pool.append(cupy.device.alloc(900 << 10))
+    buffer = device.alloc(500 << 10)
+    assert cupy.device.used == buffer.nbytes
+
+
+def test_the_memory_of_another_process_is_read_and_written_within_its_bounds(
+    cupy: CupyStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = np.arange(256, dtype=np.uint8)
+    handle = theirs.ctypes.data.to_bytes(8, "little") + bytes(56)
+    memory = IpcMemory(over_stand_in(cupy), handle, 256)
+    came = np.empty(16, np.uint8)
+    memory.read(32, came)
+    np.testing.assert_array_equal(came, np.arange(32, 48))
+    memory.write(8, came)
+    np.testing.assert_array_equal(theirs[8:24], came)
+    memory.close()
+    monkeypatch.setattr(door, "_bytes_from", lambda address: 100)
+    with pytest.raises(ConfigError, match="100 bytes, not of 256"):
+        IpcMemory(over_stand_in(cupy), handle, 256)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), door.NOT_INSTALLED),
+        (ImportError("CuPy is not correctly installed.\n\nlibcuda", name="cupy.cuda"), "CuPy cannot be imported: CuPy is not correctly installed. libcuda"),
+    ],
+)  # fmt: skip
+def test_a_cupy_that_is_broken_is_told_from_none(
+    error: ImportError, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(door, "import_module", missing)
+    assert find_devices() == (0, said)
+
+
+def _parameters(of: Any) -> list[str] | None:
+    """Names of parameters, of what Python or Cython has made; None where it does not say."""
+    if isinstance(of, type):
+        of = of.__init__
+    try:
+        return [name for name in inspect.signature(of).parameters if name not in ("self", "cls")]
+    except (TypeError, ValueError):
+        said = re.match(r"[\w.]+\((.*?)\)", of.__doc__ or "")
+    if said is None:
+        return None
+    names = [part.split("=")[0].split(":")[0].split()[-1] for part in said[1].split(",") if part.strip()]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+OWN = ("array", "refused", "options", "null")  # of the stand-in alone, or made when there is a device
+
+
+def _pairs(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:
+    """(name, what the stand-in has, what CuPy has), of everything that is public below them."""
+    pairs = []
+    for name in dir(ours):
+        if name.startswith("_") or name in OWN:
+            continue
+        mine, where = getattr(ours, name), f"{path}.{name}"
+        assert hasattr(theirs, name), f"CuPy has no {where}"
+        pairs.append((where, mine, getattr(theirs, name)))
+        if not callable(mine) or (isinstance(mine, type) and not issubclass(mine, BaseException)):
+            pairs += _pairs(mine, getattr(theirs, name), where) if not isinstance(mine, int) else []
+    return pairs
+
+
+def test_cupy_has_all_that_is_used_of_it_under_these_names_and_with_these_parameters() -> None:
+    real = pytest.importorskip("cupy", reason="CuPy is not installed")
+    assert callable(real.empty)
+    assert callable(real.get_default_memory_pool().free_all_blocks)
+    compared = []
+    for where, mine, theirs in _pairs(CupyStandIn(ShimDevice()).cuda, real.cuda, "cupy.cuda"):
+        if isinstance(mine, type) and issubclass(mine, BaseException):
+            assert issubclass(theirs, BaseException), where
+        elif callable(mine) and not where.endswith("PinnedMemoryPointer"):
+            expected, came = _parameters(mine), _parameters(theirs)
+            if came and "args" not in came:  # which is what Cython says of a constructor
+                compared.append(where)
+                assert came[: len(expected or [])] == expected, where
+    assert "cupy.cuda.runtime.memcpyAsync" in compared
+    assert "cupy.cuda.Event.record" in compared

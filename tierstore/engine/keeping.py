@@ -1,0 +1,280 @@
+"""The versions of a model on disk: found at start, loaded, kept in step with the log, dropped. See `switching.py` for what serves.
+
+Loads and drops: any thread, one switch or drop at a time (`_switch`), beside deltas and look-ups. `_keep_house` is for the
+background thread.
+
+After a crash: a version is there if its record is; what a load, a drop or a fold has left otherwise goes at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from tierstore.engine.replay import catch_up
+from tierstore.engine.served import Served
+from tierstore.engine.switching import DRAIN_S, Shared, Switching
+from tierstore.engine.version import Version, VersionInfo
+from tierstore.errors import Conflict, Corruption, DeltaError, NotFound, SnapshotError, StorageError, TierstoreError
+from tierstore.formats import files
+from tierstore.formats.delta import read_delta
+from tierstore.formats.names import ModelDirectory
+from tierstore.types import Progress, ProgressFn
+
+log = logging.getLogger(__name__)
+
+KEPT_LAG = 256  # deltas a kept version may fall behind before it is caught up in the background
+
+
+class Keeping(Switching):
+    """Those of one model, and the way they come and go."""
+
+    def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
+        super().__init__(name, where, shared, self._keep_house)
+        self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
+
+    # --- what there is
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to keep: no version, complete or coming, and no log."""
+        return not (self._infos or self.damaged or self._loading) and self._deltas.start is None
+
+    def infos(self) -> list[VersionInfo]:
+        """What is known of each complete version, ascending."""
+        infos = self._infos
+        return [infos[number] for number in sorted(infos)]
+
+    def loads(self) -> list[tuple[int, Progress]]:
+        """Versions that are being loaded, and how far."""
+        return [
+            (number, progress) for number, (_, progress) in sorted(self._loading.items()) if number not in self._infos
+        ]
+
+    # --- start and stop
+
+    def start(self) -> None:
+        """Find the versions on disk, open the active one, replay the log onto it, and begin to serve.
+
+        A version that cannot be opened is reported by `problem`, and the model waits for another.
+        """
+        try:
+            files.sweep(self.where.root)
+        except StorageError as error:  # a helper of a killed process may still be writing there; the next start sweeps
+            log.warning("model %s: %s", self.name, error)
+        infos = {}
+        for number in self.where.versions_on_disk():
+            where = self.where.version(number)
+            try:
+                if not files.exists(where.record):
+                    files.remove_tree(where.root)  # a load that was cut off
+                    continue
+                files.remove_tree(where.build)  # a fold that was
+                for folder in (where.root, where.hot_keys):
+                    files.sweep(folder)
+                infos[number] = VersionInfo(where)
+                if infos[number].number != number:
+                    raise Corruption(f"{where.record} is of version {infos.pop(number).number}: expected {number}")
+            except TierstoreError as error:
+                if where.root.is_dir():  # else it has lost its name, if no more
+                    self.damaged[number] = str(error)
+                log.error("model %s: version %d is damaged: %s", self.name, number, error)
+        self._infos = infos
+        try:
+            self._serve_again()
+        except TierstoreError as error:
+            self._start_problem = str(error)
+            log.exception("model %s does not serve", self.name)
+        self._keeper.start()
+
+    def close(self) -> None:
+        """Stop the background thread, wait for look-ups under way, and close what is open."""
+        retired = self._keeper.stop()
+        with self._switch, self._serving.write:
+            self._closed = True
+            serving = self._serving.set(Served())
+            publisher = self._serving.publisher
+            open_ = [*retired, *serving]
+            with publisher.changed:
+                publisher.changed.wait_for(lambda: not any(map(publisher.reads, open_)), timeout=DRAIN_S)
+            for version in serving:
+                with contextlib.suppress(StorageError):  # they only make the next start warmer
+                    version.save_hot_keys()
+            for version in open_:
+                self._freed(version)
+
+    @contextlib.contextmanager
+    def opened(self, number: int) -> Iterator[Version]:
+        """A version for reading as a whole: one that is served as it is, another one opened for the length of the block."""
+        with self._serving.publisher.pinned(number) as served:
+            if served is not None:
+                yield served
+                return
+        with self._switch, self._serving.publisher.pinned(number) as served:
+            if served is not None:  # switched to meanwhile
+                yield served
+                return
+            self._wait_retired(number)
+            version = self._open(self._info(number))
+            try:
+                yield version
+            finally:
+                version.close()
+
+    # --- loading
+
+    @contextlib.contextmanager
+    def loading(self, number: int, delta_seq: int) -> Iterator[ProgressFn]:
+        """Reserve a version's directory, and the log from `delta_seq` on, for a load; on an error nothing of it stays."""
+        with self._serving.write:
+            if number in self._loading:
+                raise Conflict(f"version {number} of {self.name!r} is being loaded already")
+            if number in self._infos:
+                raise Conflict(
+                    f"version {number} of {self.name!r} is there already; activate it, or drop it first, or give the snapshot a new version"
+                )
+            if self._deltas.start is not None and delta_seq < self._deltas.start:
+                raise SnapshotError(
+                    f"delta_seq is {delta_seq}, but the delta log begins after {self._deltas.start}, so what came between is gone; "
+                    f"export a snapshot with delta_seq {self._deltas.start} or later",
+                    file="snapshot.json",
+                )
+            self._loading[number] = delta_seq, Progress("start")
+
+        def note(progress: Progress) -> None:
+            self._check_open()
+            self._loading[number] = delta_seq, progress
+
+        where = self.where.version(number)
+        try:
+            files.remove_tree(where.root)
+            files.make_dir(where.root)
+            yield note
+        except BaseException:
+            if number not in self.served.versions:
+                self._forget(number)
+                files.remove_tree(where.root)
+                with self._serving.write, contextlib.suppress(StorageError):
+                    self._record.settle()  # there is room now
+            raise
+        finally:
+            with self._serving.write:
+                self._loading.pop(number, None)
+                self.damaged.pop(number, None)  # its directory was replaced, or removed
+
+    def adopt(self, info: VersionInfo, *, activate: bool, progress: ProgressFn) -> None:
+        """Count a version whose directory is complete, and switch to it if asked."""
+        with self._serving.write:
+            self._infos = {**self._infos, info.number: info}
+        if activate:
+            self.activate(info.number, progress=progress)
+
+    def drop(self, number: int) -> None:
+        """Delete a version that is not served, a damaged one as well. Its memory and disk come back."""
+        with self._switch:
+            if number in self._loading:
+                raise Conflict(f"version {number} of {self.name!r} is being loaded")
+            self._check_open()
+            if number in self.damaged:
+                self._drop_damaged(number)
+                return
+            info = self._info(number)
+            if number == self.active_version:
+                raise Conflict(f"version {number} of {self.name!r} is active; activate another one first")
+            if number == self.canary_number:
+                raise Conflict(f"version {number} of {self.name!r} is the canary; withdraw it first")
+            self._wait_retired(number)
+            with self._serving.write:
+                self._record.settle()  # CURRENT must not go on naming it
+            try:
+                files.remove_tree(info.where.root)
+            finally:
+                if not files.exists(
+                    info.where.record
+                ):  # what is left of it has lost its name, and goes at the next start
+                    self._forget(number)
+
+    def _drop_damaged(self, number: int) -> None:
+        with self._serving.write:
+            if number in self._loading:
+                raise Conflict(f"version {number} of {self.name!r} is being loaded")
+            self._loading[number] = self._deltas.last or 0, Progress("drop")  # so that nobody loads it meanwhile
+        try:
+            files.remove_tree(self.where.version(number).root)
+            del self.damaged[number]
+        finally:
+            with self._serving.write:
+                del self._loading[number]
+
+    # --- background
+
+    def _keep_house(self) -> None:
+        with self._serving.write:
+            self._record.settle()
+            # one that serves though it is stale goes on from where the log begins
+            needed = [
+                max(info.watermark, self._deltas.start or 0)
+                for info in self._infos.values()
+                if not self.is_stale(info) or info.number in self.served.versions
+            ]
+            needed += [delta_seq for delta_seq, _ in self._loading.values()]
+            if needed:
+                self._deltas.prune(min(needed), min_age_s=self._shared.settings.log_retention_s)
+        if not self._switch.acquire(blocking=False):
+            return  # a switch is going on; this comes round again
+        try:
+            self._drop_surplus()
+            self._catch_up_kept()
+        finally:
+            self._switch.release()
+
+    def _drop_surplus(self) -> None:
+        active = self.active_version
+        older = [
+            number
+            for number in self.versions
+            if active is not None and number < active and number not in self._loading and number != self.canary_number
+        ]
+        for number in older[: max(0, len(older) - self._shared.settings.keep_versions)]:
+            if not self._keeper.is_retiring(number):
+                self.drop(number)
+                log.info("model %s: dropped version %d, older than those kept", self.name, number)
+
+    def _catch_up_kept(self) -> None:
+        """A kept version never falls far behind, so that rollback is quick. One that is damaged keeps no other from it."""
+        failed: TierstoreError | None = None
+        for info in self.infos():
+            behind = (self._deltas.last or 0) - info.watermark
+            busy = (
+                info.number in self._loading
+                or info.number in self.served.versions
+                or self._keeper.is_retiring(info.number)
+            )
+            if behind <= KEPT_LAG or busy or self.is_stale(info):
+                continue
+            try:
+                version = self._open(info)
+                try:
+                    catch_up(version, self._deltas, self.dense)
+                finally:
+                    version.close()
+            except DeltaError as error:
+                log.warning("model %s: version %d cannot be caught up: %s", self.name, info.number, error)
+            except TierstoreError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def check_log(self) -> tuple[int, list[str]]:
+        """Read every entry of the log back: how many there are, and what is wrong."""
+        problems, count = [], 0
+        for seq in range((self._deltas.start or 0) + 1, (self._deltas.last or 0) + 1):
+            try:
+                read_delta(self._deltas.read(seq))
+                count += 1
+            except NotFound:
+                continue  # pruned meanwhile
+            except TierstoreError as error:
+                problems.append(f"{self.name}: {error}")
+        return count, problems

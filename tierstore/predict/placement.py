@@ -1,0 +1,77 @@
+"""Where dense parts run: the provider of ONNX Runtime, its options, and the memory that rows may be read in.
+
+Immutable values and functions; any thread may use them. Names and values of options are ONNX Runtime's:
+https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierstore.config import Settings
+from tierstore.errors import MissingExtra
+
+CUDA_PROVIDER, CPU_PROVIDER = "CUDAExecutionProvider", "CPUExecutionProvider"
+INSTALL_CUDA = "pip uninstall onnxruntime, then pip install 'tierstore[dense-gpu]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A provider, and where it reads and writes.
+
+    `memory` and `number` name a device as IO bindings do. `device` is the same one in this store's words (`gpu:0`):
+    rows that the device tier has there are read there. None: rows come in CPU memory.
+    """
+
+    provider: str
+    memory: str
+    number: int
+    device: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def providers(self) -> list[Any]:
+        """For `InferenceSession`; what the first has no kernels for runs on the processor."""
+        if self.provider == CPU_PROVIDER:
+            return [CPU_PROVIDER]
+        return [(self.provider, dict(self.options)), CPU_PROVIDER]
+
+
+ON_CPU = Placement(CPU_PROVIDER, "cpu", 0)
+
+
+def placement_of(settings: Settings) -> Placement:
+    """What the settings ask for."""
+    if settings.dense_provider == "cpu":
+        return ON_CPU
+    number = settings.dense_device
+    options = {
+        "device_id": str(number),
+        "gpu_mem_limit": str(int(settings.dense_device_memory)),
+        "arena_extend_strategy": "kSameAsRequested",  # the other doubles it, past what was asked for
+        "use_tf32": "0",  # on by default, it keeps 10 of the 23 bits of float32 numbers in products of matrices
+    }
+    return Placement(CUDA_PROVIDER, "cuda", number, f"gpu:{number}", options | settings.dense_provider_options)
+
+
+def check_installed(onnxruntime: Any, placement: Placement) -> None:
+    """MissingExtra where the ONNX Runtime that is installed cannot have such a provider at all."""
+    if placement.provider not in (there := onnxruntime.get_available_providers()):
+        raise MissingExtra(
+            f"dense_provider is cuda, and the ONNX Runtime {onnxruntime.__version__} that is installed has no "
+            f"{placement.provider}, only {', '.join(there)}: {INSTALL_CUDA}"
+        )
+    if hasattr(onnxruntime, "preload_dlls"):
+        onnxruntime.preload_dlls()  # from NVIDIA's packages, where they are installed
+
+
+def check_made(session: Any, placement: Placement) -> None:
+    """MissingExtra where a session goes without its provider: ONNX Runtime drops one that cannot start, with a line in its log."""
+    if placement.provider not in session.get_providers():
+        raise MissingExtra(
+            f"dense_provider is cuda, and ONNX Runtime cannot start {placement.provider} on device {placement.number}: "
+            "there is no such device, or its driver, CUDA or cuDNN is missing or of another release than ONNX Runtime's "
+            "(its log says which): pip install 'onnxruntime-gpu[cuda,cudnn]' brings the libraries"
+        )

@@ -1,0 +1,48 @@
+"""Steps over many entries of a RocksDB iterator, by short blocks so that other threads get their turn.
+
+Its tier (`disk.py`) sees to it that no step is made on a closed database.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import islice, repeat, starmap
+from operator import itemgetter
+from typing import Any
+
+from tierstore.tiers.background import hand_over
+
+_SCAN_BLOCK = 2048  # entries stepped over with the interpreter lock held
+
+
+class Cursor:
+    """A RocksDB iterator up to the stored key `end`, that `close` can take away."""
+
+    def __init__(self, end: bytes, *, values: bool = True) -> None:
+        self.end, self.values = end, values
+        self.iterator: Any = None  # guarded by the tier: used by calls that have entered, None once it is closed
+
+    def take(self, entries: int) -> tuple[list[bytes], list[bytes], bool]:
+        """Step over up to `entries`; the last item says whether there may be more."""
+        iterator, nothing = self.iterator, repeat(())
+        stored: list[bytes] = []
+        values: list[bytes] = []
+        while len(stored) < entries:
+            wanted = min(_SCAN_BLOCK, entries - len(stored))
+            # key() is None at the end, which ends the zip before the value is asked for and a step is made
+            steps = zip(
+                iter(iterator.key, None),
+                starmap(iterator.value, nothing) if self.values else repeat(b""),
+                starmap(iterator.next, nothing),
+                strict=False,
+            )
+            block = list(islice(steps, wanted))
+            stored.extend(map(itemgetter(0), block))
+            values.extend(map(itemgetter(1), block))
+            if len(block) < wanted:
+                iterator.status()  # an iterator also just stops at a damaged block; this raises then
+            hand_over()
+            if len(block) < wanted or stored[-1] >= self.end:
+                keep = bisect_left(stored, self.end)
+                return stored[:keep], values[:keep], False
+        return stored, values, True

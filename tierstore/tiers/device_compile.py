@@ -1,0 +1,43 @@
+"""Machine code of the kernels, by NVRTC.
+
+It takes about a second and writes no file. CuPy's own way to compile (`RawModule`) is not taken: it adds
+`-ftz=true`, so that numbers below 2^-126 would be zeros and answers differ from the CPU's; it asks for CUDA's headers,
+which the kernels do without; and its cache on disk fails where the home directory cannot be written. Any thread may
+call; nothing survives the process.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from tierstore.tiers.device_backend import DeviceError, kernel_source
+
+OPTIONS = ("-std=c++17", "-ftz=false")
+
+
+@cache
+def compile_kernels(nvrtc: Any, capability: str) -> bytes:
+    """What the driver loads for a device of `capability` (`90` is 9.0). `nvrtc` is `cupy.cuda.nvrtc`.
+
+    A CUBIN; for a device that this NVRTC is too old to know, PTX, which the driver translates. DeviceError where NVRTC
+    is not there or refuses.
+    """
+    try:
+        known = nvrtc.getSupportedArchs()
+    except Exception as error:  # what is not found is told in as many ways as CuPy has versions
+        raise DeviceError(
+            f"NVRTC, which compiles the kernels, cannot be used: {error}; pip install 'tierstore[gpu]' brings it"
+        ) from error
+    exact = int(capability) in known
+    target = int(capability) if exact else max((arch for arch in known if arch < int(capability)), default=min(known))
+    options = (*OPTIONS, f"-arch={'sm' if exact else 'compute'}_{target}")
+    program = nvrtc.createProgram(kernel_source(), "kernels.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        code: bytes = nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)
+    except nvrtc.NVRTCError as error:
+        raise DeviceError(f"NVRTC refuses the kernels ({error}): {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return code
