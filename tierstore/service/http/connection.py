@@ -78,7 +78,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept, in the middle of a request too.
 
     A look-up that has come whole, or in two pieces, its head and its body, is first offered to the application as it is
-    (`at_once`): without a task and an event of its own it costs a quarter less. What the application does not answer then
+    (`at_once`): without a task and an event of its own it costs about a quarter less. What the application does not answer then
     is uvicorn's, as anything else is. One a read, so that a client which sends many ahead holds up nobody.
     """
 
