@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.footprint import anonymous_bytes, file_bytes
-from tierstore.engine.publisher import Lease, Publisher
+from tierstore.engine.publisher import Publisher
 from tierstore.engine.served import Served
 from tierstore.engine.table import LookupCounts, Table
 from tierstore.engine.view import View
@@ -124,16 +124,22 @@ class Tierstore:
     def session(self) -> Lookup:
         publisher = self._publisher
 
-        def lookup(keys: Positions, out: np.ndarray) -> None:
-            with Lease(publisher) as view:
+        def lookup(keys: Positions, out: np.ndarray) -> None:  # as `Model.lookup`
+            view = publisher.enter()
+            try:
                 view.lookup(FEATURE, keys, out=out)
+            finally:
+                publisher.leave(view)
 
         return lookup
 
     def bags(self, keys: Positions, offsets: Positions, out: np.ndarray) -> None:
         """Sums of bags, pooled by the store."""
-        with Lease(self._publisher) as view:
+        view = self._publisher.enter()
+        try:
             view.lookup_bags(FEATURE, keys, offsets, combiner="sum", out=out)
+        finally:
+            self._publisher.leave(view)
 
     @property
     def rows_held(self) -> int:

@@ -24,31 +24,30 @@ import tierstore
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.config import load_settings
 from tierstore.service.http.connection import BoundedHttpProtocol
+from tierstore.service.http.messages import Response
 from tierstore.service.process.tuning import tune_allocator
 
 HEADER_LENGTH = b"inference-header-content-length"
 
 
-async def echo(scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[Any]], send: Any) -> None:
-    """Parse a request (its JSON, its keys as an array) and answer as many ready bytes as its rows would take."""
-    headers = dict(scope["headers"])
-    message = await receive()
-    body = message["body"]
-    while message.get("more_body"):
+class Echo:
+    """Parses a request (its JSON, its keys as an array) and answers as many ready bytes as its rows would take."""
+
+    def at_once(self, scope: MutableMapping[str, Any], body: bytes) -> Response:
+        length = int(dict(scope["headers"])[HEADER_LENGTH])
+        request = orjson.loads(memoryview(body)[:length])
+        keys = np.frombuffer(body, np.uint8)[length:].copy().view(np.int64)
+        assert request["inputs"][0]["shape"] == [len(keys)]
+        header_bytes, ready = _ready(len(keys))
+        return Response(200, [ready], b"application/octet-stream", [(HEADER_LENGTH, b"%d" % header_bytes)])
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[Any]], send: Any) -> None:
         message = await receive()
-        body += message["body"]
-    length = int(headers[HEADER_LENGTH])
-    request = orjson.loads(memoryview(body)[:length])
-    keys = np.frombuffer(body, np.uint8)[length:].copy().view(np.int64)
-    assert request["inputs"][0]["shape"] == [len(keys)]
-    header_bytes, ready = _ready(len(keys))
-    answer = [
-        (b"content-length", b"%d" % len(ready)),
-        (HEADER_LENGTH, b"%d" % header_bytes),
-        (b"content-type", b"application/octet-stream"),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": answer})
-    await send({"type": "http.response.body", "body": ready, "more_body": False})
+        body = message["body"]
+        while message.get("more_body"):
+            message = await receive()
+            body += message["body"]
+        await self.at_once(scope, body).send(send)
 
 
 _READY: dict[int, tuple[int, bytes]] = {}
@@ -72,7 +71,7 @@ def serve_echo() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            echo, http=BoundedHttpProtocol, loop="uvloop", ws="none", lifespan="off", log_config=None,
+            Echo(), http=BoundedHttpProtocol, loop="uvloop", ws="none", lifespan="off", log_config=None,
             access_log=False, proxy_headers=False, server_header=False,
         )  # fmt: skip
         print(listener.getsockname()[1], flush=True)

@@ -130,6 +130,32 @@ def test_a_delta_for_a_kept_version_alone_need_not_suit_what_is_active(store, tm
     assert store.model("ctr").predict({"user_id": [1], "city": [2]})[0, 0] == DIM + DIM + 7
 
 
+@pytest.mark.parametrize("reopen", [False, True], ids=["goes on", "reopens"])
+def test_what_a_version_accepted_while_it_served_is_its_own_though_the_next_one_lacks_a_feature(
+    open_store, tmp_path, reopen
+):
+    store = open_store(fold_grace_s=60)
+    store.load_snapshot(snapshot(tmp_path, 1, {"user_id": None, "city": None}, graph(CITY)))
+    store.apply_delta(rows(1, dense=om.linear(CITY, 7.0)))  # not folded before the next version takes over
+    store.load_snapshot(snapshot(tmp_path, 2, {"user_id": None}, OLD, delta_seq=1))
+    if reopen:
+        store.close()
+        store = open_store()
+    store.rollback("ctr")
+    assert store.model("ctr").predict({"user_id": [1], "city": [1]})[0, 0] == DIM + DIM + 7
+
+
+def test_a_new_input_that_the_next_version_has_for_a_feature_stays_an_input_of_the_one_that_accepted_it(
+    store, tmp_path
+):
+    store.load_snapshot(snapshot(tmp_path, 1, {"user_id": None}, OLD))
+    with store.model("ctr").view():  # nothing is folded meanwhile
+        store.apply_delta(rows(1, dense=om.linear(CITY)))
+        store.load_snapshot(snapshot(tmp_path, 2, {"user_id": None, "city": None}, graph(CITY), delta_seq=1))
+    store.rollback("ctr")
+    assert store.model("ctr").predict({"user_id": [1], "city": np.ones((1, DIM))})[0, 0] == DIM + DIM
+
+
 def test_a_canary_is_asked_whether_inputs_mean_the_same_to_it(store, tmp_path):
     store.load_snapshot(snapshot(tmp_path, 1, {"user_id": None, "city": None}, graph(CITY)))
     store.load_snapshot(snapshot(tmp_path, 2, {"user_id": None}, OLD), activate=False)

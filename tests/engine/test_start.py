@@ -138,7 +138,9 @@ def test_a_version_whose_record_makes_no_sense_is_damaged_and_can_be_dropped(ope
     store = open_store()
     ctr = store.model("ctr")
     assert (ctr.active_version, list(ctr.damaged)) == (2, [1])
+    assert "version.json" in store.status()["models"]["ctr"]["damaged"]["1"]
     store.drop("ctr", 1)
+    assert store.status()["models"]["ctr"]["damaged"] == {}
     assert not (root / "1").exists()
     assert store.verify().ok
     with pytest.raises(NotFound):

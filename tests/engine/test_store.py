@@ -82,6 +82,32 @@ def test_bags_pool_by_offsets_weights_and_padding(store, tmp_path):
         ctr.lookup_bags("clicked", [4, 5], [1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_bags_with_keys_from_memory_and_from_disk_are_pooled_and_counted_alike(store, tmp_path, dtype):
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    version = ctr.publisher.current.holder
+    version.drop_caches()
+    version.attach_host(1 << 20, 1.0, None)
+    counts = version.tables["item"].counts
+    ctr.lookup("item_id", np.arange(1, 50))  # in memory from now on
+    before = counts.as_dict()
+    keys = np.array([1, 2, 3, 70, 0, 4, 5, 71, 5000, 6])  # 70, 71: on disk; 0: padding; 5000: nowhere
+    bags, found = ctr.lookup_bags(
+        "clicked", keys, np.array([0, 2, 5, 5, 8]), combiner="sum", dtype=dtype, return_found=True
+    )
+    rows = np.where((keys > 0) & (keys < 1000), scenes.vectors("item", 0, np.minimum(keys, 999)).T, 0).T
+    expected = [rows[:2].sum(0), rows[2:5].sum(0), rows[:0].sum(0), rows[5:8].sum(0), rows[8:].sum(0)]
+    np.testing.assert_allclose(bags, expected, rtol=1e-3 if dtype == "float16" else 1e-6)
+    assert found.tolist() == [True] * 4 + [False] + [True] * 3 + [False, True]
+    after = counts.as_dict()
+    assert {tier: after[tier] - before[tier] for tier in ("host", "disk", "absent")} == {
+        "host": 6,
+        "disk": 2,
+        "absent": 1,
+    }
+
+
 def test_bad_lookups_say_what_is_wrong(store, tmp_path):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
+from pathlib import Path
 
-from tierstore.kernels import share_one_mtime
+PROGRAM = """
+import sys
+from pathlib import Path
+from tierstore.kernels import stamp_caches
+stamp_caches(Path(sys.argv[1]))
+sys.path.insert(0, sys.argv[1])
+import kernel
+print(kernel.answer(), sum(kernel.answer.stats.cache_hits.values()))
+"""
+KERNEL = """
+from numba import njit
+from helper import number
+@njit("int64()", cache=True)
+def answer():
+    return number()
+"""
+HELPER = """
+from numba import njit
+@njit
+def number():
+    return {}
+"""
 
 
-def test_an_edit_to_one_kernel_source_makes_all_of_them_newer(tmp_path):
-    for name, age in (("codec.py", 5), ("raw.py", 0), ("pool.py", 9)):
-        (tmp_path / name).write_text("")
-        os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    share_one_mtime(tmp_path)
-    assert {source.stat().st_mtime for source in tmp_path.iterdir()} == {1000}
+def run(folder: Path) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder)], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+def test_an_edit_to_one_source_makes_kernels_of_another_compile_anew(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    for number, cached in ((1, False), (1, True), (2, False), (2, True)):
+        (tmp_path / "helper.py").write_text(HELPER.format(number))
+        assert run(tmp_path) == f"{number} {int(cached)}"

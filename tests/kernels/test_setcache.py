@@ -85,7 +85,7 @@ def _heats(counters, ways, values):
 
 @nb.njit
 def _bump(counters, way):
-    heat.bump_heat(counters, 0, way)
+    heat.bump_heat(np.int64(counters.ctypes.data), way, counters.view(np.int64)[0])
     return heat.get_heat(counters, 0, way)
 
 

@@ -132,7 +132,7 @@ class FakeModel:
 
     def __init__(self, name: str, features: dict[str, FeatureSpec]) -> None:
         self.name, self.active_version = name, VERSION
-        self.served = SimpleNamespace(versions=(VERSION,), canary=None)
+        self.served = SimpleNamespace(versions=(VERSION,), active=None, canary=None)
         self.gate = threading.Event()
         self.gate.set()
         self._view = FakeView(features, self.gate)

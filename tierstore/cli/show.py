@@ -64,6 +64,8 @@ def status(document: dict[str, Any]) -> None:
             )
         if model.get("problem"):
             console.print(f"  [red]problem:[/] {escape(str(model['problem']))}")
+        for version, why in model.get("damaged", {}).items():
+            console.print(f"  [red]version {version} is damaged;[/] drop it or load it again: {escape(str(why))}")
         if model.get("last_event_time"):
             waiting = f"{model.get('overlays', 0)} overlays of {size(model.get('overlay_bytes', 0))} not folded yet"
             console.print(f"  newest event {model['last_event_time']}, {waiting}")

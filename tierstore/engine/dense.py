@@ -78,8 +78,8 @@ class DenseParts:
     def of_delta(self, delta: Delta, model: bytes, view: View) -> DenseSession | None:
         """The session of its new dense part, run on `view`, which the caller holds. None without the extra. DeltaError.
 
-        For a delta that is for every version, an input must be a feature here if it is one of the active version, and
-        none if it is none: else requests that suit one version would make no sense to the other.
+        Of a delta that is for every version, an input that is a feature of the active version must be one here as well:
+        else requests that suit that one would make no sense to this one.
         """
         if self._runtime.missing is not None:
             return None
@@ -118,12 +118,10 @@ class DenseParts:
 
 
 def _check_meaning(session: DenseSession, view: View, active: View) -> None:
-    for tensor in session.signature.inputs:
-        name, here, there = tensor.name, tensor.name in view.features, tensor.name in active.features
-        if here != there:
-            owner, other = (view, active) if here else (active, view)
+    for name in session.wiring.plain:
+        if name in active.features:
             raise InvalidInput(
-                f"input {name!r} is a feature of version {owner.version} and none of version {other.version}"
+                f"input {name!r} is a feature of version {active.version} and none of version {view.version}"
             )
 
 

@@ -92,6 +92,8 @@ class Keeping(Switching):
         """Stop the background thread, wait for look-ups under way, and close what is open."""
         retired = self._keeper.stop()
         with self._switch, self._serving.write:
+            with contextlib.suppress(StorageError):
+                self._record.settle()
             self._closed = True
             serving = self._serving.set(Served())
             publisher = self._serving.publisher

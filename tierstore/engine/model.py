@@ -14,6 +14,7 @@ from typing import Any
 from tierstore.engine.keeping import Keeping
 from tierstore.engine.publisher import Lease, Publisher
 from tierstore.engine.served import STABLE
+from tierstore.engine.view import View
 from tierstore.formats.delta import Delta
 from tierstore.predict.signature import Signature
 from tierstore.types import DeltaResult, FeatureSpec, TableSpec
@@ -35,6 +36,13 @@ class Model(Keeping):
             self._info(version)
         return Lease(self._serving.publisher, version, route)
 
+    def _enter(self, version: int | str | None, route: bytes | str | None) -> tuple[View, Publisher]:
+        """What entering `view(version, route)` does, in fewer steps; the caller leaves the view."""
+        if isinstance(version, int):
+            self._info(version)
+        publisher = self._serving.publisher
+        return publisher.enter(version, route), publisher
+
     def lookup(
         self,
         feature: str,
@@ -45,8 +53,11 @@ class Model(Keeping):
         **options: Any,
     ) -> Any:
         """`View.lookup` on the view that `view(version, route)` gives."""
-        with self.view(version, route) as view:
+        view, publisher = self._enter(version, route)
+        try:
             return view.lookup(feature, keys, **options)
+        finally:
+            publisher.leave(view)
 
     def lookup_bags(
         self,
@@ -59,8 +70,11 @@ class Model(Keeping):
         **options: Any,
     ) -> Any:
         """`View.lookup_bags` on the view that `view(version, route)` gives."""
-        with self.view(version, route) as view:
+        view, publisher = self._enter(version, route)
+        try:
             return view.lookup_bags(feature, keys, offsets, **options)
+        finally:
+            publisher.leave(view)
 
     def lookup_many(
         self,

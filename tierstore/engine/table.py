@@ -32,6 +32,7 @@ class LookupCounts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = np.zeros(len(Tier), np.int64)
+        self._from_host = 0  # keys besides, of batches that the host tier answered as a whole
 
     def add(self, counts: np.ndarray) -> None:
         with self._lock:
@@ -40,23 +41,29 @@ class LookupCounts:
     def add_host(self, keys: int) -> None:
         """`add`, for keys that were all answered by the host tier."""
         with self._lock:
-            self._counts[Tier.HOST] += keys
+            self._from_host += keys
 
     def as_dict(self) -> dict[str, int]:
         """`{tier label: keys}`; only ever grows."""
         with self._lock:
-            counts = self._counts.tolist()
+            counts = self._all()
         return {tier.label: counts[tier] for tier in _ANSWERING}
 
     @property
     def total(self) -> int:
-        return int(self._counts.sum())
+        with self._lock:
+            return sum(self._all())
 
     def take(self) -> list[int]:
         """What was counted since the last `take`, one number a `Tier`: for a process that reports to another."""
         with self._lock:
-            counts: list[int] = self._counts.tolist()
-            self._counts[:] = 0
+            counts = self._all()
+            self._counts[:] = self._from_host = 0
+        return counts
+
+    def _all(self) -> list[int]:
+        counts: list[int] = self._counts.tolist()
+        counts[Tier.HOST] += self._from_host
         return counts
 
 
@@ -73,13 +80,20 @@ class Table:
         self.counts = counts
 
     def lookup(self, overlays: Sequence[OverlayTable], seq: int, keys: Keys, out: Vectors, state: States) -> None:
-        """Answer every key whose state is PENDING: `out[i]` is its row or the default, `state[i]` the tier.
+        """Answer every key, whose state is PENDING: `out[i]` is its row or the default, `state[i]` the tier.
 
         `overlays` (newest first) and `seq` are those of the view that the request works on; the caller
         keeps that view for as long as this runs, which is what makes the promotion at the end safe.
         """
-        settled = int(np.count_nonzero(state)) if state.any() else 0
-        self.finish(seq, keys, self.probe(overlays, keys, out, state), out, state, settled)
+        host = self.host
+        if overlays or host is None or self.device is not None:
+            left = self.probe(overlays, keys, out, state)
+        elif host.lookup(keys, out, state) == len(state):
+            self._all_from_host(keys)
+            return
+        else:
+            left = np.flatnonzero(state == _PENDING)
+        self.finish(seq, keys, left, out, state, 0)
 
     def probe(self, overlays: Sequence[OverlayTable], keys: Keys, out: Vectors, state: States) -> np.ndarray:
         """The part of `lookup` that never waits: answer from memory alone. Returns the positions that are left.
@@ -97,17 +111,28 @@ class Table:
     def finish(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States, settled: int) -> None:
         """Read what `probe` has left from disk, promote it, and count. `settled` keys were not looked up at all."""
         if pending is _ALL_HOST:
-            self.counts.add_host(len(state))  # as most are; several times cheaper than telling tiers apart
-            if self.offer is not None:
-                self.offer(keys)
+            self._all_from_host(keys)
             return
         if pending.size:
             self._read_disk(seq, keys, pending, out, state)
         if self.offer is not None:
             self.offer(keys[state == _HOST])
+        self.count(state, settled)
+
+    def count(self, state: States, settled: int) -> None:
+        """Count keys by the tiers that answered them; `settled` of those that are ABSENT were not looked up."""
+        if not settled and (state == _HOST).all():
+            self.counts.add_host(len(state))
+            return
         counts = np.bincount(state, minlength=len(Tier))
-        counts[Tier.ABSENT] -= settled  # padding keys are no look-up
+        counts[Tier.ABSENT] -= settled
         self.counts.add(counts)
+
+    def _all_from_host(self, keys: Keys) -> None:
+        """Count and offer keys that the host tier has answered, as most are; cheaper than telling tiers apart."""
+        self.counts.add_host(len(keys))
+        if self.offer is not None:
+            self.offer(keys)
 
     def below_device(self, seq: int, distinct: Keys, dtype: Any) -> tuple[Vectors, States]:
         """(rows of `dtype`, states) of distinct keys that the device tier does not hold, from the tiers below it.

@@ -12,20 +12,23 @@ from typing import Any
 import numpy as np
 
 from tierstore.engine.device_answers import DeviceLookup, answer_on_device, devices_of
+from tierstore.engine.looking import BagLookup, Lookup
 from tierstore.engine.overlay import Overlay, OverlayTable
 from tierstore.engine.predicting import predict
 from tierstore.engine.table import Table
 from tierstore.engine.version import Version
 from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
 from tierstore.formats.keys import as_codes
-from tierstore.kernels.pool import check_offsets, pool_bags
+from tierstore.kernels.pool import check_offsets
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device_lookup import Bags
-from tierstore.types import Combiner, FeatureSpec, Keys, TableSpec, Tier, Vectors
+from tierstore.types import Combiner, FeatureSpec, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
-ANSWER_DTYPES = {"float32": np.float32, "float16": np.float16}
+_ANSWER_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+_COMBINERS = {combiner.value: combiner for combiner in Combiner}
+_STATE = np.dtype(np.uint8)
 
 
 class View:
@@ -115,9 +118,17 @@ class View:
         if device not in (None, "cpu"):
             vectors, found = self._on_device(device, feature, keys, dtype=dtype, out=out)
             return (vectors, found) if return_found else vectors
-        work = self.begin(feature, keys, dtype=dtype, out=out)
-        answer = work.finish()
-        return (answer, work.found) if return_found else answer
+        spec, table = self._feature(feature)
+        if spec.padding_key is not None:
+            work = self.begin(feature, keys, dtype=dtype, out=out)
+            answer = work.finish()
+            return (answer, work.found) if return_found else answer
+        # the same at once, because a look-up of few keys would notice the steps
+        codes = as_codes(keys, table.spec.key)
+        answer = _answer((len(codes), table.spec.dim), dtype, out)
+        state = np.zeros(len(codes), _STATE)
+        table.lookup(self._by_table[spec.table], self.seq, codes, answer, state)
+        return (answer, state != _ABSENT) if return_found else answer
 
     def lookup_bags(
         self,
@@ -189,24 +200,23 @@ class View:
         combiner: str | None = None,
         dtype: str = "float32",
         out: Vectors | None = None,
-    ) -> Lookup:
+    ) -> Lookup | BagLookup:
         """Start a look-up, pooled if `offsets` are given: what memory can answer is answered, without waiting.
 
         Arguments and errors as for `lookup` and `lookup_bags`. The view must be held until `Lookup.finish`.
         """
         spec, table = self._feature(feature)
         codes = as_codes(keys, table.spec.key)
-        bags = None
-        if offsets is None:
-            rows = answer = _answer((len(codes), table.spec.dim), dtype, out)
-        else:
-            how = self._combiner(spec, combiner)
-            starts = check_offsets(offsets, len(codes))
-            bags = (starts, None if weights is None else _weights(weights, len(codes)), how)
-            answer = _answer((len(starts), table.spec.dim), dtype, out)
-            rows = np.empty((len(codes), table.spec.dim), np.float32)
         padding = None if spec.padding_key is None else codes == self._version.padding[feature]
-        return Lookup(table, self._by_table[spec.table], self.seq, codes, rows, padding, answer, bags)
+        overlays = self._by_table[spec.table]
+        if offsets is None:
+            rows = _answer((len(codes), table.spec.dim), dtype, out)
+            return Lookup(table, overlays, self.seq, codes, rows, padding)
+        how = self._combiner(spec, combiner)
+        starts = check_offsets(offsets, len(codes))
+        bags = (starts, None if weights is None else _weights(weights, len(codes)), how)
+        answer = _answer((len(starts), table.spec.dim), dtype, out)
+        return BagLookup(table, overlays, self.seq, codes, padding, answer, bags)
 
     def rows_on(self, session: DenseSession) -> str | None:
         """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""
@@ -270,72 +280,14 @@ class View:
                     f"feature {feature.name!r} has no combiner of its own; name one: combiner='sum', 'mean' or 'sqrtn'"
                 )
             return feature.combiner
-        try:
-            return Combiner(asked)
-        except ValueError:
-            raise InvalidInput(f"combiner {asked!r} is not known: use 'sum', 'mean' or 'sqrtn'") from None
-
-
-class Lookup:
-    """A look-up under way, made by `View.begin`. One thread at a time; another one may finish it."""
-
-    __slots__ = ("_answer", "_bags", "_codes", "_left", "_padding", "_rows", "_seq", "_settled", "_state", "_table")
-
-    def __init__(
-        self,
-        table: Table,
-        overlays: tuple[OverlayTable, ...],
-        seq: int,
-        codes: Keys,
-        rows: Vectors,
-        padding: np.ndarray | None,
-        answer: Vectors,
-        bags: tuple[np.ndarray, np.ndarray | None, Combiner] | None,
-    ) -> None:
-        self._table, self._seq, self._codes, self._rows, self._answer, self._bags = (
-            table,
-            seq,
-            codes,
-            rows,
-            answer,
-            bags,
-        )
-        self._state = np.zeros(len(codes), np.uint8)
-        self._padding = None
-        self._settled = 0
-        if padding is not None and padding.any():
-            self._padding, self._settled = padding, int(np.count_nonzero(padding))
-            rows[padding] = 0
-            self._state[padding] = Tier.ABSENT
-        self._left = table.probe(overlays, codes, rows, self._state)
-
-    @property
-    def pending(self) -> bool:
-        """Whether rows are left that only the disk tier can answer: then `finish` waits for it."""
-        return bool(self._left.size)
-
-    @property
-    def found(self) -> np.ndarray:
-        """bool[n], False where the table's default was answered. After `finish`."""
-        found: np.ndarray = self._state != _ABSENT
-        return found
-
-    def finish(self) -> Vectors:
-        """The answer, complete: vectors [n, dim], or [bags, dim]. To be called once."""
-        self._table.finish(self._seq, self._codes, self._left, self._rows, self._state, self._settled)
-        if self._bags is not None:
-            starts, weights, how = self._bags
-            rows: np.ndarray = self._rows
-            counts = None if self._padding is None else ~self._padding
-            if self._answer.dtype == np.float32:
-                pool_bags(rows, starts, weights, counts, how, self._answer)  # type: ignore[arg-type]
-            else:
-                self._answer[:] = pool_bags(rows, starts, weights, counts, how)
-        return self._answer
+        known = _COMBINERS.get(asked) if isinstance(asked, str) else None
+        if known is None:
+            raise InvalidInput(f"combiner {asked!r} is not known: use 'sum', 'mean' or 'sqrtn'")
+        return known
 
 
 def _dtype(dtype: str) -> Any:
-    wanted = ANSWER_DTYPES.get(dtype)
+    wanted = _ANSWER_DTYPES.get(dtype)
     if wanted is None:
         raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")
     return wanted
@@ -345,7 +297,8 @@ def _answer(shape: tuple[int, int], dtype: str, out: Vectors | None) -> Vectors:
     wanted = _dtype(dtype)
     if out is None:
         return np.empty(shape, wanted)
-    if out.shape != shape or out.dtype != wanted or not out.flags.c_contiguous or not out.flags.writeable:
+    flags = out.flags
+    if out.shape != shape or out.dtype != wanted or not flags.c_contiguous or not flags.writeable:
         raise InvalidInput(
             f"out: expected a writable C-contiguous {dtype} array of shape {shape}, came {out.dtype} of shape {out.shape}"
         )

@@ -30,6 +30,7 @@ _STRING_KINDS = (
     pa.types.is_binary_view,
     pa.types.is_fixed_size_binary,
 )
+_INT64 = np.dtype(np.int64)
 _DTYPE = {KeyType.INT64: np.dtype(np.int64), KeyType.UINT64: np.dtype(np.uint64)}
 
 
@@ -42,7 +43,7 @@ def as_codes(keys: Any, key_type: KeyType) -> Keys:
     Raises InvalidInput for any other type (bool and float included), null, a value out of range,
     invalid UTF-8, or more than one dimension.
     """
-    if type(keys) is np.ndarray and keys.ndim == 1 and keys.dtype == np.int64 and key_type is KeyType.INT64:
+    if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and key_type is KeyType.INT64:
         return np.ascontiguousarray(keys)  # as most are; a look-up of few keys would notice the rest
     if isinstance(keys, (str, bytes, bytearray, dict, set, frozenset)):
         raise InvalidInput(f"expected a sequence of {key_type} keys, came a single {type(keys).__name__}")

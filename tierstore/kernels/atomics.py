@@ -13,6 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
+from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -53,6 +55,38 @@ def _store(ordering: str, array: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, array.dtype), codegen
+
+
+def _load_at(ordering: str, bits: int) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+        return builder.zext(builder.load_atomic(pointer, ordering, bits // 8), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def acquire_u32(typingctx: Any, address: Any) -> Any:
+    """The uint32 at a multiple of 4, widened; nothing that follows in the program is read before it."""
+    return _load_at("acquire", 32)
+
+
+@intrinsic
+def relaxed_u32(typingctx: Any, address: Any) -> Any:
+    """The uint32 at a multiple of 4, widened; read once and whole, in no particular order."""
+    return _load_at("monotonic", 32)
+
+
+@intrinsic
+def acquire_i64(typingctx: Any, address: Any) -> Any:
+    """The int64 at a multiple of 8; nothing that follows in the program is read before it."""
+    return _load_at("acquire", 64)
+
+
+@intrinsic
+def relaxed_i64(typingctx: Any, address: Any) -> Any:
+    """The int64 at a multiple of 8; read once and whole, in no particular order."""
+    return _load_at("monotonic", 64)
 
 
 @intrinsic
@@ -116,6 +150,21 @@ def prefetch_far(typingctx: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
+@intrinsic
+def stack_bytes(typingctx: Any, size: Any) -> Any:
+    """The address of `size` bytes (a constant), at a multiple of 64, that are gone when the function returns."""
+    if not isinstance(size, types.IntegerLiteral):
+        raise RequireLiteralValue("the size must be a constant")
+    count = size.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(_I8, count))
+        room.align = 64
+        return builder.ptrtoint(room, _I64)
+
+    return types.int64(size), codegen
+
+
 def _match(lanes: int, context: Any, builder: Any, signature: Any, args: Any) -> Any:
     vector = ir.VectorType(args[2].type, lanes)
     pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
@@ -147,6 +196,22 @@ def match8(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
         return _match(8, context, builder, signature, args)
 
     return types.uint32(array, types.intp, array.dtype), codegen
+
+
+@intrinsic
+def match8_at(typingctx: Any, address: Any, value: Any) -> Any:
+    """`match8` of the eight int64 at `address`, a multiple of 64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(_I64, 8)
+        loaded = builder.load(builder.inttoptr(args[0], vector.as_pointer()))
+        loaded.align = 64
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = builder.insert_element(undefined, args[1], _I32(0))
+        wanted = builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, 8), [0] * 8))
+        return builder.zext(builder.bitcast(builder.icmp_unsigned("==", loaded, wanted), _I8), _I64)
+
+    return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic

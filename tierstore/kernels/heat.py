@@ -21,6 +21,7 @@ from __future__ import annotations
 import numba as nb
 
 from tierstore.kernels.atomics import match32, trailing_zeros
+from tierstore.kernels.raw import load_u8, store_u8
 
 POLICY_BYTES = 128
 GHOSTS = 56  # fingerprints of 16 bits a set
@@ -46,13 +47,13 @@ def set_heat(counters, base, way, heat):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def bump_heat(counters, base, way):  # type: ignore[no-untyped-def]
-    """Count a hit. A counter at its end is not written, so that the line of a hot set stays shared between cores."""
-    shift = (way & 3) << 1
-    at = base + (way >> 2)
-    byte = counters[at]
-    if (byte >> shift) & 3 != MAX_HEAT:
-        counters[at] = byte + (1 << shift)
+def bump_heat(counters, way, read):  # type: ignore[no-untyped-def]
+    """Count a hit of `way` among the counters at an address, of which the low bits of `read` are what was just read.
+
+    A counter at its end is not written, so that the line of a hot set stays shared between cores.
+    """
+    if (read >> (2 * way)) & 3 != MAX_HEAT:
+        store_u8(counters, way >> 2, nb.uint8(nb.int64(load_u8(counters, way >> 2)) + (1 << ((way & 3) << 1))))
 
 
 @nb.njit(inline="always")

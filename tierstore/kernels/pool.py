@@ -18,6 +18,7 @@ from tierstore.errors import InvalidInput
 from tierstore.types import Combiner
 
 _COMBINERS = {Combiner.SUM: 0, Combiner.MEAN: 1, Combiner.SQRTN: 2}
+_INT64 = np.dtype(np.int64)
 _NO_WEIGHTS = np.empty(0, np.float32)
 _NO_COUNTS = np.empty(0, np.bool_)
 
@@ -69,6 +70,18 @@ def _pool(vectors: Any, offsets: Any, weights: Any, counts: Any, combiner: Any, 
     return -1
 
 
+@njit(types.boolean(_OFFSETS, types.int64), cache=True, nogil=True)
+def _are_starts(offsets: Any, n_keys: Any) -> Any:
+    if offsets.size == 0:
+        return n_keys == 0
+    if offsets[0] != 0 or offsets[offsets.size - 1] > n_keys:
+        return False
+    falls = 0
+    for bag in range(1, offsets.size):
+        falls += offsets[bag] < offsets[bag - 1]
+    return falls == 0
+
+
 def combiner_code(combiner: Combiner) -> int:
     """The number by which kernels know a combiner."""
     return _COMBINERS[combiner]
@@ -117,6 +130,8 @@ def check_offsets(offsets: npt.ArrayLike, n_keys: int) -> npt.NDArray[np.int64]:
     it and none lies beyond the keys. With no bags there may be no keys.
     """
     given = np.asarray(offsets)
+    if given.dtype == _INT64 and given.ndim == 1 and given.flags.carray and _are_starts(given, n_keys):
+        return given
     if given.ndim != 1:
         raise InvalidInput(f"offsets are one-dimensional, one start a bag; got shape {list(given.shape)}")
     if given.size == 0:

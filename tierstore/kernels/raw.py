@@ -160,6 +160,23 @@ def store_f16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def add_scaled_16(typingctx: Any, target: Any, source: Any, factor: Any) -> Any:
+    """`target += factor * source` of the 16 float32 at two addresses, the products rounded before they are added."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(_F32, 16)
+        undefined = ir.Constant(kind, ir.Undefined)
+        first = builder.insert_element(undefined, args[2], _const(0))
+        factors = builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
+        zero = ir.Constant(_I64, 0)
+        product = builder.fmul(factors, _load(builder, args[1], zero, kind))
+        _store(builder, args[0], zero, builder.fadd(_load(builder, args[0], zero, kind), product))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
 def magnitude(typingctx: Any, value: Any) -> Any:
     """The bits of |value|, whose order as integers is the order of the magnitudes, NaN above all."""
 

@@ -1,8 +1,8 @@
-"""The set-associative cache of the host tier: where a key lies, and how a batch is looked up.
+"""The set-associative cache of the host tier: how it is laid out, and where a key lies.
 
-Free functions of the arrays in `Areas`, which are views of one mapping. Any number of threads may run
-`lookup` at any time, without a lock and without the GIL; the functions that write (`setwrite`) are
-run by one thread at a time. Memory only: nothing survives the process.
+What reads it is `setlookup`, run by any number of threads at any time, without a lock and without the GIL; what
+writes it is `setwrite`, run by one thread at a time. `Areas` are views of one mapping. Memory only: nothing survives
+the process.
 
 **A set** has 56 ways, in eight lines of seven. A key belongs to one line of its set, its home, and lies there unless
 that is full of others that belong there; then it lies in another line of the set, and the home says in which. So a
@@ -42,19 +42,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from tierstore.kernels.atomics import (
-    copy_bytes,
-    copy_line,
-    fence_acquire,
-    load_acquire,
-    load_relaxed,
-    match8,
-    prefetch_far,
-    trailing_zeros,
-)
-from tierstore.kernels.codec import decode_row
-from tierstore.kernels.heat import bump_heat
-from tierstore.types import Tier
+from tierstore.kernels.atomics import match8, trailing_zeros
 
 LINE_BYTES = 64
 LINE_WAYS = 7
@@ -68,16 +56,6 @@ CONTROL_BYTES = 128  # what follows begins at a multiple of it: two lines that p
 
 HEAT_AT, TAKEN_AT, AWAY_AT = 4, 6, 7  # byte offsets in a line
 GEOMETRY, EPOCH = 0, 1  # words of the control line
-
-_AHEAD = 16  # keys between the stages of a look-up
-_RING = 64  # at least three stages and the key itself; a power of two
-_TRIES = 64  # of a reader against a writer
-_PREFETCH_BYTES = 512  # of a row; the hardware follows from there
-_SKIP, _ELSEWHERE, _SEARCH = -1, -2, -3  # instead of a slot: not asked for, not in its home line, to be searched for
-
-_PENDING = np.uint8(Tier.PENDING)
-_HOST = np.uint8(Tier.HOST)
-_ABSENT = np.uint8(Tier.ABSENT)
 
 
 class Areas(NamedTuple):
@@ -169,165 +147,3 @@ def find_absent(absent, absent_keys, a, key):  # type: ignore[no-untyped-def]
         if absent_keys[a * 8 + 1 + i] == key and (taken >> i) & 1:
             return i
     return -1
-
-
-@nb.njit(inline="always")
-def _copy(code, out_code, source, target, dim, out_bytes):  # type: ignore[no-untyped-def]
-    if code != out_code:
-        decode_row(code, out_code, source, target, dim)
-    else:
-        copy_bytes(target, source, out_bytes)
-
-
-@nb.njit
-def _read(areas, epoch, line, key, code, out_code, target, dim, out_bytes):  # type: ignore[no-untyped-def]
-    """Write the row of `key` to `target` if `line` holds it. Returns 1, or 0 if not, or -1 if there is no telling."""
-    for _ in range(_TRIES):
-        version = load_acquire(areas.lines32, line * 16)
-        if version & 1:
-            continue
-        place = find_in_line(areas.lines, areas.lines64, line, key)
-        if place >= 0:
-            source = areas.rows + (line * LINE_WAYS + place) * areas.row_bytes
-            _copy(code, out_code, source, target, dim, out_bytes)
-        fence_acquire()
-        if load_relaxed(areas.control, EPOCH) != epoch:
-            return -1
-        if load_relaxed(areas.lines32, line * 16) == version:
-            if place >= 0:
-                bump_heat(areas.lines, line * LINE_BYTES + HEAT_AT, place)
-                return 1
-            return 0
-    return -1
-
-
-@nb.njit
-def _search(areas, epoch, s, home, key, code, out_code, target, dim, out_bytes, default):  # type: ignore[no-untyped-def]
-    """The whole way of one key, step by step: home, the other lines that it may be in, the absent keys."""
-    line = s * LINES + home
-    if _read(areas, epoch, line, key, code, out_code, target, dim, out_bytes) > 0:
-        return _HOST
-    away = nb.uint32(areas.lines[line * LINE_BYTES + AWAY_AT])
-    while away != 0:
-        other = s * LINES + trailing_zeros(away)
-        if _read(areas, epoch, other, key, code, out_code, target, dim, out_bytes) > 0:
-            return _HOST
-        away &= away - nb.uint32(1)
-    absent, a = areas.absent, line // LINES_AN_ABSENT
-    for _ in range(_TRIES):
-        version = load_acquire(areas.absent32, a * 16)
-        if version & 1:
-            continue
-        place = find_absent(absent, areas.absent_keys, a, key)
-        fence_acquire()
-        if load_relaxed(areas.control, EPOCH) != epoch:
-            break
-        if load_relaxed(areas.absent32, a * 16) == version:
-            if place < 0:
-                break
-            copy_bytes(target, default, out_bytes)
-            asked = absent[a * ABSENT_BYTES + 5]
-            if not (asked >> place) & 1:
-                absent[a * ABSENT_BYTES + 5] = asked | (1 << place)
-            return _ABSENT
-    return _PENDING
-
-
-@nb.njit(
-    types.int64(AREAS, KEYS, _BYTES, types.int64, types.int64, types.int64, types.int64, types.int64),
-    nogil=True, cache=True,
-)  # fmt: skip
-def lookup(areas, keys, state, code, out_code, out, dim, default):  # type: ignore[no-untyped-def]
-    """Answer what is here among the keys whose state is PENDING: rows with HOST, absent keys with ABSENT.
-
-    `out` is the address of float32 (`out_code` 0) or float16 (1) [n, dim], `default` that of one such
-    row, `code` the storage dtype's. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were
-    answered with HOST.
-
-    Four stages a key, `_AHEAD` keys apart, so that memory answers while others are worked on: ask for the line; find
-    the key in it and ask for the row; for the few that lie in another line of the set, do that there; check and copy.
-    """
-    n = keys.size
-    control, lines, lines32, lines64 = areas.control, areas.lines, areas.lines32, areas.lines64
-    rows, row_bytes, sets_per_region = areas.rows, areas.row_bytes, areas.sets_per_region
-    lines_at, absent_at = lines.ctypes.data, areas.absent.ctypes.data
-    asked_bytes = min(row_bytes, _PREFETCH_BYTES)
-    out_bytes = dim * (4 >> out_code)
-    whole_lines = code == out_code and out_bytes & 63 == 0
-    epoch = load_acquire(control, EPOCH)
-    geometry = load_acquire(control, GEOMETRY)
-    homes = np.empty(_RING, np.int64)
-    slots = np.empty(_RING, np.int64)
-    hits = 0
-    for step in range(n + 3 * _AHEAD):
-        if step < n:
-            hashed = mix(keys[step])
-            line = set_of(hashed, geometry, sets_per_region) * LINES + home_of(hashed)
-            homes[step & (_RING - 1)] = line
-            slots[step & (_RING - 1)] = _ELSEWHERE if state[step] == _PENDING else _SKIP
-            prefetch_far(lines_at + line * LINE_BYTES)
-        i = step - _AHEAD
-        if 0 <= i < n and slots[i & (_RING - 1)] != _SKIP:
-            line = homes[i & (_RING - 1)]
-            place = find_in_line(lines, lines64, line, keys[i])
-            if place >= 0:
-                slot = line * LINE_WAYS + place
-                slots[i & (_RING - 1)] = slot
-                for at in range(0, asked_bytes, 64):
-                    prefetch_far(rows + slot * row_bytes + at)
-            else:
-                prefetch_far(absent_at + line // LINES_AN_ABSENT * ABSENT_BYTES)
-                away = nb.uint32(lines[line * LINE_BYTES + AWAY_AT])
-                while away != 0:
-                    prefetch_far(lines_at + (line // LINES * LINES + trailing_zeros(away)) * LINE_BYTES)
-                    away &= away - nb.uint32(1)
-        i = step - 2 * _AHEAD
-        if 0 <= i < n and slots[i & (_RING - 1)] == _ELSEWHERE:
-            line = homes[i & (_RING - 1)]
-            slot = _SEARCH
-            away = nb.uint32(lines[line * LINE_BYTES + AWAY_AT])
-            while away != 0:
-                other = line // LINES * LINES + trailing_zeros(away)
-                place = find_in_line(lines, lines64, other, keys[i])
-                if place >= 0:
-                    slot = other * LINE_WAYS + place
-                    for at in range(0, asked_bytes, 64):
-                        prefetch_far(rows + slot * row_bytes + at)
-                    break
-                away &= away - nb.uint32(1)
-            slots[i & (_RING - 1)] = slot
-        i = step - 3 * _AHEAD
-        if i < 0:
-            continue
-        slot = slots[i & (_RING - 1)]
-        if slot == _SKIP:
-            continue
-        target = out + i * out_bytes
-        if slot >= 0:
-            line = slot // LINE_WAYS
-            place = slot - line * LINE_WAYS
-            head = load_acquire(lines64, line * 8)
-            if lines64[line * 8 + 1 + place] == keys[i] and head & 1 == 0 and (head >> (8 * TAKEN_AT + place)) & 1:
-                if whole_lines:
-                    for at in range(0, out_bytes, 64):
-                        copy_line(target + at, rows + slot * row_bytes + at)
-                else:
-                    _copy(code, out_code, rows + slot * row_bytes, target, dim, out_bytes)
-                fence_acquire()
-                if load_relaxed(lines32, line * 16) == nb.uint32(head):
-                    bump_heat(lines, line * LINE_BYTES + HEAT_AT, place)
-                    state[i] = _HOST
-                    hits += 1
-                    continue
-        line = homes[i & (_RING - 1)]
-        s = line // LINES
-        answer = _search(areas, epoch, s, line - s * LINES, keys[i], code, out_code, target, dim, out_bytes, default)
-        state[i] = answer
-        hits += answer == _HOST
-    fence_acquire()
-    if load_relaxed(control, EPOCH) != epoch:  # rather than at each key: it changes only with the size
-        for i in range(n):
-            if state[i] == _HOST:
-                state[i] = _PENDING
-        return 0
-    return hits

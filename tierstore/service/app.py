@@ -13,7 +13,7 @@ from tierstore.errors import TooLarge
 from tierstore.service.context import Service
 from tierstore.service.control.admin import make_app
 from tierstore.service.http.guard import Guard
-from tierstore.service.http.messages import Receive, Scope, Send, error_response
+from tierstore.service.http.messages import Receive, Response, Scope, Send, error_response
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.tfs import TfsHttp
 from tierstore.service.status import outcome_of
@@ -28,6 +28,12 @@ class _Root:
         self._oip = OipHttp(service)
         self._tfs = TfsHttp(service)
         self._admin = make_app(service)
+
+    def at_once(self, scope: Scope, body: bytes) -> Response | None:
+        path: str = scope["path"]
+        if path.startswith("/v2/"):
+            return self._oip.at_once(scope, body)
+        return self._tfs.at_once(scope, body) if path.startswith("/v1/") else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]

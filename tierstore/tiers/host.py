@@ -21,11 +21,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.errors import ConfigError
-from tierstore.kernels import setcache, setresize, setwrite
+from tierstore.kernels import setlookup, setpool, setresize, setwrite
 from tierstore.kernels.codec import out_code
 from tierstore.kernels.heat import POLICY_BYTES
+from tierstore.kernels.pool import combiner_code
 from tierstore.kernels.setcache import (
     ABSENT_BYTES,
     ABSENTS,
@@ -38,13 +40,14 @@ from tierstore.kernels.setcache import (
     Areas,
 )
 from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
-from tierstore.types import Keys, Rows, States, TableSpec, Vectors
+from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
 _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
 _CHUNK_BYTES = 1 << 20  # and of sets, their bytes
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
-_AS_STORED = 2  # as storage dtype and dtype of answers: equal, so bytes are copied, `4 >> 2` of them a number
+_FLOAT32 = np.dtype(np.float32)
+_NO_WEIGHTS = np.empty(0, np.float32)
 _HAND_OVER_S = 50e-6  # a thread that waits for the lock wakes in this time; without it, who releases takes it again
 
 
@@ -97,10 +100,18 @@ class _Reader:
         # constant after construction
         self.spec, self.budget_bytes = spec, int(budget_bytes)
         self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
-        self._defaults_at = [_address(default) for default in self._defaults]
-        self._code, self._dim = spec.dtype.code, spec.dim  # a look-up of few keys would notice asking the spec
         self._layout = _Layout(spec, self.budget_bytes)
+        # what holds the mapping, and its addresses: whoever uses these holds the other meanwhile
         self._areas: Areas | None = None
+        self._where = np.zeros(setlookup.WORDS, np.int64)
+
+    def _open(self, memory: mmap.mmap | SharedMapping) -> None:
+        areas = self._layout.cut(memory)
+        self._where[:] = (
+            _address(areas.control), _address(areas.lines), _address(areas.absent), areas.rows,
+            self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim, _address(self._defaults[0]),
+        )  # fmt: skip
+        self._areas = areas
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; the rest is left as it is.
@@ -108,14 +119,45 @@ class _Reader:
         `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous. Rows of `out`
         that stay PENDING hold anything. Counts heat. Returns how many were answered with a row.
         """
-        areas = self._areas
+        areas = self._areas  # keeps the mapping until this returns
         if areas is None:
             return 0
+        if out.dtype is _FLOAT32:
+            try:
+                hits = int(setlookup.lookup_float32(self._where, keys, state, out))
+            except TypeError:  # not contiguous, read-only, or at an odd address
+                hits = -1
+            if hits >= 0:
+                return hits
         self._check(keys, out, state)
         half = out_code(out)
         keys = np.ascontiguousarray(keys)
-        hits = setcache.lookup(areas, keys, state, self._code, half, _address(out), self._dim, self._defaults_at[half])
-        return int(hits)
+        return int(setlookup.lookup(self._where, keys, state, half, _address(out), _address(self._defaults[half])))
+
+    def pool(
+        self,
+        keys: Keys,
+        starts: Keys,
+        weights: npt.NDArray[np.float32] | None,
+        combiner: Combiner,
+        out: Vectors,
+        state: States,
+        left: npt.NDArray[np.uint8],
+    ) -> int:
+        """Pool the bags of which all keys are here; those of which not are marked with 1 in `left`, uint8[bags], zeros.
+
+        `keys` int64[n], `starts` int64[bags] as `check_offsets` returns them, `weights` float32[n] or None, `out`
+        float32 [bags, dim], `state` uint8[n], all contiguous. Keys whose state is not PENDING contribute nothing; the
+        state of the others becomes HOST, ABSENT or stays. Counts heat. Returns how many keys were answered with a row,
+        or -1 if nothing came of it.
+        """
+        areas = self._areas  # keeps the mapping until this returns
+        if areas is None:
+            return -1
+        given = _NO_WEIGHTS if weights is None else weights
+        code = combiner_code(combiner)
+        hits: int = setpool.pool(self._where, keys, state, starts, given, code, out, left)
+        return hits
 
     def stored(self, keys: Keys) -> tuple[Rows, States]:
         """(rows uint8[n, row_bytes], states) of keys as they are stored: HOST for what is here. Counts heat."""
@@ -125,14 +167,20 @@ class _Reader:
             np.zeros(len(keys), np.uint8),
             np.zeros(size, np.uint8),
         )
-        if (areas := self._areas) is not None:
+        areas = self._areas  # keeps the mapping until this returns
+        if areas is not None:
             keys = np.ascontiguousarray(keys)
-            setcache.lookup(areas, keys, state, _AS_STORED, _AS_STORED, _address(rows), size, _address(absent))
+            setlookup.lookup(self._where, keys, state, setlookup.AS_STORED, _address(rows), _address(absent))
         return rows, state
 
     def _check(self, keys: Keys, out: Vectors, state: States) -> None:
         n = len(keys)
-        if out.shape != (n, self._dim) or state.shape != (n,) or not out.flags.c_contiguous or not out.flags.writeable:
+        if (
+            out.shape != (n, self.spec.dim)
+            or state.shape != (n,)
+            or not out.flags.c_contiguous
+            or not out.flags.writeable
+        ):
             raise ValueError(
                 f"expected contiguous out[{n}, {self.spec.dim}] and state[{n}], got {out.shape} and {state.shape}"
             )
@@ -183,12 +231,12 @@ class HostTable(_Reader):
         self._counters = np.zeros(4, np.int64)
         self._dropped_stale = self._dropped_busy = 0
         if self._layout.sets:
-            self._areas = self._map(shared)
+            self._open(self._map(shared))
         self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
         if self._areas is not None:
             self._areas.control[GEOMETRY] = self._depth_of(fraction)
 
-    def _map(self, shared: bool) -> Areas:
+    def _map(self, shared: bool) -> mmap.mmap | SharedMapping:
         size = self._layout.size
         self._memory: mmap.mmap | SharedMapping
         try:
@@ -203,7 +251,7 @@ class HostTable(_Reader):
             raise ConfigError(
                 f"cannot reserve {size} bytes for table {self.spec.name}: {error}; lower host_budget"
             ) from error
-        return self._layout.cut(self._memory)
+        return self._memory
 
     def _close_fd(self) -> None:
         fd, self.fd = self.fd, None

@@ -30,7 +30,7 @@ class HostWindow(_Reader):
         super().__init__(spec, budget_bytes, default_vector)
         try:
             if self._layout.sets:
-                self._areas = self._layout.cut(SharedMapping(fd, self._layout.size))
+                self._open(SharedMapping(fd, self._layout.size))
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot map the host tier of table {spec.name}: {error}") from error
         finally:

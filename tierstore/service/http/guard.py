@@ -8,11 +8,12 @@ on every path. Runs on the event loop; keeps no state.
 from __future__ import annotations
 
 import ipaddress
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, Forbidden
-from tierstore.service.http.messages import Receive, Scope, Send, error_response
+from tierstore.service.http.messages import Receive, Response, Scope, Send, error_response
 
 _HOST_CACHE = 256
 
@@ -50,18 +51,28 @@ def host_name(value: str) -> str | None:
     return name
 
 
+class DataApp(Protocol):
+    """An ASGI application that may be asked for an answer at once, see `HttpFace.at_once`."""
+
+    def at_once(self, scope: Scope, body: bytes) -> Response | None: ...
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
 class Guard:
     """Wraps the application. Event loop only."""
 
-    def __init__(self, app: object, settings: Settings) -> None:
+    def __init__(self, app: DataApp, settings: Settings) -> None:
         self._app = app
         self._any_host = settings.allow_open_network
         self._allowed: set[bytes] = set()  # Host values that passed; bounded
 
+    def at_once(self, scope: Scope, body: bytes) -> Response | None:
+        return None if self._refusal(scope) is not None else self._app.at_once(scope, body)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         if refusal is None:
-            await self._app(scope, receive, send)  # type: ignore[operator]
+            await self._app(scope, receive, send)
         else:
             await error_response(Forbidden(refusal)).send(send)
 

@@ -32,7 +32,8 @@ _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 
 # a whole number of milliseconds: ours, and the one that Envoy, and so Istio, passes on to the services behind it
 TIMEOUT_HEADERS = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
-CONNECTION = "tierstore.connection"  # in a scope: the connection, which knows whether it is lost
+# in a scope: the connection, which knows whether it is lost; when the head came, if that was before the body's time
+CONNECTION, ARRIVED = "tierstore.connection", "tierstore.arrived"
 
 
 class Disconnected(Exception):
@@ -48,12 +49,18 @@ class Response:
     content_type: bytes = JSON
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
-    async def send(self, send: Send) -> None:
-        chunks = list(self.chunks) or [b""]
-        length = sum(len(chunk) for chunk in chunks)
+    def pieces(self) -> tuple[list[tuple[bytes, bytes]], list[bytes | memoryview]]:
+        """(headers, chunks) as they are sent."""
+        chunks = list(self.chunks)
+        length = sum(map(len, chunks))
         headers = [(b"content-length", b"%d" % length), *self.headers]
         if length:
             headers.append((b"content-type", self.content_type))
+        return headers, chunks
+
+    async def send(self, send: Send) -> None:
+        headers, chunks = self.pieces()
+        chunks = chunks or [b""]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         last = len(chunks) - 1
         for i, chunk in enumerate(chunks):

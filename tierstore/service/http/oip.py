@@ -1,20 +1,19 @@
 """The Open Inference Protocol v2 over HTTP, as a raw ASGI application below `/v2`.
 
-Runs on one event loop, which gathers bodies, sends answers, and answers small look-ups itself (`infer.py`); other
+Runs on one event loop, which gathers bodies, sends answers, and answers small look-ups itself (`call.py`); other
 look-ups run on the look-up pool, whatever may block for long on the control pool.
 """
 
 from __future__ import annotations
 
 import base64
-import time
 from typing import Any
 
 import orjson
 
-from tierstore.errors import InvalidInput, NotFound, TierstoreError
+from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.bounds.pool import Holding
-from tierstore.service.bounds.shed import Caller
+from tierstore.service.http.call import HttpCall
 from tierstore.service.http.face import HttpFace, allow
 from tierstore.service.http.infer import InferCall
 from tierstore.service.http.messages import (
@@ -39,49 +38,23 @@ class OipHttp(HttpFace):
 
     PROTOCOL = "oip_http"
 
-    async def _answer(
-        self, scope: Scope, headers: Headers, receive: Receive, holding: Holding, began_ns: int
-    ) -> Response:
-        method, parts = scope["method"], scope["path"].split("/")[2:]
-        if len(parts) >= 3 and parts[0] == "models" and parts[-1] == "infer":
-            allow(method, "POST")
-            name, version = _model_path(parts[1:-1])
-            self._service.dataplane.model(name)  # an unknown one is refused before its body is read
-            caller = caller_of(scope, headers, began_ns)
-            body = await read_body(receive, headers, self._service.settings.max_request, holding)
-            return await self._infer(name, version, body, headers, holding, caller)
-        body = memoryview(b"")
-        if method == "POST":
-            body = await read_body(receive, headers, _CONTROL_BODY_BYTES, holding)
-        return await self._document(method, [part for part in parts if part], body, headers)
-
-    # --- look-ups
-
-    async def _infer(
-        self,
-        name: str,
-        version: int | str | None,
-        body: memoryview,
-        headers: Headers,
-        holding: Holding,
-        caller: Caller,
-    ) -> Response:
-        service = self._service
-        began_ns = time.perf_counter_ns()
-        call = InferCall(service, name, version, body, headers, holding, caller)
-        try:
-            response, served = await call.run(service.known_requests)
-        except TierstoreError as error:
-            if error.version is None:
-                error.version = call.chosen
-            service.count_failed(name, time.perf_counter_ns() - began_ns, error)
-            raise
-        service.infer_stats.succeeded(name, served, time.perf_counter_ns() - began_ns, call.spent)
-        return response
+    def _call(self, scope: Scope, headers: Headers, holding: Holding, began_ns: int) -> HttpCall[Any] | None:
+        parts = scope["path"].split("/")[2:]
+        if len(parts) < 3 or parts[0] != "models" or parts[-1] != "infer":
+            return None
+        allow(scope["method"], "POST")
+        name, version = _model_path(parts[1:-1])
+        self._service.dataplane.model(name)  # an unknown one is refused before its body is read
+        return InferCall(self._service, name, version, headers, holding, caller_of(scope, headers, began_ns))
 
     # --- documents
 
-    async def _document(self, method: str, parts: list[str], body: memoryview, headers: Headers) -> Response:
+    async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Holding) -> Response:
+        method: str = scope["method"]
+        body = memoryview(b"")
+        if method == "POST":
+            body = await read_body(receive, headers, _CONTROL_BODY_BYTES, holding)
+        parts = [part for part in scope["path"].split("/")[2:] if part]
         match parts:
             case []:
                 allow(method, "GET")

@@ -6,7 +6,7 @@ changed once made; any thread. A malformed request is InvalidInput.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,16 +63,15 @@ class InferRequest:
     binary_default: bool
     id: str | None
     timeout_us: int | None = None
+    span_bytes: int = field(init=False)  # of the inputs that lie in shared memory
+
+    def __post_init__(self) -> None:
+        self.span_bytes = sum(source.nbytes for source in self.sources if isinstance(source, Span))
 
     @property
     def reusable(self) -> bool:
         """Whether the same JSON before as many bytes means the same request."""
         return self.id is None and not any(type(source) is InJson for source in self.sources)
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes of the inputs that lie in shared memory."""
-        return sum(source.nbytes for source in self.sources if isinstance(source, Span))
 
 
 def parse_raw(body: memoryview) -> InferRequest:
@@ -290,7 +289,8 @@ class Layout:
 
     def check_spans(self, regions: Regions) -> None:
         """InvalidInput where an output does not fit the place that the client gave it."""
-        check_spans(self.spans, self._specs, regions)
+        if self.spans:
+            check_spans(self.spans, self._specs, regions)
 
     def allocate(self) -> Answer:
         return LateAnswer(self, self._specs) if self.late else AnswerBuffer(self, self._specs, self._places)

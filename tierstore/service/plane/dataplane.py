@@ -24,7 +24,6 @@ them. Default outputs are the dense part's where one is served, else every featu
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -141,8 +140,7 @@ class Inference:
                     begin, options["dtype"] = partial(self._view.begin_on_device, self._device), call.feeds.dtype
                 else:
                     out, options["dtype"] = self._target(call)
-                    shape = math.prod(call.lead), call.table.dim
-                    options["out"] = out if out.shape == shape else out.reshape(shape)
+                    options["out"] = out if out.shape == call.shape else out.reshape(call.shape)
                 if call.pooled:
                     options["offsets"] = call.starts() if offsets is None else offsets
                     options["weights"] = weights
@@ -225,13 +223,21 @@ class DataPlane:
 
     def model(self, name: str) -> Any:
         """The engine's model. NotFound for a name that none has or can have."""
-        if NAME.fullmatch(name) is None:
-            raise NotFound(f"unknown model {shown(name)}")
-        return self._store.model(name)
+        try:
+            return self._store.model(name)
+        except NotFound:
+            if NAME.fullmatch(name) is None:  # it may be anything: do not say it all
+                raise NotFound(f"unknown model {shown(name)}") from None
+            raise
 
     def splits(self, model: str) -> bool:
         """Whether requests that name no version go to more than one: then it is worth the while to look for a `route`."""
         return self.model(model).served.canary is not None
+
+    def scores(self, model: str) -> bool:
+        """Whether the active version's dense part is served here."""
+        active = self.model(model).served.active
+        return active is not None and active.predictor is not None
 
     def open(
         self,

@@ -120,6 +120,15 @@ class Call:
     found: list[int] = field(default_factory=list)
     feeds: FeatureInput | None = None  # the input of the dense part that takes the rows
     hidden: bool = False  # whether those go into a buffer of the dense part, not into an output
+    # once the request is planned
+    shape: tuple[int, int] = (0, 0)  # of its rows as one matrix
+    pooled: bool = False  # whether bags must be pooled: one unweighted key a bag is that key's row
+
+    def settle(self) -> None:
+        """Note what follows from the request as a whole."""
+        self.shape = math.prod(self.lead), self.table.dim
+        ragged = self.offsets is not None or self.weights is not None or len(self.spec.shape) == 2
+        self.pooled = self.combiner is not None and ragged
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -127,13 +136,6 @@ class Call:
         if self.offsets is not None:
             return (self.bags,)
         return self.spec.shape if self.combiner is None else self.spec.shape[:1]
-
-    @property
-    def pooled(self) -> bool:
-        """Whether bags must be pooled: one unweighted key a bag is that key's row."""
-        if self.combiner is None:
-            return False
-        return self.offsets is not None or self.weights is not None or len(self.spec.shape) == 2
 
     def starts(self) -> npt.NDArray[np.int64]:
         """Where each bag begins, without offsets. Only once the size of the answer is known to be allowed."""

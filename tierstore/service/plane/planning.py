@@ -144,6 +144,8 @@ def _calls(
         elif part == "weights":
             check_weights_spec(calls[feature], inputs[place])
             calls[feature].weights = place
+    for call in calls.values():
+        call.settle()
     return calls, own
 
 
@@ -214,7 +216,7 @@ def _work_bytes(calls: dict[str, Call], specs: list[OutputSpec], dense: DensePla
         if (answered and call.pooled) or (call.found and not answered):
             hidden += math.prod(call.spec.shape) * call.table.dim * 4
         if call.hidden:
-            hidden += math.prod(call.lead) * call.table.dim * 4
+            hidden += math.prod(call.shape) * 4
     return hidden + sum(spec.nbytes for spec in specs)
 
 

@@ -24,8 +24,9 @@ from tierstore.engine.sharing import Changes
 from tierstore.errors import InvalidInput
 from tierstore.service.context import Service
 from tierstore.service.http.door import Door
+from tierstore.service.http.face import BEGUN, HttpFace
 from tierstore.service.http.guard import Guard
-from tierstore.service.http.messages import Receive, Scope, Send
+from tierstore.service.http.messages import Receive, Response, Scope, Send
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.serving import FINISH_S, make_server
 from tierstore.service.http.tfs import TfsHttp
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 REPORT_S = 1.0
 _EXIT_ORPHAN = 3
+_ELSEWHERE = "tierstore.elsewhere"  # in a scope: the owner is to answer it
 
 
 class _Root:
@@ -50,21 +52,19 @@ class _Root:
         self._oip, self._tfs = OipHttp(service), TfsHttp(service)
         self._forward = Forward(lambda: service.control.run(link.connect))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope["path"]
-        if path.endswith("/infer") and path.startswith("/v2/models/"):
-            await self._look_up(self._oip, path.split("/")[3:-1], scope, receive, send)
-        elif path.endswith(":predict") and path.startswith("/v1/models/"):
-            await self._look_up(self._tfs, path.removesuffix(":predict").split("/")[3:], scope, receive, send)
-        else:
-            await self._forward(scope, receive, send)
+    def at_once(self, scope: Scope, body: bytes) -> Response | None:
+        protocol, parts = self._data_plane(scope["path"])
+        if protocol is None or not self._store.fresh or not self._answers(parts):
+            return None
+        try:
+            return protocol.at_once(scope, body)
+        except Elsewhere:
+            scope[_ELSEWHERE] = True
+            return None
 
-    async def _look_up(
-        self, protocol: OipHttp | TfsHttp, parts: list[str], scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        if not self._store.fresh:
-            await self._service.control.run(self._store.refresh)
-        if self._answers(parts):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        protocol, parts = self._data_plane(scope["path"])
+        if protocol is not None and _ELSEWHERE not in scope and await self._takes(scope, parts):
             replay = Replay(receive)
             try:
                 await protocol(scope, replay, send)
@@ -72,6 +72,22 @@ class _Root:
             except Elsewhere:  # it needs the dense part; nothing has been sent yet
                 receive = replay.again
         await self._forward(scope, receive, send)
+
+    def _data_plane(self, path: str) -> tuple[HttpFace | None, list[str]]:
+        """(who answers a look-up, the parts of its path that say of what); None for anything else."""
+        if path.endswith("/infer") and path.startswith("/v2/models/"):
+            return self._oip, path.split("/")[3:-1]
+        if path.endswith(":predict") and path.startswith("/v1/models/"):
+            return self._tfs, path.removesuffix(":predict").split("/")[3:]
+        return None, []
+
+    async def _takes(self, scope: Scope, parts: list[str]) -> bool:
+        """Whether a look-up is answered here, as far as its path says."""
+        if BEGUN in scope:
+            return True
+        if not self._store.fresh:
+            await self._service.control.run(self._store.refresh)
+        return self._answers(parts)
 
     def _answers(self, parts: list[str]) -> bool:
         """Whether `{model}` or `{model}/versions/{number or label}` is served, or `{model}/labels/{label}`.

@@ -1,18 +1,19 @@
-"""One inference request over gRPC, from its message to its answer's, on one thread from beginning to end."""
+"""One inference request of the Open Inference Protocol over gRPC, from its message to its answer's."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from typing import Any
 
-from tierstore.errors import DeadlineExceeded, TierstoreError
+from tierstore.errors import DeadlineExceeded
 from tierstore.service.bounds.pool import Holding
 from tierstore.service.context import Service
-from tierstore.service.figures import Timings
+from tierstore.service.plane.dataplane import Asked, Inference
 from tierstore.service.plane.known import KNOWN_BYTES
 from tierstore.service.plane.plan import Plan
-from tierstore.service.rpc.calls import request_id
+from tierstore.service.plane.tensors import Elements
 from tierstore.service.rpc.codec import Layout, RpcRequest, parse_request, read_elements, take_apart
+from tierstore.service.rpc.lookups import answer
 from tierstore.service.rpc.types import Context
 
 
@@ -21,44 +22,35 @@ def infer(service: Service, message: bytes, context: Context, arrived_ns: int, e
 
     Its metadata are the `context`'s. `extra` are further serialized fields of the answer.
     """
-    began_ns = time.perf_counter_ns()
-    model = None
-    holding = Holding(service.inflight)
-    try:
-        holding.take(len(message))
-        parts = take_apart(message)
-        asked = _parse(service, parts.meta, raw=bool(parts.raw))
-        model = asked.model
-        if asked.timeout_us is not None and began_ns - arrived_ns >= asked.timeout_us * 1000:
-            raise DeadlineExceeded(f"the request waited longer than its timeout of {asked.timeout_us} microseconds")
-        spent = Timings(queued_ns=began_ns - arrived_ns)
-        route = request_id(context) if asked.version is None and service.dataplane.splits(model) else None
-        with service.dataplane.open(model, asked.version, asked.request, route=route) as inference:
-            layout = _layout_of(asked, inference.plan)
-            layout.check_spans(service.regions)
-            holding.take(inference.plan.work_bytes + asked.span_bytes)
-            elements = read_elements(asked, parts.raw, service.regions)
-            parsed_ns = time.perf_counter_ns()
-            inference.begin(elements, layout.allocate())
-            inference.finish()
-            version, arrays = inference.version, inference.arrays
-            spent.lookup_ns, spent.dense_ns = inference.lookup_ns, inference.dense_ns
-        answered_ns = time.perf_counter_ns()
-        answer = layout.encode(parts.id, arrays, service.regions, extra)
-        ended_ns = time.perf_counter_ns()
-        spent.input_ns, spent.infer_ns, spent.output_ns = (
-            parsed_ns - began_ns,
-            answered_ns - parsed_ns,
-            ended_ns - answered_ns,
-        )
-        service.infer_stats.succeeded(model, version, ended_ns - arrived_ns, spent)
-        return answer
-    except TierstoreError as error:
-        if model is not None:
-            service.count_failed(model, time.perf_counter_ns() - arrived_ns, error)
-        raise
-    finally:
-        holding.release()
+    return answer(service, message, context, arrived_ns, lambda message: _InferCall(service, message, extra))
+
+
+class _InferCall:
+    """An `RpcCall`."""
+
+    __slots__ = ("_asked", "_extra", "_layout", "_parts", "_service", "model", "version")
+
+    def __init__(self, service: Service, message: bytes, extra: bytes) -> None:
+        self._service, self._extra = service, extra
+        self._parts = take_apart(message)
+        self._asked = _parse(service, self._parts.meta, raw=bool(self._parts.raw))
+        self.model, self.version = self._asked.model, self._asked.version
+        self._layout: Layout
+
+    def asks(self, waited_ns: int, holding: Holding) -> Asked:
+        timeout_us = self._asked.timeout_us
+        if timeout_us is not None and waited_ns >= timeout_us * 1000:
+            raise DeadlineExceeded(f"the request waited longer than its timeout of {timeout_us} microseconds")
+        return self._asked.request
+
+    def read(self, inference: Inference, holding: Holding) -> tuple[Sequence[Elements], list[Any]]:
+        layout = self._layout = _layout_of(self._asked, inference.plan)
+        layout.check_spans(self._service.regions)
+        holding.take(inference.plan.work_bytes + self._asked.span_bytes)
+        return read_elements(self._asked, self._parts.raw, self._service.regions), layout.allocate()
+
+    def encode(self, inference: Inference) -> bytes:
+        return self._layout.encode(self._parts.id, inference.arrays, self._service.regions, self._extra)
 
 
 def _parse(service: Service, meta: bytes, *, raw: bool) -> RpcRequest:

@@ -5,25 +5,20 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from tierstore.engine.served import STABLE
-from tierstore.errors import InvalidInput, TierstoreError
-from tierstore.service.bounds.pool import Holding
+from tierstore.errors import InvalidInput
 from tierstore.service.context import Service
-from tierstore.service.figures import Timings
-from tierstore.service.plane.plan import Request, View
-from tierstore.service.plane.tensors import Elements, shown
-from tierstore.service.rpc.calls import Servicer, by_message, parsed, request_id
+from tierstore.service.plane.tensors import shown
+from tierstore.service.rpc.calls import Servicer, by_message
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.pools import submitted_ns
+from tierstore.service.rpc.predict import model_of, predict
 from tierstore.service.rpc.status import Unserved
-from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of
 from tierstore.service.rpc.types import Context, Unary
 from tierstore.service.tfs import models as tfs_models
 from tierstore.service.tfs import signature as tfs_signature
-from tierstore.service.tfs.request import request_of, room_for
 
 PROTOCOL = "tfs_grpc"
 SIGNATURE_FIELD = "signature_def"  # of a model's metadata; TensorFlow Serving has no other
@@ -35,7 +30,6 @@ _UNSERVED = {
 }
 _NO_RELOAD = "models are loaded by snapshots, not by a model server's configuration: POST /admin/models/{model}/snapshots, or `tierstore load`"
 
-PredictRequest = message("tensorflow.serving.PredictRequest")
 MetadataRequest = message("tensorflow.serving.GetModelMetadataRequest")
 MetadataResponse = message("tensorflow.serving.GetModelMetadataResponse")
 SignatureDefMap = message("tensorflow.serving.SignatureDefMap")
@@ -69,57 +63,10 @@ class TensorFlowServing:
         ]
 
     def _predict(self, received: bytes, context: Context) -> bytes:
-        service = self._service
-        arrived_ns, began_ns = submitted_ns(), time.perf_counter_ns()
-        holding = Holding(service.inflight)
-        model = None
-        try:
-            holding.take(len(received))
-            asked = parsed(PredictRequest, received)
-            model, wanted = _model_of(asked.model_spec)
-            signature = tfs_signature.check_signature(asked.model_spec.signature_name)
-            tensors = []
-            for name, tensor in asked.inputs.items():
-                tensors.append(tensor_of(name, tensor, service.settings.max_request))
-                holding.take(tensors[-1][1].nbytes)  # of each at once: one value may stand for very many
-            picked = list(asked.output_filter)
-            elements: list[Elements] = []
-            spent = Timings(queued_ns=began_ns - arrived_ns)
-
-            def request(view: View) -> Request:
-                made, ordered = request_of(service.known_requests, model, view, signature, tensors, picked)
-                elements.extend(ordered)
-                return made
-
-            plane = service.dataplane
-            route = request_id(context) if wanted is None and plane.splits(model) else None
-            with plane.open(model, wanted, request, route=route) as inference:
-                plan = inference.plan
-                holding.take(plan.work_bytes)
-                parsed_ns = time.perf_counter_ns()
-                inference.begin(elements, room_for(plan.specs))
-                inference.finish()
-                version, arrays = inference.version, inference.arrays
-                spent.lookup_ns, spent.dense_ns = inference.lookup_ns, inference.dense_ns
-            answered_ns = time.perf_counter_ns()
-            answer = answer_of(model, version, signature, plan, arrays)
-            ended_ns = time.perf_counter_ns()
-            spent.input_ns, spent.infer_ns, spent.output_ns = (
-                parsed_ns - began_ns,
-                answered_ns - parsed_ns,
-                ended_ns - answered_ns,
-            )
-            service.infer_stats.succeeded(model, version, ended_ns - arrived_ns, spent)
-            return answer
-        except TierstoreError as error:
-            if model is not None:
-                service.count_failed(model, time.perf_counter_ns() - arrived_ns, error)
-            raise
-        finally:
-            holding.release()
+        return predict(self._service, received, context, submitted_ns())
 
     def _metadata(self, asked: Any) -> Any:
-        name, version = _model_of(asked.model_spec)
+        name, version = model_of(asked.model_spec)
         if not asked.metadata_field:
             raise InvalidInput(f"metadata_field: expected {SIGNATURE_FIELD}, came none")
         for field in asked.metadata_field:
@@ -145,26 +92,13 @@ class TensorFlowServing:
         return answer
 
     def _status(self, asked: Any) -> Any:
-        name, version = _model_of(asked.model_spec)
+        name, version = model_of(asked.model_spec)
         self._service.dataplane.model(name)
         answer = StatusResponse()
         for number, state in tfs_models.version_states(self._service.store, name, version):
             entry = answer.model_version_status.add(version=number, state=tfs_models.STATE_NUMBERS[state])
             entry.status.SetInParent()
         return answer
-
-
-def _model_of(spec: Any) -> tuple[str, int | str | None]:
-    """(name, version or label) of a ModelSpec."""
-    name: str = spec.name
-    if not name:
-        raise InvalidInput("model_spec names no model")
-    match spec.WhichOneof("version_choice"):
-        case "version":
-            return name, int(spec.version.value)
-        case "version_label":
-            return name, str(spec.version_label)
-    return name, None
 
 
 def _unserved(why: str) -> Unary:

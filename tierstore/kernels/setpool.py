@@ -1,0 +1,125 @@
+"""Bags out of the set-associative cache: rows are summed as they are found, and written nowhere before.
+
+As `setlookup`, whose stages these are: any number of threads at any time, without a lock and without the GIL. Sums are
+those of `pool`, to the last bit.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from tierstore.kernels.atomics import acquire_i64, fence_acquire, relaxed_i64, stack_bytes
+from tierstore.kernels.raw import add_scaled_16, load_f32, store_f32, store_u8
+from tierstore.kernels.setcache import EPOCH, GEOMETRY, KEYS
+from tierstore.kernels.setlookup import (
+    AHEAD,
+    CODE,
+    CONTROL,
+    DEFAULT_AT,
+    DIM,
+    FLOATS,
+    RING_BYTES,
+    SKIP,
+    STATES,
+    WHERE,
+    answer,
+    ask_for_lines,
+    find_at_home,
+    find_elsewhere,
+    known,
+)
+from tierstore.types import Tier
+
+_PENDING, _HOST = int(Tier.PENDING), int(Tier.HOST)
+_WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
+
+
+@nb.njit(inline="always")
+def _add(target, source, factor, dim):  # type: ignore[no-untyped-def]
+    vectors = dim >> 4
+    for k in range(vectors):
+        add_scaled_16(target + 64 * k, source + 64 * k, factor)
+    for k in range(vectors << 4, dim):
+        store_f32(target, k, load_f32(target, k) + np.float32(factor * load_f32(source, k)))
+
+
+@nb.njit
+def _close(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
+    """Divide the sum of a bag as its combiner says; `total` is that of the weights, or of their squares."""
+    if combiner == 0:
+        return
+    divisor = np.sqrt(total) if combiner == 2 else total
+    for k in range(dim):
+        store_f32(pooled, k, np.float32(0) if total == np.float32(0) else load_f32(pooled, k) / divisor)
+
+
+@nb.njit(
+    types.int64(WHERE, KEYS, STATES, KEYS, _WEIGHTS, types.int64, FLOATS, STATES),
+    nogil=True, cache=True,
+)  # fmt: skip
+def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ignore[no-untyped-def]
+    """Pool those bags of which all keys are here.
+
+    Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0. A key whose state
+    is not PENDING contributes nothing. `weights` float32[n], or empty for ones; `combiner` as `pool.combiner_code`;
+    `out` float32 [bags, dim]. `left` uint8[bags], zeros, becomes 1 for each bag that has a key that is not here: its
+    vector is anything. States become HOST, ABSENT, or stay PENDING. Counts heat. Returns how many keys were answered
+    with HOST, or -1 if the table changed its size meanwhile or the sizes do not fit: then all of it is void.
+    """
+    where, n, bags = known(words), keys.size, starts.size
+    dim = where[DIM]
+    weighted = weights.size > 0
+    if out.shape[0] != bags or out.shape[1] != dim or left.size != bags or state.size != n:
+        return -1
+    if (weighted and weights.size != n) or (bags == 0 and n > 0):
+        return -1
+    kind = 0, dim * 4, where[CODE] == 0 and (dim * 4) & 63 == 0, where[DEFAULT_AT]
+    epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
+    geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
+    keys_at, state_at, out_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data), nb.int64(out.ctypes.data)
+    rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
+    row = np.empty(dim, np.float32)
+    row_at = nb.int64(row.ctypes.data)
+    hits, bag, total = 0, -1, np.float32(0)
+    pooled, next_start = out_at, 0
+    for step in range(0, n + 3 * AHEAD, AHEAD):
+        ask_for_lines(where, geometry, keys_at, step, min(step + AHEAD, n), rings)
+        begin = step - AHEAD
+        if begin >= 0:
+            find_at_home(where, keys_at, state_at, begin, min(step, n), rings)
+        begin -= AHEAD
+        if begin >= 0:
+            find_elsewhere(where, keys_at, begin, min(begin + AHEAD, n), rings)
+        begin -= AHEAD
+        for i in range(max(begin, 0), min(begin + AHEAD, n)):
+            while i >= next_start:
+                if bag >= 0:
+                    _close(pooled, dim, combiner, total)
+                bag += 1
+                pooled = out_at + bag * dim * 4
+                next_start = starts[bag + 1] if bag + 1 < bags else n
+                total = np.float32(0)
+                for k in range(dim):
+                    store_f32(pooled, k, np.float32(0))
+            of_key = answer(where, geometry, epoch, keys_at, i, kind, row_at, rings)
+            if of_key == SKIP:
+                continue
+            store_u8(state_at, i, nb.uint8(of_key))
+            if of_key == _PENDING:
+                left[bag] = 1
+                continue
+            hits += of_key == _HOST
+            factor = weights[i] if weighted else np.float32(1)
+            _add(pooled, row_at, factor, dim)
+            total += factor * factor if combiner == 2 else factor
+    if bag >= 0:
+        _close(pooled, dim, combiner, total)
+    for empty in range(bag + 1, bags):  # at the end
+        for k in range(dim):
+            out[empty, k] = np.float32(0)
+    fence_acquire()
+    if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch or row.size != dim:  # `row` is freed after its last mention
+        return -1
+    return hits
