@@ -23,7 +23,7 @@ from tierstore.formats.snapshot import open_snapshot
 from tierstore.formats.writers import SnapshotWriter
 from tierstore.ingest import bulkload
 from tierstore.ingest.bulkload import BaseBuild, BulkLoad
-from tierstore.ingest.helpers import Helpers
+from tierstore.ingest.helpers import NICENESS, Helpers
 from tierstore.tiers.disk import DiskTier, ReaderPool, file_xxh3, write_sst
 from tierstore.tiers.sealed import BASES, base_record
 from tierstore.types import BaseKind, KeyType, Progress
@@ -62,8 +62,8 @@ def started(own_helpers: None, monkeypatch: pytest.MonkeyPatch) -> list[Helpers]
     made: list[Helpers] = []
 
     class Recorded(Helpers):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.all_pids = self.pids
             made.append(self)
 
@@ -411,3 +411,16 @@ def test_what_was_ingested_is_read_back_and_compared(tmp_path: Path, out: Path, 
         disk.close()
         with pytest.raises(Corruption, match=r"base-item-0000\.(sst|sealed)"):
             bulk.read_back(db)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor cannot be shared out")
+@pytest.mark.parametrize("aside", [False, True])
+def test_helpers_beside_what_serves_leave_half_of_the_processors_to_it(
+    own_helpers: None, root: Path, tmp_path: Path, aside: bool
+) -> None:
+    mine = os.sched_getaffinity(0)
+    with Helpers(open_snapshot(root), 2, tmp_path, aside=aside) as helpers:
+        for pid in helpers.pids:
+            theirs = os.sched_getaffinity(pid)
+            assert os.getpriority(os.PRIO_PROCESS, pid) == NICENESS
+            assert (len(theirs) == -(-len(mine) // 2) and theirs < mine) if aside else theirs == mine

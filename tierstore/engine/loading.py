@@ -31,10 +31,14 @@ def load(
     shared: Shared,
     *,
     activate: bool,
+    aside: bool,
     progress: ProgressFn,
     cancelled: threading.Event | None,
 ) -> int:
-    """Load `snapshot` as a version of `model`. Returns the version. Whatever fails, nothing that served changes."""
+    """Load `snapshot` as a version of `model`. Returns the version. Whatever fails, nothing that served changes.
+
+    With `aside` it leaves half of the processors to what serves.
+    """
     manifest = snapshot.manifest
     number = manifest.version
     _check_dense(snapshot, shared)
@@ -54,6 +58,7 @@ def load(
             memory_bytes=settings.load_memory,
             workers=settings.load_workers,
             base=settings.base,
+            aside=aside,
             progress=tell,
             cancelled=cancelled,
         ) as bulk:

@@ -137,9 +137,16 @@ class Store:
         with self._models_lock:
             held = self._models.get(manifest.model) or self._begin_model(manifest.model)
             self._loads[held.name] += 1
+            aside = any(other.active_version is not None for other in self._models.values())
         try:
             return load(
-                held, snapshot, self._shared, activate=activate, progress=progress or ignore, cancelled=cancelled
+                held,
+                snapshot,
+                self._shared,
+                activate=activate,
+                aside=aside,
+                progress=progress or ignore,
+                cancelled=cancelled,
             )
         finally:
             with self._models_lock:

@@ -76,7 +76,9 @@ class BulkLoad:
     all. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
     second; what it raises ends the load.
 
-    Both steps raise StorageError when the disk or a helper fails, and SnapshotError when `cancelled` is
+    With `aside` helpers keep to half of the processors: something else serves meanwhile.
+
+    All steps raise StorageError when the disk or a helper fails, and SnapshotError when `cancelled` is
     set. Once the block has raised, `out_dir` is gone.
     """
 
@@ -88,10 +90,11 @@ class BulkLoad:
         memory_bytes: int,
         workers: int,
         base: BaseKind,
+        aside: bool = False,
         progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
-        self._snapshot = snapshot
+        self._snapshot, self._aside = snapshot, aside
         self._tables = snapshot.manifest.tables
         self._out_dir = Path(out_dir).absolute()
         self._workers = max(1, workers)
@@ -120,7 +123,9 @@ class BulkLoad:
         total = sum(table.rows for table in self._tables)
         began = time.monotonic()
         reads = [task for table in self._tables for task in self._plan_reads(table)]
-        self._helpers = helpers = Helpers(self._snapshot, self._helper_count(reads), self._out_dir / _HELPERS)
+        self._helpers = helpers = Helpers(
+            self._snapshot, self._helper_count(reads), self._out_dir / _HELPERS, aside=self._aside
+        )
         self._report.phase("read", total)
         sorted_ = self._gather(reads, helpers.run(reads, self._report.tick))
         between = time.monotonic()

@@ -30,21 +30,25 @@ from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.tasks import RESULTS, Task
 
 NICENESS = 19
+_THREADS_OF_LIBRARIES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _TICK_S = 0.1
 _STDERR_TAIL = 2000
 
 
 class Helpers:
-    """`count` helper processes for one snapshot; a context manager that ends them. `scratch` takes their stderr."""
+    """`count` helper processes for one snapshot; a context manager that ends them. `scratch` takes their stderr.
 
-    def __init__(self, snapshot: Snapshot, count: int, scratch: Path) -> None:
+    With `aside` they keep to half of the processors, so that what serves finds one free.
+    """
+
+    def __init__(self, snapshot: Snapshot, count: int, scratch: Path, *, aside: bool = False) -> None:
         self.peak_bytes = 0  # the most memory that one of them has held
         self._selector = selectors.DefaultSelector()
         self._helpers: list[_Helper] = []
         hello = {"root": str(snapshot.root), "manifest": snapshot.manifest.to_document()}
         try:
             for number in range(count):
-                helper = _Helper(scratch / f"helper-{number}.stderr")
+                helper = _Helper(scratch / f"helper-{number}.stderr", aside)
                 self._helpers.append(helper)
                 self._selector.register(helper.stdout, selectors.EVENT_READ, helper)
                 helper.send(hello)
@@ -101,11 +105,13 @@ class Helpers:
 
 
 class _Helper:
-    def __init__(self, stderr: Path) -> None:
+    def __init__(self, stderr: Path, aside: bool) -> None:
         self._stderr = stderr
         self._task: tuple[int, str] | None = None
         self._partial = b""
         self.process = start(stderr)
+        if aside:
+            _keep_aside(self.process.pid)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin = self.process.stdin
@@ -161,7 +167,7 @@ class _Helper:
 
 def start(stderr: Path) -> subprocess.Popen[bytes]:
     """A helper process that waits for its first line. Raises StorageError."""
-    environment = dict(os.environ)
+    environment = dict(os.environ) | dict.fromkeys(_THREADS_OF_LIBRARIES, "1")  # there is one helper a processor
     # a helper must find what this process has found, wherever it was found, and nothing in its working directory
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     try:
@@ -185,6 +191,16 @@ def _step_back(pid: int) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
         # not SCHED_IDLE: where other programs keep all processors busy, a load would come to a halt
         os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _keep_aside(pid: int) -> None:
+    """Have a helper keep to half of the processors.
+
+    Where all are busy, who wakes up waits for the end of a time slice, however low the priority of what it waits for.
+    """
+    with contextlib.suppress(OSError):
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(pid, processors[len(processors) // 2 :])
 
 
 def _error(answer: dict[str, Any]) -> TierstoreError:
