@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +284,23 @@ def test_what_comes_behind_one_answered_at_once_has_all_the_time_it_takes(
         assert answer(made) == answer(made)
     assert at_once == [True]
     assert timers == [None]
+
+
+def test_a_body_never_passes_for_a_request(ctr: Own, at_once: list[bool]) -> None:
+    """Nor where the wish for another protocol is not seen in time, so that the parser passes over the body."""
+    _, server, _ = ctr
+    wish = b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    head, _, body = request(OIP, KEYS[OIP]).partition(b"\r\n\r\n")
+    with connection(server) as made:
+        made.sendall(request(OIP, KEYS[OIP]) + head + wish + body)  # behind another one
+        assert answer(made)[0].startswith(b"HTTP/1.1 200")
+        with suppress(ConnectionError):
+            assert made.recv(1) == b""
+    with connection(server) as made:
+        made.sendall(head + wish[:-10])
+        here = server._http._server.server_state.connections
+        eventually(lambda: any(each._head_bytes for each in list(here)), "a part of its head has come")
+        with suppress(ConnectionError):
+            made.sendall(wish[-10:] + request("/v2/health/live"))
+            assert made.recv(1) == b""
+    assert at_once == [True]

@@ -155,6 +155,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
             self._be_patient()  # of a request that has begun to arrive the next bytes are waited for no longer
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """A wish for another protocol that came in pieces: the body would be taken for the next request."""
+        self.transport.close()
+
     def _be_patient(self) -> None:
         if not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(self._patience_s, self._silent)
@@ -215,6 +219,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             and self.parser.get_method() == b"POST"
             and self.parser.get_http_version() == "1.1"
             and self.parser.should_keep_alive()
+            and not self.parser.should_upgrade()
         )
 
     def _is_to_be_short(self) -> bool:
