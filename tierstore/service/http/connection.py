@@ -148,9 +148,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             else:
                 self.scope.setdefault(ARRIVED, time.perf_counter_ns())  # type: ignore[misc]
         if not self.transport.is_closing():
-            if self._in_head and self._head_bytes > HEAD_BYTES:
-                self.send_400_response("Request head too large.")
-            elif not self._in_head and self._beside_bytes > HEAD_BYTES:
+            if self._in_head:
+                if self._head_bytes > HEAD_BYTES:
+                    self.send_400_response("Request head too large.")
+            elif self._beside_bytes > HEAD_BYTES:
                 self.transport.abort()  # whatever the application has answered with so far
         if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
             self._be_patient()  # of a request that has begun to arrive the next bytes are waited for no longer
