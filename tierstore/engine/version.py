@@ -263,6 +263,8 @@ class Version:
         """
         for name in overlay.tables:
             self.tables[name].raise_floor(overlay.hi)
+        if overlay.dense is not None:
+            settle_dense(self.info.where, self.disk)  # a fold that failed may have had another name
         records = watermark_record(overlay.hi) | dense_to_come(self.info.where, overlay)
         files.make_dir(self.info.where.build)
         parts = sorted((self.tables[name].table_id, name) for name in overlay.tables)
