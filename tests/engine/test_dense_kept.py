@@ -11,8 +11,10 @@ import pytest
 
 import tierstore
 from tests.predict import onnx_models as om
+from tierstore.engine.overlay import encode_delta
 from tierstore.errors import DeltaError, InvalidInput, StorageError
 from tierstore.formats import files
+from tierstore.formats.delta import read_delta
 from tierstore.formats.files import FileSystem
 
 from . import scenes
@@ -260,3 +262,28 @@ def test_what_was_accepted_by_the_version_that_served_is_not_passed_over_at_a_st
         assert state(store) == "kept, not served: another release of the runtime refuses it"
         store.close()
     assert scores(open_store()) == [DIM + 50, DIM + 50]
+
+
+def test_folds_that_fail_leave_one_dense_part_on_its_way_at_most(open_store, tmp_path, monkeypatch):
+    """However many deltas come until the disk tier takes them, each making another name of the next try."""
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path, 1, {"user_id": None}, OLD))
+    version = store.model("ctr").served.active.holder
+
+    def refuse(self, parts):
+        raise StorageError("injected failure")
+
+    overlay = encode_delta(
+        read_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0))), version.specs, for_this_version=True
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("tierstore.tiers.sealed.SealedTier.ingest", refuse)
+        for seq in range(1, 4):
+            if seq > 1:
+                overlay = overlay.merged(encode_delta(read_delta(rows(seq)), version.specs, for_this_version=True))
+            with pytest.raises(StorageError, match="injected"):
+                version.fold(overlay)
+    on_its_way = [path.name for path in (tmp_path / "data/models/ctr/1").glob("dense-*")]
+    assert on_its_way == ["dense-3.onnx"]
+    version.fold(overlay)
+    assert [path.name for path in (tmp_path / "data/models/ctr/1").glob("dense*")] == ["dense.onnx"]

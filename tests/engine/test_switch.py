@@ -358,3 +358,58 @@ def test_a_load_that_the_store_is_closed_under_changes_nothing(open_store, tmp_p
     again = open_store()
     assert again.model("ctr").versions == [1]
     assert again.model("ctr").active_version == 1
+
+
+def test_a_load_that_fails_takes_nothing_away_from_who_switches_to_its_version(open_store, tmp_path, monkeypatch):
+    """A switch that waits for the one of the load may find the version complete, and serve it."""
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 1))
+    ctr = store.model("ctr")
+    forget = ctr._forget
+    came = []
+
+    def activate() -> None:
+        try:
+            store.activate("ctr", 2)
+        except NotFound as error:
+            came.append(error)
+
+    other = threading.Thread(target=activate)
+
+    def late(number: int) -> None:
+        other.join(0.5)  # as long as it takes, if it is let
+        forget(number)
+
+    def fail(step: Progress) -> None:
+        if step.phase == "switch":
+            other.start()
+            raise ValueError("stop here")
+
+    monkeypatch.setattr(ctr, "_forget", late)
+    with pytest.raises(ValueError, match="stop here"):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, 2), progress=fail)
+    other.join(20)
+    assert ctr.active_version in ctr.versions
+    assert (tmp_path / f"data/models/ctr/{ctr.active_version}/version.json").exists()
+    assert ctr.active_version == (1 if came else 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_load_that_its_store_was_closed_under_leaves_the_directory_to_who_has_it_now(open_store, tmp_path, first):
+    store, version = open_store(), 1 if first else 2
+    if not first:
+        store.load_snapshot(scenes.write_snapshot(tmp_path, 1))
+    source, opened = scenes.write_snapshot(tmp_path, version), []
+
+    def hand_over(step: Progress) -> None:
+        if step.phase == "ingest" and not opened:
+            store.close()
+            opened.append(open_store())
+            opened[0].load_snapshot(source)
+            raise Closed("what the load finds out with its next step")
+
+    with pytest.raises(Closed):
+        store.load_snapshot(source, progress=hand_over)
+    assert opened[0].model("ctr").active_version == version
+    assert (tmp_path / f"data/models/ctr/{version}/version.json").exists()
+    assert (tmp_path / "data/models/ctr/CURRENT").exists()

@@ -128,7 +128,10 @@ class Keeping(Switching):
 
     @contextlib.contextmanager
     def loading(self, number: int, delta_seq: int) -> Iterator[ProgressFn]:
-        """Reserve a version's directory, and the log from `delta_seq` on, for a load; on an error nothing of it stays."""
+        """Reserve a version's directory, and the log from `delta_seq` on, for a load; on an error nothing of it stays.
+
+        But for what serves meanwhile; and where the model was closed, the directory may be another process's by now.
+        """
         with self._serving.write:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded already")
@@ -145,7 +148,7 @@ class Keeping(Switching):
             self._loading[number] = delta_seq, Progress("start")
 
         def note(progress: Progress) -> None:
-            self._check_open()
+            self.check_open()
             self._loading[number] = delta_seq, progress
 
         where = self.where.version(number)
@@ -154,11 +157,13 @@ class Keeping(Switching):
             files.make_dir(where.root)
             yield note
         except BaseException:
-            if number not in self.served.versions:
-                self._forget(number)
-                files.remove_tree(where.root)
-                with self._serving.write, contextlib.suppress(StorageError):
-                    self._record.settle()  # there is room now
+            # one that is complete may be on its way to be served for somebody else's sake
+            with self._switch if number in self._infos else contextlib.nullcontext():
+                if not (self._closed or number in self.served.versions or self._keeper.is_retiring(number)):
+                    self._forget(number)
+                    files.remove_tree(where.root)
+                    with self._serving.write, contextlib.suppress(StorageError):
+                        self._record.settle()  # there is room now
             raise
         finally:
             with self._serving.write:
@@ -177,7 +182,7 @@ class Keeping(Switching):
         with self._switch:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded")
-            self._check_open()
+            self.check_open()
             if number in self.damaged:
                 self._drop_damaged(number)
                 return

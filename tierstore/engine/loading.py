@@ -67,6 +67,7 @@ def load(
             bulk.read_back(where.db)
         _keep_the_rest(snapshot, where)
         files.remove_tree(where.build)
+        model.check_open()
         write_record(where, manifest, build)
         model.adopt(VersionInfo(where), activate=activate, progress=tell)
     return number

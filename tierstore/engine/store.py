@@ -151,7 +151,7 @@ class Store:
         finally:
             with self._models_lock:
                 self._loads[held.name] -= 1
-                if held.is_empty and not self._loads[held.name]:
+                if held.is_empty and not self._loads[held.name] and not self._closed:
                     # a first load that failed leaves no trace of the model, unless another one is coming
                     del self._models[held.name]
                     held.close()

@@ -120,7 +120,8 @@ class Switching:
 
     # --- one version
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Closed once the model was closed; its directory may be another process's then."""
         if self._closed:
             raise Closed(f"the store of model {self.name!r} was closed")
 
@@ -159,7 +160,7 @@ class Switching:
 
         It makes its room in memory at the cost of `leaving` first, the active version first of them.
         """
-        self._check_open()
+        self.check_open()
         if self.is_stale(info) and not force:
             raise Conflict(
                 f"version {info.number} of {self.name!r} is stale: it holds deltas up to {info.watermark}, and the log begins after "
@@ -374,7 +375,7 @@ class Switching:
 
         Holds `write`. On an error nothing has changed.
         """
-        self._check_open()
+        self.check_open()
         self._record.write(Routes.of(served, awaited), lambda: self._go_on_from(served.active))
         if awaited is None and self._canary_problem is not None:
             log.warning("model %s: no longer on record: %s", self.name, self._canary_problem)

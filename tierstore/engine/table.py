@@ -14,6 +14,7 @@ import numpy as np
 
 from tierstore.engine.overlay import OverlayTable
 from tierstore.kernels import codec
+from tierstore.tiers.background import gives_way, hand_over
 from tierstore.tiers.base import RowStore
 from tierstore.tiers.device_group import DeviceCache
 from tierstore.tiers.host import HostTable
@@ -24,6 +25,7 @@ _PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)  # compared with a
 _NONE = np.empty(0, np.int64)
 _ALL_HOST = np.empty(0, np.int64)  # none is left either, and the host tier has answered all
 READ_BATCH = 8192  # keys of one read while warming up
+SHORT_BATCH = 1024  # beside requests: half a millisecond, after which who waits for the processor gets it
 
 
 class LookupCounts:
@@ -189,10 +191,16 @@ class Table:
                 self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
 
     def _warm(self, cache: DeviceCache | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
-        for begin in range(0, len(keys), READ_BATCH):
-            batch = np.sort(keys[begin : begin + READ_BATCH])
+        beside = gives_way()
+        step = SHORT_BATCH if beside else READ_BATCH
+        for begin in range(0, len(keys), step):
+            batch = np.sort(keys[begin : begin + step])
             rows, _, there = self._read(batch)
+            if beside:
+                hand_over()
             cache.warm(batch[there], rows[there])
+            if beside:
+                hand_over()
             progress(begin + len(batch))
             if cache.rows_resident >= cache.capacity_rows:
                 break

@@ -29,6 +29,7 @@ from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
 from tierstore.predict.session import DenseSession
+from tierstore.tiers.background import gives_way, hand_over
 from tierstore.tiers.device_set import DeviceSet
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable, least_budget
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 RECORD_FORMATS: dict[int, BaseKind] = {1: "rocksdb", 2: "sealed"}  # an older release must not take one for the other
 WATERMARK = "watermark"
 MIN_TABLE_BUDGET = 128 << 10
+_STEP = 8192  # keys: half a millisecond
+_NONE = np.empty(0, np.int64)
 
 
 def watermark_record(seq: int) -> dict[str, bytes]:
@@ -86,6 +89,28 @@ def _load_keys(path: Path) -> list[Keys]:
     except (OSError, ValueError, EOFError) as error:
         log.warning("%s is passed over: %s", path, error)
         return []
+
+
+def _distinct(sources: Sequence[Keys], limit: int) -> Keys:
+    """The first `limit` distinct keys of all sources, in their order, found in short steps where requests are served beside."""
+    kept = _NONE
+    for keys in sources:
+        if len(kept) >= limit:
+            break
+        known = np.sort(kept)
+        new = []
+        for begin in range(0, len(keys), _STEP):
+            part = keys[begin : begin + _STEP]
+            if len(known):
+                part = part[known[np.minimum(np.searchsorted(known, part), len(known) - 1)] != part]
+            new.append(part)
+            if gives_way():
+                hand_over()
+        fresh = np.concatenate([_NONE, *new])
+        if not np.all(np.diff(np.sort(fresh))):  # a file may name a key twice
+            fresh = fresh[np.sort(np.unique(fresh, return_index=True)[1])]
+        kept = np.concatenate([kept, fresh])
+    return kept[:limit]
 
 
 class VersionInfo:
@@ -236,9 +261,7 @@ class Version:
                 sources.append(like.tables[name].hot_keys(table.capacity_rows))
             sources += [*_load_keys(self.info.where.hot(name)), *_load_keys(self.info.where.warmup(name))]
             if sources:
-                keys = np.concatenate(sources)
-                first = np.sort(np.unique(keys, return_index=True)[1])  # distinct, hottest first
-                plans.append((table, keys[first][: table.capacity_rows]))
+                plans.append((table, _distinct(sources, table.capacity_rows)))
         total, done = sum(len(keys) for _, keys in plans), 0
         for table, keys in plans:
             table.warm(keys, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
@@ -263,6 +286,8 @@ class Version:
         """
         for name in overlay.tables:
             self.tables[name].raise_floor(overlay.hi)
+        if overlay.dense is not None:
+            settle_dense(self.info.where, self.disk)  # a fold that failed may have had another name
         records = watermark_record(overlay.hi) | dense_to_come(self.info.where, overlay)
         files.make_dir(self.info.where.build)
         parts = sorted((self.tables[name].table_id, name) for name in overlay.tables)

@@ -89,9 +89,22 @@ class _Helpers:
             # a closed executor refuses with RuntimeError: the caller then works alone
             with contextlib.suppress(RuntimeError):
                 for _ in range(min(wanted, self._threads)):
-                    started.append(self._executor.submit(work))  # noqa: PERF401
+                    # of our own: where no thread can be started, `submit` has queued what it raises for
+                    started.append(Future())
+                    self._executor.submit(_do, started[-1], work)
         return started
 
     def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
+
+
+def _do(promise: Future[None], work: Callable[[], None]) -> None:
+    if not promise.set_running_or_notify_cancel():
+        return
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 - who waits raises it
+        promise.set_exception(error)
+    else:
+        promise.set_result(None)
