@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tierstore.engine.store import Store
 from tierstore.service.http import call as calling
 from tierstore.service.http.face import HttpFace
 from tierstore.service.http.infer import InferCall
+from tierstore.service.http.messages import CONNECTION
 from tierstore.service.plane.dataplane import DataPlane
 from tierstore.service.server import ServerThread
 
@@ -236,3 +237,69 @@ def test_a_large_request_that_is_known_opens_its_view_once(ctr: Own, monkeypatch
         lengths = {"Inference-Header-Content-Length": str(len(header))}
         assert http.post(OIP, content=header + bytes(16), headers=lengths).status_code == 200
         assert len(opened) == expected
+
+
+TRAILERS = [b"Origin: http://elsewhere.example", b"X-Request-Timeout-Ms: none", b"Content-Encoding: gzip"]
+
+
+def with_trailers(*trailers: bytes) -> bytes:
+    """A look-up whose body comes in a chunk, up to the line that ends it."""
+    body = json.dumps(KEYS[OIP]).encode()
+    head = f"POST {OIP} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    return head + b"%x\r\n%s\r\n0\r\n" % (len(body), body) + b"".join(each + b"\r\n" for each in trailers)
+
+
+def test_a_trailer_does_not_pass_for_a_header(ctr: Own, at_once: list[bool]) -> None:
+    _, server, _ = ctr
+    with connection(server) as made:
+        for trailer in TRAILERS:
+            made.sendall(with_trailers(trailer) + b"\r\n")
+            assert answer(made)[0].startswith(b"HTTP/1.1 200")
+    assert at_once == [True] * len(TRAILERS)
+
+
+def test_trailers_without_end_end_the_connection(ctr: Own) -> None:
+    _, server, _ = ctr
+    many = (b"a: " + b"b" * (32 << 10) + b"\r\n") * 1000
+    with connection(server) as made, pytest.raises(OSError, match=r"reset|[Pp]ipe"):
+        made.sendall(with_trailers() + many)
+
+
+def test_what_comes_behind_one_answered_at_once_has_all_the_time_it_takes(
+    ctr: Own, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a timer that was set when the one before it was answered, for a connection that is idle."""
+    _, server, _ = ctr
+    timers: list[object] = []
+    work = HttpFace._answer
+
+    async def noted(self: HttpFace, scope: Any, *rest: Any) -> Any:
+        timers.append(scope[CONNECTION].timeout_keep_alive_task)
+        return await work(self, scope, *rest)
+
+    monkeypatch.setattr(HttpFace, "_answer", noted)
+    with connection(server) as made:
+        made.sendall(request(OIP, KEYS[OIP]) * 2)
+        assert answer(made) == answer(made)
+    assert at_once == [True]
+    assert timers == [None]
+
+
+def test_a_body_never_passes_for_a_request(ctr: Own, at_once: list[bool]) -> None:
+    """Nor where the wish for another protocol is not seen in time, so that the parser passes over the body."""
+    _, server, _ = ctr
+    wish = b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    head, _, body = request(OIP, KEYS[OIP]).partition(b"\r\n\r\n")
+    with connection(server) as made:
+        made.sendall(request(OIP, KEYS[OIP]) + head + wish + body)  # behind another one
+        assert answer(made)[0].startswith(b"HTTP/1.1 200")
+        with suppress(ConnectionError):
+            assert made.recv(1) == b""
+    with connection(server) as made:
+        made.sendall(head + wish[:-10])
+        here = server._http._server.server_state.connections
+        eventually(lambda: any(each._head_bytes for each in list(here)), "a part of its head has come")
+        with suppress(ConnectionError):
+            made.sendall(wish[-10:] + request("/v2/health/live"))
+            assert made.recv(1) == b""
+    assert at_once == [True]

@@ -235,6 +235,7 @@ class HostTable(_Reader):
         self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
         if self._areas is not None:
             self._areas.control[GEOMETRY] = self._depth_of(fraction)
+            self._areas.control[EPOCH] = 1  # never 0, as it reads once the memory is given back
 
     def _map(self, shared: bool) -> mmap.mmap | SharedMapping:
         size = self._layout.size
@@ -513,8 +514,8 @@ class HostTable(_Reader):
             areas, self._areas = self._areas, None
             self._counters[:2] = 0
             if areas is not None:
-                # a reader may still hold the arrays: void what it reads, then free the pages; the address
-                # range itself goes with the last reference
+                # a reader may still hold the arrays: void what it reads, then free the pages, after which the epoch
+                # is 0; the address range itself goes with the last reference
                 areas.control[EPOCH] += 1
                 self._memory.madvise(self._giving_back)
                 del self._memory

@@ -74,8 +74,8 @@ class _JoiningTransport:
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One of the `door`'s connections, if there is one.
 
-    Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, which sends more than
-    PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept, in the middle of a request too.
+    Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, or the trailers of whose
+    chunked body do (they are read and dropped, as RFC 9110, 6.5.1, allows), which sends more than PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept, in the middle of a request too.
 
     A look-up that has come whole, or in two pieces, its head and its body, is first offered to the application as it is
     (`at_once`): without a task and an event of its own it costs about a quarter less. What the application does not answer then
@@ -91,6 +91,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._held: list[bytes] | None = None  # the body so far of a look-up that uvicorn has not been told of
         self._is_first = True  # whether none of this read's requests was answered at once: others have their turn then
         self._head_bytes = 0
+        self._beside_bytes = 0  # of a chunked body that came since the last of what it carries: sizes, trailers
         self._in_head = True
         self._patience_s = float(self.timeout_keep_alive)
 
@@ -129,7 +130,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.
-        if self._in_head:
+        if not self._in_head:
+            self._beside_bytes += len(data)
+        else:
             self._head_bytes += len(data)
             # A server may pass over a wish for another protocol (RFC 9110, 7.8), such as the one for HTTP/2 that Java's client
             # has by default; the parser would take the body for that protocol.
@@ -144,10 +147,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._pass_on(self._held)
             else:
                 self.scope.setdefault(ARRIVED, time.perf_counter_ns())  # type: ignore[misc]
-        if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("Request head too large.")
+        if not self.transport.is_closing():
+            if self._in_head:
+                if self._head_bytes > HEAD_BYTES:
+                    self.send_400_response("Request head too large.")
+            elif self._beside_bytes > HEAD_BYTES:
+                self.transport.abort()  # whatever the application has answered with so far
         if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
             self._be_patient()  # of a request that has begun to arrive the next bytes are waited for no longer
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A wish for another protocol that came in pieces: the body would be taken for the next request."""
+        self.transport.close()
 
     def _be_patient(self) -> None:
         if not self.transport.is_closing():
@@ -168,15 +179,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._in_head = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer would pass for a header, after those were checked
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         if self._may_be_at_once():
             self._held = []
         else:
+            # of one that was answered at once in the same read, and would go off while this one is worked on
+            self._unset_keepalive_if_required()
             super().on_headers_complete()
         self._in_head = False
-        self._head_bytes = 0
+        self._head_bytes = self._beside_bytes = 0
 
     def on_body(self, body: bytes) -> None:
+        self._beside_bytes = 0
         if self._held is not None:
             self._held.append(body)
         else:
@@ -202,6 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             and self.parser.get_method() == b"POST"
             and self.parser.get_http_version() == "1.1"
             and self.parser.should_keep_alive()
+            and not self.parser.should_upgrade()
         )
 
     def _is_to_be_short(self) -> bool:
