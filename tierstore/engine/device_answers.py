@@ -6,7 +6,8 @@ any stream may read it at once. Nothing survives the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,15 @@ def devices_of(version: Any, device: str) -> DeviceSet:
     return devices
 
 
+@contextmanager
+def _outside_of_captures() -> Iterator[None]:
+    try:
+        yield
+    except Captured as error:
+        raise NotReady(str(error)) from error
+
+
+@_outside_of_captures()
 def answer_on_device(
     devices: DeviceSet,
     device: str,
@@ -74,24 +84,6 @@ def answer_on_device(
 
     `padding` bool[n] or None; `on_cpu` answers the same request in CPU memory, for when the device tier cannot.
     """
-    try:
-        return _answer(devices, device, table, overlays, seq, codes, padding, dtype, bags, on_cpu)
-    except Captured as error:
-        raise NotReady(str(error)) from error
-
-
-def _answer(
-    devices: DeviceSet,
-    device: str,
-    table: Table,
-    overlays: Sequence[OverlayTable],
-    seq: int,
-    codes: Keys,
-    padding: np.ndarray | None,
-    dtype: Any,
-    bags: Bags | None,
-    on_cpu: Callable[[], tuple[Vectors, np.ndarray]],
-) -> tuple[Any, np.ndarray]:
     number = devices.number_of(device)
     cache = table.device
     if cache is not None:
@@ -106,9 +98,7 @@ def _answer(
 
         vectors = cache.answer(codes, state, given, dtype, below, bags, number)
         if vectors is not None:
-            counts = np.bincount(state, minlength=len(Tier))
-            counts[Tier.ABSENT] -= 0 if padding is None else int(np.count_nonzero(padding))  # padding is no look-up
-            table.counts.add(counts)
+            table.count(state, 0 if padding is None else int(np.count_nonzero(padding)))
             return vectors, state != Tier.ABSENT
     answer, found = on_cpu()
     return devices.upload(answer, number), found

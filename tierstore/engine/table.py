@@ -14,7 +14,7 @@ import numpy as np
 
 from tierstore.engine.overlay import OverlayTable
 from tierstore.kernels import codec
-from tierstore.tiers.background import gives_way, hand_over
+from tierstore.tiers.background import gives_way, rest
 from tierstore.tiers.base import RowStore
 from tierstore.tiers.device_group import DeviceCache
 from tierstore.tiers.host import HostTable
@@ -191,16 +191,13 @@ class Table:
                 self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
 
     def _warm(self, cache: DeviceCache | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
-        beside = gives_way()
-        step = SHORT_BATCH if beside else READ_BATCH
+        step = SHORT_BATCH if gives_way() else READ_BATCH
         for begin in range(0, len(keys), step):
             batch = np.sort(keys[begin : begin + step])
             rows, _, there = self._read(batch)
-            if beside:
-                hand_over()
+            rest()
             cache.warm(batch[there], rows[there])
-            if beside:
-                hand_over()
+            rest()
             progress(begin + len(batch))
             if cache.rows_resident >= cache.capacity_rows:
                 break

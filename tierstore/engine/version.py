@@ -29,7 +29,7 @@ from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
 from tierstore.predict.session import DenseSession
-from tierstore.tiers.background import gives_way, hand_over
+from tierstore.tiers.background import rest
 from tierstore.tiers.device_set import DeviceSet
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.host import HostTable, least_budget
@@ -104,8 +104,7 @@ def _distinct(sources: Sequence[Keys], limit: int) -> Keys:
             if len(known):
                 part = part[known[np.minimum(np.searchsorted(known, part), len(known) - 1)] != part]
             new.append(part)
-            if gives_way():
-                hand_over()
+            rest()
         fresh = np.concatenate([_NONE, *new])
         if not np.all(np.diff(np.sort(fresh))):  # a file may name a key twice
             fresh = fresh[np.sort(np.unique(fresh, return_index=True)[1])]

@@ -222,6 +222,12 @@ def out_code(out: npt.NDArray[np.floating]) -> int:
     raise TypeError(f"vectors are float32 or float16, got {out.dtype}")
 
 
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where an array's elements begin, for a kernel; the caller keeps the array. Several times cheaper than `ctypes.data`."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def encode(vectors: Vectors, dtype: StorageDtype, out: Rows | None = None) -> Rows:
     """Rows of `dtype`, uint8[n, row_bytes], from `vectors`, float32 or float16 [n, dim].
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numba import njit, types
 
 from tierstore.kernels.atomics import prefetch
-from tierstore.kernels.codec import decode_row, out_code
+from tierstore.kernels.codec import address_of, decode_row, out_code
 from tierstore.types import Keys, Rows, States, StorageDtype, Tier, Vectors
 
 Index = npt.NDArray[np.uint64]
@@ -173,11 +173,6 @@ def build(keys: Keys) -> Index:
     return index
 
 
-def _address(array: npt.NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]  # several times cheaper than `ctypes.data`
-    return address
-
-
 class Answering:
     """The rows of a delta, to be looked up by key. Constant; any thread may `answer`.
 
@@ -196,7 +191,7 @@ class Answering:
         rows = np.ascontiguousarray(rows)
         self._index, self._keys = index, np.ascontiguousarray(keys)
         self._deleted = np.ascontiguousarray(deleted).view(np.uint8)
-        self._arrays, self._rows_at, self._row_bytes = rows, _address(rows), rows.shape[1]  # `rows` keeps its memory
+        self._arrays, self._rows_at, self._row_bytes = rows, address_of(rows), rows.shape[1]  # `rows` keeps its memory
         self._code, self._dim = dtype.code, dim
 
     def answer(self, keys: Keys, out: Vectors, state: States, default: Vectors) -> int:
@@ -215,7 +210,7 @@ class Answering:
         return int(
             _answer(
                 self._index, self._keys, self._deleted, self._rows_at, self._row_bytes, self._code, out_code(out), self._dim,
-                _address(fallback), _address(out), np.ascontiguousarray(keys), state,
+                address_of(fallback), address_of(out), np.ascontiguousarray(keys), state,
             )
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import InferenceError, InvalidInput, Overloaded, TierstoreError
+from tierstore.kernels.codec import address_of
 from tierstore.predict.binding import Run, Wiring
 from tierstore.predict.placement import ON_CPU, Placement
 from tierstore.predict.signature import BYTES, Shape, Signature
@@ -144,7 +145,7 @@ class DenseSession:
         binding = self._session.io_binding() if self._bindable else None
         if binding is not None and not self._bind_late:
             for name, array in arrays.items():
-                binding.bind_input(name, "cpu", 0, array.dtype, array.shape, _address(array))
+                binding.bind_input(name, "cpu", 0, array.dtype, array.shape, address_of(array))
         return Slot(key, arrays, binding)
 
     def give(self, slot: Slot) -> None:
@@ -208,7 +209,7 @@ class DenseSession:
         """Rows are read where the look-up has put them, and scores written where the caller wants them."""
         bind, place = slot.binding, self._placement
         for name, array in (*slot.arrays.items(), *given.items()) if self._bind_late else given.items():
-            bind.bind_input(name, "cpu", 0, array.dtype, run.inputs[name], _address(array))
+            bind.bind_input(name, "cpu", 0, array.dtype, run.inputs[name], address_of(array))
         for name, (address, _) in slot.lent.items():
             # The look-up has waited for its own stream: the rows are there, whichever stream reads them.
             bind.bind_input(
@@ -218,7 +219,7 @@ class DenseSession:
             if out is None:
                 bind.bind_output(name, "cpu")  # ONNX Runtime's own memory, once the size is known
             else:
-                bind.bind_output(name, "cpu", 0, out.dtype, out.shape, _address(out))
+                bind.bind_output(name, "cpu", 0, out.dtype, out.shape, address_of(out))
         if self._bind_late:
             bind.synchronize_inputs()
         self._session.run_with_iobinding(bind)
@@ -282,13 +283,8 @@ class DenseSession:
 
 def _aligned(shape: Shape, dtype: np.dtype[Any]) -> Array:
     memory = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
-    skip = -_address(memory) % _ALIGNMENT
+    skip = -address_of(memory) % _ALIGNMENT
     return np.ndarray(shape, dtype, memory, skip)
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _translated(error: Exception) -> TierstoreError:

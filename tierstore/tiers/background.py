@@ -38,8 +38,16 @@ def gives_way() -> bool:
 
 
 def hand_over() -> None:
-    """Let a thread have the interpreter lock that waits for it, now rather than after the switch interval (5 ms)."""
+    """Let a thread go on that waits: for the interpreter lock, which it would get after the switch interval (5 ms), for the
+    processor, or for a lock that the caller has just let go.
+    """
     time.sleep(_REST_S)
+
+
+def rest() -> None:
+    """`hand_over`, if the calling thread gives way; nothing where no requests are to be given way to."""
+    if gives_way():
+        hand_over()
 
 
 def in_background(work: Callable[[], T]) -> T:

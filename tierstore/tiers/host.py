@@ -16,7 +16,6 @@ import contextlib
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError
 from tierstore.kernels import setlookup, setpool, setresize, setwrite
-from tierstore.kernels.codec import out_code
+from tierstore.kernels.codec import address_of, out_code
 from tierstore.kernels.heat import POLICY_BYTES
 from tierstore.kernels.pool import combiner_code
 from tierstore.kernels.setcache import (
@@ -39,6 +38,7 @@ from tierstore.kernels.setcache import (
     WAYS,
     Areas,
 )
+from tierstore.tiers.background import hand_over
 from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
@@ -48,11 +48,6 @@ _CHUNK_BYTES = 1 << 20  # and of sets, their bytes
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
 _FLOAT32 = np.dtype(np.float32)
 _NO_WEIGHTS = np.empty(0, np.float32)
-_HAND_OVER_S = 50e-6  # a thread that waits for the lock wakes in this time; without it, who releases takes it again
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 class _Layout:
@@ -84,7 +79,7 @@ class _Layout:
         control, lines, absent, rows, policy = parts
         return Areas(
             control.view(np.int64), lines, lines.view(np.uint32), lines.view(np.int64), policy, policy.view(np.uint16),
-            absent, absent.view(np.uint32), absent.view(np.int64), _address(rows), self.row_bytes, self.sets_per_region,
+            absent, absent.view(np.uint32), absent.view(np.int64), address_of(rows), self.row_bytes, self.sets_per_region,
         )  # fmt: skip
 
 
@@ -108,8 +103,8 @@ class _Reader:
     def _open(self, memory: mmap.mmap | SharedMapping) -> None:
         areas = self._layout.cut(memory)
         self._where[:] = (
-            _address(areas.control), _address(areas.lines), _address(areas.absent), areas.rows,
-            self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim, _address(self._defaults[0]),
+            address_of(areas.control), address_of(areas.lines), address_of(areas.absent), areas.rows,
+            self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim, address_of(self._defaults[0]),
         )  # fmt: skip
         self._areas = areas
 
@@ -132,7 +127,7 @@ class _Reader:
         self._check(keys, out, state)
         half = out_code(out)
         keys = np.ascontiguousarray(keys)
-        return int(setlookup.lookup(self._where, keys, state, half, _address(out), _address(self._defaults[half])))
+        return int(setlookup.lookup(self._where, keys, state, half, address_of(out), address_of(self._defaults[half])))
 
     def pool(
         self,
@@ -170,7 +165,7 @@ class _Reader:
         areas = self._areas  # keeps the mapping until this returns
         if areas is not None:
             keys = np.ascontiguousarray(keys)
-            setlookup.lookup(self._where, keys, state, setlookup.AS_STORED, _address(rows), _address(absent))
+            setlookup.lookup(self._where, keys, state, setlookup.AS_STORED, address_of(rows), address_of(absent))
         return rows, state
 
     def _check(self, keys: Keys, out: Vectors, state: States) -> None:
@@ -275,7 +270,7 @@ class HostTable(_Reader):
             return 0
         try:
             rows = self._check_rows(keys, rows)
-            return int(setwrite.insert(areas, np.ascontiguousarray(keys), _address(rows), True, self._counters))
+            return int(setwrite.insert(areas, np.ascontiguousarray(keys), address_of(rows), True, self._counters))
         finally:
             self._lock.release()
 
@@ -338,7 +333,7 @@ class HostTable(_Reader):
                 if self._areas is None:
                     return
                 end = min(len(keys), begin + _CHUNK)
-                setwrite.update(self._areas, keys, _address(rows), deleted, begin, end, self._counters)
+                setwrite.update(self._areas, keys, address_of(rows), deleted, begin, end, self._counters)
 
     def warm(self, keys: Keys, rows: Rows) -> int:
         """Fill free places with distinct keys, hottest first; nobody is put out. Returns rows let in."""
@@ -349,7 +344,7 @@ class HostTable(_Reader):
                 if self._areas is None:
                     return admitted
                 chunk = keys[begin : begin + _CHUNK]
-                admitted += int(setwrite.insert(self._areas, chunk, _address(rows[begin:]), False, self._counters))
+                admitted += int(setwrite.insert(self._areas, chunk, address_of(rows[begin:]), False, self._counters))
         return admitted
 
     def hot_keys(self, limit: int) -> Keys:
@@ -400,7 +395,7 @@ class HostTable(_Reader):
         for begin in range(0, half, step):
             with self._lock:
                 setresize.merge(areas, begin, min(begin + step, half), self._counters)
-            time.sleep(_HAND_OVER_S)
+            hand_over()
         with self._lock:
             areas.control[GEOMETRY] = depth - 1
             areas.control[EPOCH] += 1
@@ -419,7 +414,7 @@ class HostTable(_Reader):
         for end in range(half, 0, -step):
             with self._lock:
                 setresize.split(areas, max(0, end - step), end, self._counters)
-            time.sleep(_HAND_OVER_S)
+            hand_over()
 
     def _give_back(self, begin: int) -> None:
         """Free the memory of all sets from `begin` on in every area, whole pages; they read as zeros, as empty sets do."""
@@ -481,7 +476,7 @@ class HostTable(_Reader):
         areas = self._areas
         if areas is None:
             return 0
-        first = _address(areas.control)
+        first = address_of(areas.control)
         last, total, inside = first + self._layout.size, 0, False
         with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
             for line in lines:
