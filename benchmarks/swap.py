@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,19 +210,31 @@ class _Timed:
         time.sleep(_PAUSE_S)
 
 
-def changes(admin: Admin, sources: list[Path], deltas: int) -> None:
-    """Each snapshot in turn, with deltas for it, and back to the one before and forth again."""
-    seq = 0
-    for version, source in enumerate(sources, 2):
-        admin.load(source)
-        admin.post("activate", "activate", {"version": version})
+def changes(admin: Admin, sources: list[Path], deltas: int) -> Callable[[], None]:
+    """Each snapshot in turn, with deltas for it, and back to the one before and forth again.
+
+    Deltas are made now: this process also measures, and would be late for answers while it makes one.
+    """
+    made, seq = [], 0
+    for version in range(2, len(sources) + 2):
+        mine = []
         for number in range(1, deltas + 1):
             seq += 1
-            admin.delta(delta(seq, version, version * STEP + number))
-        admin.post("roll back", "rollback", {})
+            mine.append(delta(seq, version, version * STEP + number))
         seq += 1
-        admin.delta(delta(seq, version - 1, (version - 1) * STEP + STEP // 2))
-        admin.post("activate again", "activate", {"version": version})
+        made.append((mine, delta(seq, version - 1, (version - 1) * STEP + STEP // 2)))
+
+    def go() -> None:
+        for version, (source, (mine, other)) in enumerate(zip(sources, made, strict=True), 2):
+            admin.load(source)
+            admin.post("activate", "activate", {"version": version})
+            for data in mine:
+                admin.delta(data)
+            admin.post("roll back", "rollback", {})
+            admin.delta(other)
+            admin.post("activate again", "activate", {"version": version})
+
+    return go
 
 
 def measure(where: Path, rows: int, quiet_s: float, rounds: int, deltas: int) -> dict[str, Any]:
@@ -237,10 +250,11 @@ def measure(where: Path, rows: int, quiet_s: float, rounds: int, deltas: int) ->
         capacity = len(full.of(200)) / full.whole_s
         interval_s = CALLERS / (capacity * SHARE)
         admin = Admin(served)
+        change = changes(admin, sources[1:], deltas)
         with Load(served, messages, interval_s) as load:
             time.sleep(quiet_s)
             began = time.perf_counter()
-            changes(admin, sources[1:], deltas)
+            change()
             ended = time.perf_counter()
             time.sleep(quiet_s)
         cpus = served.cpu_s()

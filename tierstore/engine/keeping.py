@@ -105,6 +105,7 @@ class Keeping(Switching):
                     version.save_hot_keys()
             for version in open_:
                 self._freed(version)
+            self._resting.close()
 
     @contextlib.contextmanager
     def opened(self, number: int) -> Iterator[Version]:
@@ -121,8 +122,10 @@ class Keeping(Switching):
             version = self._open(self._info(number))
             try:
                 yield version
-            finally:
-                version.close()
+            except BaseException:
+                version.close()  # it may be what failed: nothing rests of it
+                raise
+            self._resting.leave(version)
 
     # --- loading
 
@@ -161,6 +164,7 @@ class Keeping(Switching):
             with self._switch if number in self._infos else contextlib.nullcontext():
                 if not (self._closed or number in self.served.versions or self._keeper.is_retiring(number)):
                     self._forget(number)
+                    self._resting.close(number)
                     files.remove_tree(where.root)
                     with self._serving.write, contextlib.suppress(StorageError):
                         self._record.settle()  # there is room now
@@ -194,6 +198,7 @@ class Keeping(Switching):
             self._wait_retired(number)
             with self._serving.write:
                 self._record.settle()  # CURRENT must not go on naming it
+            self._resting.close(number)
             try:
                 files.remove_tree(info.where.root)
             finally:
@@ -264,8 +269,10 @@ class Keeping(Switching):
                 version = self._open(info)
                 try:
                     catch_up(version, self._deltas, self.dense)
-                finally:
+                except BaseException:
                     version.close()
+                    raise
+                self._resting.leave(version)
             except DeltaError as error:
                 log.warning("model %s: version %d cannot be caught up: %s", self.name, info.number, error)
             except TierstoreError as error:

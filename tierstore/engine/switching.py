@@ -27,6 +27,7 @@ from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
 from tierstore.engine.record import Record
 from tierstore.engine.replay import catch_up
+from tierstore.engine.resting import RestingVersion
 from tierstore.engine.routes import Routes, check_label, check_share
 from tierstore.engine.served import CANARY, STABLE, Served
 from tierstore.engine.serving import Serving
@@ -89,6 +90,7 @@ class Switching:
         self.dense = DenseParts(
             name, shared.dense, lambda number: self._infos.get(number), lambda: self._serving.current
         )
+        self._resting = RestingVersion()
         self._closed = False
         # guarded by serving.write; replaced whole, so that readers need no lock
         self._infos: dict[int, VersionInfo] = {}
@@ -138,13 +140,20 @@ class Switching:
             self._infos = {key: info for key, info in self._infos.items() if key != number}
 
     def _open(self, info: VersionInfo) -> Version:
-        return Version.open(info, self._shared.settings, self._shared.readers, self.counts_of)
+        resting = self._resting.take(info.number)
+        return Version.open(info, self._shared.settings, self._shared.readers, self.counts_of, resting)
 
     def _freed(self, version: Version) -> None:
-        version.close()
-        self._shared.host_budget.release(version)
-        self._shared.host_budget.settle()
-        self._shared.devices.release(version)
+        """Give back what a version held that was served, or was to be."""
+        try:
+            if self._closed:
+                version.close()
+            else:
+                self._resting.leave(version)
+        finally:
+            self._shared.host_budget.release(version)
+            self._shared.host_budget.settle()
+            self._shared.devices.release(version)
 
     def _wait_retired(self, number: int) -> None:
         if not self._keeper.wait_retired(number, DRAIN_S):
@@ -179,6 +188,7 @@ class Switching:
             self.dense.open(version, lenient=force)
             yield version
         except BaseException:
+            version.close()  # it may be what failed: nothing rests of it
             self._freed(version)
             raise
 

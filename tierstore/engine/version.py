@@ -31,7 +31,7 @@ from tierstore.ingest.bulkload import BaseBuild
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.background import rest
 from tierstore.tiers.device_set import DeviceSet
-from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
+from tierstore.tiers.disk import DiskTier, ReaderPool, Resting, write_sst
 from tierstore.tiers.host import HostTable, least_budget
 from tierstore.tiers.sealed import BASES
 from tierstore.types import BaseKind, FeatureSpec, Keys, TableSpec
@@ -182,10 +182,19 @@ class Version:
 
     @classmethod
     def open(
-        cls, info: VersionInfo, settings: Settings, readers: ReaderPool, counts: Callable[[str], LookupCounts]
+        cls,
+        info: VersionInfo,
+        settings: Settings,
+        readers: ReaderPool,
+        counts: Callable[[str], LookupCounts],
+        resting: Resting | None,
     ) -> Version:
-        """Open the disk tier; host tables come by `attach_host`. `counts` gives the model's counts for a table."""
-        disk = BASES[info.base].open(info.where.db, block_cache_bytes=settings.block_cache, reader=readers)
+        """Open the disk tier, or wake what rests of it; host tables come by `attach_host`. `counts` gives the model's counts for a table."""
+        cache = settings.block_cache
+        if resting is None:
+            disk = BASES[info.base].open(info.where.db, block_cache_bytes=cache, reader=readers)
+        else:
+            disk = resting.wake(block_cache_bytes=cache, reader=readers)
         try:
             return cls(info, disk, counts, share_host=settings.workers > 1)
         except BaseException:
@@ -323,9 +332,17 @@ class Version:
 
     def close(self) -> None:
         """Free all memory and close the files. No look-up may be running."""
+        self._drop_memory()
+        self.disk.close()
+
+    def rest(self) -> Resting | None:
+        """As `close`, but for what rests of the disk tier."""
+        self._drop_memory()
+        return self.disk.rest()
+
+    def _drop_memory(self) -> None:
         self.predictor = None
         self.drop_caches()
-        self.disk.close()
 
     def status(self) -> dict[str, Any]:
         """Per table: rows as loaded, where keys were answered, bytes a tier holds and may hold."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import compress, groupby, repeat
 from operator import is_not, itemgetter
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -77,15 +77,25 @@ class TableContent:
     digest: int
 
 
+class Resting(Protocol):
+    """What stays open of a tier that was left, for who opens it next. One call, of either method, ends it."""
+
+    def wake(self, *, block_cache_bytes: int, reader: ReaderPool) -> DiskTier:
+        """The tier again, with the errors of `DiskTier.open`."""
+
+    def close(self) -> None:
+        """Close the files and give the lock back. Raises StorageError."""
+
+
 class DiskTier:
     """One RocksDB directory. Make one with `create` or `open`."""
 
     _open_threads = _OPEN_THREADS  # that look at its files as it is opened
 
-    def __init__(self, path: Path, db: rocksdict.Rdict, readers: ReaderPool) -> None:
+    def __init__(self, path: Path, db: rocksdict.Rdict, cache: rocksdict.Cache, readers: ReaderPool) -> None:
         # constant after construction
         self.path = path
-        self._db = db
+        self._db, self._cache = db, cache
         self._readers = readers
         # guarded by _gate
         self._gate = threading.Condition()
@@ -110,14 +120,20 @@ class DiskTier:
     def _open(
         cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool = False, read_only: bool = False
     ) -> Self:
-        family = tier_options(block_cache_bytes, cls._open_threads)
+        cache = rocksdict.Cache(block_cache_bytes)
+        family = tier_options(cache, cls._open_threads)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_only() if read_only else rocksdict.AccessType.read_write()
         with driver_errors(f"opening {path}"):
             # the family's options must be given as such: on reopen RocksDB would take its defaults for it
             db = rocksdict.Rdict(str(path), family, column_families={"default": family}, access_type=access)
-        return cls(path, db, reader)
+        return cls(path, db, cache, reader)
+
+    def rest(self) -> Resting | None:
+        """As `close`, but for what takes long to open again; None where nothing stays open."""
+        self.close()
+        return None
 
     def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
         """Take in sorted files, all or none, by moving them into the directory (same file system).
@@ -249,9 +265,14 @@ class DiskTier:
 
     def close(self) -> None:
         """Wait for calls under way, then close the files and give the lock back. Scans end with Closed. May be repeated."""
+        if self._end():
+            close_rocksdb(self.path, self._db)
+
+    def _end(self) -> bool:
+        """Wait for calls under way; later ones raise Closed. False if it was closed already."""
         with self._gate:
             if self._closed:
-                return
+                return False
             self._closed = True
             self._gate.notify_all()  # an ingest that waits for merges gives up
             while self._inside:
@@ -260,8 +281,7 @@ class DiskTier:
             for cursor in self._cursors:
                 cursor.iterator = None
             self._cursors.clear()
-        with driver_errors(f"closing {self.path}"):
-            self._db.close()
+        return True
 
     def _await_merges(self, db: rocksdict.Rdict) -> None:
         """Wait while too many files lie unmerged; each of them costs every look-up. Bounds their number."""
@@ -344,6 +364,12 @@ class DiskTier:
             cursor.iterator = None
             with self._gate:
                 self._cursors.discard(cursor)
+
+
+def close_rocksdb(path: Path, db: rocksdict.Rdict) -> None:
+    """Close the files of a database that nobody uses, and give the lock back. Raises StorageError."""
+    with driver_errors(f"closing {path}"):
+        db.close()
 
 
 def _prefix(table_id: int) -> bytes:

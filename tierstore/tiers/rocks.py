@@ -22,7 +22,7 @@ _LEVEL_BASE_BYTES = 128 << 20
 _READAHEAD_BYTES = 1 << 20
 
 
-def table_options(*, bloom: bool, block_cache_bytes: int | None = None) -> rocksdict.Options:
+def table_options(*, bloom: bool, block_cache: rocksdict.Cache | None = None) -> rocksdict.Options:
     """Options for files and column families: raw bytes, no compression (floats do not shrink), XXH3 checksums.
 
     Index and filters of open files stay in memory, outside the block cache: a third of a byte a row.
@@ -33,17 +33,17 @@ def table_options(*, bloom: bool, block_cache_bytes: int | None = None) -> rocks
     table.set_format_version(5)
     if bloom:
         table.set_bloom_filter(BLOOM_BITS, False)
-    if block_cache_bytes is not None:
-        table.set_block_cache(rocksdict.Cache(block_cache_bytes))
+    if block_cache is not None:
+        table.set_block_cache(block_cache)
     options = rocksdict.Options(raw_mode=True)
     options.set_compression_type(rocksdict.DBCompressionType.none())
     options.set_block_based_table_factory(table)
     return options
 
 
-def tier_options(block_cache_bytes: int, open_threads: int) -> rocksdict.Options:
+def tier_options(block_cache: rocksdict.Cache, open_threads: int) -> rocksdict.Options:
     """Settings of an open tier; docs/decisions/disk-tier.md has the figures behind them."""
-    options = table_options(bloom=True, block_cache_bytes=block_cache_bytes)
+    options = table_options(bloom=True, block_cache=block_cache)
     options.set_optimize_filters_for_hits(True)  # no filters on the last level, whose keys mostly exist
     options.set_max_open_files(_open_files())
     options.set_max_file_opening_threads(open_threads)

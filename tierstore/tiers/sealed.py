@@ -34,7 +34,7 @@ import numpy.typing as npt
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.files import make_dir, rename
 from tierstore.tiers.changed import ChangedKeys
-from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk import DiskTier, Resting, close_rocksdb
 from tierstore.tiers.readers import ReaderPool
 from tierstore.tiers.sealed_file import Opened, SealedFile, open_sealed, read_blocks
 from tierstore.tiers.sealed_table import SealedTable, scatter
@@ -55,8 +55,8 @@ class SealedTier(DiskTier):
 
     _open_threads = 1  # deltas alone are a few files
 
-    def __init__(self, path: Path, db: Any, readers: ReaderPool) -> None:
-        super().__init__(path, db, readers)
+    def __init__(self, path: Path, db: Any, cache: Any, readers: ReaderPool) -> None:
+        super().__init__(path, db, cache, readers)
         # replaced whole by the one writer, so that readers need no lock
         self._base: dict[int, SealedTable] = {}
         self._changed: dict[int, ChangedKeys] = {}
@@ -65,14 +65,21 @@ class SealedTier(DiskTier):
     def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
         """As DiskTier.open; raises Corruption for a base file that is missing or is not the one that was built."""
         tier = cls._open(path, block_cache_bytes, reader, read_only=read_only)
+        tier._open_base()
         try:
-            tier._base = _open_tables(path, tier.record(BASE))
             for table_id, keys in tier._table_keys():
                 tier._changed_in(table_id).add(keys)
         except BaseException:
             tier.close()
             raise
         return tier
+
+    def _open_base(self) -> None:
+        try:
+            self._base = _open_tables(self.path, self.record(BASE))
+        except BaseException:
+            self.close()
+            raise
 
     def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
         """Take in the base's files, once, with the `base_record` of them; or a delta, as DiskTier does.
@@ -151,9 +158,19 @@ class SealedTier(DiskTier):
     def close(self) -> None:
         """As DiskTier.close, and close the base."""
         super().close()  # waits for calls under way: none uses a descriptor after this
+        self._close_base()
+
+    def _close_base(self) -> None:
         base, self._base = self._base, {}
         for table in base.values():
             table.close()
+
+    def rest(self) -> Resting | None:
+        """As DiskTier.rest. RocksDB stays open, to open which takes 5 ms with the interpreter lock held, but caches nothing."""
+        if not self._end():
+            return None
+        self._close_base()
+        return _Resting(self.path, self._db, self._cache, self._changed)
 
     def _base_bytes(self) -> int:
         return sum(file.size for table in self._base.values() for file in table.files)
@@ -206,6 +223,27 @@ class SealedTier(DiskTier):
             for start in range(begin, end, entries):
                 part = slice(start, min(start + entries, end))
                 yield keys[part], rows[part]
+
+
+class _Resting:
+    """RocksDB, and which keys deltas may have changed; the base's files are closed."""
+
+    def __init__(self, path: Path, db: Any, cache: Any, changed: dict[int, ChangedKeys]) -> None:
+        cache.set_capacity(0)
+        self._parts, self._cache, self._changed = (path, db, cache), cache, changed
+
+    def wake(self, *, block_cache_bytes: int, reader: ReaderPool) -> SealedTier:
+        """The tier again."""
+        self._cache.set_capacity(block_cache_bytes)
+        tier = SealedTier(*self._parts, reader)
+        tier._open_base()
+        tier._changed = self._changed
+        return tier
+
+    def close(self) -> None:
+        """Close RocksDB as well."""
+        path, db, _ = self._parts
+        close_rocksdb(path, db)
 
 
 BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTier}
