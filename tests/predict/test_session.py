@@ -173,7 +173,7 @@ def test_a_boosted_model_of_lightgbm_answers_as_it_does_there(load):
         )
         names = [tensor.name for tensor in session.signature.outputs]
         assert ("probabilities" in names) is not zipmap, "maps are not served, the labels beside them are"
-        warm(session, lambda _, lead: np.zeros((*lead, 4), np.float32))
+        warm(session, lambda _, lead: np.zeros((*lead, 4), np.float32), lambda: None)
         assert "label" in session.loose, "the converter declares [1], whatever the batch"
         answer = run(session, {"user_id": (300,)}, rows={"user_id": x})
         assert answer["label"].tolist() == model.predict(x).tolist()

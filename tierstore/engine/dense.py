@@ -25,6 +25,7 @@ from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import Array, DenseCounts, DenseSession
 from tierstore.predict.signature import Shape
 from tierstore.predict.warmup import warm
+from tierstore.tiers.background import hand_over
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class DenseParts:
         except OSError as error:
             raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
         try:
+            hand_over()
             session = self._runtime.load(model, info.features, info.specs, self.counts)
             self._warm(session, View(version, (), version.watermark))
             version.predictor = session
@@ -85,6 +87,7 @@ class DenseParts:
             return None
         version = view.holder
         try:
+            hand_over()
             session = self._runtime.load(model, version.features, version.specs, self.counts)
             if delta.base_version is None and (active := self._active()) is not None:
                 _check_meaning(session, view, active)
@@ -106,7 +109,7 @@ class DenseParts:
     def _warm(self, session: DenseSession, view: View) -> None:
         """Run it: on requests made up from its signature, then on those recorded in the snapshot, which must succeed."""
         try:
-            warm(session, lambda feature, lead: _rows(view, feature, lead))
+            warm(session, lambda feature, lead: _rows(view, feature, lead), hand_over)
         except TierstoreError as error:
             log.warning("model %s: a made-up request fails, which clients' need not: %s", self._model, error)
         for path in recorded(view.holder.info):

@@ -29,6 +29,7 @@ class Publisher:
         self._served = Served()
         self._retired: list[View] = []
         self._pinned: list[Version] = []
+        self._beside = 0  # readers of served views that are no requests
 
     @property
     def served(self) -> Served:
@@ -38,6 +39,10 @@ class Publisher:
     def current(self) -> View | None:
         """The active version's view."""
         return self._served.active
+
+    def under_way(self) -> bool:
+        """Whether somebody reads what is served: a request, or a worker process, which holds a view all the time."""
+        return sum(view.readers for view in self._served.views) > self._beside
 
     def publish(self, served: Served) -> None:
         """From now on requests that start work on a view of `served`. One atomic step."""
@@ -66,6 +71,20 @@ class Publisher:
             for view in self._served.views:
                 view.readers += 1
             return self._served
+
+    @contextmanager
+    def beside(self) -> Iterator[Served]:
+        """Read every view that is served, for work that is no request."""
+        with self.changed:
+            served = self.enter_all()
+            self._beside += len(served.views)
+        try:
+            yield served
+        finally:
+            with self.changed:
+                self._beside -= len(served.views)
+                for view in served.views:
+                    self.leave(view)
 
     def leave(self, view: View) -> None:
         with self._lock:

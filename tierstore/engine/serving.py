@@ -143,16 +143,12 @@ class Serving:
         last = self.deltas.last
         if delta.dense is None or last is None or delta.seq != last + 1:
             return {}
-        served = self.publisher.enter_all()
-        try:
+        with self.publisher.beside() as served:
             return {
                 view.holder: self._session(delta, view, served, dense)
                 for view in served.views
                 if delta.base_version in (None, view.version) and view.seq < delta.seq
             }
-        finally:
-            for view in served.views:
-                self.publisher.leave(view)
 
     def _is_held(self, delta: Delta) -> bool:
         last = self.deltas.last

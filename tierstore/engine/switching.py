@@ -37,7 +37,7 @@ from tierstore.engine.view import View
 from tierstore.errors import Closed, Conflict, Corruption, NotFound, TierstoreError
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.runtime import Runtime
-from tierstore.tiers.background import in_background
+from tierstore.tiers.background import in_background, watch
 from tierstore.tiers.disk import ReaderPool
 from tierstore.types import Progress, ProgressFn
 
@@ -81,6 +81,8 @@ class Switching:
             shared.settings.fold_grace_s,
             shared.told,
         )
+        if shared.settings.workers == 1:  # else others answer, with interpreter locks of their own
+            watch(self._serving.publisher)
         self._keeper = Keeper(self._serving, self._freed, keep_house)
         self._switch = threading.RLock()
         self._start_problem: str | None = None

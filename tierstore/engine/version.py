@@ -29,7 +29,7 @@ from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import VersionDirectory
 from tierstore.ingest.bulkload import BaseBuild
 from tierstore.predict.session import DenseSession
-from tierstore.tiers.background import rest
+from tierstore.tiers.background import hand_over, rest
 from tierstore.tiers.device_set import DeviceSet
 from tierstore.tiers.disk import DiskTier, ReaderPool, Resting, write_sst
 from tierstore.tiers.host import HostTable, least_budget
@@ -305,6 +305,7 @@ class Version:
             tables=[(number, t.keys, t.rows, t.deleted) for number, name in parts for t in (overlay.tables[name],)],
             delta=True,
         )
+        hand_over()
         try:
             self.disk.ingest([sst])
         except BaseException:
@@ -317,6 +318,7 @@ class Version:
         if overlay.dense is not None or overlay.passed_over is not None:
             self.info.passed_over = overlay.passed_over
         for name, rows in overlay.tables.items():
+            hand_over()
             self.tables[name].update_caches(rows.keys, rows.rows, rows.deleted)
         self.watermark = self.info.watermark = overlay.hi
 

@@ -22,13 +22,15 @@ _OTHER = 4  # of a size that is free and does not stand first
 RowsOf = Callable[[FeatureInput, Shape], Array]
 
 
-def warm(session: DenseSession, rows_of: RowsOf) -> None:
+def warm(session: DenseSession, rows_of: RowsOf, rest: Callable[[], None]) -> None:
     """Run `session` on made-up requests of several sizes: strings are empty, numbers zero.
 
-    `rows_of` gives rows of a feature input for bags or keys of a shape: an array [*shape, dim] of its dtype. Raises
-    InvalidInput where the graph cannot take such a request, which says nothing about those of clients.
+    `rows_of` gives rows of a feature input for bags or keys of a shape: an array [*shape, dim] of its dtype. `rest` is
+    called before each run. Raises InvalidInput where the graph cannot take such a request, which says nothing about
+    those of clients.
     """
     for batch in (_PROBED, *_BATCHES):
+        rest()
         leads, plain = made_up(session.wiring, batch)
         run = session.plan(leads, {name: array.shape for name, array in plain.items()})
         rows = {name: rows_of(session.wiring.features[name], lead) for name, lead in leads.items()}

@@ -1,4 +1,4 @@
-"""Work that gives way to requests: on threads of low priority, what tells such threads from others, and a short rest.
+"""Work that gives way to requests: on threads of low priority, what tells such threads from others, and rests.
 
 A switch warms a version while another one serves; at the same priority it would take every other turn of a core from the
 look-ups. Niceness is a thread's own on Linux, and one without privileges cannot take it back: hence a thread that ends.
@@ -12,17 +12,42 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
 NICENESS = 10  # a tenth of the turns beside a thread that has none, and all there are beside an idle core
 
 _REST_S = 50e-6  # in which a thread that waits wakes up; without it, who lets a lock go is the first to take it again
+_PATIENCE_S = 2e-3  # for requests to be answered: four times as long as is worked between two rests
+_LOOK_S = 100e-6  # between two looks whether they are
 
 _here = threading.local()
+
+
+class Requests(Protocol):
+    """Who knows of requests."""
+
+    def under_way(self) -> bool:
+        """Whether one is being answered, at a glance: without waiting, and not to be relied on."""
+
+
+_watched: tuple[weakref.ref[Requests], ...] = ()  # replaced whole
+_watching = threading.Lock()
+
+
+def watch(requests: Requests) -> None:
+    """From now on, `hand_over` lets these go first, as long as the object lives."""
+    global _watched
+    with _watching:
+        _watched = (*(known for known in _watched if known() is not None), weakref.ref(requests))
+
+
+def _are_under_way() -> bool:
+    return any((requests := known()) is not None and requests.under_way() for known in _watched)
 
 
 def give_way() -> None:
@@ -38,10 +63,16 @@ def gives_way() -> bool:
 
 
 def hand_over() -> None:
-    """Let a thread go on that waits: for the interpreter lock, which it would get after the switch interval (5 ms), for the
-    processor, or for a lock that the caller has just let go.
+    """Let threads go on that wait: for the interpreter lock, which they would get after the switch interval (5 ms), for the
+    processor, or for a lock that the caller has just let go; and requests that are under way be answered.
+
+    A request takes the interpreter lock many times, and would wait each time. To be called after half a millisecond of
+    work; where one request follows on another, a fifth of the time is left for it.
     """
     time.sleep(_REST_S)
+    until = time.monotonic() + _PATIENCE_S
+    while _are_under_way() and time.monotonic() < until:
+        time.sleep(_LOOK_S)
 
 
 def rest() -> None:

@@ -29,6 +29,7 @@ import rocksdict
 
 from tierstore.errors import Closed, Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
+from tierstore.tiers.background import hand_over
 from tierstore.tiers.cursor import Cursor
 from tierstore.tiers.readers import ReaderPool
 from tierstore.tiers.rocks import driver_errors, scan_options, tier_options, translate
@@ -125,6 +126,7 @@ class DiskTier:
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_only() if read_only else rocksdict.AccessType.read_write()
+        hand_over()  # with the interpreter lock held, it takes milliseconds
         with driver_errors(f"opening {path}"):
             # the family's options must be given as such: on reopen RocksDB would take its defaults for it
             db = rocksdict.Rdict(str(path), family, column_families={"default": family}, access_type=access)

@@ -116,7 +116,7 @@ def write_sst(
                     hand_over()
             if not entries:
                 raise ValueError("nothing to write: a sorted file needs at least one record or row")
-            writer.finish()
+            writer.finish()  # a millisecond of the interpreter lock, as ingesting the file takes
         changed = [(table_id, keys) for table_id, keys, _, _ in tables] if delta else None
         return SstFile(path, file_xxh3(path), path.stat().st_size, entries, changed)
     except BaseException:
