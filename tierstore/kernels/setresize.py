@@ -134,27 +134,29 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     store_release(areas.control, GEOMETRY, (begin << 8) | depth)
 
 
-@nb.njit(types.void(AREAS, types.int64, _POSITIONS), nogil=True, cache=True)
-def count_ranks(areas, sets, counts):  # type: ignore[no-untyped-def]
-    """Add to counts[rank], int64[8], the resident rows of each rank in the first `sets` sets."""
-    for s in range(sets):
+@nb.njit(types.void(AREAS, types.int64, types.int64, _POSITIONS), nogil=True, cache=True)
+def count_ranks(areas, first, last, counts):  # type: ignore[no-untyped-def]
+    """Add to counts[rank], int64[8], the resident rows of each rank in the sets [first, last)."""
+    for s in range(first, last):
         for way in range(WAYS):
             if taken_at(areas, s, way):
                 counts[rank_of(areas, s, way)] += 1
 
 
-@nb.njit(types.void(AREAS, types.int64, _POSITIONS, _POSITIONS, _POSITIONS), nogil=True, cache=True)
-def list_keys(areas, sets, out, begin, end):  # type: ignore[no-untyped-def]
-    """Put resident keys of rank r into out[begin[r]:end[r]] while there is room; `begin` comes back advanced.
+@nb.njit(types.void(AREAS, types.int64, types.int64, _POSITIONS, _POSITIONS, _POSITIONS), nogil=True, cache=True)
+def list_keys(areas, first, last, out, begin, end):  # type: ignore[no-untyped-def]
+    """Put resident keys of rank r in the sets [first, last) into out[begin[r]:end[r]] while there is room.
+
+    `begin` comes back advanced.
 
     Lines that a writer is in are passed over.
     """
     ranks = np.empty(LINE_WAYS, np.int64)
     found = np.empty(LINE_WAYS, np.int64)
-    for line in range(sets * LINES):
+    for line in range(first * LINES, last * LINES):
         version = load_acquire(areas.lines32, line * 16)
-        s, first, n = line // LINES, line % LINES * LINE_WAYS, 0
-        for way in range(first, first + LINE_WAYS):
+        s, way0, n = line // LINES, line % LINES * LINE_WAYS, 0
+        for way in range(way0, way0 + LINE_WAYS):
             if taken_at(areas, s, way):
                 ranks[n] = rank_of(areas, s, way)
                 found[n] = key_at(areas, s, way)

@@ -25,6 +25,7 @@ from tierstore.service.plane.dataplane import DataPlane
 from tierstore.service.plane.known import KnownRequests
 from tierstore.service.status import outcome_of, status_of
 from tierstore.service.tfs.signature import Signatures
+from tierstore.tiers.background import watch
 
 CONTROL_THREADS = 4
 CONTROL_QUEUE = 64
@@ -67,6 +68,7 @@ class Service:
             queue_limit=settings.lookup_queue,
             waits=Waits("lookup", self.shed, settings.max_queue_s),
         )
+        watch(self.lookups)
         self.batches = Batcher(settings, self.dataplane, self.lookups, self.shed)
         self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)

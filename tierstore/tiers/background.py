@@ -22,10 +22,19 @@ T = TypeVar("T")
 NICENESS = 10  # a tenth of the turns beside a thread that has none, and all there are beside an idle core
 
 _REST_S = 50e-6  # in which a thread that waits wakes up; without it, who lets a lock go is the first to take it again
-_PATIENCE_S = 2e-3  # for requests to be answered: four times as long as is worked between two rests
-_LOOK_S = 100e-6  # between two looks whether they are
+_PATIENCE_S = 4e-3  # for requests to be answered, in one rest
+_RESTS_A_WORK = 3.0  # at most so much of it, for as much of work: a quarter of the time is left for that at worst
+_MOST_S = 20e-3  # of rest that is saved up while there are no requests
+_LOOK_S = 100e-6  # between two looks whether they are answered
 
-_here = threading.local()
+
+class _Here(threading.local):
+    gives_way = False
+    rested_until = 0.0
+    saved_s = 0.0
+
+
+_here = _Here()
 
 
 class Requests(Protocol):
@@ -59,7 +68,7 @@ def give_way() -> None:
 
 def gives_way() -> bool:
     """Whether the calling thread has called `give_way`."""
-    return getattr(_here, "gives_way", False)
+    return _here.gives_way
 
 
 def hand_over() -> None:
@@ -67,12 +76,15 @@ def hand_over() -> None:
     processor, or for a lock that the caller has just let go; and requests that are under way be answered.
 
     A request takes the interpreter lock many times, and would wait each time. To be called after half a millisecond of
-    work; where one request follows on another, a fifth of the time is left for it.
+    work, or less.
     """
+    began = time.monotonic()
+    saved_s = min(_MOST_S, _here.saved_s + _RESTS_A_WORK * (began - _here.rested_until))
+    until = began + min(_PATIENCE_S, saved_s)
     time.sleep(_REST_S)
-    until = time.monotonic() + _PATIENCE_S
-    while _are_under_way() and time.monotonic() < until:
+    while (now := time.monotonic()) < until and _are_under_way():
         time.sleep(_LOOK_S)
+    _here.rested_until, _here.saved_s = now, max(0.0, saved_s - (now - began))
 
 
 def rest() -> None:

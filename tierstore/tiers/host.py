@@ -38,13 +38,14 @@ from tierstore.kernels.setcache import (
     WAYS,
     Areas,
 )
-from tierstore.tiers.background import hand_over
+from tierstore.tiers.background import hand_over, rest
 from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
 _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
-_CHUNK_BYTES = 1 << 20  # and of sets, their bytes
+_CHUNK_BYTES = 1 << 18  # and of sets, their bytes
+_SCANNED = 512  # sets that are looked through before others have their turn
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
 _FLOAT32 = np.dtype(np.float32)
 _NO_WEIGHTS = np.empty(0, np.float32)
@@ -81,6 +82,10 @@ class _Layout:
             control.view(np.int64), lines, lines.view(np.uint32), lines.view(np.int64), policy, policy.view(np.uint16),
             absent, absent.view(np.uint32), absent.view(np.int64), address_of(rows), self.row_bytes, self.sets_per_region,
         )  # fmt: skip
+
+
+def _steps(sets: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + _SCANNED, sets)) for first in range(0, sets, _SCANNED))
 
 
 def least_budget(spec: TableSpec) -> int:
@@ -364,13 +369,17 @@ class HostTable(_Reader):
             all_sets = self._layout.sets_per_region << self._depth
             sets = all_sets if sets is None else min(sets, all_sets)
             counts = np.zeros(setresize.RANKS, np.int64)
-            setresize.count_ranks(areas, sets, counts)
+            for first, last in _steps(sets):
+                setresize.count_ranks(areas, first, last, counts)
+                rest()
             end = np.minimum(counts[::-1].cumsum(), limit)[::-1].copy()
-            first = np.append(end[1:], 0)
-            begin = first.copy()
+            start = np.append(end[1:], 0)
+            begin = start.copy()
             out = np.empty(end[0], np.int64)
-            setresize.list_keys(areas, sets, out, begin, end)
-        return np.concatenate([out[first[rank] : begin[rank]] for rank in reversed(range(setresize.RANKS))])
+            for first, last in _steps(sets):
+                setresize.list_keys(areas, first, last, out, begin, end)
+                rest()
+        return np.concatenate([out[start[rank] : begin[rank]] for rank in reversed(range(setresize.RANKS))])
 
     def resize(self, fraction: float) -> None:
         """Use `fraction` (1, 1/2, 1/4 … 1/64) of the mapping, keeping the hottest rows; what is above goes back.

@@ -62,6 +62,10 @@ class WorkerPool:
         """Calls in the queue."""
         return max(0, self._pending - self.threads)
 
+    def under_way(self) -> bool:
+        """Whether a call is in the queue, at work, or on its way back to the loop."""
+        return self._pending > 0
+
     def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
         """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full.
 
