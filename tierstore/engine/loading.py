@@ -22,6 +22,7 @@ from tierstore.formats.requests import read_request
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.bulkload import BulkLoad
 from tierstore.predict.session import DenseCounts
+from tierstore.tiers.background import hand_over
 from tierstore.types import Progress, ProgressFn
 
 
@@ -85,6 +86,7 @@ def _check_dense(snapshot: Snapshot, shared: Shared) -> None:
         model = path_.read_bytes()
     except OSError as error:
         raise SnapshotError(f"cannot be read: {error.strerror or error}", file=name) from error
+    hand_over()
     try:
         shared.dense.load(model, snapshot.manifest.feature_specs(), snapshot.manifest.table_specs(), DenseCounts())
     except InvalidInput as error:
@@ -98,6 +100,7 @@ def _keep_the_rest(snapshot: Snapshot, where: VersionDirectory) -> None:
     for name in snapshot.manifest.warmup:
         keys = snapshot.warmup_keys(name)
         if keys is not None:
+            hand_over()
             files.make_dir(where.warmup(name).parent)
             with files.publish(where.warmup(name)) as file:
                 np.save(file, keys, allow_pickle=False)
@@ -109,6 +112,7 @@ def _keep_the_rest(snapshot: Snapshot, where: VersionDirectory) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
+    hand_over()
     try:
         with open(source, "rb") as read, files.publish(target) as write:
             shutil.copyfileobj(read, write)

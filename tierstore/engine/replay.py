@@ -15,6 +15,7 @@ from tierstore.engine.version import Version
 from tierstore.engine.view import View
 from tierstore.errors import DeltaError
 from tierstore.formats.delta import Delta, read_delta
+from tierstore.tiers.background import hand_over
 from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def catch_up(
         brought: list[tuple[Delta, bytes]] = []
         while held < last and _bytes(overlays, brought) < FOLD_BYTES:
             held += 1
+            hand_over()
             delta = read_delta(deltas.read(held))
             new = _overlay(version, delta, lenient)
             if new.dense is not None:
@@ -58,6 +60,7 @@ def catch_up(
         merged = overlays[-1]
         for newer in reversed(overlays[:-1]):
             merged = merged.merged(newer)
+        hand_over()
         _bring_dense(merged, version, brought, dense)
         version.fold(merged)
 

@@ -28,6 +28,7 @@ from typing import Any
 from tierstore.errors import SnapshotError, StorageError, TierstoreError
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.tasks import RESULTS, Task
+from tierstore.tiers.background import hand_over
 
 NICENESS = 19
 _THREADS_OF_LIBRARIES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -48,6 +49,7 @@ class Helpers:
         hello = {"root": str(snapshot.root), "manifest": snapshot.manifest.to_document()}
         try:
             for number in range(count):
+                hand_over()  # to start a process takes a millisecond with the interpreter lock held
                 helper = _Helper(scratch / f"helper-{number}.stderr", aside)
                 self._helpers.append(helper)
                 self._selector.register(helper.stdout, selectors.EVENT_READ, helper)
