@@ -148,10 +148,7 @@ class Switching:
     def _freed(self, version: Version) -> None:
         """Give back what a version held that was served, or was to be."""
         try:
-            if self._closed:
-                version.close()
-            else:
-                self._resting.leave(version)
+            self._resting.leave(version)
         finally:
             self._shared.host_budget.release(version)
             self._shared.host_budget.settle()
