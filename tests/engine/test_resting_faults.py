@@ -91,3 +91,33 @@ def test_a_store_that_is_closed_while_a_kept_version_is_read_leaves_that_to_nobo
     again = open_store()
     again.activate("ctr", 1)
     assert again.model("ctr").problem is None
+
+
+def test_a_canary_that_is_withdrawn_while_it_is_activated_is_opened_once_it_is_closed(
+    open_store, tmp_path, monkeypatch
+):
+    store = open_store(keep_versions=9)
+    for version in (1, 2):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version), activate=version == 1)
+    store.canary("ctr", 2)
+    ctr, wrong = store.model("ctr"), []
+    promote = ctr._promote
+
+    def late(number: int) -> bool:
+        store.withdraw("ctr")
+        return promote(number)
+
+    def activate() -> None:
+        try:
+            store.activate("ctr", 2)
+        except BaseException as error:  # noqa: BLE001
+            wrong.append(error)
+
+    monkeypatch.setattr(ctr, "_promote", late)
+    forth = threading.Thread(target=activate, daemon=True)
+    with ctr.view("canary"):
+        forth.start()
+        forth.join(0.3)  # as long as it takes, if it is let
+    forth.join(20)
+    assert wrong == []
+    assert ctr.active_version == 2

@@ -219,8 +219,8 @@ class Switching:
             old = self.active_version
             if number == old:
                 return
-            self._wait_retired(number)
             if not self._promote(number):
+                self._wait_retired(number)  # not before: a canary may be withdrawn meanwhile
                 self._serve(info, force=force, progress=progress)
         self._tell_switched(old, number)
 
