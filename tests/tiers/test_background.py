@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tierstore.tiers import background
-from tierstore.tiers.background import NICENESS, gives_way, hand_over, in_background, watch
+from tierstore.tiers.background import NICENESS, gives_way, hand_over, hurrying, in_background, watch
 from tierstore.tiers.readers import ReaderPool
 
 
@@ -104,10 +104,17 @@ class Clock:
     """A clock that moves on while somebody sleeps, or works."""
 
     def __init__(self) -> None:
-        self.now_s = 1_000.0
+        self.now_s, self.worked_s = 1_000.0, 0.0
 
     def monotonic(self) -> float:
         return self.now_s
+
+    def thread_time(self) -> float:
+        return self.worked_s
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.worked_s += seconds
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -129,6 +136,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(background, "time", clock)
     monkeypatch.setattr(background, "_watched", ())
     monkeypatch.setattr(background, "_here", background._Here())
+    clock.work(1.0)
     return clock
 
 
@@ -151,7 +159,7 @@ def test_requests_without_end_slow_work_down_to_a_quarter(clock: Clock) -> None:
     watch(traffic)
     worked_s = rested_s = 0.0
     for _ in range(2_000):
-        clock.now_s += 0.5e-3
+        clock.work(0.5e-3)
         worked_s += 0.5e-3
         took_s = rested(clock)
         assert took_s < 4.2e-3
@@ -165,3 +173,16 @@ def test_requests_of_somebody_who_is_gone_are_not_waited_for(clock: Clock) -> No
     assert rested(clock) > 1e-3
     del traffic
     assert rested(clock) < 0.1e-3
+
+
+def test_who_hurries_waits_for_no_request(clock: Clock) -> None:
+    traffic = Traffic(clock, for_s=3_600.0)
+    watch(traffic)
+    with hurrying(True):
+        assert rested(clock) < 0.1e-3
+        with hurrying(False):
+            assert rested(clock) > 1e-3
+        clock.work(1.0)
+        assert rested(clock) < 0.1e-3
+    clock.work(1.0)
+    assert rested(clock) > 1e-3
