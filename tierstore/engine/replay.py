@@ -6,6 +6,7 @@ For one thread at a time a version. A crash in between loses nothing: each fold 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 from tierstore.engine.deltalog import DeltaLog
@@ -15,7 +16,7 @@ from tierstore.engine.version import Version
 from tierstore.engine.view import View
 from tierstore.errors import DeltaError
 from tierstore.formats.delta import Delta, read_delta
-from tierstore.tiers.background import hand_over
+from tierstore.tiers.background import hand_over, hurrying
 from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
@@ -40,29 +41,38 @@ def catch_up(
     if deltas.start is None:
         return
     begin = max(version.watermark, deltas.start)
+    missing, hurry = sys.maxsize, False
     while True:
         last, held = deltas.last or 0, max(version.watermark, deltas.start)
         if last - held <= leave:
             return
         if progress is not None:
             progress(Progress("catch up", held - begin, last - begin))
-        overlays: tuple[Overlay, ...] = ()
-        brought: list[tuple[Delta, bytes]] = []
-        while held < last and _bytes(overlays, brought) < FOLD_BYTES:
-            held += 1
-            hand_over()
-            delta = read_delta(deltas.read(held))
-            new = _overlay(version, delta, lenient)
-            if new.dense is not None:
-                brought.append((delta, new.dense))
-                new.dense = None
-            overlays = stack(overlays, new, frozen=None)
-        merged = overlays[-1]
-        for newer in reversed(overlays[:-1]):
-            merged = merged.merged(newer)
+        hurry = hurry or last - held >= missing  # else who waits for requests never gets to the end of the log
+        missing = last - held
+        with hurrying(hurry):
+            _fold_next(version, deltas, dense, held, last, lenient)
+
+
+def _fold_next(version: Version, deltas: DeltaLog, dense: DenseParts, held: int, last: int, lenient: bool) -> None:
+    """Fold what comes after `held`, as much as is folded as one."""
+    overlays: tuple[Overlay, ...] = ()
+    brought: list[tuple[Delta, bytes]] = []
+    while held < last and _bytes(overlays, brought) < FOLD_BYTES:
+        held += 1
         hand_over()
-        _bring_dense(merged, version, brought, dense)
-        version.fold(merged)
+        delta = read_delta(deltas.read(held))
+        new = _overlay(version, delta, lenient)
+        if new.dense is not None:
+            brought.append((delta, new.dense))
+            new.dense = None
+        overlays = stack(overlays, new, frozen=None)
+    merged = overlays[-1]
+    for newer in reversed(overlays[:-1]):
+        merged = merged.merged(newer)
+    hand_over()
+    _bring_dense(merged, version, brought, dense)
+    version.fold(merged)
 
 
 def _bytes(overlays: Sequence[Overlay], brought: Sequence[tuple[Delta, bytes]]) -> int:
