@@ -70,6 +70,9 @@ def test_going_back_and_forth_opens_rocksdb_for_new_versions_alone(
         switch(store, version)
         assert np.array_equal(rows_of(store), scenes.vectors("user", version, KEYS))
     assert len(openings) == before
+    resting = store.status("ctr")["models"]["ctr"]["resting"]
+    assert resting["version"] == 1
+    assert resting["memory_bytes"] >= 0
     load(store, tmp_path, 3)
     before = len(openings)
     switch(store, 2)

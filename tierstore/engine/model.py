@@ -147,5 +147,9 @@ class Model(Keeping):
         event = self._serving.last_event
         return None if event is None else event.isoformat()
 
+    def resting_status(self) -> dict[str, int] | None:
+        """What rests of the version that was left last: `version`, `memory_bytes`."""
+        return self._resting.status()
+
     def log_status(self) -> dict[str, Any]:
         return {"start": self._deltas.start, "last": self._deltas.last, "entries": self._deltas.entries}

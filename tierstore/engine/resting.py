@@ -44,6 +44,14 @@ class RestingVersion:
             if self._held is not None and self._held[0] == number:
                 self._close()
 
+    def status(self) -> dict[str, int] | None:
+        """Which version it is, and the memory that it takes."""
+        with self._lock:
+            if self._held is None:
+                return None
+            number, resting = self._held
+            return {"version": number, "memory_bytes": resting.memory_bytes()}
+
     def end(self) -> None:
         """Close whatever rests, and let nothing rest any more."""
         with self._lock:

@@ -34,6 +34,7 @@ def _document(model: Model, served: Served) -> dict[str, Any]:
         "problem": model.problem,
         "log": model.log_status(),
         "versions": _versions(model, served),
+        "resting": model.resting_status(),
         "damaged": {str(number): why for number, why in sorted(model.damaged.copy().items())},
         "tables": {},
     }

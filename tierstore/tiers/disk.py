@@ -90,6 +90,9 @@ class Resting(Protocol):
     def close(self) -> None:
         """Close the files and give the lock back."""
 
+    def memory_bytes(self) -> int:
+        """What it holds in memory."""
+
 
 class DiskTier:
     """One RocksDB directory. Make one with `create` or `open`."""

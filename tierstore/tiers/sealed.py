@@ -249,6 +249,11 @@ class _Resting:
         path, db, _ = self._parts
         close_rocksdb(path, db)
 
+    def memory_bytes(self) -> int:
+        """RocksDB's indexes and filters of deltas, and the filter of the keys that they changed."""
+        indexes = int(self._parts[1].property_int_value("rocksdb.estimate-table-readers-mem") or 0)
+        return indexes + sum(changed.nbytes for changed in self._changed.values())
+
 
 BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTier}
 
