@@ -386,6 +386,10 @@ class Switching:
         Holds `write`. On an error nothing has changed.
         """
         self.check_open()
+        for info in self._infos.values():
+            # before CURRENT, which alone says so of the active version; a crash in between leaves what holds in any case
+            if info.number not in served.versions:
+                info.keep_asked()
         self._record.write(Routes.of(served, awaited), lambda: self._go_on_from(served.active))
         if awaited is None and self._canary_problem is not None:
             log.warning("model %s: no longer on record: %s", self.name, self._canary_problem)
