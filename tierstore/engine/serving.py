@@ -115,8 +115,9 @@ class Serving:
             except BaseException:
                 self._budget.give(taken)
                 raise
-            for view in views:
-                view.holder.info.asked_upto = delta.seq
+            if delta.dense is not None:
+                for view in views:
+                    view.holder.info.asked_upto = delta.seq
             # rows that a newer delta in the same overlay replaced are gone
             self._budget.give(sum(_bytes(view.overlays) for view in views) + taken - sum(map(_bytes, stacks)))
             self.publisher.publish(after)

@@ -20,6 +20,7 @@ from typing import Any
 
 from tierstore.config import Settings, cores, load_settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
+from tierstore.engine.callbacks import guarded, refuse_inside
 from tierstore.engine.checking import verify_store
 from tierstore.engine.devices import Devices
 from tierstore.engine.loading import load
@@ -123,11 +124,13 @@ class Store:
     ) -> int:
         """Load the snapshot directory `source`: bulk load, verify, catch up, warm, and switch to it. Returns its version.
 
-        With `activate` False the version is only kept. `progress` is called as it goes; set `cancelled` to stop it.
+        With `activate` False the version is only kept. `progress` is called as it goes; once it switches, changing
+        versions from within that is a Conflict. Set `cancelled` to stop it.
         `model` is the name that is expected. Raises SnapshotError (file, row, reason) for a bad snapshot and Conflict
         for a version that is there already; whatever fails, nothing that served changes.
         """
         self._check_open()
+        refuse_inside()  # it would do all its work before it is
         snapshot = open_snapshot(source)
         manifest = snapshot.manifest
         if model is not None and manifest.model != model:
@@ -184,7 +187,10 @@ class Store:
         return self.model(delta.model).apply_delta(delta, data)
 
     def activate(self, model: str, version: int, *, force: bool = False, progress: ProgressFn | None = None) -> None:
-        """Switch to a kept version: caught up, warmed, then in one step. `force` takes one that is stale."""
+        """Switch to a kept version: caught up, warmed, then in one step. `force` takes one that is stale.
+
+        To change versions from within `progress`, here and in `rollback` and `canary`, is a Conflict.
+        """
         self.model(model).activate(version, force=force, progress=progress or ignore)
 
     def rollback(self, model: str, *, force: bool = False, progress: ProgressFn | None = None) -> int:
@@ -233,7 +239,8 @@ class Store:
     def verify(self, progress: ProgressFn | None = None) -> VerifyReport:
         """Read every version and every logged delta back and check them."""
         self._check_open()
-        return verify_store([self._models[name] for name in self.models()], progress or ignore)
+        refuse_inside()
+        return verify_store([self._models[name] for name in self.models()], guarded(progress or ignore))
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The status document: `{"models": {name: …}}`, with the store's own bounds beside it."""
@@ -252,6 +259,7 @@ class Store:
         """Stop background work, close every version, and let go of the directory."""
         if self._closed:
             return
+        refuse_inside()
         self._closed = True
         try:
             self._close_models()

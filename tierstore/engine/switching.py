@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tierstore.config import Settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
+from tierstore.engine.callbacks import SwitchLock, guarded
 from tierstore.engine.deltalog import DeltaLog
 from tierstore.engine.dense import DenseParts
 from tierstore.engine.devices import Devices
@@ -84,7 +84,7 @@ class Switching:
         if shared.settings.workers == 1:  # else others answer, with interpreter locks of their own
             watch(self._serving.publisher)
         self._keeper = Keeper(self._serving, self._freed, keep_house)
-        self._switch = threading.RLock()
+        self._switch = SwitchLock()
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served
         self._awaited: Routes | None = None  # that canary, its share and labels; the next start tries again
@@ -169,6 +169,7 @@ class Switching:
         It makes its room in memory at the cost of `leaving` first, the active version first of them.
         """
         self.check_open()
+        progress = guarded(progress)
         if self.is_stale(info) and not force:
             raise Conflict(
                 f"version {info.number} of {self.name!r} is stale: it holds deltas up to {info.watermark}, and the log begins after "
@@ -385,6 +386,10 @@ class Switching:
         Holds `write`. On an error nothing has changed.
         """
         self.check_open()
+        for info in self._infos.values():
+            # before CURRENT, which alone says so of the active version; a crash in between leaves what holds in any case
+            if info.number not in served.versions:
+                info.keep_asked()
         self._record.write(Routes.of(served, awaited), lambda: self._go_on_from(served.active))
         if awaited is None and self._canary_problem is not None:
             log.warning("model %s: no longer on record: %s", self.name, self._canary_problem)

@@ -80,6 +80,17 @@ def write_record(where: VersionDirectory, manifest: Manifest, build: BaseBuild) 
     )
 
 
+def _read_asked(path: Path) -> int:
+    """The seq in a file, or 0: without it dense parts are checked once more, so a bad file is no reason not to serve."""
+    content = files.read_bytes(path)
+    if content is None:
+        return 0
+    if not content.isdigit():
+        log.warning("%s is passed over: expected a seq, came %r", path, content[:40])
+        return 0
+    return int(content)
+
+
 def _load_keys(path: Path) -> list[Keys]:
     """The keys in a file, or nothing: they only say what to warm, so a bad file is no reason not to serve."""
     try:
@@ -136,7 +147,14 @@ class VersionInfo:
         self.watermark = self.manifest.delta_seq  # the owner moves it on
         self.has_dense = where.dense.exists()
         self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
-        self.asked_upto = 0  # deltas up to this one were checked against the version before they were logged
+        # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
+        self.asked_upto = self._asked_kept = _read_asked(where.asked)
+
+    def keep_asked(self) -> None:
+        """Have `asked_upto` be known after a restart, for a version that is to serve no more; mostly nothing to do."""
+        if self.asked_upto > max(self.watermark, self._asked_kept):
+            files.publish_bytes(self.where.asked, str(self.asked_upto).encode())
+            self._asked_kept = self.asked_upto
 
 
 class Version:

@@ -7,7 +7,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
     <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
-        version.json  db/  dense.onnx  dense-<seq>.onnx  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
+        version.json  db/  dense.onnx  dense-<seq>.onnx  ASKED  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
 
@@ -32,6 +32,7 @@ ROUTES = "routes.json"
 LOG = "log"
 LOG_BASE = "base.json"
 VERSION_RECORD = "version.json"
+ASKED = "ASKED"
 DB = "db"
 DENSE = "dense.onnx"
 WARMUP = "warmup"
@@ -126,6 +127,11 @@ class VersionDirectory:
     @property
     def db(self) -> Path:
         return self.root / DB
+
+    @property
+    def asked(self) -> Path:
+        """The newest delta whose dense part the version accepted while it served, ASCII decimal."""
+        return self.root / ASKED
 
     @property
     def dense(self) -> Path:
