@@ -143,7 +143,9 @@ class Switching:
 
     def _open(self, info: VersionInfo) -> Version:
         resting = self._resting.take(info.number)
-        return Version.open(info, self._shared.settings, self._shared.readers, self.counts_of, resting)
+        version = Version.open(info, self._shared.settings, self._shared.readers, self.counts_of, resting)
+        self._deltas.seen(version.watermark, from_log=version.watermark > info.manifest.delta_seq)
+        return version
 
     def _freed(self, version: Version) -> None:
         """Give back what a version held that was served, or was to be."""
@@ -400,9 +402,18 @@ class Switching:
         self._serving.set(served)
 
     def _go_on_from(self, active: View | None) -> None:
-        """Restart the log where the active version's snapshot reaches beyond it."""
-        if active is not None and (self._deltas.last is None or active.holder.watermark > self._deltas.last):
-            self._deltas.restart(active.holder.watermark)
+        """Restart the log where the active version's snapshot reaches beyond it, or where nobody can tell what it held.
+
+        Then another version must become active for it, by which all that the log may have held is given up or in it.
+        """
+        if active is None:
+            return
+        begun, watermark = self._deltas.last, active.holder.watermark
+        if self._deltas.unusable is not None:
+            if active.version != self.active_version:
+                self._deltas.restart(watermark)
+        elif begun is None or watermark > begun:
+            self._deltas.restart(watermark)
 
     # --- start
 
@@ -424,11 +435,12 @@ class Switching:
         with self._warmed(self._infos[current], [], force=True, progress=ignore) as version, self._serving.write:
             self._last_step(version, force=True)
             active = Served(View(version, (), version.watermark), labels=labels)
-            if kept.canary is None and self._canary_problem is None:
+            if kept.canary is None and self._canary_problem is None and self._deltas.unusable is None:
                 self._publish(active)
                 return
-            # the record stays as it is until the canary is there as well
-            self._go_on_from(active.active)
+            # the record stays as it is until the canary is there as well, and the log if nobody can tell what it held
+            if self._deltas.unusable is None:
+                self._go_on_from(active.active)
             self._serving.set(active)
         if kept.canary is not None:
             self._awaited = replace(kept, labels={name: of for name, of in kept.labels.items() if of != current})
