@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tierstore.tiers.background import NICENESS, gives_way, in_background
+from tierstore.tiers import background
+from tierstore.tiers.background import NICENESS, gives_way, hand_over, hurrying, in_background, watch
 from tierstore.tiers.readers import ReaderPool
 
 
@@ -97,3 +98,91 @@ def test_a_read_that_gets_no_more_threads_waits_for_what_it_has_queued(monkeypat
     finally:
         alone.set()
         pool.close()
+
+
+class Clock:
+    """A clock that moves on while somebody sleeps, or works."""
+
+    def __init__(self) -> None:
+        self.now_s, self.worked_s = 1_000.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def thread_time(self) -> float:
+        return self.worked_s
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.worked_s += seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Traffic:
+    """Requests that are under way for a while."""
+
+    def __init__(self, clock: Clock, for_s: float = 0.0) -> None:
+        self.clock, self.until_s = clock, clock.now_s + for_s
+
+    def under_way(self) -> bool:
+        return self.clock.now_s < self.until_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(background, "time", clock)
+    monkeypatch.setattr(background, "_watched", ())
+    monkeypatch.setattr(background, "_here", background._Here())
+    clock.work(1.0)
+    return clock
+
+
+def rested(clock: Clock) -> float:
+    began = clock.now_s
+    hand_over()
+    return clock.now_s - began
+
+
+def test_who_hands_over_goes_on_when_requests_have_been_answered(clock: Clock) -> None:
+    traffic, idle = Traffic(clock, for_s=1e-3), Traffic(clock)
+    watch(traffic)
+    watch(idle)
+    assert 1e-3 <= rested(clock) < 1.3e-3
+    assert rested(clock) < 0.1e-3  # there are none now
+
+
+def test_requests_without_end_slow_work_down_to_a_quarter(clock: Clock) -> None:
+    traffic = Traffic(clock, for_s=3_600.0)
+    watch(traffic)
+    worked_s = rested_s = 0.0
+    for _ in range(2_000):
+        clock.work(0.5e-3)
+        worked_s += 0.5e-3
+        took_s = rested(clock)
+        assert took_s < 4.2e-3
+        rested_s += took_s
+    assert 0.9 < rested_s / (3 * worked_s) < 1.1
+
+
+def test_requests_of_somebody_who_is_gone_are_not_waited_for(clock: Clock) -> None:
+    traffic = Traffic(clock, for_s=3_600.0)
+    watch(traffic)
+    assert rested(clock) > 1e-3
+    del traffic
+    assert rested(clock) < 0.1e-3
+
+
+def test_who_hurries_waits_for_no_request(clock: Clock) -> None:
+    traffic = Traffic(clock, for_s=3_600.0)
+    watch(traffic)
+    with hurrying(True):
+        assert rested(clock) < 0.1e-3
+        with hurrying(False):
+            assert rested(clock) > 1e-3
+        clock.work(1.0)
+        assert rested(clock) < 0.1e-3
+    clock.work(1.0)
+    assert rested(clock) > 1e-3

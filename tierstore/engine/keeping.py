@@ -275,7 +275,7 @@ class Keeping(Switching):
             try:
                 version = self._open(info)
                 try:
-                    catch_up(version, self._deltas, self.dense)
+                    catch_up(version, self._deltas, self.dense, leave=KEPT_LAG // 2)
                 except BaseException:
                     version.close()
                     raise

@@ -6,6 +6,7 @@ For one thread at a time a version. A crash in between loses nothing: each fold 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 from tierstore.engine.deltalog import DeltaLog
@@ -15,7 +16,7 @@ from tierstore.engine.version import Version
 from tierstore.engine.view import View
 from tierstore.errors import DeltaError, TooLarge
 from tierstore.formats.delta import Delta, read_delta
-from tierstore.tiers.background import hand_over
+from tierstore.tiers.background import hand_over, hurrying
 from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
@@ -40,16 +41,20 @@ def catch_up(
     if deltas.start is None:
         return
     begin = max(version.watermark, deltas.start)
+    missing, hurry = sys.maxsize, False
     while True:
         last, held = deltas.last or 0, max(version.watermark, deltas.start)
         if last - held <= leave:
             return
         if progress is not None:
             progress(Progress("catch up", held - begin, last - begin))
-        merged, brought = _gather(version, deltas, held, last, FOLD_BYTES, lenient)
-        hand_over()
-        _bring_dense(merged, version, brought, dense)
-        version.fold(merged)
+        hurry = hurry or last - held >= missing  # else who waits for requests never gets to the end of the log
+        missing = last - held
+        with hurrying(hurry):
+            merged, brought = _gather(version, deltas, held, last, FOLD_BYTES, lenient)
+            hand_over()
+            _bring_dense(merged, version, brought, dense)
+            version.fold(merged)
 
 
 def unfolded(version: Version, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> Overlay | None:

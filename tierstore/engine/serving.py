@@ -30,6 +30,7 @@ from tierstore.engine.view import View
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
 from tierstore.formats.delta import Delta
 from tierstore.predict.session import DenseSession
+from tierstore.tiers.background import hurrying
 from tierstore.types import DeltaResult, TableSpec
 
 
@@ -223,7 +224,8 @@ class Serving:
                 )
                 if off() or self.publisher.read_below(version, oldest.hi):
                     return
-            version.fold(oldest)
+            with hurrying(len(view.overlays) > 1):  # deltas come faster than they are folded
+                version.fold(oldest)
             with self.write:
                 view = self.served.of(version)
                 if view is not None:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -23,14 +23,15 @@ NICENESS = 10  # a tenth of the turns beside a thread that has none, and all the
 
 _REST_S = 50e-6  # in which a thread that waits wakes up; without it, who lets a lock go is the first to take it again
 _PATIENCE_S = 4e-3  # for requests to be answered, in one rest
-_RESTS_A_WORK = 3.0  # at most so much of it, for as much of work: a quarter of the time is left for that at worst
+_RESTS_A_WORK = 3.0  # of rest at most for one of processor time: what must be done takes four times as long at worst
 _MOST_S = 20e-3  # of rest that is saved up while there are no requests
 _LOOK_S = 100e-6  # between two looks whether they are answered
 
 
 class _Here(threading.local):
     gives_way = False
-    rested_until = 0.0
+    hurries = False
+    worked_s = 0.0  # at the end of the last rest, in processor time
     saved_s = 0.0
 
 
@@ -53,6 +54,16 @@ def watch(requests: Requests) -> None:
     global _watched
     with _watching:
         _watched = (*(known for known in _watched if known() is not None), weakref.ref(requests))
+
+
+@contextlib.contextmanager
+def hurrying(hurries: bool) -> Iterator[None]:
+    """Whether the calling thread waits for no requests in the block: what it does must keep up with something else."""
+    before, _here.hurries = _here.hurries, hurries
+    try:
+        yield
+    finally:
+        _here.hurries = before
 
 
 def _are_under_way() -> bool:
@@ -79,12 +90,12 @@ def hand_over() -> None:
     work, or less.
     """
     began = time.monotonic()
-    saved_s = min(_MOST_S, _here.saved_s + _RESTS_A_WORK * (began - _here.rested_until))
+    saved_s = min(_MOST_S, _here.saved_s + _RESTS_A_WORK * (time.thread_time() - _here.worked_s))
     until = began + min(_PATIENCE_S, saved_s)
     time.sleep(_REST_S)
-    while (now := time.monotonic()) < until and _are_under_way():
+    while (now := time.monotonic()) < until and not _here.hurries and _are_under_way():
         time.sleep(_LOOK_S)
-    _here.rested_until, _here.saved_s = now, max(0.0, saved_s - (now - began))
+    _here.worked_s, _here.saved_s = time.thread_time(), max(0.0, saved_s - (now - began))
 
 
 def rest() -> None:
