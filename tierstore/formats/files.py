@@ -89,9 +89,10 @@ def _translated(doing: str, path: Path) -> Iterator[None]:
 
 
 def _storage_error(what: str, error: OSError) -> StorageError:
+    why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(f"{what}: the disk is full; free some space and try again")
-    return StorageError(f"{what}: {error.strerror or error}")
+        return DiskFull(f"{what}: the disk is full; free some space and try again ({why})")
+    return StorageError(f"{what}: {why}")
 
 
 class Publication:
