@@ -415,7 +415,7 @@ def test_a_canary_that_cannot_be_opened_changes_nothing(store, tmp_path):
     ctr = store.model("ctr")
     store.withdraw("ctr")
     until(store, lambda: open_versions(store) == [1])
-    ctr._resting.close()  # as if another one had been left since
+    ctr._resting.close(2)  # as if another one had been left since
     current = ctr.where.version(2).db / "CURRENT"
     content = current.read_bytes()
     current.write_bytes(b"no such manifest\n")

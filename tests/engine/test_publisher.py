@@ -21,3 +21,17 @@ def test_a_request_is_under_way_until_it_leaves_and_other_readers_are_none(store
     publisher.leave(view)
     assert not publisher.under_way()
     assert view.readers == 0
+
+
+def test_a_request_is_seen_beside_work_that_reads_what_was_served_before(store: Store, tmp_path: Path) -> None:
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    publisher = store.model("ctr").publisher
+    assert not publisher.under_way()
+    with publisher.beside():
+        assert not publisher.under_way()
+        store.apply_delta(scenes.stamped(1, {"item": [1]}))
+        assert not publisher.under_way()
+        with store.model("ctr").view():
+            assert publisher.under_way()
+        assert not publisher.under_way()
+    assert not publisher.under_way()

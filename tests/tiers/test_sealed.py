@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +407,64 @@ def test_the_filter_never_denies_a_key_and_grows_with_few_false_alarms() -> None
     assert alarms.mean() < 0.02
     assert 0.98 * len(held) < changed.keys <= len(held)
     assert changed.nbytes < 4 * len(held), "12 bits a key, and room to grow"
+
+
+# ---- resting --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_files_only(limit: int) -> Iterator[None]:
+    """Within the block, no file of this process may grow beyond `limit` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def failed(tier: SealedTier) -> SealedTier:
+    """A tier whose RocksDB takes nothing any more, because a merge had no room."""
+    for salt in (1, 2):
+        change(tier, KEYS, salt)
+    with small_files_only(100_000), pytest.raises(StorageError):
+        tier.compact()
+    with pytest.raises(StorageError):
+        tier.check_background()
+    return tier
+
+
+def test_a_tier_that_takes_nothing_any_more_is_as_good_as_new_once_it_was_left(
+    failed: SealedTier, readers: ReaderPool
+) -> None:
+    resting = failed.rest()
+    assert resting is not None
+    woken = resting.wake(block_cache_bytes=CACHE, reader=readers)
+    try:
+        woken.check_background()
+        change(woken, KEYS[:10], 3)
+        woken.compact()
+        rows, states = get(woken, 1, KEYS[:20])
+        np.testing.assert_array_equal(states, np.full(20, Tier.DISK))
+        np.testing.assert_array_equal(rows[:10], some_rows(KEYS[:10], 3))
+        np.testing.assert_array_equal(rows[10:], some_rows(KEYS[10:20], 2))
+    finally:
+        woken.close()
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_tier_that_takes_nothing_any_more_can_be_closed_and_gives_everything_back(
+    failed: SealedTier, readers: ReaderPool, rests: bool
+) -> None:
+    base = [file.fd for table in failed._base.values() for file in table.files]
+    if rests:
+        resting = failed.rest()
+        assert resting is not None
+        resting.close()
+    else:
+        failed.close()
+    for fd in base:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    again(failed, readers).close()

@@ -108,7 +108,7 @@ class Keeping(Switching):
                     version.save_hot_keys()
             for version in open_:
                 self._freed(version)
-            self._resting.close()
+            self._resting.end()
 
     @contextlib.contextmanager
     def opened(self, number: int) -> Iterator[Version]:
@@ -122,6 +122,7 @@ class Keeping(Switching):
                 yield served
                 return
             self._wait_retired(number)
+            self.check_open()
             version = self._open(self._info(number))
             try:
                 yield version

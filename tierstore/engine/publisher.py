@@ -29,7 +29,7 @@ class Publisher:
         self._served = Served()
         self._retired: list[View] = []
         self._pinned: list[Version] = []
-        self._beside = 0  # readers of served views that are no requests
+        self._beside: list[View] = []  # read by what is no request, once for each reader
 
     @property
     def served(self) -> Served:
@@ -42,7 +42,7 @@ class Publisher:
 
     def under_way(self) -> bool:
         """Whether somebody reads what is served: a request, or a worker process, which holds a view all the time."""
-        return sum(view.readers for view in self._served.views) > self._beside
+        return any(view.readers > self._beside.count(view) for view in self._served.views)
 
     def publish(self, served: Served) -> None:
         """From now on requests that start work on a view of `served`. One atomic step."""
@@ -77,13 +77,13 @@ class Publisher:
         """Read every view that is served, for work that is no request."""
         with self.changed:
             served = self.enter_all()
-            self._beside += len(served.views)
+            self._beside += served.views
         try:
             yield served
         finally:
             with self.changed:
-                self._beside -= len(served.views)
                 for view in served.views:
+                    self._beside.remove(view)
                     self.leave(view)
 
     def leave(self, view: View) -> None:

@@ -151,10 +151,7 @@ class Switching:
     def _freed(self, version: Version) -> None:
         """Give back what a version held that was served, or was to be."""
         try:
-            if self._closed:
-                version.close()
-            else:
-                self._resting.leave(version)
+            self._resting.leave(version)
         finally:
             self._shared.host_budget.release(version)
             self._shared.host_budget.settle()
@@ -260,8 +257,8 @@ class Switching:
             old = self.active_version
             if number == old:
                 return
-            self._wait_retired(number)
             if not self._promote(number):
+                self._wait_retired(number)  # not before: a canary may be withdrawn meanwhile
                 self._serve(info, force=force, progress=progress)
         self._tell_switched(old, number)
 

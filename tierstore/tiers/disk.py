@@ -91,7 +91,7 @@ class Resting(Protocol):
         """The tier again, with the errors of `DiskTier.open`."""
 
     def close(self) -> None:
-        """Close the files and give the lock back. Raises StorageError."""
+        """Close the files and give the lock back."""
 
 
 class DiskTier:
@@ -323,7 +323,7 @@ class DiskTier:
     def _await_merges(self, db: rocksdict.Rdict) -> None:
         """Wait while too many files lie unmerged; each of them costs every look-up. Bounds their number."""
         while int(db.property_value("rocksdb.num-files-at-level0") or 0) >= _L0_MAX:
-            if int(db.property_int_value("rocksdb.background-errors") or 0):
+            if has_failed(db):
                 raise StorageError(f"{self.path}: RocksDB cannot merge files any more; see its LOG file there")
             with self._gate:
                 if self._closed:
@@ -403,10 +403,19 @@ class DiskTier:
                 self._cursors.discard(cursor)
 
 
+def has_failed(db: rocksdict.Rdict) -> bool:
+    """Whether a background job of RocksDB has failed. Then it may take nothing in until it is opened again."""
+    return int(db.property_int_value("rocksdb.background-errors") or 0) > 0
+
+
 def close_rocksdb(path: Path, db: rocksdict.Rdict) -> None:
-    """Close the files of a database that nobody uses, and give the lock back. Raises StorageError."""
-    with driver_errors(f"closing {path}"):
-        db.close()
+    """Close the files of a database that nobody uses, and give the lock back."""
+    try:
+        with driver_errors(f"closing {path}"):
+            db.close()
+    except StorageError as error:
+        # it says again how a merge failed, and is closed all the same; nothing that was ingested waits to be written
+        log.warning("%s", error)
 
 
 def _prefix(table_id: int) -> bytes:

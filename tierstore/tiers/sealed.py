@@ -34,7 +34,7 @@ import numpy.typing as npt
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.files import make_dir, rename
 from tierstore.tiers.changed import ChangedKeys
-from tierstore.tiers.disk import DiskTier, Resting, close_rocksdb
+from tierstore.tiers.disk import DiskTier, Resting, close_rocksdb, has_failed
 from tierstore.tiers.readers import ReaderPool
 from tierstore.tiers.sealed_file import Opened, SealedFile, open_sealed, read_blocks
 from tierstore.tiers.sealed_table import SealedTable, scatter
@@ -232,12 +232,16 @@ class _Resting:
 
     def __init__(self, path: Path, db: Any, cache: Any, changed: dict[int, ChangedKeys]) -> None:
         cache.set_capacity(0)
-        self._parts, self._cache, self._changed = (path, db, cache), cache, changed
+        self._parts, self._changed = (path, db, cache), changed
 
     def wake(self, *, block_cache_bytes: int, reader: ReaderPool) -> SealedTier:
-        """The tier again."""
-        self._cache.set_capacity(block_cache_bytes)
-        tier = SealedTier(*self._parts, reader)
+        """The tier again. Where RocksDB has failed it is opened anew: it would go on refusing what comes in."""
+        path, db, cache = self._parts
+        if has_failed(db):
+            self.close()
+            return SealedTier.open(path, block_cache_bytes=block_cache_bytes, reader=reader)
+        cache.set_capacity(block_cache_bytes)
+        tier = SealedTier(path, db, cache, reader)
         tier._open_base()
         tier._changed = self._changed
         return tier

@@ -63,8 +63,8 @@ class WorkerPool:
         return max(0, self._pending - self.threads)
 
     def under_way(self) -> bool:
-        """Whether a call is in the queue, at work, or on its way back to the loop."""
-        return self._pending > 0
+        """Whether a call is in the queue, at work, or on its way back to the loop; none is once the pool was closed."""
+        return self._pending > 0 and not self._closed  # a loop that has ended counts no call as back
 
     def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
         """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full.
