@@ -466,7 +466,8 @@ class Switching:
             raise Corruption(
                 f"{self.where.current} names version {current}, which is not on disk; activate one of {self.versions}"
             )
-        self._infos[current].asked_upto = self._deltas.last or 0
+        if self._deltas.unusable is None:
+            self._infos[current].asked_upto = self._deltas.last or 0
         kept = self._kept_routes(current)
         labels = {name: of for name, of in kept.labels.items() if of == current}
         with (
