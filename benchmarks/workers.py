@@ -176,7 +176,7 @@ def block(server: Server, requests: list[tuple[np.ndarray, bytes]], seconds: flo
     for thread in threads:
         thread.join()
     keys = sum(done)
-    return keys / (server.cpu_s() - cpu_s), keys / (time.monotonic() - began_s)
+    return keys / max(_TICK_S, server.cpu_s() - cpu_s), keys / (time.monotonic() - began_s)
 
 
 @contextlib.contextmanager

@@ -121,3 +121,18 @@ def test_a_canary_that_is_withdrawn_while_it_is_activated_is_opened_once_it_is_c
     forth.join(20)
     assert wrong == []
     assert ctr.active_version == 2
+
+
+def test_verify_finds_damage_on_disk_of_a_version_that_rests(open_store, tmp_path):
+    store = open_store(keep_versions=9)
+    for version in (1, 2):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version))
+    until(store, lambda: not store.model("ctr")._keeper._retiring)
+    assert resting(store) == 1
+    current = store.model("ctr").where.version(1).db / "CURRENT"
+    content = current.read_bytes()
+    current.write_bytes(b"no such manifest\n")
+    report = store.verify()
+    assert [problem.partition(":")[0] for problem in report.problems] == ["ctr version 1"]
+    current.write_bytes(content)
+    assert store.verify().ok

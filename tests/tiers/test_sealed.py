@@ -468,3 +468,14 @@ def test_a_tier_that_takes_nothing_any_more_can_be_closed_and_gives_everything_b
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
     again(failed, readers).close()
+
+
+def test_an_error_that_is_kept_keeps_no_tier_open(tier: SealedTier, readers: ReaderPool) -> None:
+    change(tier, KEYS, 1)
+    file = max(tier.path.glob("*.sst"), key=lambda path: path.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    with pytest.raises(Corruption) as kept:
+        tier.verify({1: ROW_BYTES})
+    tier.close()
+    DiskTier.open(tier.path, block_cache_bytes=CACHE, reader=readers).close()  # its lock is free
+    assert kept.value.__traceback__ is not None

@@ -123,6 +123,7 @@ class Keeping(Switching):
                 return
             self._wait_retired(number)
             self.check_open()
+            self._resting.close(number)  # what the disk says is read, as the next start will
             version = self._open(self._info(number))
             try:
                 yield version

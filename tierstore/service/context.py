@@ -68,7 +68,7 @@ class Service:
             queue_limit=settings.lookup_queue,
             waits=Waits("lookup", self.shed, settings.max_queue_s),
         )
-        watch(self.lookups)
+        watch(self.lookups, first=True)
         self.batches = Batcher(settings, self.dataplane, self.lookups, self.shed)
         self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)

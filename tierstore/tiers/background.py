@@ -45,15 +45,16 @@ class Requests(Protocol):
         """Whether one is being answered, at a glance: without waiting, and not to be relied on."""
 
 
-_watched: tuple[weakref.ref[Requests], ...] = ()  # replaced whole
+_watched: tuple[weakref.ref[Requests], ...] = ()  # replaced whole; asked in this order, up to the first that says yes
 _watching = threading.Lock()
 
 
-def watch(requests: Requests) -> None:
-    """From now on, `hand_over` lets these go first, as long as the object lives."""
+def watch(requests: Requests, *, first: bool = False) -> None:
+    """From now on, `hand_over` lets these go first, as long as the object lives. `first`: it knows of nearly all that there are."""
     global _watched
     with _watching:
-        _watched = (*(known for known in _watched if known() is not None), weakref.ref(requests))
+        new, alive = weakref.ref(requests), [known for known in _watched if known() is not None]
+        _watched = (new, *alive) if first else (*alive, new)
 
 
 @contextlib.contextmanager

@@ -24,25 +24,34 @@ class Cursor:
 
     def take(self, entries: int) -> tuple[list[bytes], list[bytes], bool]:
         """Step over up to `entries`; the last item says whether there may be more."""
-        iterator, nothing = self.iterator, repeat(())
         stored: list[bytes] = []
         values: list[bytes] = []
-        while len(stored) < entries:
-            wanted = min(_SCAN_BLOCK, entries - len(stored))
-            # key() is None at the end, which ends the zip before the value is asked for and a step is made
-            steps = zip(
-                iter(iterator.key, None),
-                starmap(iterator.value, nothing) if self.values else repeat(b""),
-                starmap(iterator.next, nothing),
-                strict=False,
-            )
+        more = True
+        while more and len(stored) < entries:
+            more = self._take_block(min(_SCAN_BLOCK, entries - len(stored)), stored, values)
+            hand_over()
+        return stored, values, more
+
+    def _take_block(self, wanted: int, stored: list[bytes], values: list[bytes]) -> bool:
+        """Add up to `wanted` entries; whether there may be more."""
+        iterator, nothing = self.iterator, repeat(())
+        # key() is None at the end, which ends the zip before the value is asked for and a step is made
+        steps = zip(
+            iter(iterator.key, None),
+            starmap(iterator.value, nothing) if self.values else repeat(b""),
+            starmap(iterator.next, nothing),
+            strict=False,
+        )
+        try:
             block = list(islice(steps, wanted))
             stored.extend(map(itemgetter(0), block))
             values.extend(map(itemgetter(1), block))
             if len(block) < wanted:
                 iterator.status()  # an iterator also just stops at a damaged block; this raises then
-            hand_over()
-            if len(block) < wanted or stored[-1] >= self.end:
-                keep = bisect_left(stored, self.end)
-                return stored[:keep], values[:keep], False
-        return stored, values, True
+        finally:
+            del iterator, steps  # whoever keeps the error keeps this frame, and an iterator keeps the database open
+        if len(block) < wanted or stored[-1] >= self.end:
+            keep = bisect_left(stored, self.end)
+            del stored[keep:], values[keep:]
+            return False
+        return True
