@@ -19,6 +19,7 @@
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     └── StorageError (OSError)         the disk or its driver failed
         ├── Corruption                 bytes read back are not those written
+        ├── DiskFull                   there is no room to write; what is there can be read
         └── InferenceError             ONNX Runtime failed, and not by what the caller sent
 
 Transports map these to their own codes (`service/`); nothing below knows a status code.
@@ -128,6 +129,10 @@ class StorageError(TierstoreError, OSError):
     def __init__(self, message: str, *, keys: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.keys: Sequence[int] = keys
+
+
+class DiskFull(StorageError):
+    """There is no room for what was to be written. What is there already can be read."""
 
 
 class InferenceError(StorageError):

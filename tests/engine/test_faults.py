@@ -22,6 +22,7 @@ import tierstore
 from tests.engine import quick_build, scenes
 from tests.engine.test_store import settled
 from tests.formats.disks import FailingDisk
+from tierstore.engine.model import Model
 from tierstore.errors import Corruption, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
@@ -331,19 +332,24 @@ def test_a_damaged_log_is_reported_and_another_model_serves(tmp_path, open_store
     assert open_store().model("ctr").ready
 
 
-def test_an_open_that_fails_lets_go_of_everything(tmp_path, open_store):
+def test_an_open_that_fails_lets_go_of_everything(tmp_path, open_store, monkeypatch):
     scene = Scene(tmp_path, open_store)
     scene.store.load_snapshot(scenes.write_snapshot(tmp_path, 1, model="zzz"))
     expected = rows_of(scene.store)
     scene.store.close()
-    base = tmp_path / "data/models/zzz/log/base.json"
-    content = base.read_bytes()
-    base.write_bytes(b"{}")
     threads = threading.active_count()
-    with pytest.raises(Corruption, match=r"base\.json"):
-        open_store()
+    start = Model.start
+
+    def failing(model: Model) -> None:
+        start(model)
+        if model.name == "zzz":
+            raise Corruption("injected failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "start", failing)
+        with pytest.raises(Corruption, match="injected"):
+            open_store()
     assert threading.active_count() <= threads
-    base.write_bytes(content)
     assert same(rows_of(open_store()), expected)
 
 

@@ -16,7 +16,7 @@ from tests.engine import quick_build, scenes
 from tests.engine.test_store import settled
 from tests.formats.disks import FailingDisk
 from tierstore.engine.replay import catch_up
-from tierstore.errors import Closed, Corruption, Locked, NotFound, StorageError, TierstoreError
+from tierstore.errors import Closed, Locked, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
 
@@ -66,19 +66,6 @@ def test_a_delta_that_failed_and_could_not_be_taken_back_does_not_come_back_besi
     assert len(list(log.glob("*.arrow"))) == 1
     store.close()
     assert item(open_store(), 3) == scenes.vector("item", 9, 3)[0]
-
-
-def test_a_log_without_its_beginning_is_refused_and_stays(open_store, tmp_path):
-    store = open_store(fold_grace_s=60)
-    log = loaded(store, tmp_path, 1) / "log"
-    store.apply_delta(scenes.stamped(1, {"item": [1]}))
-    store.close()
-    base = (log / "base.json").read_bytes()
-    (log / "base.json").unlink()
-    with pytest.raises(Corruption, match=r"base\.json is missing"):
-        open_store()
-    (log / "base.json").write_bytes(base)
-    assert item(open_store(), 1) == scenes.vector("item", 1, 1)[0]
 
 
 def test_the_log_keeps_what_a_stale_version_that_serves_has_not_folded(open_store, tmp_path):

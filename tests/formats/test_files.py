@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.formats.disks import FailingDisk, ForgetfulDisk
-from tierstore.errors import Corruption, NotFound, StorageError
+from tierstore.errors import Corruption, DiskFull, NotFound, StorageError
 from tierstore.formats import files
 
 
@@ -49,7 +49,7 @@ def test_errors_of_the_disk_are_storage_errors_that_name_the_file(tmp_path: Path
         with files.publish(tmp_path / "a"):
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(StorageError, match=r"cannot write .*a: No space left"):
+    with pytest.raises(DiskFull, match=r"cannot write .*a: the disk is full; free some space .*No space left"):
         disk_full()
 
 

@@ -66,7 +66,10 @@ def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:
 
     status = document["models"][model]
     if status["active_version"] is None:
-        raise NotFound(f"model {model!r} has no active version; load or activate one")
+        problem = status.get("problem")
+        raise NotFound(
+            f"model {model!r} has no active version" + (f": {problem}" if problem else "; load or activate one")
+        )
     features = status["features"]
     if feature not in features:
         raise NotFound(f"no feature {feature!r}; model {model!r} has {', '.join(sorted(features))}")

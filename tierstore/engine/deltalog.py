@@ -5,56 +5,126 @@ or tolerates a file that was pruned meanwhile (NotFound).
 
 After a crash: an entry is there whole, under a name that carries its sequence number and its digest, or not at
 all. `base.json` holds `start`: entries at or below it do not count, whether or not their files are gone already.
+
+A log that somebody, or a disk, has damaged opens all the same, and says so by `damage`. What is lost of it cannot be
+read, so no version is served without what it lacks; one that lacks nothing of it can be. Where `base.json` is lost,
+every entry counts as lost, and nothing is added or forgotten until it is back, or the log is begun anew by `restart`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import xxhash
 
 from tierstore.errors import Corruption, NotFound, StorageError
 from tierstore.formats import files
-from tierstore.formats.names import ModelDirectory
+from tierstore.formats.names import MAX_ORDINAL, ModelDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Deltas `first` to `last`, of which the log has not what was acknowledged. `why` says what to do as well."""
+
+    first: int
+    last: int
+    why: str
 
 
 class DeltaLog:
-    """Entries `start + 1 … last`, contiguous. `start` is None until the first restart: no delta fits yet."""
+    """Entries `start + 1 … last`, contiguous but for what is lost. `start` is None until the first restart: no delta fits yet."""
 
     def __init__(self, where: ModelDirectory) -> None:
         self._where = where
         self.start: int | None = None
         self.last: int | None = None  # the newest seq held, or None where the log has not begun
-        self._entries: dict[int, str] = {}  # seq → digest, ascending and contiguous
+        self._entries: dict[int, str] = {}  # seq → digest, ascending
+        self._lost: list[Lost] = []  # ascending
+        self.unusable: str | None = None  # why nothing may be added or forgotten: where the log begins is not known
         self._base_in_doubt = False  # base.json may say something else than `start`
         self._in_doubt: list[Path] = []  # entries that failed, and may have their names all the same
-        files.make_dir(where.log)
-        files.sweep(where.log)
-        if files.exists(where.log_base):
-            start = files.read_json(where.log_base).get("start")
-            if not isinstance(start, int) or start < 0:
-                raise Corruption(
-                    f'{where.log_base}: expected {{"start": <the seq before the first entry>}}, came start {start!r}'
-                )
-            self.start = start
-        for seq, digest, path in where.log_on_disk():
-            if self.start is None:
-                raise Corruption(
-                    f"{where.log_base} is missing, which says where the entries in {where.log} begin; restore it, "
-                    "or remove them to do without the deltas that no version has"
-                )
-            if seq <= self.start:
-                _remove(path)  # below a restart or a prune that was cut off
-            elif seq != self._start + len(self._entries) + 1:
-                raise Corruption(
-                    f"delta log {where.log}: expected entry {self._start + len(self._entries) + 1}, came {path.name}; restore what is missing"
-                )
-            else:
-                self._entries[seq] = digest
+        try:
+            files.make_dir(where.log)
+            found = where.log_on_disk()
+        except OSError as error:
+            self._give_up(f"delta log {where.log} cannot be used: {error}; mend that and start again", [])
+            self.last = MAX_ORDINAL  # there may be more than any version holds
+            return
+        with contextlib.suppress(StorageError):  # rubbish is in nobody's way
+            files.sweep(where.log)
+        try:
+            self.start = _read_start(where)
+            if self.start is None and found:
+                raise self._no_beginning()
+        except StorageError as error:
+            self._give_up(f"{error}; {_how_to_begin(found)}", found)
+            return
         if self.start is not None:
-            self.last = self.start + len(self._entries)
+            self._take(self.start, found)
+
+    def _take(self, start: int, found: list[tuple[int, str, Path]]) -> None:
+        paths: dict[int, list[Path]] = {}
+        for seq, digest, path in found:
+            if seq <= start:
+                _remove(path)  # below a restart or a prune that was cut off
+            else:
+                paths.setdefault(seq, []).append(path)
+                self._entries[seq] = digest
+        log = self._where.log
+        for before, seq in pairwise([start, *paths]):
+            path = paths[seq][0]
+            if seq != before + 1:
+                missing = f"delta {before + 1} is" if seq == before + 2 else f"deltas {before + 1} to {seq - 1} are"
+                why = f"delta log {log}: {missing} missing, before {path.name}; restore what is missing and start again"
+                self._lose(before + 1, seq - 1, why)
+            if len(paths[seq]) > 1:
+                names = " and ".join(path.name for path in paths[seq])
+                why = f"delta log {log}: {names} have the same seq; remove the one that was not acknowledged and start again"
+                self._lose(seq, seq, why)
+        self.last = max(self._entries, default=start)
+
+    def _lose(self, first: int, last: int, why: str) -> None:
+        self._lost.append(Lost(first, last, f"{why}, or load a snapshot whose delta_seq is {last} or larger"))
+
+    def _give_up(self, why: str, found: list[tuple[int, str, Path]]) -> None:
+        self._entries = {seq: digest for seq, digest, _ in found}
+        self.start, self.last, self.unusable = 0, max(self._entries, default=0), why
+
+    def _no_beginning(self) -> Corruption:
+        return Corruption(f"{self._where.log_base} is missing, which says where the entries in {self._where.log} begin")
+
+    def seen(self, watermark: int, *, from_log: bool) -> None:
+        """Some version holds the deltas up to that one: where nothing else says how far the log went, it does.
+
+        `from_log` where they did not all come with its snapshot: then the log had begun.
+        """
+        if self.start is None and from_log:
+            self._give_up(f"{self._no_beginning()}; {_how_to_begin([])}", [])
+        if self.unusable is not None and self.last is not None:
+            self.last = max(self.last, watermark)
+
+    @property
+    def damage(self) -> list[str]:
+        """What is wrong with the log, and what to do."""
+        return [lost.why for lost in self._lost] if self.unusable is None else [self.unusable]
+
+    def held(self) -> list[int]:
+        """The seqs that can be read, ascending."""
+        return [seq for seq in list(self._entries) if self.why_lost(seq) is None]
+
+    def lost_above(self, seq: int) -> str | None:
+        """Why a version with the deltas up to `seq` cannot have those that came later; None where it can."""
+        if self.unusable is not None:
+            return self.unusable if seq < (self.last or 0) else None
+        return next((lost.why for lost in self._lost if lost.last > seq), None)
+
+    def why_lost(self, seq: int) -> str | None:
+        """Why it is not known what was acknowledged as delta `seq`; None where it is."""
+        return self.unusable or next((lost.why for lost in self._lost if lost.first <= seq <= lost.last), None)
 
     @property
     def _start(self) -> int:
@@ -72,7 +142,9 @@ class DeltaLog:
 
     def append(self, seq: int, data: bytes | memoryview, digest: str) -> None:
         """Make an entry durable. `seq` must be `last + 1`; on return it survives a crash."""
-        if seq != self._start + len(self._entries) + 1:
+        if self.unusable is not None:
+            raise Corruption(self.unusable)
+        if self.last is None or seq != self.last + 1:
             raise AssertionError(f"append of {seq} after {self.last}")
         if self._base_in_doubt:
             self._publish_start(self._start)
@@ -96,6 +168,8 @@ class DeltaLog:
 
     def read(self, seq: int) -> bytes:
         """The bytes of an entry, checked against their digest."""
+        if (lost := self.why_lost(seq)) is not None:
+            raise Corruption(lost)
         digest = self._entries.get(seq)
         if digest is None:
             raise NotFound(f"delta {seq} is not in the log, which holds {self._start + 1} to {self.last}")
@@ -119,6 +193,8 @@ class DeltaLog:
 
     def prune(self, upto: int, *, min_age_s: float = 0.0) -> int:
         """Forget entries up to `upto` that are at least `min_age_s` old. Returns how many."""
+        if self.unusable is not None:
+            return 0
         newest_allowed = time.time() - min_age_s
         drop = []
         for seq, digest in self._entries.items():
@@ -136,12 +212,13 @@ class DeltaLog:
         except BaseException:
             # it may have its name all the same, and the next start would then drop what is acknowledged
             with contextlib.suppress(StorageError):
-                if self.start is None:
+                if self.start is None or self.unusable is not None:
                     files.remove_file(self._where.log_base)
                 else:
                     self._publish_start(self.start)
             raise
-        self.start = start
+        self.start, self.unusable = start, None
+        self._lost = [lost for lost in self._lost if lost.last > start]
         for path in [self._where.log_entry(seq, self._entries.pop(seq)) for seq in drop]:
             _remove(path)
 
@@ -149,6 +226,25 @@ class DeltaLog:
         self._base_in_doubt = True
         files.publish_json(self._where.log_base, {"start": start})
         self._base_in_doubt = False
+
+
+def _read_start(where: ModelDirectory) -> int | None:
+    if not files.exists(where.log_base):
+        return None
+    start = files.read_json(where.log_base).get("start")
+    if type(start) is not int or start < 0:
+        raise Corruption(
+            f'{where.log_base}: expected {{"start": <the seq before the first entry>}}, came start {start!r}'
+        )
+    return start
+
+
+def _how_to_begin(found: list[tuple[int, str, Path]]) -> str:
+    seqs = [seq for seq, _, _ in found]
+    start = "the newest delta that was acknowledged" if not seqs else seqs[0] - 1
+    known = seqs == list(range(seqs[0], seqs[-1] + 1)) if seqs else True
+    write = f', or have it say {{"start": {start}}} if all that was acknowledged is there' if known else ""
+    return f"restore it{write}, and start again; or load a snapshot that holds every delta"
 
 
 def _remove(path: Path) -> None:

@@ -81,10 +81,13 @@ class Keeping(Switching):
                     self.damaged[number] = str(error)
                 log.error("model %s: version %d is damaged: %s", self.name, number, error)
         self._infos = infos
+        for why in self._deltas.damage:
+            log.error("model %s: %s", self.name, why)
         try:
             self._serve_again()
         except TierstoreError as error:
             self._start_problem = str(error)
+            self._serving.set(Served(problem=self._start_problem))
             log.exception("model %s does not serve", self.name)
         self._keeper.start()
 
@@ -149,6 +152,10 @@ class Keeping(Switching):
                     f"delta_seq is {delta_seq}, but the delta log begins after {self._deltas.start}, so what came between is gone; "
                     f"export a snapshot with delta_seq {self._deltas.start} or later",
                     file="snapshot.json",
+                )
+            if (lost := self._deltas.lost_above(delta_seq)) is not None:
+                raise SnapshotError(
+                    f"delta_seq is {delta_seq}, and it could not be caught up: {lost}", file="snapshot.json"
                 )
             self._loading[number] = delta_seq, Progress("start")
 
@@ -284,8 +291,8 @@ class Keeping(Switching):
 
     def check_log(self) -> tuple[int, list[str]]:
         """Read every entry of the log back: how many there are, and what is wrong."""
-        problems, count = [], 0
-        for seq in range((self._deltas.start or 0) + 1, (self._deltas.last or 0) + 1):
+        problems, count = [f"{self.name}: {why}" for why in self._deltas.damage], 0
+        for seq in self._deltas.held():
             try:
                 read_delta(self._deltas.read(seq))
                 count += 1

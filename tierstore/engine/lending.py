@@ -108,7 +108,12 @@ class Lender:
                         }
                     )
                 # the active version's view comes first
-                document["models"][name] = {"views": views, "share": served.share, "labels": dict(served.labels)}
+                document["models"][name] = {
+                    "views": views,
+                    "share": served.share,
+                    "labels": dict(served.labels),
+                    "problem": served.problem,
+                }
             self._forget()
         return document, fds
 

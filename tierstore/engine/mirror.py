@@ -198,7 +198,7 @@ class MirrorStore:
             for name, entry in document["models"].items():
                 views = [self._view(models[name], one, document, left, versions, overlays) for one in entry["views"]]
                 active, canary = [*views, None, None][:2]
-                taken[name] = Served(active, canary, entry["share"], entry["labels"])
+                taken[name] = Served(active, canary, entry["share"], entry["labels"], entry["problem"])
         finally:
             for fd in left:
                 os.close(fd)

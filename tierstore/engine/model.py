@@ -138,8 +138,9 @@ class Model(Keeping):
 
     @property
     def problem(self) -> str | None:
-        """Why nothing serves, or why background work does not get on."""
-        return self._start_problem or self._canary_problem or self._keeper.problem
+        """Why nothing serves, what is lost of the log, or why background work does not get on."""
+        damage = "; ".join(self._deltas.damage[:3]) or None
+        return self._start_problem or damage or self._canary_problem or self._keeper.problem
 
     @property
     def last_event_time(self) -> str | None:
@@ -152,4 +153,5 @@ class Model(Keeping):
         return self._resting.status()
 
     def log_status(self) -> dict[str, Any]:
-        return {"start": self._deltas.start, "last": self._deltas.last, "entries": self._deltas.entries}
+        start, last = (self._deltas.start, self._deltas.last) if self._deltas.unusable is None else (None, None)
+        return {"start": start, "last": last, "entries": self._deltas.entries}

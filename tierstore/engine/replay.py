@@ -14,7 +14,7 @@ from tierstore.engine.dense import DenseParts
 from tierstore.engine.overlay import Overlay, encode_delta, stack
 from tierstore.engine.version import Version
 from tierstore.engine.view import View
-from tierstore.errors import DeltaError
+from tierstore.errors import DeltaError, TooLarge
 from tierstore.formats.delta import Delta, read_delta
 from tierstore.tiers.background import hand_over, hurrying
 from tierstore.types import Progress, ProgressFn
@@ -51,14 +51,34 @@ def catch_up(
         hurry = hurry or last - held >= missing  # else who waits for requests never gets to the end of the log
         missing = last - held
         with hurrying(hurry):
-            _fold_next(version, deltas, dense, held, last, lenient)
+            merged, brought = _gather(version, deltas, held, last, FOLD_BYTES, lenient)
+            hand_over()
+            _bring_dense(merged, version, brought, dense)
+            version.fold(merged)
 
 
-def _fold_next(version: Version, deltas: DeltaLog, dense: DenseParts, held: int, last: int, lenient: bool) -> None:
-    """Fold what comes after `held`, as much as is folded as one."""
+def unfolded(version: Version, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> Overlay | None:
+    """What `catch_up` would fold, leniently, for a version to serve from memory; None where nothing is missing.
+
+    TooLarge where it would take more than about `limit` bytes.
+    """
+    last, held = deltas.last or 0, max(version.watermark, deltas.start or 0)
+    if last <= held:
+        return None
+    merged, brought = _gather(version, deltas, held, last, limit, lenient=True)
+    if merged.hi < last:
+        raise TooLarge(f"deltas {merged.lo} to {last} take more than {limit:,} bytes of memory")
+    _bring_dense(merged, version, brought, dense, serve=True)
+    return merged
+
+
+def _gather(
+    version: Version, deltas: DeltaLog, held: int, last: int, limit: int, lenient: bool
+) -> tuple[Overlay, list[tuple[Delta, bytes]]]:
+    """The deltas above `held`, up to `last` or until they have `limit` bytes, as one; dense parts apart."""
     overlays: tuple[Overlay, ...] = ()
     brought: list[tuple[Delta, bytes]] = []
-    while held < last and _bytes(overlays, brought) < FOLD_BYTES:
+    while held < last and _bytes(overlays, brought) < limit:
         held += 1
         hand_over()
         delta = read_delta(deltas.read(held))
@@ -70,27 +90,38 @@ def _fold_next(version: Version, deltas: DeltaLog, dense: DenseParts, held: int,
     merged = overlays[-1]
     for newer in reversed(overlays[:-1]):
         merged = merged.merged(newer)
-    hand_over()
-    _bring_dense(merged, version, brought, dense)
-    version.fold(merged)
+    return merged, brought
 
 
 def _bytes(overlays: Sequence[Overlay], brought: Sequence[tuple[Delta, bytes]]) -> int:
     return sum(overlay.nbytes for overlay in overlays) + sum(len(model) for _, model in brought)
 
 
-def _bring_dense(overlay: Overlay, version: Version, brought: Sequence[tuple[Delta, bytes]], dense: DenseParts) -> None:
-    """Have an overlay bring the newest dense part that fits, checked as if the version had served all the time."""
+def _bring_dense(
+    overlay: Overlay,
+    version: Version,
+    brought: Sequence[tuple[Delta, bytes]],
+    dense: DenseParts,
+    *,
+    serve: bool = False,
+) -> None:
+    """Have an overlay bring the newest dense part that fits, checked as if the version had served all the time.
+
+    One that was accepted is not asked again, unless the overlay is to `serve` as it is: then it has it ready to run.
+    """
     for delta, model in reversed(brought):
+        accepted = delta.seq <= version.info.asked_upto
         try:
-            if delta.seq > version.info.asked_upto:
+            if serve or not accepted:
                 overlay.predictor = dense.of_delta(delta, model, View(version, (), version.watermark))
         except DeltaError as error:
-            overlay.passed_over = overlay.passed_over or str(error)
-            log.warning("version %d passes over the dense part of %s", version.number, error)
-        else:
-            overlay.dense = model
-            return
+            if not accepted:
+                overlay.passed_over = overlay.passed_over or str(error)
+                log.warning("version %d passes over the dense part of %s", version.number, error)
+                continue
+            version.unserved = str(error)
+        overlay.dense = model
+        return
 
 
 def _overlay(version: Version, delta: Delta, lenient: bool) -> Overlay:

@@ -22,12 +22,16 @@ _HASHES = 2.0**64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """`share` (0 to 1) of the requests that name no version go to the canary. `labels`: free ones, by name the version."""
+    """`share` (0 to 1) of the requests that name no version go to the canary. `labels`: free ones, by name the version.
+
+    `problem` says why nothing is active where something should be.
+    """
 
     active: View | None = None
     canary: View | None = None
     share: float = 0.0
     labels: Mapping[str, int] = field(default_factory=dict)
+    problem: str | None = None
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -62,6 +66,12 @@ class Served:
 
         return replace(self, active=newest(self.active), canary=newest(self.canary))
 
+    def nothing(self, model: str, then: str = "") -> NotReady:
+        """The error where nothing is active; `then` is what to do it before."""
+        if self.problem is not None:
+            return NotReady(f"model {model!r} does not serve: {self.problem}")
+        return NotReady(f"model {model!r} has no active version; load or activate one{then}")
+
     def choose(self, model: str, asked: int | str | None, route: bytes | str | None) -> View:
         """The view that answers a request: of the version or label it asks for, or as the share says.
 
@@ -70,7 +80,7 @@ class Served:
         """
         active, canary = self.active, self.canary
         if active is None:
-            raise NotReady(f"model {model!r} has no active version; load or activate one")
+            raise self.nothing(model)
         if asked is None:
             if canary is None:
                 return active

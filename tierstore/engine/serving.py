@@ -79,11 +79,12 @@ class Serving:
         """
         ahead = self._ready_dense(delta, dense)
         with self.write:
-            if self._is_held(delta):
-                return DeltaResult(self.name, delta.seq, applied=False)
             served = self.served
+            self._check_log(delta, served)
+            if self._is_held(delta, served):
+                return DeltaResult(self.name, delta.seq, applied=False)
             if served.active is None:
-                raise NotReady(f"model {self.name!r} has no active version; load or activate one before sending deltas")
+                raise served.nothing(self.name, " before sending deltas")
             # a canary's snapshot may reach beyond the log; then it holds the delta already
             views = [view for view in served.views if view.seq < delta.seq]
             new = [self._encode(delta, view, served) for view in views]
@@ -152,10 +153,16 @@ class Serving:
                 if delta.base_version in (None, view.version) and view.seq < delta.seq
             }
 
-    def _is_held(self, delta: Delta) -> bool:
+    def _check_log(self, delta: Delta, served: Served) -> None:
+        """NotReady where the log is damaged so that it takes no delta, or does not know whether it had this one."""
+        why = self.deltas.unusable or (self.deltas.why_lost(delta.seq) if served.active is None else None)
+        if why is not None:
+            raise NotReady(f"model {self.name!r} takes no delta {delta.seq}: {why}")
+
+    def _is_held(self, delta: Delta, served: Served) -> bool:
         last = self.deltas.last
         if last is None:
-            raise NotReady(f"model {self.name!r} has no active version; load or activate one before sending deltas")
+            raise served.nothing(self.name, " before sending deltas")
         if delta.seq == last + 1:
             return False
         if delta.seq > last + 1:

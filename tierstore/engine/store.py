@@ -161,13 +161,13 @@ class Store:
                     files.remove_tree(held.where.root)
 
     def _begin_model(self, name: str) -> Model:
-        root = self.root.model(name).root
+        where = self.root.model(name)
         try:
-            files.make_dir(root)
+            files.make_dir(where.log)
             self._models[name] = self._start_model(name)
         except BaseException:
             with contextlib.suppress(StorageError):
-                files.remove_tree(root)
+                files.remove_tree(where.root)
             raise
         return self._models[name]
 

@@ -25,8 +25,9 @@ from tierstore.engine.dense import DenseParts
 from tierstore.engine.devices import Devices
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
+from tierstore.engine.overlay import Overlay
 from tierstore.engine.record import Record
-from tierstore.engine.replay import catch_up
+from tierstore.engine.replay import catch_up, unfolded
 from tierstore.engine.resting import RestingVersion
 from tierstore.engine.routes import Routes, check_label, check_share
 from tierstore.engine.served import CANARY, STABLE, Served
@@ -34,7 +35,7 @@ from tierstore.engine.serving import Serving
 from tierstore.engine.table import LookupCounts
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
-from tierstore.errors import Closed, Conflict, Corruption, NotFound, TierstoreError
+from tierstore.errors import Closed, Conflict, Corruption, DiskFull, NotFound, Overloaded, TierstoreError, TooLarge
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.runtime import Runtime
 from tierstore.tiers.background import in_background, watch
@@ -143,7 +144,9 @@ class Switching:
 
     def _open(self, info: VersionInfo) -> Version:
         resting = self._resting.take(info.number)
-        return Version.open(info, self._shared.settings, self._shared.readers, self.counts_of, resting)
+        version = Version.open(info, self._shared.settings, self._shared.readers, self.counts_of, resting)
+        self._deltas.seen(version.watermark, from_log=version.watermark > info.manifest.delta_seq)
+        return version
 
     def _freed(self, version: Version) -> None:
         """Give back what a version held that was served, or was to be."""
@@ -162,11 +165,12 @@ class Switching:
 
     @contextlib.contextmanager
     def _warmed(
-        self, info: VersionInfo, leaving: list[Version], *, force: bool, progress: ProgressFn
+        self, info: VersionInfo, leaving: list[Version], *, force: bool, progress: ProgressFn, start: bool = False
     ) -> Iterator[Version]:
         """A version opened, caught up but for the last step, and warm; closed if the block fails. Holds `_switch`.
 
-        It makes its room in memory at the cost of `leaving` first, the active version first of them.
+        It makes its room in memory at the cost of `leaving` first, the active version first of them. At a `start` it
+        may lack what a full disk does not take.
         """
         self.check_open()
         progress = guarded(progress)
@@ -180,11 +184,13 @@ class Switching:
         try:
             self._shared.host_budget.admit(version, like, *leaving[1:])
             self._shared.devices.admit(version, leaving, self._serving.publisher)
-            catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force, progress=progress)
+            with contextlib.suppress(*((DiskFull,) if start else ())):
+                catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force, progress=progress)
             self._warm(version, like, progress)
             self.dense.open(version, lenient=force)
             progress(Progress("switch"))
-            catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force)
+            with contextlib.suppress(*((DiskFull,) if start else ())):
+                catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force)
             self.dense.open(version, lenient=force)
             yield version
         except BaseException:
@@ -206,6 +212,38 @@ class Switching:
         """Catch up to the end of the log, while producers wait. Holds `write`."""
         catch_up(version, self._deltas, self.dense, lenient=force)
         self.dense.open(version, lenient=force)  # anew only if one of the last deltas brought one
+
+    @contextlib.contextmanager
+    def _last_view(self, version: Version, *, force: bool, start: bool) -> Iterator[View]:
+        """Caught up to the end of the log. At a `start`, what a full disk does not take is in memory. Holds `write`."""
+        overlays: tuple[Overlay, ...] = ()
+        try:
+            self._last_step(version, force=force)
+        except DiskFull as error:
+            if not start:
+                raise
+            overlays = self._unfolded(version, error)
+        taken = sum(overlay.nbytes for overlay in overlays)
+        try:
+            yield View(version, overlays, overlays[0].hi if overlays else version.watermark)
+        except BaseException:
+            self._shared.overlay_budget.give(taken)
+            raise
+
+    def _unfolded(self, version: Version, full: DiskFull) -> tuple[Overlay, ...]:
+        budget = self._shared.overlay_budget
+        try:
+            overlay = unfolded(version, self._deltas, self.dense, limit=budget.total)
+            if overlay is None:
+                return ()
+            budget.take(overlay.nbytes)
+        except (Overloaded, TooLarge) as error:
+            raise DiskFull(
+                f"{full}; and version {version.number} cannot serve what is not folded from memory meanwhile: it does not fit "
+                f"beside the rest into overlay_budget, {budget.total:,} bytes"
+            ) from error
+        log.warning("model %s: deltas %d to %d are served from memory: %s", self.name, overlay.lo, overlay.hi, full)
+        return (overlay,)
 
     # --- the active version
 
@@ -316,11 +354,15 @@ class Switching:
             self._publish(replace(served, share=share))
             return True
 
-    def _add_canary(self, info: VersionInfo, share: float, *, force: bool, progress: ProgressFn) -> None:
+    def _add_canary(
+        self, info: VersionInfo, share: float, *, force: bool, progress: ProgressFn, start: bool = False
+    ) -> None:
         leaving = [view.holder for view in self.served.views]
-        with self._warmed(info, leaving, force=force, progress=progress) as version, self._serving.write:
-            self._last_step(version, force=force)
-            view = View(version, (), version.watermark)
+        with (
+            self._warmed(info, leaving, force=force, progress=progress, start=start) as version,
+            self._serving.write,
+            self._last_view(version, force=force, start=start) as view,
+        ):
             served = self.served
             labels = {} if self._awaited is None else self._awaited.labels
             self._publish(replace(served, canary=view, share=share, labels={**labels, **served.labels}))
@@ -402,9 +444,18 @@ class Switching:
         self._serving.set(served)
 
     def _go_on_from(self, active: View | None) -> None:
-        """Restart the log where the active version's snapshot reaches beyond it."""
-        if active is not None and (self._deltas.last is None or active.holder.watermark > self._deltas.last):
-            self._deltas.restart(active.holder.watermark)
+        """Restart the log where the active version's snapshot reaches beyond it, or where nobody can tell what it held.
+
+        Then another version must become active for it, by which all that the log may have held is given up or in it.
+        """
+        if active is None:
+            return
+        begun, watermark = self._deltas.last, active.holder.watermark
+        if self._deltas.unusable is not None:
+            if active.version != self.active_version:
+                self._deltas.restart(watermark)
+        elif begun is None or watermark > begun:
+            self._deltas.restart(watermark)
 
     # --- start
 
@@ -420,22 +471,27 @@ class Switching:
             raise Corruption(
                 f"{self.where.current} names version {current}, which is not on disk; activate one of {self.versions}"
             )
-        self._infos[current].asked_upto = self._deltas.last or 0
+        if self._deltas.unusable is None:
+            self._infos[current].asked_upto = self._deltas.last or 0
         kept = self._kept_routes(current)
         labels = {name: of for name, of in kept.labels.items() if of == current}
-        with self._warmed(self._infos[current], [], force=True, progress=ignore) as version, self._serving.write:
-            self._last_step(version, force=True)
-            active = Served(View(version, (), version.watermark), labels=labels)
-            if kept.canary is None and self._canary_problem is None:
+        with (
+            self._warmed(self._infos[current], [], force=True, progress=ignore, start=True) as version,
+            self._serving.write,
+            self._last_view(version, force=True, start=True) as view,
+        ):
+            active = Served(view, labels=labels)
+            if kept.canary is None and self._canary_problem is None and self._deltas.unusable is None:
                 self._publish(active)
                 return
-            # the record stays as it is until the canary is there as well
-            self._go_on_from(active.active)
+            # the record stays as it is until the canary is there as well, and the log if nobody can tell what it held
+            if self._deltas.unusable is None:
+                self._go_on_from(active.active)
             self._serving.set(active)
         if kept.canary is not None:
             self._awaited = replace(kept, labels={name: of for name, of in kept.labels.items() if of != current})
             try:
-                self._add_canary(self._info(kept.canary), kept.share, force=True, progress=ignore)
+                self._add_canary(self._info(kept.canary), kept.share, force=True, progress=ignore, start=True)
             except TierstoreError as error:
                 self._canary_problem = f"the canary, version {kept.canary}, is not served: {error}"
                 log.exception("model %s: %s", self.name, self._canary_problem)

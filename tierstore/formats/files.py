@@ -15,6 +15,7 @@ Nth operation, or that forgets what was not fsynced.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
-from tierstore.errors import Corruption, NotFound, StorageError, TierstoreError
+from tierstore.errors import Corruption, DiskFull, NotFound, StorageError, TierstoreError
 from tierstore.formats.names import TEMPORARY, TRASH, is_scratch
 
 
@@ -84,7 +85,14 @@ def _translated(doing: str, path: Path) -> Iterator[None]:
     except TierstoreError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot {doing} {path}: {error.strerror or error}") from error
+        raise _storage_error(f"cannot {doing} {path}", error) from error
+
+
+def _storage_error(what: str, error: OSError) -> StorageError:
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"{what}: the disk is full; free some space and try again ({why})")
+    return StorageError(f"{what}: {why}")
 
 
 class Publication:
@@ -130,7 +138,7 @@ class Publication:
             return
         self.abort()
         if isinstance(error, OSError) and not isinstance(error, TierstoreError):
-            raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
+            raise _storage_error(f"cannot write {self.path}", error) from error
 
 
 def publish(path: str | Path) -> Publication:

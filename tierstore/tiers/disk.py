@@ -8,6 +8,9 @@ Threads: `get`, `scan`, `record`, `watermark`, `stats` and `verify` may be calle
 once, also while `ingest` runs; they see each ingest whole or not at all. `ingest` is for one writer.
 `close` waits until the calls under way have left; later ones raise Closed.
 
+Full disk: RocksDB cannot open a directory for writing then, so `open` opens it for reading, and the next `ingest` tries
+for writing again.
+
 Crash: what `ingest` returned from is there after a crash, whole. An ingest that was cut off is there
 whole or not at all; file names that were not moved stay where they were.
 """
@@ -28,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import rocksdict
 
-from tierstore.errors import Closed, Corruption, StorageError
+from tierstore.errors import Closed, Corruption, DiskFull, StorageError
 from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.background import hand_over
 from tierstore.tiers.cursor import Cursor
@@ -109,6 +112,9 @@ class DiskTier:
         self._inside = 0
         self._closed = False
         self._cursors: set[Cursor] = set()
+        # of the writer, where a full disk has kept the tier from being opened for writing
+        self._reopen: Callable[[], rocksdict.Rdict] | None = None
+        self._former: rocksdict.Rdict | None = None  # opened for reading; scans that began before may still use it
 
     @classmethod
     def create(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool) -> Self:
@@ -131,12 +137,23 @@ class DiskTier:
         family = tier_options(cache, cls._open_threads)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
-        access = rocksdict.AccessType.read_only() if read_only else rocksdict.AccessType.read_write()
-        hand_over()  # with the interpreter lock held, it takes milliseconds
-        with driver_errors(f"opening {path}"):
-            # the family's options must be given as such: on reopen RocksDB would take its defaults for it
-            db = rocksdict.Rdict(str(path), family, column_families={"default": family}, access_type=access)
-        return cls(path, db, cache, reader)
+
+        def connect(access: rocksdict.AccessType) -> rocksdict.Rdict:
+            hand_over()  # with the interpreter lock held, it takes milliseconds
+            with driver_errors(f"opening {path}"):
+                # the family's options must be given as such: on reopen RocksDB would take its defaults for it
+                return rocksdict.Rdict(str(path), family, column_families={"default": family}, access_type=access)
+
+        to_read, to_write = rocksdict.AccessType.read_only(), rocksdict.AccessType.read_write()
+        try:
+            return cls(path, connect(to_read if read_only else to_write), cache, reader)
+        except DiskFull as error:
+            if new:
+                raise
+            log.warning("%s; until then it is only read", error)
+        tier = cls(path, connect(to_read), cache, reader)
+        tier._reopen = lambda: connect(to_write)
+        return tier
 
     def rest(self) -> Resting | None:
         """As `close`, but for what takes long to open again; None where nothing stays open."""
@@ -156,9 +173,21 @@ class DiskTier:
         options = rocksdict.IngestExternalFileOptions()
         options.set_move_files(True)
         paths = [str(file.path if isinstance(file, SstFile) else file) for file in files]
+        self._open_for_writing()
         with self._entered() as db, driver_errors(f"ingesting {len(paths)} files into {self.path}"):
             self._await_merges(db)
             db.ingest_external_file(paths, options)
+
+    def _open_for_writing(self) -> None:
+        if self._reopen is not None:
+            with self._entered() as db:
+                self._db, self._former, self._reopen = self._reopen(), db, None
+        with self._gate:  # who comes in from here on has the other one
+            former = None if self._inside or self._cursors else self._former
+            if former is not None:
+                self._former = None
+        if former is not None:
+            close_rocksdb(self.path, former)
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """Read `keys` (int64 [n], ascending, distinct) into `rows` (uint8 [n, row_bytes]).
@@ -289,6 +318,9 @@ class DiskTier:
             for cursor in self._cursors:
                 cursor.iterator = None
             self._cursors.clear()
+            former, self._former = self._former, None
+        if former is not None:
+            close_rocksdb(self.path, former)
         return True
 
     def _await_merges(self, db: rocksdict.Rdict) -> None:

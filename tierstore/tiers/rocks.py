@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import rocksdict
 
-from tierstore.errors import Closed, Corruption, Locked, StorageError, TierstoreError
+from tierstore.errors import Closed, Corruption, DiskFull, Locked, StorageError, TierstoreError
 
 BLOOM_BITS = 10
 _L0_TRIGGER = 4
@@ -92,8 +92,8 @@ def translate(error: Exception, doing: str) -> TierstoreError:
         return Corruption(f"{doing}: {text}")
     if "LOCK" in text or "lock hold by" in text:
         return Locked(f"{doing}: the database is open in another process or twice in this one ({text})")
-    if "No space left" in text:
-        return StorageError(f"{doing}: the disk is full; free some space and try again ({text})")
+    if "No space left" in text or "quota exceeded" in text:
+        return DiskFull(f"{doing}: the disk is full; free some space and try again ({text})")
     return StorageError(f"{doing}: {text}")
 
 

@@ -167,6 +167,8 @@ class SealedTier(DiskTier):
 
     def rest(self) -> Resting | None:
         """As DiskTier.rest. RocksDB stays open, to open which takes 5 ms with the interpreter lock held, but caches nothing."""
+        if self._reopen is not None:  # it is to be opened for writing
+            return super().rest()
         if not self._end():
             return None
         self._close_base()
