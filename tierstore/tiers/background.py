@@ -24,14 +24,16 @@ NICENESS = 10  # a tenth of the turns beside a thread that has none, and all the
 _REST_S = 50e-6  # in which a thread that waits wakes up; without it, who lets a lock go is the first to take it again
 _PATIENCE_S = 4e-3  # for requests to be answered, in one rest
 _RESTS_A_WORK = 3.0  # of rest at most for one of processor time: what must be done takes four times as long at worst
-_MOST_S = 20e-3  # of rest that is saved up while there are no requests
+_RESTS_A_TIME = 0.25  # and for one of time that has passed since the last rest, be it of work, of waiting or of leisure
+_MOST_S = 20e-3  # of rest that is saved up
 _LOOK_S = 100e-6  # between two looks whether they are answered
 
 
 class _Here(threading.local):
     gives_way = False
     hurries = False
-    worked_s = 0.0  # at the end of the last rest, in processor time
+    rested_until = 0.0
+    worked_s = 0.0  # until then, in processor time
     saved_s = 0.0
 
 
@@ -91,12 +93,14 @@ def hand_over() -> None:
     work, or less.
     """
     began = time.monotonic()
-    saved_s = min(_MOST_S, _here.saved_s + _RESTS_A_WORK * (time.thread_time() - _here.worked_s))
+    earned_s = _RESTS_A_WORK * (time.thread_time() - _here.worked_s) + _RESTS_A_TIME * (began - _here.rested_until)
+    saved_s = min(_MOST_S, _here.saved_s + earned_s)
     until = began + min(_PATIENCE_S, saved_s)
     time.sleep(_REST_S)
     while (now := time.monotonic()) < until and not _here.hurries and _are_under_way():
         time.sleep(_LOOK_S)
-    _here.worked_s, _here.saved_s = time.thread_time(), max(0.0, saved_s - (now - began))
+    _here.rested_until, _here.worked_s = now, time.thread_time()
+    _here.saved_s = max(0.0, saved_s - (now - began))
 
 
 def rest() -> None:
