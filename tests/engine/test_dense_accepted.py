@@ -84,33 +84,30 @@ def deactivated(open_store: Open, root: Path) -> tierstore.Store:
     return store
 
 
-def withdrawn(open_store: Open, root: Path) -> tierstore.Store:
+def canary_that_accepted(open_store: Open, root: Path) -> tierstore.Store:
     store = unfolded(open_store)
     load(store, root, 3)
     load(store, root, 1, activate=False)
     store.canary("ctr", 1)
     accept(store)
+    return store
+
+
+def withdrawn(open_store: Open, root: Path) -> tierstore.Store:
+    store = canary_that_accepted(open_store, root)
     store.withdraw("ctr")
     load(store, root, 2, delta_seq=1)
     return store
 
 
 def canary_left_with_its_active_version(open_store: Open, root: Path) -> tierstore.Store:
-    store = unfolded(open_store)
-    load(store, root, 3)
-    load(store, root, 1, activate=False)
-    store.canary("ctr", 1)
-    accept(store)
+    store = canary_that_accepted(open_store, root)
     load(store, root, 2, delta_seq=1)
     return store
 
 
 def canary_over_a_crash(open_store: Open, root: Path) -> tierstore.Store:
-    store = unfolded(open_store)
-    load(store, root, 3)
-    load(store, root, 1, activate=False)
-    store.canary("ctr", 1)
-    accept(store)
+    store = canary_that_accepted(open_store, root)
     store.close()
     store = unfolded(open_store)
     load(store, root, 2, delta_seq=1)

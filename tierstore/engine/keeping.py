@@ -124,13 +124,19 @@ class Keeping(Switching):
             self._wait_retired(number)
             self.check_open()
             self._resting.close(number)  # what the disk says is read, as the next start will
-            version = self._open(self._info(number))
-            try:
+            with self._opened_kept(self._info(number)) as version:
                 yield version
-            except BaseException:
-                version.close()  # it may be what failed: nothing rests of it
-                raise
-            self._resting.leave(version)
+
+    @contextlib.contextmanager
+    def _opened_kept(self, info: VersionInfo) -> Iterator[Version]:
+        """A version that is not served, opened for the length of the block. Holds `_switch`."""
+        version = self._open(info)
+        try:
+            yield version
+        except BaseException:
+            version.close()  # it may be what failed: nothing rests of it
+            raise
+        self._resting.leave(version)
 
     # --- loading
 
@@ -275,13 +281,8 @@ class Keeping(Switching):
             if behind <= KEPT_LAG or busy or self.is_stale(info):
                 continue
             try:
-                version = self._open(info)
-                try:
+                with self._opened_kept(info) as version:
                     catch_up(version, self._deltas, self.dense, leave=KEPT_LAG // 2)
-                except BaseException:
-                    version.close()
-                    raise
-                self._resting.leave(version)
             except DeltaError as error:
                 log.warning("model %s: version %d cannot be caught up: %s", self.name, info.number, error)
             except TierstoreError as error:

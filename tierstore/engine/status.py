@@ -15,12 +15,8 @@ from tierstore.engine.view import View
 
 def model_status(model: Model) -> dict[str, Any]:
     """`{"active_version", "watermark", "versions": […], "tables": {…}, …}`, see docs/http-api.md."""
-    served = model.publisher.enter_all()  # held, so that what it tells of stays open
-    try:
+    with model.publisher.beside() as served:  # held, so that what it tells of stays open
         return _document(model, served)
-    finally:
-        for view in served.views:
-            model.publisher.leave(view)
 
 
 def _document(model: Model, served: Served) -> dict[str, Any]:

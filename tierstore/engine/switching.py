@@ -180,16 +180,17 @@ class Switching:
                 f"{self._deltas.start}; with force it serves without what came between"
             )
         like = leaving[0] if leaving else None
+        may_lack = (DiskFull,) if start else ()
         version = self._open(info)
         try:
             self._shared.host_budget.admit(version, like, *leaving[1:])
             self._shared.devices.admit(version, leaving, self._serving.publisher)
-            with contextlib.suppress(*((DiskFull,) if start else ())):
+            with contextlib.suppress(*may_lack):
                 catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force, progress=progress)
             self._warm(version, like, progress)
             self.dense.open(version, lenient=force)
             progress(Progress("switch"))
-            with contextlib.suppress(*((DiskFull,) if start else ())):
+            with contextlib.suppress(*may_lack):
                 catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force)
             self.dense.open(version, lenient=force)
             yield version
