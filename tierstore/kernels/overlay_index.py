@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, types
 
-from tierstore.kernels.atomics import prefetch
+from tierstore.kernels.atomics import prefetch, stack_bytes
 from tierstore.kernels.codec import address_of, decode_row, out_code
+from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
 from tierstore.types import Keys, Rows, States, StorageDtype, Tier, Vectors
 
 Index = npt.NDArray[np.uint64]
@@ -29,12 +30,12 @@ _EMPTY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _TAG = np.uint64(0xFFFF_FFFF_0000_0000)
 _ROW = np.uint64(0xFFFF_FFFF)
 _BLOCK = 32  # keys whose slots are asked for before the first of them is probed
+_BLOCK_BYTES = 8 * _BLOCK
 _PREFETCH_BYTES = 512  # of a row
+_INDEX_AT, _SLOTS, _KEYS_AT, _DELETED_AT, _ROWS_AT, _ROW_BYTES, _CODE = range(7)  # of `Answering.words`
 _PENDING, _OVERLAY, _ABSENT = int(Tier.PENDING), int(Tier.OVERLAY), int(Tier.ABSENT)
 
 _KEYS = types.Array(types.int64, 1, "C", readonly=True)
-_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
-_INDEX = types.Array(types.uint64, 1, "C", readonly=True)
 
 
 @njit("uint64(int64)", cache=True, nogil=True)
@@ -61,65 +62,57 @@ def _build(keys: Any, index: Any) -> Any:
     return -1
 
 
-@njit(
-    types.int64(_INDEX, _KEYS, _BYTES, *[types.int64] * 7, _KEYS, types.uint8[::1]),
-    cache=True,
-    nogil=True,
-)
-def _answer(
-    index: Any,
-    table_keys: Any,
-    deleted: Any,
-    rows: Any,
-    row_bytes: Any,
-    code: Any,
-    out_code: Any,
-    dim: Any,
-    default: Any,
-    out: Any,
-    keys: Any,
-    state: Any,
-) -> Any:
-    mask = np.uint64(len(index) - 1)
-    slots = np.int64(index.ctypes.data)
+@njit
+def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
+    """`Answering.answer` of `n` keys and states at addresses of any alignment; `words` is the address of its `words`."""
+    index, slots, table_keys = load_u64(words, _INDEX_AT), load_u64(words, _SLOTS), np.int64(load_u64(words, _KEYS_AT))
+    deleted, rows = np.int64(load_u64(words, _DELETED_AT)), np.int64(load_u64(words, _ROWS_AT))
+    row_bytes, code = np.int64(load_u64(words, _ROW_BYTES)), np.int64(load_u64(words, _CODE))
+    index, mask = np.int64(index), slots - np.uint64(1)
     out_bytes = dim * (4 >> out_code)
     asked_bytes = min(row_bytes, _PREFETCH_BYTES)
-    hashes = np.empty(_BLOCK, np.uint64)
-    found = np.empty(_BLOCK, np.int64)
+    hashes, found = stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES)
     answered = 0
-    for start in range(0, len(keys), _BLOCK):
-        stop = min(start + _BLOCK, len(keys))
+    for start in range(0, n, _BLOCK):
+        stop = min(start + _BLOCK, n)
         for i in range(start, stop):
-            h = _mix(keys[i])
-            hashes[i - start] = h
-            prefetch(slots + np.int64((h & mask) << np.uint64(3)))
+            h = _mix(np.int64(load_u64(keys, i)))
+            store_u64(hashes, i - start, h)
+            prefetch(index + np.int64((h & mask) << np.uint64(3)))
         hits = 0
         for i in range(start, stop):
-            found[i - start] = -1
-            if state[i] != _PENDING:
+            store_u64(found, i - start, _EMPTY)
+            if load_u8(state, i) != _PENDING:
                 continue
-            h = hashes[i - start]
+            h = load_u64(hashes, i - start)
             at, tag = h & mask, h & _TAG
-            while index[at] != _EMPTY:
-                if index[at] & _TAG == tag and table_keys[index[at] & _ROW] == keys[i]:
-                    row = np.int64(index[at] & _ROW)
-                    found[i - start] = row
+            slot = load_u64(index, np.int64(at))
+            while slot != _EMPTY:
+                row = np.int64(slot & _ROW)
+                if slot & _TAG == tag and load_u64(table_keys, row) == load_u64(keys, i):
+                    store_u64(found, i - start, np.uint64(row))
                     hits += 1
                     for ahead in range(0, asked_bytes, 64):
                         prefetch(rows + row * row_bytes + ahead)
                     break
                 at = (at + np.uint64(1)) & mask
+                slot = load_u64(index, np.int64(at))
         if hits:
             for i in range(start, stop):
-                row = found[i - start]
-                if row >= 0 and deleted[row]:
+                row = np.int64(load_u64(found, i - start))
+                if row >= 0 and load_u8(deleted, row) != 0:
                     decode_row(out_code, out_code, default, out + i * out_bytes, dim)
-                    state[i] = _ABSENT
+                    store_u8(state, i, np.uint8(_ABSENT))
                 elif row >= 0:
                     decode_row(code, out_code, rows + row * row_bytes, out + i * out_bytes, dim)
-                    state[i] = _OVERLAY
+                    store_u8(state, i, np.uint8(_OVERLAY))
             answered += hits
     return answered
+
+
+@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", cache=True, nogil=True)
+def _answer(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
+    return answer_at(words, out_code, dim, default, out, keys, n, state)
 
 
 @njit(types.int64[::1](_KEYS), cache=True, nogil=True)
@@ -179,7 +172,7 @@ class Answering:
     `keys` int64[m] are those that `index` was built of; `rows` uint8[m, row_bytes] of `dtype`, `deleted` bool[m].
     """
 
-    __slots__ = ("_arrays", "_code", "_deleted", "_dim", "_index", "_keys", "_row_bytes", "_rows_at")
+    __slots__ = ("_arrays", "_dim", "words")
 
     def __init__(
         self, index: Index, keys: Keys, rows: Rows, deleted: npt.NDArray[np.bool_], dtype: StorageDtype, dim: int
@@ -188,11 +181,14 @@ class Answering:
             raise ValueError(
                 f"keys, rows and deleted pair up: got {len(keys)}, {list(rows.shape)} and {len(deleted)} for {dtype}[{dim}]"
             )
-        rows = np.ascontiguousarray(rows)
-        self._index, self._keys = index, np.ascontiguousarray(keys)
-        self._deleted = np.ascontiguousarray(deleted).view(np.uint8)
-        self._arrays, self._rows_at, self._row_bytes = rows, address_of(rows), rows.shape[1]  # `rows` keeps its memory
-        self._code, self._dim = dtype.code, dim
+        rows, keys = np.ascontiguousarray(rows), np.ascontiguousarray(keys)
+        marks = np.ascontiguousarray(deleted).view(np.uint8)
+        self._arrays, self._dim = (index, keys, rows, marks), dim  # they keep the memory that the words lie in
+        # for kernels: where the parts lie, see `answer_at`
+        self.words = np.array(
+            [address_of(index), len(index), address_of(keys), address_of(marks), address_of(rows), rows.shape[1], dtype.code],
+            np.int64,
+        )  # fmt: skip
 
     def answer(self, keys: Keys, out: Vectors, state: States, default: Vectors) -> int:
         """For every i whose state is PENDING and whose key is held: the row and OVERLAY, or where deleted `default` and ABSENT.
@@ -207,10 +203,11 @@ class Answering:
                 "all contiguous, the last two writable"
             )
         fallback = np.ascontiguousarray(default, out.dtype)
+        keys = np.ascontiguousarray(keys)
         return int(
             _answer(
-                self._index, self._keys, self._deleted, self._rows_at, self._row_bytes, self._code, out_code(out), self._dim,
-                address_of(fallback), address_of(out), np.ascontiguousarray(keys), state,
+                address_of(self.words), out_code(out), self._dim, address_of(fallback), address_of(out),
+                address_of(keys), n, address_of(state),
             )
         )  # fmt: skip
 

@@ -77,6 +77,16 @@ def known(words):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
+def known_at(words):  # type: ignore[no-untyped-def]
+    """`known` of words at an address."""
+    return (
+        nb.int64(load_u64(words, 0)), nb.int64(load_u64(words, 1)), nb.int64(load_u64(words, 2)),
+        nb.int64(load_u64(words, 3)), nb.int64(load_u64(words, 4)), nb.int64(load_u64(words, 5)),
+        nb.int64(load_u64(words, 6)), nb.int64(load_u64(words, 7)), nb.int64(load_u64(words, 8)),
+    )  # fmt: skip
+
+
+@nb.njit(inline="always")
 def _place_in(line, key):  # type: ignore[no-untyped-def]
     """Where in the line at an address `key` is, 0..6, or -1."""
     matches = (match8_at(line, key) >> 1) & nb.int64(load_u8(line, TAKEN_AT))
@@ -267,19 +277,13 @@ def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignor
     return _search(where, geometry, epoch, nb.int64(load_u64(keys, i)), out_code, target, out_bytes, default)
 
 
-@nb.njit(types.int64(WHERE, KEYS, STATES, types.int64, types.int64, types.int64), nogil=True, cache=True)
-def lookup(words, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
-    """Answer what is here among the keys whose state is PENDING: rows with HOST, absent keys with ABSENT.
-
-    `out` is the address of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED, `default` that of
-    one such row. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were answered with HOST.
-    """
-    where, n = known(words), keys.size
+@nb.njit
+def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ignore[no-untyped-def]
+    """`lookup` of `n` keys and states at addresses; `where` are the words as values."""
     out_bytes = where[ROW_BYTES] if out_code == AS_STORED else where[DIM] * (4 >> out_code)
     kind = out_code, out_bytes, out_code == where[CODE] and out_bytes & 63 == 0, default
     epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
     geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
-    keys_at, state_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data)
     rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
     hits = 0
     for step in range(0, n + 3 * AHEAD, AHEAD):
@@ -303,6 +307,17 @@ def lookup(words, keys, state, out_code, out, default):  # type: ignore[no-untyp
                 store_u8(state_at, i, nb.uint8(_PENDING))
         return 0
     return hits
+
+
+@nb.njit(types.int64(WHERE, KEYS, STATES, types.int64, types.int64, types.int64), nogil=True, cache=True)
+def lookup(words, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
+    """Answer what is here among the keys whose state is PENDING: rows with HOST, absent keys with ABSENT.
+
+    `out` is the address of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED, `default` that of
+    one such row. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were answered with HOST.
+    """
+    keys_at, state_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data)
+    return lookup_at(known(words), keys_at, keys.size, state_at, out_code, out, default)
 
 
 @nb.njit(types.int64(WHERE, KEYS, STATES, FLOATS), nogil=True, cache=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels.atomics import acquire_i64, fence_acquire, relaxed_i64, stack_bytes
-from tierstore.kernels.raw import add_scaled_16, load_f32, store_f32, store_u8
+from tierstore.kernels.raw import add_scaled_16, load_f32, load_u64, store_f32, store_u8
 from tierstore.kernels.setcache import EPOCH, GEOMETRY, KEYS
 from tierstore.kernels.setlookup import (
     AHEAD,
@@ -55,33 +55,17 @@ def _close(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
         store_f32(pooled, k, np.float32(0) if total == np.float32(0) else load_f32(pooled, k) / divisor)
 
 
-@nb.njit(
-    types.int64(WHERE, KEYS, STATES, KEYS, _WEIGHTS, types.int64, FLOATS, STATES),
-    nogil=True, cache=True,
-)  # fmt: skip
-def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ignore[no-untyped-def]
-    """Pool those bags of which all keys are here.
+@nb.njit
+def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, out_at, left_at, row_at):  # type: ignore[no-untyped-def]
+    """`pool` of `n` keys and `bags` bags at addresses of any alignment; `weights_at` 0 means ones.
 
-    Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0. A key whose state
-    is not PENDING contributes nothing. `weights` float32[n], or empty for ones; `combiner` as `pool.combiner_code`;
-    `out` float32 [bags, dim]. `left` uint8[bags], zeros, becomes 1 for each bag that has a key that is not here: its
-    vector is anything. States become HOST, ABSENT, or stay PENDING. Counts heat. Returns how many keys were answered
-    with HOST, or -1 if the table changed its size meanwhile or the sizes do not fit: then all of it is void.
+    `row_at` is the address of a float32[dim] to work in, `out_at` that of float32[bags, dim].
     """
-    where, n, bags = known(words), keys.size, starts.size
     dim = where[DIM]
-    weighted = weights.size > 0
-    if out.shape[0] != bags or out.shape[1] != dim or left.size != bags or state.size != n:
-        return -1
-    if (weighted and weights.size != n) or (bags == 0 and n > 0):
-        return -1
     kind = 0, dim * 4, where[CODE] == 0 and (dim * 4) & 63 == 0, where[DEFAULT_AT]
     epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
     geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
-    keys_at, state_at, out_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data), nb.int64(out.ctypes.data)
     rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
-    row = np.empty(dim, np.float32)
-    row_at = nb.int64(row.ctypes.data)
     hits, bag, total = 0, -1, np.float32(0)
     pooled, next_start = out_at, 0
     for step in range(0, n + 3 * AHEAD, AHEAD):
@@ -99,7 +83,7 @@ def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ign
                     _close(pooled, dim, combiner, total)
                 bag += 1
                 pooled = out_at + bag * dim * 4
-                next_start = starts[bag + 1] if bag + 1 < bags else n
+                next_start = nb.int64(load_u64(starts_at, bag + 1)) if bag + 1 < bags else n
                 total = np.float32(0)
                 for k in range(dim):
                     store_f32(pooled, k, np.float32(0))
@@ -108,18 +92,44 @@ def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ign
                 continue
             store_u8(state_at, i, nb.uint8(of_key))
             if of_key == _PENDING:
-                left[bag] = 1
+                store_u8(left_at, bag, nb.uint8(1))
                 continue
             hits += of_key == _HOST
-            factor = weights[i] if weighted else np.float32(1)
+            factor = load_f32(weights_at, i) if weights_at != 0 else np.float32(1)
             _add(pooled, row_at, factor, dim)
             total += factor * factor if combiner == 2 else factor
     if bag >= 0:
         _close(pooled, dim, combiner, total)
     for empty in range(bag + 1, bags):  # at the end
         for k in range(dim):
-            out[empty, k] = np.float32(0)
+            store_f32(out_at + empty * dim * 4, k, np.float32(0))
     fence_acquire()
-    if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch or row.size != dim:  # `row` is freed after its last mention
+    return hits if relaxed_i64(where[CONTROL] + 8 * EPOCH) == epoch else -1
+
+
+@nb.njit(
+    types.int64(WHERE, KEYS, STATES, KEYS, _WEIGHTS, types.int64, FLOATS, STATES),
+    nogil=True, cache=True,
+)  # fmt: skip
+def pool(words, keys, state, starts, weights, combiner, out, left):  # type: ignore[no-untyped-def]
+    """Pool those bags of which all keys are here.
+
+    Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0. A key whose state
+    is not PENDING contributes nothing. `weights` float32[n], or empty for ones; `combiner` as `pool.combiner_code`;
+    `out` float32 [bags, dim]. `left` uint8[bags], zeros, becomes 1 for each bag that has a key that is not here: its
+    vector is anything. States become HOST, ABSENT, or stay PENDING. Counts heat. Returns how many keys were answered
+    with HOST, or -1 if the table changed its size meanwhile or the sizes do not fit: then all of it is void.
+    """
+    where, n, bags = known(words), keys.size, starts.size
+    dim = where[DIM]
+    if out.shape[0] != bags or out.shape[1] != dim or left.size != bags or state.size != n:
         return -1
-    return hits
+    if (weights.size > 0 and weights.size != n) or (bags == 0 and n > 0):
+        return -1
+    row = np.empty(dim, np.float32)
+    weights_at = nb.int64(weights.ctypes.data) if weights.size > 0 else 0
+    hits = pool_at(
+        where, nb.int64(keys.ctypes.data), n, nb.int64(state.ctypes.data), nb.int64(starts.ctypes.data), bags,
+        weights_at, combiner, nb.int64(out.ctypes.data), nb.int64(left.ctypes.data), nb.int64(row.ctypes.data),
+    )  # fmt: skip
+    return hits if row.size == dim else -1  # `row` is freed after its last mention

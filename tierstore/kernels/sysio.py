@@ -1,13 +1,15 @@
-"""System calls for kernels: positioned reads into memory, and what they say when they fail.
+"""System calls for kernels: files, sockets, epoll, clocks and memory, and what they say when they fail.
 
 For use inside `@njit` code alone; with `nogil` they run beside the interpreter. An address is a number and is not
-checked, not even with NUMBA_BOUNDSCHECK. The functions are the C library's, found by name when a kernel is loaded.
+checked, not even with NUMBA_BOUNDSCHECK. The functions are the C library's, found by name when a kernel is loaded. All
+but `allocate`, `release` and the clocks answer what the system call does, or minus the error number.
 
-Reads go through `preadv2` and never through a mapping, so that a failing drive is an error number and not a signal.
+Files are read through `preadv2` and never through a mapping, so that a failing drive is an error number and not a signal.
 """
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
@@ -16,8 +18,16 @@ from numba.extending import intrinsic
 
 NOWAIT = 8  # RWF_NOWAIT: fail with EAGAIN rather than wait for the drive
 WILL_NEED = 3  # POSIX_FADV_WILLNEED
+EINTR, EAGAIN = 4, 11
+
+EPOLL_ADD, EPOLL_DEL = 1, 2
+# an event is 32 bits of mask and 64 of data, which lie 4 bytes on where the structure is packed (x86-64), else 8
+EVENT_BYTES, EVENT_DATA = (12, 4) if platform.machine() in ("x86_64", "AMD64") else (16, 8)
+READABLE, WRITABLE, FAILED, HUNG_UP, HALF_CLOSED = 0x1, 0x4, 0x8, 0x10, 0x2000  # EPOLLIN, OUT, ERR, HUP, RDHUP
+EXCLUSIVE, EDGE = 1 << 28, 1 << 31  # EPOLLEXCLUSIVE, EPOLLET
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_POINTER = _I8.as_pointer()
 
 
 def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
@@ -26,9 +36,32 @@ def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return known if known is not None else ir.Function(module, ir.FunctionType(result, arguments), name)
 
 
+def _or_error(builder: Any, got: Any) -> Any:
+    """`got` (64 bits), or minus `errno` where it is negative."""
+    where = builder.call(_declare(builder, "__errno_location", _I32.as_pointer(), []), [])
+    failed = builder.neg(builder.sext(builder.load(where), _I64))
+    return builder.select(builder.icmp_signed("<", got, _I64(0)), failed, got)
+
+
+def _call(builder: Any, name: str, result: Any, kinds: list[Any], args: Any) -> Any:
+    """Call `name` with 64-bit numbers as the `kinds` that it takes; its result widened, errors as `_or_error`."""
+    given = []
+    for value, kind in zip(args, kinds, strict=True):
+        if kind is _POINTER:
+            given.append(builder.inttoptr(value, _POINTER))
+        else:
+            given.append(value if kind is _I64 else builder.trunc(value, kind))
+    got = builder.call(_declare(builder, name, result, kinds), given)
+    return _or_error(builder, got if result is _I64 else builder.sext(got, _I64))
+
+
+def _signature(count: int) -> Any:
+    return types.int64(*[types.int64] * count)
+
+
 @intrinsic
 def read_at(typingctx: Any, fd: Any, address: Any, size: Any, offset: Any, flags: Any) -> Any:
-    """`preadv2` of one piece: bytes read (0 at the end of the file), or minus the error number."""
+    """`preadv2` of one piece: bytes read (0 at the end of the file)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         fd, address, size, offset, flags = args
@@ -39,11 +72,9 @@ def read_at(typingctx: Any, fd: Any, address: Any, size: Any, offset: Any, flags
         pointer = _I64.as_pointer()
         call = _declare(builder, "preadv2", _I64, [_I32, pointer, _I32, _I64, _I32])
         got = builder.call(call, [builder.trunc(fd, _I32), piece, _I32(1), offset, builder.trunc(flags, _I32)])
-        where = builder.call(_declare(builder, "__errno_location", _I32.as_pointer(), []), [])
-        failed = builder.neg(builder.sext(builder.load(where), _I64))
-        return builder.select(builder.icmp_signed("<", got, _I64(0)), failed, got)
+        return _or_error(builder, got)
 
-    return types.int64(types.int64, types.int64, types.int64, types.int64, types.int64), codegen
+    return _signature(5), codegen
 
 
 @intrinsic
@@ -51,9 +82,215 @@ def advise(typingctx: Any, fd: Any, offset: Any, size: Any, advice: Any) -> Any:
     """`posix_fadvise`: 0, or an error number."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        fd, offset, size, advice = args
-        call = _declare(builder, "posix_fadvise", _I32, [_I32, _I64, _I64, _I32])
-        said = builder.call(call, [builder.trunc(fd, _I32), offset, size, builder.trunc(advice, _I32)])
-        return builder.sext(said, _I64)
+        return _call(builder, "posix_fadvise", _I32, [_I32, _I64, _I64, _I32], args)
 
-    return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
+    return _signature(4), codegen
+
+
+@intrinsic
+def read(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
+    """Bytes read, 0 at the end."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "read", _I64, [_I32, _POINTER, _I64], args)
+
+    return _signature(3), codegen
+
+
+@intrinsic
+def write(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
+    """Bytes written."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "write", _I64, [_I32, _POINTER, _I64], args)
+
+    return _signature(3), codegen
+
+
+@intrinsic
+def receive(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
+    """`recv` that does not wait: bytes received, 0 when the other side has ended."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "recv", _I64, [_I32, _POINTER, _I64, _I32], [*args, _I64(0x40)])  # MSG_DONTWAIT
+
+    return _signature(3), codegen
+
+
+@intrinsic
+def send(typingctx: Any, fd: Any, address: Any, size: Any, more: Any) -> Any:
+    """`send` that neither waits nor raises a signal: bytes taken. `more` (0 or 1): others follow at once."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        fd, address, size, more = args
+        flags = builder.or_(_I64(0x4040), builder.shl(more, _I64(15)))  # MSG_NOSIGNAL, MSG_DONTWAIT; MSG_MORE
+        return _call(builder, "send", _I64, [_I32, _POINTER, _I64, _I32], [fd, address, size, flags])
+
+    return _signature(4), codegen
+
+
+@intrinsic
+def accept(typingctx: Any, fd: Any) -> Any:
+    """`accept4`: the descriptor of a connection that does not wait."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = [_I32, _POINTER, _POINTER, _I32]
+        return _call(builder, "accept4", _I32, kinds, [args[0], _I64(0), _I64(0), _I64(0o2004000)])  # NONBLOCK, CLOEXEC
+
+    return _signature(1), codegen
+
+
+@intrinsic
+def close(typingctx: Any, fd: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "close", _I32, [_I32], args)
+
+    return _signature(1), codegen
+
+
+def _set_option(builder: Any, fd: Any, level: int, option: int, words: list[int]) -> Any:
+    with builder.goto_entry_block():
+        value = builder.alloca(_I32, len(words))
+    for i, word in enumerate(words):
+        builder.store(_I32(word), builder.gep(value, [_I64(i)]))
+    args = [fd, _I64(level), _I64(option), builder.ptrtoint(value, _I64), _I64(4 * len(words))]
+    return _call(builder, "setsockopt", _I32, [_I32, _I32, _I32, _POINTER, _I32], args)
+
+
+@intrinsic
+def send_at_once(typingctx: Any, fd: Any) -> Any:
+    """Set TCP_NODELAY."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _set_option(builder, args[0], 6, 1, [1])
+
+    return _signature(1), codegen
+
+
+@intrinsic
+def drop_on_close(typingctx: Any, fd: Any) -> Any:
+    """SO_LINGER of 0 s: `close` resets the connection and lets go of what the other side has not taken."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _set_option(builder, args[0], 1, 13, [1, 0])
+
+    return _signature(1), codegen
+
+
+@intrinsic
+def epoll_wait(typingctx: Any, epoll: Any, events: Any, most: Any, timeout_ms: Any) -> Any:
+    """How many events were written to the address `events`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "epoll_wait", _I32, [_I32, _POINTER, _I32, _I32], args)
+
+    return _signature(4), codegen
+
+
+@intrinsic
+def epoll_set(typingctx: Any, epoll: Any, operation: Any, fd: Any, mask: Any, data: Any) -> Any:
+    """`epoll_ctl`: from now on (EPOLL_ADD) events of `mask` on `fd` are told with the 64 bits `data`, or no more."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        epoll, operation, fd, mask, data = args
+        with builder.goto_entry_block():
+            event = builder.alloca(_I32, 4)
+        low, high = builder.trunc(data, _I32), builder.trunc(builder.lshr(data, _I64(32)), _I32)
+        first = EVENT_DATA // 4
+        for i, word in ((0, builder.trunc(mask, _I32)), (first, low), (first + 1, high)):
+            builder.store(word, builder.gep(event, [_I64(i)]))
+        kinds = [_I32, _I32, _I32, _POINTER]
+        return _call(builder, "epoll_ctl", _I32, kinds, [epoll, operation, fd, builder.ptrtoint(event, _I64)])
+
+    return _signature(5), codegen
+
+
+def _clock(builder: Any, which: int) -> Any:
+    with builder.goto_entry_block():
+        spec = builder.alloca(_I64, 2)  # struct timespec
+    pointer = _I64.as_pointer()
+    builder.call(_declare(builder, "clock_gettime", _I32, [_I32, pointer]), [_I32(which), spec])
+    seconds, ns = builder.load(spec), builder.load(builder.gep(spec, [_I64(1)]))
+    return builder.add(builder.mul(seconds, _I64(1_000_000_000)), ns)
+
+
+@intrinsic
+def monotonic_ns(typingctx: Any) -> Any:
+    """The clock of `time.monotonic_ns` and, on Linux, of `time.perf_counter_ns`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _clock(builder, 1)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def wall_ns(typingctx: Any) -> Any:
+    """The clock of `time.time_ns`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _clock(builder, 0)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def allocate(typingctx: Any, size: Any) -> Any:
+    """The address of `size` bytes from `malloc`; 0 where there are none."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        got = builder.call(_declare(builder, "malloc", _POINTER, [_I64]), [args[0]])
+        return builder.ptrtoint(got, _I64)
+
+    return _signature(1), codegen
+
+
+@intrinsic
+def release(typingctx: Any, address: Any) -> Any:
+    """`free`; an address of 0 is allowed."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.call(_declare(builder, "free", ir.VoidType(), [_POINTER]), [builder.inttoptr(args[0], _POINTER)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def move_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy `count` bytes between addresses that may overlap."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = [_POINTER, _POINTER, _I64]
+        pointers = [builder.inttoptr(address, _POINTER) for address in args[:2]]
+        builder.call(_declare(builder, "memmove", _POINTER, kinds), [*pointers, args[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def clear_bytes(typingctx: Any, target: Any, count: Any) -> Any:
+    """Set `count` bytes to 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = [_POINTER, _I32, _I64]
+        builder.call(
+            _declare(builder, "memset", _POINTER, kinds), [builder.inttoptr(args[0], _POINTER), _I32(0), args[1]]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def same_bytes(typingctx: Any, one: Any, other: Any, count: Any) -> Any:
+    """Whether `count` bytes at two addresses are the same: 1 or 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = [_POINTER, _POINTER, _I64]
+        pointers = [builder.inttoptr(address, _POINTER) for address in args[:2]]
+        got = builder.call(_declare(builder, "memcmp", _I32, kinds), [*pointers, args[2]])
+        return builder.zext(builder.icmp_signed("==", got, _I32(0)), _I64)
+
+    return _signature(3), codegen
