@@ -72,7 +72,11 @@ class Settings(BaseSettings):
         ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together"
     )
     # threads and processes
-    workers: int = Field(1, ge=1, description="processes that answer look-ups, over one cache")
+    threads: int = Field(
+        default_factory=cores,
+        ge=1,
+        description="reactor threads, which answer look-ups over HTTP whose rows are in memory",
+    )
     lookup_threads: int = Field(
         default_factory=lambda: max(2, cores()), ge=1, description="threads that run look-ups of the service"
     )
@@ -83,7 +87,7 @@ class Settings(BaseSettings):
     max_connections: int = Field(
         2048,
         ge=1,
-        description="HTTP connections of a process; requests on further ones get 503. At most half of the files that a process may open",
+        description="HTTP connections; requests on further ones get 503. At most half of the files that a process may open",
     )
     batch_max_items: int = Field(
         0,

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from tierstore.config import Settings
+from tierstore.engine.epochs import Epochs
 from tierstore.errors import Conflict, NotFound, NotReady, TierstoreError
 from tierstore.formats.keys import as_codes
 from tierstore.types import Combiner, DeltaResult, FeatureSpec, KeyType, StorageDtype, TableSpec
@@ -133,6 +134,7 @@ class FakeModel:
     def __init__(self, name: str, features: dict[str, FeatureSpec]) -> None:
         self.name, self.active_version = name, VERSION
         self.served = SimpleNamespace(versions=(VERSION,), active=None, canary=None)
+        self.publisher = SimpleNamespace(token=lambda view: None)  # of no use to a compiled reader
         self.gate = threading.Event()
         self.gate.set()
         self._view = FakeView(features, self.gate)
@@ -152,12 +154,16 @@ class FakeStore:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.observers: list[Any] = []
+        self.epochs = Epochs()
         self.delta_error: TierstoreError | None = None
         self._models = {
             "ctr": FakeModel("ctr", FEATURES),
             "one": FakeModel("one", {"item_id": FEATURES["item_id"]}),
             "names": FakeModel("names", {"user": FEATURES["user"]}),
         }
+
+    def publish_words(self) -> None:
+        pass
 
     def models(self) -> list[str]:
         return sorted(self._models)

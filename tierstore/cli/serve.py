@@ -40,10 +40,12 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    workers: Annotated[
+    threads: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Processes that answer look-ups, over one cache (default: 1).", show_default=False
+            metavar="N",
+            help="Threads that answer look-ups without the interpreter (default: the processors).",
+            show_default=False,
         ),
     ] = None,
     host_budget: Annotated[
@@ -98,7 +100,7 @@ def serve(
         host=host,
         port=port,
         grpc_port=grpc_port,
-        workers=workers,
+        threads=threads,
         host_budget=host_budget,
         device_budget=device_budget,
         source_root=source_root or None,

@@ -41,6 +41,11 @@ class OverlayTable:
         self._answering = overlay_index.Answering(index, keys, rows, deleted, spec.dtype, spec.dim)
         self.nbytes = keys.nbytes * 3 + rows.nbytes + deleted.nbytes  # the index is about two words a key
 
+    @property
+    def words(self) -> np.ndarray:
+        """Where its parts lie, for kernels: `overlay_index.Answering.words`."""
+        return self._answering.words
+
     def lookup(self, keys: Keys, out: Vectors, state: States, default: np.ndarray) -> None:
         """Answer the keys with state PENDING that are in this overlay: OVERLAY, or ABSENT where deleted."""
         self._answering.answer(keys, out, state, default)

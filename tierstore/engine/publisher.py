@@ -1,27 +1,37 @@
 """What is served now, and which older views are still read (read-copy-update).
 
 A delta is folded only when nobody reads a view from before it, and a version that is not served any more is closed
-only when its last reader has left. Any thread may call anything. Nothing here survives a crash.
+only when its last reader has left. Python's readers are counted; compiled ones announce themselves (`epochs.py`), and
+count as readers of whatever they may be at. Any thread may call anything. Nothing here survives a crash.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
+from tierstore.engine.epochs import Epochs
 from tierstore.engine.served import Served
 from tierstore.engine.version import Version
 from tierstore.engine.view import View
+from tierstore.engine.words import ServedWords
+from tierstore.kernels.codec import address_of
+
+_tokens = itertools.count(1)
 
 
 class Publisher:
     """What one model serves, and the views before that somebody still reads."""
 
-    def __init__(self, model: str, told: Sequence[Callable[[], None]] = ()) -> None:
-        """Each of `told` is called at each publication, under `changed`: it must not wait for anything."""
-        self._model, self._told = model, told
+    def __init__(self, model: str, told: Sequence[Callable[[], None]] = (), epochs: Epochs | None = None) -> None:
+        """Each of `told` is called at each publication, under `changed`: it must not wait for anything.
+
+        `epochs` knows of compiled readers, if there may be any.
+        """
+        self._model, self._told, self._epochs = model, told, epochs
         self._lock = threading.RLock()  # the one in `changed`, which costs a request half as much to take as that does
         self.changed = threading.Condition(
             self._lock
@@ -30,6 +40,9 @@ class Publisher:
         self._retired: list[View] = []
         self._pinned: list[Version] = []
         self._beside: list[View] = []  # read by what is no request, once for each reader
+        self._words: ServedWords | None = None  # of what is served, where there are compiled readers
+        self._announced: list[tuple[View, ...]] = []  # what was served before and a compiled reader may be at
+        self._tokens: list[tuple[int, View]] = []  # of the latest two views that no plan is good for both of
 
     @property
     def served(self) -> Served:
@@ -51,9 +64,49 @@ class Publisher:
             for view in old.views:
                 if view.readers and view not in served.views:
                     self._retired.append(view)
+            if self._epochs is not None and self._epochs.active:
+                self._publish_words(self._epochs, old.views)
             for tell in self._told:
                 tell()
             self.changed.notify_all()
+
+    def publish_words(self) -> None:
+        """Have compiled readers find what is served, now that there are some."""
+        with self.changed:
+            if self._epochs is not None:
+                self._publish_words(self._epochs, ())
+
+    def _publish_words(self, epochs: Epochs, before: tuple[View, ...]) -> None:
+        slot = epochs.slot(self._model)
+        if slot is None:
+            return
+        old, self._words = self._words, ServedWords(self._served, self._token)
+        self._tokens = [(token, view) for token, view in self._tokens if view in self._served.views]
+        generation = epochs.publish(address_of(epochs.models) + 8 * slot, self._words.address)
+        left = tuple(view for view in before if view not in self._served.views)
+
+        def free() -> None:
+            with self.changed:
+                self._announced.remove(left)
+                self.changed.notify_all()
+
+        self._announced.append(left)
+        if not epochs.retire(generation, old, free):
+            self._announced.pop()
+
+    def _token(self, view: View) -> int:
+        """What tells a version with its dense part from any other: equal for views that one plan is good for."""
+        token = self._known_token(view) or next(_tokens)
+        self._tokens = [(token, view), *(entry for entry in self._tokens if entry[0] != token)][:2]
+        return token
+
+    def _known_token(self, view: View) -> int | None:
+        return next((token for token, known in self._tokens if known.takes_plans_of(view)), None)
+
+    def token(self, view: View) -> int | None:
+        """The token by which compiled readers know a view; None where they were not given it, or one like it, lately."""
+        with self._lock:
+            return self._known_token(view)
 
     def enter(self, asked: int | str | None = None, route: bytes | str | None = None) -> View:
         """Begin to read the view that `Served.choose` says, with its errors."""
@@ -95,13 +148,19 @@ class Publisher:
 
     def read_below(self, version: Version, seq: int) -> bool:
         """Whether somebody still reads `version` as it was before `seq`. Call it under `changed`."""
-        return any(view.holder is version and view.seq < seq for view in self._retired)
+        return any(view.holder is version and view.seq < seq for view in self._left())
 
     def reads(self, version: Version) -> bool:
         """Whether `version` is served, still read, or pinned. Call it under `changed`."""
         if self._served.of(version) is not None or version in self._pinned:
             return True
-        return any(view.holder is version for view in self._retired)
+        return any(view.holder is version for view in self._left())
+
+    def _left(self) -> Iterator[View]:
+        """Views that are not served any more, and that somebody may still read."""
+        yield from self._retired
+        for views in self._announced:
+            yield from views
 
     @contextmanager
     def pinned(self, number: int | None = None) -> Iterator[Version | None]:

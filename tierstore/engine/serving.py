@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from tierstore.engine.budget import OverlayBudget
 from tierstore.engine.deltalog import DeltaLog
 from tierstore.engine.dense import DenseParts
+from tierstore.engine.epochs import Epochs
 from tierstore.engine.observer import Observer
 from tierstore.engine.overlay import Overlay, encode_delta, stack
 from tierstore.engine.publisher import Publisher
@@ -46,10 +47,11 @@ class Serving:
         observers: list[Observer],
         grace_s: float,
         told: Sequence[Callable[[], None]] = (),
+        epochs: Epochs | None = None,
     ) -> None:
         # constant after construction
         self.name, self.deltas, self._record = name, deltas, record
-        self.publisher = Publisher(name, told)
+        self.publisher = Publisher(name, told, epochs)
         self.write = threading.Lock()  # held by whoever changes the log or a view
         self._budget, self._observers, self._grace_s = budget, observers, grace_s
         # guarded by write

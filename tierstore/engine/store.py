@@ -23,6 +23,7 @@ from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.callbacks import guarded, refuse_inside
 from tierstore.engine.checking import verify_store
 from tierstore.engine.devices import Devices
+from tierstore.engine.epochs import Epochs
 from tierstore.engine.loading import load
 from tierstore.engine.model import Model
 from tierstore.engine.observer import Observer
@@ -100,6 +101,16 @@ class Store:
     def told(self) -> list[Callable[[], None]]:
         """Add to it to be called whenever a view is published, under a lock: it must not wait for anything."""
         return self._shared.told
+
+    @property
+    def epochs(self) -> Epochs:
+        """What compiled readers of views go by."""
+        return self._shared.epochs
+
+    def publish_words(self) -> None:
+        """Have compiled readers, of which there are some now, find what is served."""
+        for name in self.models():
+            self.model(name).publisher.publish_words()
 
     def models(self) -> list[str]:
         """Names of the models there are, sorted."""
@@ -247,6 +258,7 @@ class Store:
         self._check_open()
         names = self.models() if model is None else [self.model(model).name]
         shared = self._shared
+        shared.epochs.collect()
         return {
             "models": {name: model_status(self._models[name]) for name in names},
             "host_budget": {"used": shared.host_budget.used, "total": shared.host_budget.total},

@@ -23,6 +23,7 @@ from tierstore.engine.callbacks import SwitchLock, guarded
 from tierstore.engine.deltalog import DeltaLog
 from tierstore.engine.dense import DenseParts
 from tierstore.engine.devices import Devices
+from tierstore.engine.epochs import Epochs
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
 from tierstore.engine.overlay import Overlay
@@ -59,6 +60,7 @@ class Shared:
     dense: Runtime
     devices: Devices
     observers: list[Observer] = field(default_factory=list)
+    epochs: Epochs = field(default_factory=Epochs)
     told: list[Callable[[], None]] = field(default_factory=list)  # called whenever views are published; see `Publisher`
 
 
@@ -81,9 +83,9 @@ class Switching:
             shared.observers,
             shared.settings.fold_grace_s,
             shared.told,
+            shared.epochs,
         )
-        if shared.settings.workers == 1:  # else others answer, with interpreter locks of their own
-            watch(self._serving.publisher)
+        watch(self._serving.publisher)
         self._keeper = Keeper(self._serving, self._freed, keep_house)
         self._switch = SwitchLock()
         self._start_problem: str | None = None

@@ -56,13 +56,6 @@ class LookupCounts:
         with self._lock:
             return sum(self._all())
 
-    def take(self) -> list[int]:
-        """What was counted since the last `take`, one number a `Tier`: for a process that reports to another."""
-        with self._lock:
-            counts = self._all()
-            self._counts[:] = self._from_host = 0
-        return counts
-
     def _all(self) -> list[int]:
         counts: list[int] = self._counts.tolist()
         counts[Tier.HOST] += self._from_host

@@ -160,11 +160,8 @@ class VersionInfo:
 class Version:
     """An open version."""
 
-    def __init__(
-        self, info: VersionInfo, disk: DiskTier, counts: Callable[[str], LookupCounts], *, share_host: bool = False
-    ) -> None:
+    def __init__(self, info: VersionInfo, disk: DiskTier, counts: Callable[[str], LookupCounts]) -> None:
         self.info, self.disk = info, disk
-        self._share_host = share_host  # with other processes
         self.number = info.number
         self.specs, self.features = info.specs, info.features
         self.tables = {
@@ -214,7 +211,7 @@ class Version:
         else:
             disk = resting.wake(block_cache_bytes=cache, reader=readers)
         try:
-            return cls(info, disk, counts, share_host=settings.workers > 1)
+            return cls(info, disk, counts)
         except BaseException:
             disk.close()
             raise
@@ -259,9 +256,7 @@ class Version:
         weights = self.weights(needs, like if isinstance(like, Version) else None)
         for table, share in zip(self.tables.values(), deal(budget_bytes, needs, weights), strict=True):
             if share * fraction >= MIN_TABLE_BUDGET / 2:
-                host = HostTable(
-                    table.spec, share, default_vector=table.default, fraction=fraction, shared=self._share_host
-                )
+                host = HostTable(table.spec, share, default_vector=table.default, fraction=fraction)
                 if host.bytes_in_use > share * fraction:  # of sets so large that they cannot be halved that far
                     host.close()
                     continue

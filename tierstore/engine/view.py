@@ -59,6 +59,15 @@ class View:
     def features(self) -> dict[str, FeatureSpec]:
         return self._version.features
 
+    def takes_plans_of(self, other: View) -> bool:
+        """Whether what was planned under `other` holds here: the same version, with a dense part of the same wiring."""
+        if self.features is not other.features:
+            return False
+        mine, its = self.predictor, other.predictor
+        if mine is None or its is None:
+            return mine is its
+        return mine.wiring is its.wiring and mine.loose is its.loose
+
     @property
     def has_dense(self) -> bool:
         """Whether the version keeps a dense part; `predictor` says whether it is served."""

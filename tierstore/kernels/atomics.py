@@ -101,6 +101,37 @@ def store_relaxed(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     return _store("monotonic", array, index, value)
 
 
+def _change_at(operation: str) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw(operation, builder.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def add_at(typingctx: Any, address: Any, value: Any) -> Any:
+    """Add to the int64 at a multiple of 8, in one step and in one order for all threads. Returns what was there before."""
+    return _change_at("add")
+
+
+@intrinsic
+def raise_at(typingctx: Any, address: Any, value: Any) -> Any:
+    """Make the int64 at a multiple of 8 at least `value`, in one step. Returns what was there before."""
+    return _change_at("max")
+
+
+@intrinsic
+def release_i64(typingctx: Any, address: Any, value: Any) -> Any:
+    """Store an int64 at a multiple of 8; everything before it in the program is written before it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I64.as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 def _fence(ordering: str) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence(ordering)
@@ -119,6 +150,12 @@ def fence_acquire(typingctx: Any) -> Any:
 def fence_release(typingctx: Any) -> Any:
     """What was read or written before stays before whatever is written after."""
     return _fence("release")
+
+
+@intrinsic
+def fence_all(typingctx: Any) -> Any:
+    """All threads agree on the order of such fences: of two threads that each write, fence and read, one sees the other."""
+    return _fence("seq_cst")
 
 
 def _prefetch(locality: int, builder: Any, address: Any) -> None:

@@ -37,7 +37,7 @@ _WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
 
 
 @nb.njit(inline="always")
-def _add(target, source, factor, dim):  # type: ignore[no-untyped-def]
+def add_f32_rows(target, source, factor, dim):  # type: ignore[no-untyped-def]
     vectors = dim >> 4
     for k in range(vectors):
         add_scaled_16(target + 64 * k, source + 64 * k, factor)
@@ -46,7 +46,7 @@ def _add(target, source, factor, dim):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _close(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
+def close_bag(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
     """Divide the sum of a bag as its combiner says; `total` is that of the weights, or of their squares."""
     if combiner == 0:
         return
@@ -80,7 +80,7 @@ def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, 
         for i in range(max(begin, 0), min(begin + AHEAD, n)):
             while i >= next_start:
                 if bag >= 0:
-                    _close(pooled, dim, combiner, total)
+                    close_bag(pooled, dim, combiner, total)
                 bag += 1
                 pooled = out_at + bag * dim * 4
                 next_start = nb.int64(load_u64(starts_at, bag + 1)) if bag + 1 < bags else n
@@ -96,10 +96,10 @@ def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, 
                 continue
             hits += of_key == _HOST
             factor = load_f32(weights_at, i) if weights_at != 0 else np.float32(1)
-            _add(pooled, row_at, factor, dim)
+            add_f32_rows(pooled, row_at, factor, dim)
             total += factor * factor if combiner == 2 else factor
     if bag >= 0:
-        _close(pooled, dim, combiner, total)
+        close_bag(pooled, dim, combiner, total)
     for empty in range(bag + 1, bags):  # at the end
         for k in range(dim):
             store_f32(out_at + empty * dim * 4, k, np.float32(0))

@@ -6,7 +6,7 @@ Event loop only.
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from tierstore.errors import TooLarge
@@ -29,7 +29,7 @@ class _Root:
         self._tfs = TfsHttp(service)
         self._admin = make_app(service)
 
-    def at_once(self, scope: Scope, body: bytes) -> Response | None:
+    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         path: str = scope["path"]
         if path.startswith("/v2/"):
             return self._oip.at_once(scope, body)
@@ -80,6 +80,6 @@ def _declared(scope: Scope) -> int:
     return int(length) if length.isdigit() and len(length) < 19 else 0
 
 
-def make_root(service: Service) -> Guard:
-    """The whole service as one ASGI application."""
-    return Guard(_Root(service), service.settings)
+def make_root(service: Service, allowed: Callable[[bytes], None]) -> Guard:
+    """The whole service as one ASGI application; `allowed` is told of each value of Host that passes."""
+    return Guard(_Root(service), service.settings, allowed)

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 from prometheus_client.core import Metric
 
 from tierstore.config import Settings
-from tierstore.errors import NotFound, NotReady, TierstoreError
+from tierstore.errors import TierstoreError
+from tierstore.kernels import reactor as kernel
 from tierstore.service.bounds.jobs import Jobs
 from tierstore.service.bounds.pool import ByteBudget, WorkerPool
 from tierstore.service.bounds.shed import Shed, Waits
-from tierstore.service.figures import Freshness, InferStats, RequestTimes
+from tierstore.service.figures import REQUEST_BOUNDS_S, Freshness, Histogram, InferStats, RequestTimes, Timings
 from tierstore.service.oip.shared_memory import Regions
 from tierstore.service.plane.batching import Batcher
 from tierstore.service.plane.dataplane import DataPlane
@@ -38,11 +39,12 @@ class Part(Protocol):
     def families(self) -> Iterator[Metric]: ...
 
 
-class Workers(Part, Protocol):
-    """Worker processes."""
+class Plans(Protocol):
+    """What a reactor answers by."""
 
-    def refresh(self) -> None: ...
-    def status(self) -> list[dict[str, Any]]: ...
+    def learn(
+        self, model: Any, view: Any, asked: Any, version: int | str | None, text: bytes, plan: Any, answer: Any
+    ) -> None: ...
 
 
 class Watch(Part, Protocol):
@@ -81,26 +83,32 @@ class Service:
         self.freshness = Freshness()
         self.jobs = Jobs(store)
         self.watcher: Watch | None = None
-        self.fleet: Workers | None = None  # with several worker processes
         self.door: Part | None = None  # where HTTP is served
-        self.hands_on = False  # what is not found here is asked, and counted, elsewhere
+        self.reactors: Part | None = None  # where HTTP is served
+        self.plans: Plans | None = None  # theirs
         self.grpc: Part | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
 
     def parts(self) -> list[Part]:
         """The parts that there are."""
-        return [part for part in (self.door, self.grpc, self.fleet, self.watcher) if part is not None]
+        return [part for part in (self.door, self.reactors, self.grpc, self.watcher) if part is not None]
 
     def refresh(self) -> None:
-        """Bring the figures up to now. Not on the event loop: with worker processes it waits for them a moment."""
-        if self.fleet is not None:
-            self.fleet.refresh()
+        """Bring the figures up to now. Any thread."""
+        self.store.epochs.collect()
+
+    def absorb(self, version: tuple[str, int], new: Any, highest: Any) -> None:
+        """Count what reactors have answered (`kernels/reactor.py` has the words). Any thread."""
+        seconds = Histogram(REQUEST_BOUNDS_S)
+        seconds.absorb(new[kernel.BUCKETS_FROM :].tolist(), int(new[kernel.SUCCESS_NS]) / 1e9)
+        self.request_times.absorb("oip_http", "ok", seconds)
+        spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
+        spent.lookup_ns = spent.infer_ns
+        self.infer_stats.absorb(*version, int(new[kernel.SUCCESSES]), seconds, spent, int(highest[kernel.LAST_MS]))
 
     def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
         """Count a look-up that failed, for the version that had been chosen for it or the active one. Any thread."""
-        if self.hands_on and isinstance(error, (NotFound, NotReady)):
-            return
         version = error.version
         if version is None:
             try:
@@ -111,8 +119,7 @@ class Service:
             self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
 
     def status(self, model: str | None = None) -> dict[str, Any]:
-        """The store's status, with what worker processes have counted."""
-        self.refresh()
+        """The store's status."""
         status: dict[str, Any] = self.store.status(model)
         return status
 

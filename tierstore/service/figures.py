@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from tierstore.engine.observer import Observer
 
@@ -51,7 +50,7 @@ class Histogram:
         self.total += value
 
     def absorb(self, counts: list[int], total: float) -> None:
-        """Add what another process has counted."""
+        """Add what somebody else has counted."""
         self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
         self.total += total
 
@@ -76,6 +75,14 @@ class Timings:
     # of infer_ns
     lookup_ns: int = 0
     dense_ns: int = 0  # 0 for a request that does not need the dense part
+
+    def add(self, more: Timings) -> None:
+        self.queued_ns += more.queued_ns
+        self.input_ns += more.input_ns
+        self.infer_ns += more.infer_ns
+        self.output_ns += more.output_ns
+        self.lookup_ns += more.lookup_ns
+        self.dense_ns += more.dense_ns
 
 
 @dataclass(slots=True)
@@ -108,9 +115,6 @@ class ModelCounts:
             "cache_hit": entry(0, 0),
             "cache_miss": entry(0, 0),
         }
-
-
-_SUMS = ("success", "failed", "success_ns", "failed_ns")
 
 
 @dataclass(slots=True)
@@ -153,13 +157,7 @@ class InferStats:
             counts.last_inference_ms = time.time_ns() // 1_000_000
             counts.outcomes["ok"] = counts.outcomes.get("ok", 0) + 1
             counts.seconds.add(elapsed_ns / 1e9)
-            total = counts.spent
-            total.queued_ns += spent.queued_ns
-            total.input_ns += spent.input_ns
-            total.infer_ns += spent.infer_ns
-            total.output_ns += spent.output_ns
-            total.lookup_ns += spent.lookup_ns
-            total.dense_ns += spent.dense_ns
+            counts.spent.add(spent)
             if spent.dense_ns:
                 self._predicts.setdefault(model, PredictTimes()).add(elapsed_ns, spent)
 
@@ -175,35 +173,16 @@ class InferStats:
             counts.failed += 1
             counts.failed_ns += elapsed_ns
 
-    def take(self) -> list[dict[str, Any]]:
-        """Everything counted since the last `take`, as plain values."""
+    def absorb(self, model: str, version: int, count: int, seconds: Histogram, spent: Timings, last_ms: int) -> None:
+        """Add `count` successes that were counted elsewhere, with their latencies and where their time went."""
         with self._lock:
-            counts, self._counts = self._counts, {}
-        return [
-            {
-                "model": model,
-                "version": version,
-                **{name: getattr(of, name) for name in (*_SUMS, "last_inference_ms", "outcomes")},
-                "spent": asdict(of.spent),
-                "seconds": [of.seconds.counts, of.seconds.total],
-            }
-            for model, versions in counts.items()
-            for version, of in versions.items()
-        ]
-
-    def absorb(self, taken: list[dict[str, Any]]) -> None:
-        """Add what `take` gave in another process."""
-        with self._lock:
-            for more in taken:
-                counts = self.of(more["model"], more["version"])
-                for name in _SUMS:
-                    setattr(counts, name, getattr(counts, name) + more[name])
-                counts.last_inference_ms = max(counts.last_inference_ms, more["last_inference_ms"])
-                for name, ns in more["spent"].items():
-                    setattr(counts.spent, name, getattr(counts.spent, name) + ns)
-                for outcome, n in more["outcomes"].items():
-                    counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + n
-                counts.seconds.absorb(*more["seconds"])
+            counts = self.of(model, version)
+            counts.success += count
+            counts.success_ns += round(seconds.total * 1e9)
+            counts.last_inference_ms = max(counts.last_inference_ms, last_ms)
+            counts.outcomes["ok"] = counts.outcomes.get("ok", 0) + count
+            counts.seconds.absorb(seconds.counts, seconds.total)
+            counts.spent.add(spent)
 
     def known(self) -> list[tuple[str, int, ModelCounts]]:
         """(model, version, counts) of what has been asked for."""
@@ -236,18 +215,11 @@ class RequestTimes:
                 histogram = self.histograms[(protocol, outcome)] = Histogram(REQUEST_BOUNDS_S)
             histogram.add(seconds)
 
-    def take(self) -> list[list[Any]]:
-        """Everything added since the last `take`, as plain values."""
+    def absorb(self, protocol: str, outcome: str, more: Histogram) -> None:
+        """Add requests that were counted elsewhere."""
         with self._lock:
-            histograms, self.histograms = self.histograms, {}
-        return [[*labels, of.counts, of.total] for labels, of in histograms.items()]
-
-    def absorb(self, taken: list[list[Any]]) -> None:
-        """Add what `take` gave in another process."""
-        with self._lock:
-            for protocol, outcome, counts, total in taken:
-                histogram = self.histograms.setdefault((protocol, outcome), Histogram(REQUEST_BOUNDS_S))
-                histogram.absorb(counts, total)
+            histogram = self.histograms.setdefault((protocol, outcome), Histogram(REQUEST_BOUNDS_S))
+            histogram.absorb(more.counts, more.total)
 
     @property
     def requests(self) -> int:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 import signal
 import socket
 import sys
@@ -23,35 +22,30 @@ from typing import TYPE_CHECKING
 from tierstore.config import Settings
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, MissingExtra, TierstoreError
+from tierstore.kernels import reactor as kernel
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.control.watch import Watcher
-from tierstore.service.http.connection import BoundedHttpProtocol
-from tierstore.service.http.door import Door, raise_file_limit
+from tierstore.service.http.door import Door, connection_limit, raise_file_limit
 from tierstore.service.http.guard import check_listen_address
-from tierstore.service.http.serving import FINISH_S, make_server
-from tierstore.service.process.fleet import Fleet
-from tierstore.service.process.tuning import freeze_heap, tune_allocator
+from tierstore.service.http.serving import BACKLOG, FINISH_S, make_server
+from tierstore.service.reactor.handover import Handover
+from tierstore.service.reactor.plans import Plans
+from tierstore.service.reactor.reactors import Reactors, check_threads
+from tierstore.service.tuning import freeze_heap, tune_allocator
 
 if TYPE_CHECKING:
-    from tierstore.service.rpc.places import SharedPort
     from tierstore.service.rpc.server import GrpcServer
 
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
 GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
-MAX_WORKERS = 64
 
 
 def check_settings(settings: Settings) -> None:
     """Raise for what this release cannot do, before anything is opened."""
-    if settings.workers > MAX_WORKERS:
-        raise ConfigError(f"workers = {settings.workers}: expected at most {MAX_WORKERS}, about one a core")
-    if settings.workers > 1 and not hasattr(os, "eventfd"):
-        raise ConfigError(f"workers = {settings.workers}: worker processes need Linux; use workers = 1")
-    if settings.workers > 1 and settings.allow_client_shm:
-        raise ConfigError("allow_client_shm: client shared memory needs workers = 1; regions belong to one process")
+    check_threads(settings.threads)
     if isinstance(settings.grpc_port, int) and not has_grpc():
         raise MissingExtra(
             "grpc_port: the extra `grpc` is not installed: pip install 'tierstore[grpc]', or use the HTTP port, which speaks the same protocol"
@@ -88,34 +82,34 @@ class HttpService:
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         self.service = Service(store, settings)
         self._grpc: GrpcServer | None = None
-        self._grpc_place: SharedPort | None = None
         self.grpc_port: int | None = None
         self.grpc_target: str | None = None  # what a gRPC client is given
-        if isinstance(settings.grpc_port, int):
-            self._add_grpc(settings.grpc_port)
-        self.service.door = door = Door(self.service)
-        self._server = make_server(make_root(self.service), door)
+        limit = connection_limit(settings.max_connections)
+        self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
+        self._plans = Plans(store, reactors.words, settings.threads, self.service.absorb)
+        reactors.count_in(self._plans.versions.words, self._plans.tables.words)
+        self.service.reactors, self.service.plans = reactors, self._plans
+        self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
+        self.service.door = self._door = Door(self.service, limit, reactors)
+        root = make_root(self.service, reactors.allow_host)
+        self._server = make_server(root, self._door)
+        self._handover = Handover(reactors, root, self, self.service.inflight)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
-        self._fleet: Fleet | None = None
-        self._ending: asyncio.Future[None] | None = None
+        store.epochs.add_collector(self._plans.collect)
+        if isinstance(settings.grpc_port, int):
+            self._add_grpc(settings.grpc_port)
 
     def _add_grpc(self, port: int) -> None:
-        """Listen for gRPC: on the port, or, with workers, where they hand on what they do not answer."""
-        from tierstore.service.rpc.places import SharedPort, address_of, taken
+        from tierstore.service.rpc.places import address_of, taken
         from tierstore.service.rpc.server import GrpcServer
 
         try:
-            if self._settings.workers > 1:
-                self._grpc_place = SharedPort(self.host, port)
-                self.service.grpc = self._grpc = GrpcServer(self.service, self._grpc_place.owner)
-                self.grpc_port = self._grpc_place.port
-            else:
-                try:
-                    self.service.grpc = self._grpc = GrpcServer(self.service, address_of(self.host, port))
-                except OSError as error:
-                    raise taken(self.host, port) from error
-                self.grpc_port = self._grpc.port
+            try:
+                self.service.grpc = self._grpc = GrpcServer(self.service, address_of(self.host, port))
+            except OSError as error:
+                raise taken(self.host, port) from error
+            self.grpc_port = self._grpc.port
             self.grpc_target = address_of(self.host, self.grpc_port)
         except BaseException:
             self._close()
@@ -129,13 +123,23 @@ class HttpService:
         finally:
             self._close()
 
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        """What every answer has."""
+        return self._server.server_state.default_headers
+
+    def adopt(self, sock: socket.socket, data: bytes, *, refused: bool) -> None:
+        """Serve a connection that a reactor hands over. Event loop only."""
+        self._server.adopt(self._door, sock, data, refused=refused, back=self._reactors.come_back)
+
     def _close(self) -> None:
+        self._reactors.close()
         self._socket.close()
+        self._plans.collect()
+        self.service.store.epochs.remove_collector(self._plans.collect)
         if self._grpc is not None:
             self._grpc.stop(0.0)  # if it has not begun to end
             self._grpc.close()
-        if self._grpc_place is not None:
-            self._grpc_place.close()
         self.service.close()
 
     def stop(self, drain_s: float | None = None) -> None:
@@ -151,51 +155,25 @@ class HttpService:
                 loop.add_signal_handler(number, self._drain, self._settings.drain_s)
         if self._settings.watch is not None:
             self.service.watcher = Watcher(self.service.store, self._settings.watch, max_delta=self._settings.max_delta)
-        shared = self._settings.workers > 1
-        serving = asyncio.ensure_future(self._server.serve(sockets=[] if shared else [self._socket]))
+        serving = asyncio.ensure_future(self._server.serve(sockets=[]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
             if self._grpc is not None:
                 self._grpc.start()
-            if shared:
-                await self._start_fleet(serving)
+            self._socket.listen(BACKLOG)
+            self._reactors.start(self._socket, self._handover)
+            self.service.store.publish_words()
             started()
         await serving
+        await self._finish()
 
-    async def _start_fleet(self, serving: asyncio.Future[None]) -> None:
-        """Have worker processes answer on the port; this one answers what they hand on."""
-        loop = asyncio.get_running_loop()
-        place = self._grpc_place
-        grpc = None if place is None else {"address": place.address, "owner": place.owner}
-        fleet = Fleet(self.service, self._socket, lambda sock: self._adopt(loop, sock), loop, grpc)
-        self._fleet = fleet
-        try:
-            await asyncio.to_thread(fleet.start)
-            self.service.fleet = fleet
-        except BaseException:
-            await self._stop_fleet()
-            self._exit()
-            await serving
-            raise
-
-    async def _stop_fleet(self) -> None:
-        fleet, self._fleet = self._fleet, None
-        if fleet is not None:
-            await asyncio.to_thread(fleet.stop, FINISH_S)
-            self.service.fleet = None
-            fleet.close()
-
-    def _adopt(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-        """Serve a connection that a worker hands over. Any thread."""
-        config, state = self._server.config, self._server.server_state
-
-        async def serve() -> None:
-            await loop.connect_accepted_socket(
-                lambda: BoundedHttpProtocol(config=config, server_state=state, app_state={}), sock
-            )
-
-        asyncio.run_coroutine_threadsafe(serve(), loop)
+    async def _finish(self) -> None:
+        """Wait until the reactors have answered what had begun."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_S):
+                while self._handover.busy or not self._reactors.idle:
+                    await asyncio.sleep(0.01)
 
     def _drain(self, drain_s: float) -> None:
         if self._draining:
@@ -211,14 +189,8 @@ class HttpService:
             self._end()
 
     def _end(self) -> None:
-        """Begin to close. Workers end first: what they are at may need this process."""
-        if self._fleet is None:
-            self._exit()
-        elif self._ending is None:
-            self._ending = asyncio.ensure_future(self._stop_fleet())
-            self._ending.add_done_callback(lambda _: self._exit())
-
-    def _exit(self) -> None:
+        self._handover.ending = True
+        self._reactors.finish()
         self._server.should_exit = True
         if self._grpc is not None:
             self._grpc.stop(FINISH_S)

@@ -41,8 +41,6 @@ class DeviceSet:
         if not settings.device_budget:
             installed = importlib.util.find_spec("cupy") is not None
             self.reason = "device_budget is 0: no device memory is given" if installed else NOT_INSTALLED
-        elif settings.workers > 1:
-            self.reason = "the device tier is of one process: set workers to 1"
         else:
             self._open(settings)
         if self.reason and settings.device_budget:

@@ -113,6 +113,11 @@ class _Reader:
         )  # fmt: skip
         self._areas = areas
 
+    @property
+    def words_at(self) -> int:
+        """The address of the words by which kernels look up here (`setlookup.WHERE`), or 0 where nothing is to be found."""
+        return 0 if self._areas is None else address_of(self._where)
+
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; the rest is left as it is.
 

@@ -15,6 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from tierstore.errors import Closed, Overloaded
 from tierstore.service.bounds.shed import Caller, Waits
 
@@ -142,15 +145,27 @@ class WorkerPool:
 
 
 class ByteBudget:
-    """Bytes that requests in progress may hold together."""
+    """Bytes that requests in progress may hold together.
+
+    Compiled threads may hold bytes of the same budget: then each side reads the other's count, see `share`.
+    """
 
     def __init__(self, name: str, limit_bytes: int) -> None:
         self.name = name
         self.limit_bytes = limit_bytes
+        self._theirs, self._ours = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._lock = threading.Lock()
         # guarded by _lock
-        self.used_bytes = 0
+        self._used = 0
         self.rejected = 0
+
+    def share(self, words: npt.NDArray[np.int64], *, theirs: int, ours: int) -> None:
+        """From now on `words[theirs]`, written by compiled threads, counts too, and `words[ours]` tells them of the rest."""
+        self._theirs, self._ours = words[theirs : theirs + 1], words[ours : ours + 1]
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used + int(self._theirs[0])
 
     def take(self, nbytes: int) -> None:
         """Reserve `nbytes`. Raises Overloaded when they would go beyond the limit; then nothing is reserved."""
@@ -160,12 +175,20 @@ class ByteBudget:
                 raise Overloaded(
                     f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try again in a second"
                 )
-            self.used_bytes += nbytes
+            self._used += nbytes
+            self._ours[0] = self._used
+
+    def hold(self, nbytes: int) -> None:
+        """Count `nbytes` that are there already, whatever the limit says."""
+        with self._lock:
+            self._used += nbytes
+            self._ours[0] = self._used
 
     def give(self, nbytes: int) -> None:
         """Give back what was taken."""
         with self._lock:
-            self.used_bytes -= nbytes
+            self._used -= nbytes
+            self._ours[0] = self._used
 
 
 class Holding:

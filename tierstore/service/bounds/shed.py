@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
@@ -83,23 +82,6 @@ class Shed:
             if waits is None:
                 waits = self._waits[pool] = Histogram(REQUEST_BOUNDS_S)
             waits.add(seconds)
-
-    # --- from one process to another
-
-    def take(self) -> dict[str, Any]:
-        """Everything counted since the last `take`, as plain values."""
-        with self._lock:
-            counts, self._counts = self._counts, dict.fromkeys(REASONS, 0)
-            waits, self._waits = self._waits, {}
-        return {"counts": counts, "waits": {pool: [of.counts, of.total] for pool, of in waits.items()}}
-
-    def absorb(self, taken: dict[str, Any]) -> None:
-        """Add what `take` gave in another process."""
-        with self._lock:
-            for reason, count in taken["counts"].items():
-                self._counts[reason] += count
-            for pool, (counts, total) in taken["waits"].items():
-                self._waits.setdefault(pool, Histogram(REQUEST_BOUNDS_S)).absorb(counts, total)
 
     def families(self) -> Iterator[Metric]:
         """For Prometheus."""

@@ -321,7 +321,6 @@ def _service_state(service: Service) -> dict[str, Any]:
         "requests": service.request_times.requests,
         "lookup_threads": {"busy": service.lookups.busy, "total": service.lookups.threads},
         "lookup_queue": {"used": service.lookups.waiting, "total": service.lookups.queue_limit},
-        "workers": service.fleet.status() if service.fleet is not None else [],
         "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},
         "watch": service.watcher.status() if service.watcher is not None else None,
     }

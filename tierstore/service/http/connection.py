@@ -1,31 +1,25 @@
-"""uvicorn's HTTP/1.1 protocol with bounds, with look-ups answered at once, and with answers that leave in one piece.
+"""uvicorn's HTTP/1.1 protocol with bounds, and with answers that leave in one piece.
 
-Event loop only, an object a connection.
+It serves what the reactors hand over: connections whose requests they do not know. One goes back to them once it has
+been answered and nothing more has come. Event loop only, an object a connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import time
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tierstore.service.http.call import DIRECT_BODY_BYTES
 from tierstore.service.http.door import REFUSED_S, Door
-from tierstore.service.http.messages import ARRIVED, CONNECTION, Response, Scope
+from tierstore.service.http.messages import CONNECTION
 
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
-# a look-up, of nothing that would have to be decoded
-_LOOKUP = re.compile(rb"/v2/models/[\w./-]+/infer|/v1/models/[\w./-]+:predict", re.ASCII)
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
-
-
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
 class _JoiningTransport:
@@ -75,21 +69,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One of the `door`'s connections, if there is one.
 
     Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, or the trailers of whose
-    chunked body do (they are read and dropped, as RFC 9110, 6.5.1, allows), which sends more than PIPELINED requests ahead, or which sends nothing for as long as an idle one is kept, in the middle of a request too.
+    chunked body do (they are read and dropped, as RFC 9110, 6.5.1, allows), which sends more than PIPELINED requests ahead,
+    or which sends nothing for as long as an idle one is kept, in the middle of a request too.
 
-    A look-up that has come whole, or in two pieces, its head and its body, is first offered to the application as it is
-    (`at_once`): without a task and an event of its own it costs about a quarter less. What the application does not answer then
-    is uvicorn's, as anything else is. One a read, so that a client which sends many ahead holds up nobody.
+    `first` are bytes that came before; `back` takes the descriptor of a connection that is to go back.
     """
 
-    def __init__(self, *args: Any, door: Door | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        door: Door | None = None,
+        first: bytes = b"",
+        refused: bool = False,
+        back: Callable[[int], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._door = door
+        self._door, self._first, self._refused, self._back = door, first, refused, back
         self._served: bool | None = None
-        self._at_once: Callable[[Scope, bytes], Response | None] | None = None  # of an application that has it
         self._lost = False
-        self._held: list[bytes] | None = None  # the body so far of a look-up that uvicorn has not been told of
-        self._is_first = True  # whether none of this read's requests was answered at once: others have their turn then
         self._head_bytes = 0
         self._beside_bytes = 0  # of a chunked body that came since the last of what it carries: sizes, trailers
         self._in_head = True
@@ -102,19 +100,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
         if self._door is not None:
-            self._served = self._door.enter()
+            self._served = self._door.enter(refused=self._refused)
             if self._served is None:
                 transport.abort()
                 return
             if not self._served:
                 self.app, self._patience_s = self._door, REFUSED_S
-        self._at_once = getattr(self.app, "at_once", None)
         self._be_patient()
-
-    def shutdown(self) -> None:
-        if self._held is not None:  # what has begun is finished
-            self._pass_on(self._held)
-        super().shutdown()
+        first, self._first = self._first, b""
+        if first:
+            self.data_received(first)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
@@ -126,7 +121,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.transport.flush()  # type: ignore[attr-defined]
+        keeps = self.cycle.keep_alive
         super().on_response_complete()
+        if keeps and self._is_idle():
+            self._go_back()
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is left to be done: no request, and no byte of one or of an answer."""
+        return (
+            self._served is True
+            and not self.pipeline
+            and self._in_head
+            and not self._head_bytes
+            and not self.transport.is_closing()
+            and not self.transport.get_write_buffer_size()
+            and self.cycle.response_complete
+        )
+
+    def _go_back(self) -> None:
+        """Leave the connection to the reactors. What the transport closes is only its own descriptor of it."""
+        if self._back is None:
+            return
+        self.transport.pause_reading()
+        fd = os.dup(self.transport.get_extra_info("socket").fileno())
+        self._served = None  # counted by them from here on
+        self._unset_keepalive_if_required()
+        self.transport.abort()
+        self._back(fd)
 
     def data_received(self, data: bytes) -> None:
         # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.
@@ -140,13 +161,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if (wish := _UPGRADE.search(data, 0, len(data) if end < 0 else end)) is not None:
                 at = wish.start() + 2
                 data = b"x-".join((data[:at], data[at:]))
-        self._is_first = True
         super().data_received(data)
-        if self._held is not None:  # more of it is to come
-            if self._held or not self._is_to_be_short():
-                self._pass_on(self._held)
-            else:
-                self.scope.setdefault(ARRIVED, time.perf_counter_ns())  # type: ignore[misc]
         if not self.transport.is_closing():
             if self._in_head:
                 if self._head_bytes > HEAD_BYTES:
@@ -184,70 +199,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._may_be_at_once():
-            self._held = []
-        else:
-            # of one that was answered at once in the same read, and would go off while this one is worked on
-            self._unset_keepalive_if_required()
-            super().on_headers_complete()
+        super().on_headers_complete()
         self._in_head = False
         self._head_bytes = self._beside_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         self._beside_bytes = 0
-        if self._held is not None:
-            self._held.append(body)
-        else:
-            super().on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._held is None or not self._answer_at_once(self._held):
-            super().on_message_complete()
+        super().on_message_complete()
         self._in_head = True
-
-    # --- look-ups answered at once
-
-    def _may_be_at_once(self) -> bool:
-        """Whether a request is a look-up that nothing else is to be seen to with."""
-        return (
-            self._is_first
-            and self._at_once is not None
-            and _LOOKUP.fullmatch(self.url) is not None
-            and (self.cycle is None or self.cycle.response_complete)
-            and not self.pipeline
-            and not self.expect_100_continue
-            and not self.flow.write_paused
-            and self.parser.get_method() == b"POST"
-            and self.parser.get_http_version() == "1.1"
-            and self.parser.should_keep_alive()
-            and not self.parser.should_upgrade()
-        )
-
-    def _is_to_be_short(self) -> bool:
-        """Whether a body is announced that may be waited for: many clients send it apart from the head."""
-        declared = dict(self.headers).get(b"content-length", b"")
-        return declared.isdigit() and len(declared) < 9 and int(declared) <= DIRECT_BODY_BYTES
-
-    def _answer_at_once(self, held: list[bytes]) -> bool:
-        assert self._at_once is not None
-        self.scope["method"], self.scope["path"] = "POST", self.url.decode()
-        response = self._at_once(self.scope, held[0] if len(held) == 1 else b"".join(held))  # type: ignore[arg-type]
-        if response is None:
-            self._pass_on(held)
-            return False
-        self._held, self._is_first = None, False
-        headers, chunks = response.pieces()
-        head = [_STATUS_LINES[response.status]]
-        for name, value in (*self.server_state.default_headers, *headers):
-            head += (name, b": ", value, b"\r\n")
-        head.append(b"\r\n")
-        self.transport.writelines([b"".join(head), *chunks])
-        self.on_response_complete()
-        return True
-
-    def _pass_on(self, held: list[bytes]) -> None:
-        """Tell uvicorn of the request that it has not been told of."""
-        self._held = None
-        super().on_headers_complete()
-        for body in held:
-            super().on_body(body)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -38,19 +38,29 @@ def connection_limit(max_connections: int) -> int:
     return max_connections if soft == resource.RLIM_INFINITY else max(1, min(max_connections, soft // 2))
 
 
+class Served(Protocol):
+    """Who counts connections that are served, wherever that is."""
+
+    @property
+    def open(self) -> int: ...
+    def count_other(self, connections: int) -> None: ...
+
+
 class Door:
     """Counts connections; also the ASGI application of those that are refused."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self.limit = connection_limit(service.settings.max_connections)
-        self.open = 0  # those that are served
+    def __init__(self, service: Service, limit: int, served: Served) -> None:
+        """`served` has counted connections in, or refused them, before they come here."""
+        self._service, self.limit, self._served = service, limit, served
         self.refused = 0  # those that are being refused
 
-    def enter(self) -> bool | None:
-        """For a connection that was made: whether it is served; None: close it at once. `leave` follows unless None."""
-        if self.open < self.limit:
-            self.open += 1
+    @property
+    def open(self) -> int:
+        return self._served.open
+
+    def enter(self, *, refused: bool = False) -> bool | None:
+        """For a connection that came: whether it is served; None: close it at once. `leave` follows unless None."""
+        if not refused:
             return True
         self._service.shed.count("connections")
         if self.refused >= REFUSED_AT_ONCE:
@@ -60,7 +70,7 @@ class Door:
 
     def leave(self, served: bool) -> None:
         if served:
-            self.open -= 1
+            self._served.count_other(-1)
         else:
             self.refused -= 1
 

@@ -41,7 +41,7 @@ class HttpFace:
         self._service = service
         self._most_at_once = min(DIRECT_BODY_BYTES, service.settings.max_request)
 
-    def at_once(self, scope: Scope, body: bytes) -> Response | None:
+    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         """The answer to a POST whose `body` is all there, if it is a look-up that need not wait for anything.
 
         None: the request is one for `__call__`, which goes on from where this has stopped.
@@ -57,7 +57,7 @@ class HttpFace:
             if call is None:
                 return None
             holding.take(len(body))
-            answer = self._begin(call, memoryview(body))
+            answer = self._begin(call, body)
             if not isinstance(answer, Response):
                 coming = scope[BEGUN] = call, answer
                 return None

@@ -8,6 +8,7 @@ on every path. Runs on the event loop; keeps no state.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -54,19 +55,20 @@ def host_name(value: str) -> str | None:
 class DataApp(Protocol):
     """An ASGI application that may be asked for an answer at once, see `HttpFace.at_once`."""
 
-    def at_once(self, scope: Scope, body: bytes) -> Response | None: ...
+    def at_once(self, scope: Scope, body: memoryview) -> Response | None: ...
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 class Guard:
     """Wraps the application. Event loop only."""
 
-    def __init__(self, app: DataApp, settings: Settings) -> None:
-        self._app = app
+    def __init__(self, app: DataApp, settings: Settings, allowed: Callable[[bytes], None]) -> None:
+        """`allowed` is told of each value of Host that passes, once; their number is bounded."""
+        self._app, self._tell = app, allowed
         self._any_host = settings.allow_open_network
         self._allowed: set[bytes] = set()  # Host values that passed; bounded
 
-    def at_once(self, scope: Scope, body: bytes) -> Response | None:
+    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         return None if self._refusal(scope) is not None else self._app.at_once(scope, body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,6 +94,7 @@ class Guard:
                 return f"Host {hosts[0][:80].decode('latin-1')!r} is not a loopback name: without tokens this service is for this machine alone"
             if len(self._allowed) < _HOST_CACHE:
                 self._allowed.add(hosts[0])
+                self._tell(hosts[0])
         if origin is not None and not self._same(origin.decode("latin-1"), hosts[0].decode("latin-1")):
             return f"Origin {origin[:80].decode('latin-1')!r} is foreign: pages of other sites may not use this service"
         return None

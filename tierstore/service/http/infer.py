@@ -79,6 +79,11 @@ class InferCall(HttpCall[InferRequest]):
     def _open(self, asked: InferRequest) -> Inference:
         inference = super()._open(asked)
         self._layout = _layout_of(asked, self.model, inference.plan)
+        if self.service.plans is not None and self._tail is not None:
+            text = self.body[: len(self.body) - len(self._tail)]
+            self.service.plans.learn(
+                self.model, inference.view, asked, self.version, text, inference.plan, self._layout
+            )
         return inference
 
     def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:

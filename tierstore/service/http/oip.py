@@ -101,8 +101,7 @@ class OipHttp(HttpFace):
 
     async def _statistics(self, name: str | None, version: int | str | None) -> Response:
         service = self._service
-        if service.fleet is not None:
-            await service.control.run(service.refresh)
+        service.refresh()
         return json_response(documents.statistics(service.store, service.infer_stats, name, version))
 
     async def _region(

@@ -5,30 +5,65 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 
 from tierstore.service.http.connection import BoundedHttpProtocol
 from tierstore.service.http.door import Door
+from tierstore.service.reactor.reactors import IDLE_S
 
 BACKLOG = 1024
-KEEP_ALIVE_S = 75
 FINISH_S = 30  # for what is in progress when the listener closes
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's server without its signal handling: the handlers here drain first, and end the process normally."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def adopt(
+        self, door: Door, sock: socket.socket, data: bytes, *, refused: bool, back: Callable[[int], None] | None
+    ) -> None:
+        """Serve a connection that was made before, of which `data` has come; `BoundedHttpProtocol` has the rest."""
+        loop = asyncio.get_running_loop()
 
-def make_server(app: Any, door: Door) -> _Server:
+        def protocol() -> BoundedHttpProtocol:
+            return BoundedHttpProtocol(
+                config=self.config,
+                server_state=self.server_state,
+                app_state={},
+                door=door,
+                first=data,
+                refused=refused,
+                back=None if self.should_exit else back,
+            )
+
+        task = loop.create_task(self._connect(protocol, sock))
+        self.server_state.tasks.add(task)
+        task.add_done_callback(self.server_state.tasks.discard)
+        if not refused:
+            task.add_done_callback(lambda done: door.leave(True) if done.cancelled() or not done.result() else None)
+
+    async def _connect(self, protocol: Callable[[], BoundedHttpProtocol], sock: socket.socket) -> bool:
+        try:
+            _, made = await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
+        except OSError:  # the client has gone
+            sock.close()
+            return False
+        if self.should_exit:
+            made.shutdown()
+        return True
+
+
+def make_server(app: Any, door: Door) -> HttpServer:
     """uvicorn for the application, with the connections that `door` lets in; it is not started."""
     config = uvicorn.Config(
         app,
@@ -41,7 +76,7 @@ def make_server(app: Any, door: Door) -> _Server:
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=int(IDLE_S),
         timeout_graceful_shutdown=FINISH_S,
     )
-    return _Server(config)
+    return HttpServer(config)

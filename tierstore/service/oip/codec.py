@@ -240,12 +240,13 @@ class Layout:
     __slots__ = (
         "_document",
         "_in_json",
-        "_places",
         "_specs",
         "begin",
         "header",
         "json_bytes",
+        "known_by",
         "late",
+        "places",
         "spans",
         "tail_begin",
         "tail_bytes",
@@ -253,10 +254,11 @@ class Layout:
 
     def __init__(self, asked: InferRequest, model: str, plan: Plan) -> None:
         self._specs: list[OutputSpec] = plan.specs
-        self._places: list[int | None] = []  # in the buffer; None: elsewhere
+        self.places: list[int | None] = []  # of the outputs in the buffer; None: elsewhere
         self._in_json: list[int] = []
         self.spans: list[tuple[int, Span]] = []
         self.json_bytes = 0  # of elements that go into the JSON
+        self.known_by: Any = None  # whoever was told of the request with this layout
         at = 0
         binary_any = False
         outputs: list[dict[str, Any]] = []
@@ -275,7 +277,7 @@ class Layout:
             else:
                 self._in_json.append(i)
                 self.json_bytes += spec.nbytes
-            self._places.append(place)
+            self.places.append(place)
             outputs.append(output)
         self.tail_bytes = at if binary_any else None
         self._document: dict[str, Any] = {"model_name": model, "model_version": str(plan.version), "outputs": outputs}
@@ -293,11 +295,11 @@ class Layout:
             check_spans(self.spans, self._specs, regions)
 
     def allocate(self) -> Answer:
-        return LateAnswer(self, self._specs) if self.late else AnswerBuffer(self, self._specs, self._places)
+        return LateAnswer(self, self._specs) if self.late else AnswerBuffer(self, self._specs, self.places)
 
     def binary(self) -> list[int]:
         """Outputs that go binary behind the JSON, in order."""
-        return [i for i, place in enumerate(self._places) if place is not None]
+        return [i for i, place in enumerate(self.places) if place is not None]
 
     def json(self, arrays: list[npt.NDArray[Any]], sizes: dict[int, int] | None = None) -> bytes:
         """The JSON before the binary outputs; `sizes` are the bytes of those that are not known beforehand."""

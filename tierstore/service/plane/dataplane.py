@@ -105,6 +105,11 @@ class Inference:
             error.version = self.version
         self.close()
 
+    @property
+    def view(self) -> View:
+        """What it reads; until `close`."""
+        return self._view
+
     def close(self) -> None:
         """Leave the view."""
         self._lease.__exit__(None, None, None)

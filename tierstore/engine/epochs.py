@@ -1,0 +1,112 @@
+"""Compiled readers of views: which there are, what is published for them, and when they have let go of what was.
+
+They take no lock and tell nobody when they leave (`kernels/epochs.py`). So what is replaced while one of them may be at
+it is kept by `retire`, and one thread looks for a moment whether they have gone on, which takes microseconds as a rule.
+
+Any thread may call anything. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import epochs as kernel
+from tierstore.kernels.codec import address_of
+
+MOST_MODELS = 1 << 16  # that are told apart by compiled readers; further ones are served by Python alone
+_LOOK_S = 0.0005
+
+
+class Epochs:
+    """Of one store."""
+
+    def __init__(self) -> None:
+        # constant after construction; their memory is read by compiled threads
+        self.generation = np.ones(8, np.int64)
+        self.models = np.zeros(MOST_MODELS, np.int64)  # a model's `Served` as words, by its slot; 0: none
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._slots: dict[str, int] = {}
+        self._readers: list[tuple[npt.NDArray[np.int64], int, int, int]] = []
+        self._retired: list[tuple[int, Any, Callable[[], None]]] = []
+        self._collectors: list[Callable[[], None]] = []
+        self._thread: threading.Thread | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether there are compiled readers."""
+        return bool(self._readers)
+
+    def slot(self, model: str) -> int | None:
+        """The place of a model among `models`, the same for good; None where there is none left."""
+        with self._lock:
+            if model not in self._slots and len(self._slots) == MOST_MODELS:
+                return None
+            return self._slots.setdefault(model, len(self._slots))
+
+    def add_readers(self, words: npt.NDArray[np.int64], column: int) -> None:
+        """From now on readers announce themselves in `words[:, column]`, int64, zeros until they do."""
+        with self._lock:
+            place = address_of(words) + column * words.strides[1]
+            self._readers.append((words, place, len(words), words.strides[0] // 8))
+
+    def remove_readers(self, words: npt.NDArray[np.int64]) -> None:
+        """The readers of `words` have ended."""
+        with self._lock:
+            self._readers = [entry for entry in self._readers if entry[0] is not words]
+
+    def add_collector(self, collect: Callable[[], None]) -> None:
+        """`collect` brings figures that compiled readers count up to now."""
+        with self._lock:
+            self._collectors.append(collect)
+
+    def remove_collector(self, collect: Callable[[], None]) -> None:
+        with self._lock:
+            self._collectors.remove(collect)
+
+    def collect(self) -> None:
+        """Bring what compiled readers have counted up to now."""
+        for collect in list(self._collectors):
+            collect()
+
+    def publish(self, place: int, address: int) -> int:
+        """Store an address where compiled readers look, and begin a generation, which is returned."""
+        return int(kernel.publish(place, address, address_of(self.generation)))
+
+    def retire(self, generation: int, kept: Any, then: Callable[[], None]) -> bool:
+        """Keep what was replaced when `generation` began until no reader is at it, then call `then` on another thread.
+
+        False where none is at it now: nothing is kept, and `then` is not called.
+        """
+        with self._lock:
+            if not self._held_below(generation):
+                return False
+            self._retired.append((generation, kept, then))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="tierstore-epochs", daemon=True)
+                self._thread.start()
+            return True
+
+    def _held_below(self, generation: int) -> bool:
+        return any(kernel.held_below(place, count, stride, generation) for _, place, count, stride in self._readers)
+
+    def _look(self) -> None:
+        """Until nothing is retired any more."""
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                free = [entry for entry in self._retired if not self._held_below(entry[0])]
+                self._retired = [entry for entry in self._retired if entry not in free]
+                if not self._retired:
+                    self._thread = None
+                last = self._thread is None
+            for *_, then in free:
+                then()
+            if last:
+                return

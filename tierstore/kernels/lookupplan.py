@@ -1,0 +1,317 @@
+"""Look-ups by plan: what a request's bytes ask for, as numbers, run over a view's tiers straight into an answer.
+
+Plans and views are int64 words made in Python (`service/reactor/plans.py`, `engine/native.py`); here they are read by
+address, and nothing is written but the answer, its states and the caller's scratch memory. Any thread, without the
+interpreter lock; the caller sees to it that what the words point to stays.
+
+    served     the view of the active version, the canary's, and the canary's share in 1/2^32; 0 where there is none
+    view       the token, the seq, how many tables; then TABLE_WORDS for each
+    plan       the request's bytes, the model, and a variant for each of two versions that may be served
+    variant    the token of the views that it fits, the answer's ready head; then CALL_WORDS for each look-up
+
+A token stands for one version with one dense part: a plan's variant is good for a view if their tokens are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.overlay_index import answer_at
+from tierstore.kernels.raw import load_f32, load_u8, load_u32, load_u64, store_f16, store_u8, store_u64
+from tierstore.kernels.setlookup import known_at, lookup_at
+from tierstore.kernels.setpool import add_f32_rows, close_bag, pool_at
+from tierstore.kernels.sysio import clear_bytes, same_bytes
+from tierstore.types import Tier
+
+# served
+ACTIVE, CANARY, SHARE = range(3)
+SERVED_WORDS = 3
+SHARE_UNIT = 1 << 32
+
+# view
+VIEW_TOKEN, VIEW_SEQ, VIEW_TABLES = range(3)
+VIEW_WORDS = 3
+HOST_AT, OVERLAYS, OVERLAYS_AT, DEFAULT_AT, HALF_DEFAULT_AT, TABLE_DIM = range(6)  # HOST_AT 0: no host tier
+TABLE_WORDS = 6
+
+# plan
+PATH_AT, PATH_BYTES, JSON_AT, JSON_BYTES, TAIL_BYTES, MODEL, ASKED, VARIANT, OTHER_VARIANT, LAST_USED = range(10)
+PLAN_WORDS = 10
+ANY_VERSION, ONE_VERSION = 0, 1  # of ASKED: the active version or the canary as the share says; that of a variant
+
+# variant
+TOKEN, HEAD_AT, HEAD_BYTES, DATE_AT, ANSWER_BYTES, CALLS, COUNTS, KEYS = range(8)
+VARIANT_WORDS = 8
+(
+    TABLE, KEYS_AT, KEYS_N, KIND, OUT_AT, OUT_CODE, FOUND_AT, COMBINER, STARTS_AT, BAGS, BAG_KEYS, WEIGHTS_AT, PADDED, PADDING,
+    TABLE_COUNTS,
+) = range(15)  # fmt: skip
+CALL_WORDS = 15
+ROWS, BAGS_OF_ROWS, FOUND_ALONE = range(3)  # of KIND
+NOWHERE = -1  # of FOUND_AT, STARTS_AT, WEIGHTS_AT
+
+# what comes of a run
+ANSWERED, COLD, DOUBTFUL = 0, 1, 2
+
+MOST_KEYS = 16384
+MOST_BAGS = 16384
+MOST_WORK_BYTES = 4 << 20  # of rows, those included that are only pooled
+SCRATCH_BYTES = MOST_KEYS + 8 * MOST_BAGS + 2 * MOST_BAGS + 2 * MOST_WORK_BYTES + (1 << 16)
+
+_PENDING, _HOST, _ABSENT = int(Tier.PENDING), int(Tier.HOST), int(Tier.ABSENT)
+_U64 = np.uint64
+_INFINITE = 0x7F800000
+
+
+@nb.njit(inline="always")
+def word(at, i):  # type: ignore[no-untyped-def]
+    """The int64 at an address, counted in words."""
+    return nb.int64(load_u64(at, i))
+
+
+@nb.njit
+def hash_at(at, n, seed):  # type: ignore[no-untyped-def]
+    """64 mixed bits of `n` bytes: a plan's place in the index. Equal bytes are told by comparing them."""
+    h = _U64(seed) ^ (_U64(n) * _U64(0x9E3779B97F4A7C15))
+    for i in range(n >> 3):
+        h = (h ^ load_u64(at, i)) * _U64(0xFF51AFD7ED558CCD)
+        h ^= h >> _U64(32)
+    tail = _U64(0)
+    for i in range(n & ~7, n):
+        tail = (tail << _U64(8)) | _U64(load_u8(at, i))
+    h = (h ^ tail) * _U64(0xC4CEB9FE1A85EC53)
+    return h ^ (h >> _U64(29))
+
+
+@nb.njit
+def place_at(path, path_bytes, text, text_bytes, tail_bytes):  # type: ignore[no-untyped-def]
+    """The hash of a request: its path, its JSON, and how many bytes follow that."""
+    return hash_at(text, text_bytes, nb.int64(hash_at(path, path_bytes, tail_bytes)))
+
+
+@nb.njit(types.uint64(*[types.int64] * 5), nogil=True, cache=True)
+def place(path: Any, path_bytes: Any, text: Any, text_bytes: Any, tail_bytes: Any) -> Any:
+    """`place_at` for Python, which fills the index."""
+    return place_at(path, path_bytes, text, text_bytes, tail_bytes)
+
+
+@nb.njit
+def find_plan(index, slots, path, path_bytes, text, text_bytes, tail_bytes):  # type: ignore[no-untyped-def]
+    """The address of the plan for a request, or 0. `index` is the address of `slots` (a power of two) addresses or 0."""
+    at = nb.int64(place_at(path, path_bytes, text, text_bytes, tail_bytes) & _U64(slots - 1))
+    while True:
+        plan = word(index, at)
+        if plan == 0:
+            return 0
+        if (
+            word(plan, TAIL_BYTES) == tail_bytes
+            and word(plan, PATH_BYTES) == path_bytes
+            and word(plan, JSON_BYTES) == text_bytes
+            and same_bytes(word(plan, JSON_AT), text, text_bytes) != 0
+            and same_bytes(word(plan, PATH_AT), path, path_bytes) != 0
+        ):
+            return plan
+        at = (at + 1) & (slots - 1)
+
+
+@nb.njit
+def choose(plan, served, dice):  # type: ignore[no-untyped-def]
+    """(variant, view) at addresses that answer a request; 0, 0 where there is no such. `dice` are 32 random bits."""
+    active, canary = word(served, ACTIVE), word(served, CANARY)
+    one, other = word(plan, VARIANT), word(plan, OTHER_VARIANT)
+    view = active
+    if word(plan, ASKED) == ANY_VERSION:
+        if canary != 0 and dice < word(served, SHARE):
+            view = canary
+    elif one != 0 and canary != 0 and word(one, TOKEN) == word(canary, VIEW_TOKEN):
+        view = canary
+    if view == 0:
+        return 0, 0
+    token = word(view, VIEW_TOKEN)
+    if one != 0 and word(one, TOKEN) == token:
+        return one, view
+    if other != 0 and word(other, TOKEN) == token:
+        return other, view
+    return 0, 0
+
+
+@nb.njit
+def _probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
+    """Answer what memory holds of `n` keys: rows to `out`. Returns how many the host tier answered."""
+    dim = word(table, TABLE_DIM)
+    default = word(table, HALF_DEFAULT_AT if out_code == 1 else DEFAULT_AT)
+    overlays = word(table, OVERLAYS_AT)
+    for i in range(word(table, OVERLAYS)):
+        answer_at(word(overlays, i), out_code, dim, default, out, keys, n, state)
+    host = word(table, HOST_AT)
+    if host == 0:
+        return 0
+    return lookup_at(known_at(host), keys, n, state, out_code, out, default)
+
+
+@nb.njit
+def _set_padding(call, keys, n, state, out, row_bytes):  # type: ignore[no-untyped-def]
+    """Answer padding keys: zeros, as absent. Returns how many there are."""
+    padding, padded = word(call, PADDING), 0
+    for i in range(n):
+        if word(keys, i) == padding:
+            store_u8(state, i, nb.uint8(_ABSENT))
+            if out != 0:
+                clear_bytes(out + i * row_bytes, row_bytes)
+            padded += 1
+    return padded
+
+
+@nb.njit
+def _is_cold(state, n):  # type: ignore[no-untyped-def]
+    for i in range(n):  # noqa: SIM110 - for the compiler
+        if load_u8(state, i) == _PENDING:
+            return True
+    return False
+
+
+@nb.njit
+def _pool_rows(call, rows, keys, n, starts, bags, weights, dim, out):  # type: ignore[no-untyped-def]
+    """Pool `n` rows (float32[n, dim] at `rows`) as `pool.pool_bags` does; padding keys count for nothing."""
+    combiner, padded, padding = word(call, COMBINER), word(call, PADDED), word(call, PADDING)
+    for bag in range(bags):
+        begin = word(starts, bag)
+        end = word(starts, bag + 1) if bag + 1 < bags else n
+        pooled = out + bag * dim * 4
+        clear_bytes(pooled, dim * 4)
+        total = np.float32(0)
+        for i in range(begin, end):
+            if padded != 0 and word(keys, i) == padding:
+                continue
+            factor = load_f32(weights, i) if weights != 0 else np.float32(1)
+            add_f32_rows(pooled, rows + i * dim * 4, factor, dim)
+            total += factor * factor if combiner == 2 else factor
+        close_bag(pooled, dim, combiner, total)
+
+
+@nb.njit
+def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
+    """Whether starts and weights are as the full check wants them."""
+    if bags == 0:
+        return n == 0
+    if word(starts, 0) != 0 or word(starts, bags - 1) > n:
+        return False
+    for bag in range(1, bags):
+        if word(starts, bag) < word(starts, bag - 1):
+            return False
+    if weights != 0:
+        for i in range(n):
+            if nb.int64(load_u32(weights, i) & _U64(0x7FFFFFFF)) >= _INFINITE:
+                return False
+    return True
+
+
+@nb.njit
+def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[no-untyped-def]
+    """A call of kind BAGS_OF_ROWS. Returns what comes of it."""
+    dim, bags = word(table, TABLE_DIM), word(call, BAGS)
+    weights = 0 if word(call, WEIGHTS_AT) < 0 else tail + word(call, WEIGHTS_AT)
+    starts, left = scratch, scratch + 8 * MOST_BAGS
+    if word(call, STARTS_AT) >= 0:
+        starts = tail + word(call, STARTS_AT)
+    else:
+        for bag in range(bags):
+            store_u64(starts, bag, _U64(bag * word(call, BAG_KEYS)))
+    if not _check_bags(starts, bags, weights, n):
+        return DOUBTFUL
+    row = (left + bags + 63) & ~63
+    rows = (row + 4 * dim + 63) & ~63
+    half = word(call, OUT_CODE) == 1
+    pooled = (rows + 4 * dim * n + 63) & ~63 if half else out
+    if word(call, PADDED) != 0:
+        _set_padding(call, keys, n, state, 0, 0)
+    hits = -1
+    if word(table, OVERLAYS) == 0 and word(table, HOST_AT) != 0:
+        clear_bytes(left, bags)
+        host, combiner = known_at(word(table, HOST_AT)), word(call, COMBINER)
+        hits = pool_at(host, keys, n, state, starts, bags, weights, combiner, pooled, left, row)
+    if hits >= 0 and _is_cold(state, n):
+        return COLD
+    if hits < 0:  # rows of deltas lie over the table, or it changed its size just now
+        clear_bytes(state, n)
+        if word(call, PADDED) != 0:
+            _set_padding(call, keys, n, state, rows, 4 * dim)
+        _probe(table, keys, n, state, 0, rows)
+        if _is_cold(state, n):
+            return COLD
+        _pool_rows(call, rows, keys, n, starts, bags, weights, dim, pooled)
+    if half:
+        for k in range(bags * dim):
+            store_f16(out, k, load_f32(pooled, k))
+    return ANSWERED
+
+
+@nb.njit
+def run(variant, view, tail, answer, states, scratch):  # type: ignore[no-untyped-def]
+    """Answer all calls of a variant under a view: ANSWERED, COLD where rows are left for the disk, or DOUBTFUL.
+
+    `tail` is the address of the request's binary data, `answer` that of the answer's, which is filled, `states` of a
+    byte for each key, which tell afterwards where it was answered; `scratch` of SCRATCH_BYTES to work in. Only where
+    it is ANSWERED all is there; a DOUBTFUL request is one for the full check.
+    """
+    call, state = variant + 8 * VARIANT_WORDS, states
+    clear_bytes(states, word(variant, KEYS))
+    outcome = ANSWERED
+    for _ in range(word(variant, CALLS)):
+        table = view + 8 * (VIEW_WORDS + TABLE_WORDS * word(call, TABLE))
+        keys, n, kind = tail + word(call, KEYS_AT), word(call, KEYS_N), word(call, KIND)
+        out = answer + word(call, OUT_AT)
+        if kind == BAGS_OF_ROWS:
+            came = _run_bags(call, table, keys, n, state, tail, out, scratch)
+            if came == DOUBTFUL:
+                return DOUBTFUL
+            if came == COLD:
+                outcome = COLD
+        else:
+            code = word(call, OUT_CODE)
+            if kind == FOUND_ALONE:
+                out = scratch
+            padded = 0
+            if word(call, PADDED) != 0:
+                padded = _set_padding(call, keys, n, state, out, word(table, TABLE_DIM) * (4 >> code))
+            if _probe(table, keys, n, state, code, out) + padded < n and _is_cold(state, n):
+                outcome = COLD
+        if word(call, FOUND_AT) >= 0:
+            found = answer + word(call, FOUND_AT)
+            for i in range(n):
+                store_u8(found, i, nb.uint8(load_u8(state, i) != _ABSENT))
+        state += n
+        call += 8 * CALL_WORDS
+    return outcome
+
+
+@nb.njit
+def count_keys(variant, tail, states, counts, row_words):  # type: ignore[no-untyped-def]
+    """Add to the tables' counts, `row_words` int64 each at address `counts`, where the keys were answered."""
+    call, state = variant + 8 * VARIANT_WORDS, states
+    for _ in range(word(variant, CALLS)):
+        n, row = word(call, KEYS_N), counts + 8 * row_words * word(call, TABLE_COUNTS)
+        padded, padding, keys = word(call, PADDED), word(call, PADDING), tail + word(call, KEYS_AT)
+        host = 0
+        for i in range(n):
+            host += load_u8(state, i) == _HOST
+        if host < n:
+            for i in range(n):
+                tier = nb.int64(load_u8(state, i))
+                if tier != _HOST and not (padded != 0 and word(keys, i) == padding):
+                    store_u64(row, tier, load_u64(row, tier) + _U64(1))
+        store_u64(row, _HOST, load_u64(row, _HOST) + _U64(host))
+        state += n
+        call += 8 * CALL_WORDS
+
+
+@nb.njit
+def copy_head(variant, date, target):  # type: ignore[no-untyped-def]
+    """Write the answer's head, with the date of today, to an address."""
+    copy_bytes(target, word(variant, HEAD_AT), word(variant, HEAD_BYTES))
+    copy_bytes(target + word(variant, DATE_AT), date, 29)

@@ -1,0 +1,341 @@
+"""The reactors of a service: threads that run `kernels/reactor.py`, their memory, and the pipes between them and Python.
+
+Made on any thread; `start`, `finish` and what comes through the pipe run on the event loop; `close` may block and runs
+anywhere, once. A compiled loop never takes the interpreter lock, so its thread is Python's only by name.
+
+A pipe carries fixed messages in one write each, so several threads may write to one without a lock, and reading it is
+being woken. Every pipe has room for several messages of every connection there may be. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import resource
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tierstore.config import Settings
+from tierstore.engine.epochs import Epochs
+from tierstore.errors import ConfigError
+from tierstore.kernels import epochs as atomics
+from tierstore.kernels import lookupplan, sysio
+from tierstore.kernels import reactor as kernel
+from tierstore.kernels.codec import address_of
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 75.0  # without a request
+HEAD_S = 30.0  # for a head to arrive, from its first byte
+BODY_S = 60.0  # for its body, from there
+STALL_S = 20.0  # for an answer to leave, beside the time that it takes at SLOWEST_RATE
+SLOWEST_RATE = 64 << 10  # bytes a second
+MOST_BODY = 1 << 17  # of a request that a reactor reads whole; larger ones go over with their connection
+MOST_THREADS = 64
+_PIPE_BYTES = 1 << 20
+_MOST_DESCRIPTORS = 1 << 16
+_MOST_HOSTS = 64
+_MESSAGE = struct.Struct(f"<{kernel.MESSAGE_WORDS}q")
+_READ_BYTES = 1 << 16
+_CLOSES = 1 << 31  # beside a serial
+_LINE = 64
+
+_free = ctypes.CDLL(None).free
+_free.argtypes, _free.restype = [ctypes.c_void_p], None
+
+
+class Hands(Protocol):
+    """Takes what reactors hand on. Event loop only."""
+
+    def request(self, reply: Reply, data: bytes) -> None: ...
+    def connection(self, sock: socket.socket, data: bytes) -> None: ...
+    def refused(self, sock: socket.socket) -> None: ...
+
+
+class Reply:
+    """Where the answer to a request goes; exactly one of `send` and `drop` is to be called, once. Event loop only."""
+
+    __slots__ = ("_fd", "_reactor", "_reactors", "_serial")
+
+    def __init__(self, reactors: Reactors, reactor: int, fd: int, serial: int) -> None:
+        self._reactors, self._reactor, self._fd, self._serial = reactors, reactor, fd, serial
+
+    def is_lost(self) -> bool:
+        """Whether the client has gone. Any thread."""
+        return bool(self._reactors.conns[self._fd, kernel.LOST])
+
+    @property
+    def began_ns(self) -> int:
+        """When the first bytes of the request came, on the monotonic clock; 0 where all came at once."""
+        return int(self._reactors.conns[self._fd, kernel.BEGAN_NS])
+
+    def send(self, pieces: list[bytes | memoryview], sent: Callable[[], None], *, closes: bool = False) -> None:
+        """Answer with `pieces`, none empty; `sent` is called once they have left, or nobody wants them any more."""
+        reactors = self._reactors
+        arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
+        places = np.array([(address_of(array), len(array)) for array in arrays], np.int64)
+        reactors.sending[self._fd, self._serial] = (places, arrays, sent)
+        size = len(arrays) | sum(map(len, arrays)) << 16
+        flags = self._serial | (_CLOSES if closes else 0)
+        reactors.tell(self._reactor, kernel.ANSWER, self._fd, flags, address_of(places), size)
+
+    def drop(self) -> None:
+        """Close the connection without an answer."""
+        self._reactors.tell(self._reactor, kernel.DROP, self._fd, self._serial, 0, 0)
+
+
+class Reactors:
+    """`threads` of them, which accept from `listener` together. `words` is what they share among them."""
+
+    def __init__(self, threads: int, settings: Settings, epochs: Epochs, most_connections: int) -> None:
+        # constant after construction
+        self.threads, self._epochs = threads, epochs
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
+        self.words = np.zeros(kernel.SHARED_WORDS, np.int64)
+        self.conns = np.zeros((most, kernel.CONNECTION_WORDS), np.int64)
+        self._lines = np.zeros((threads, kernel.LINE_WORDS), np.int64)
+        self._limits = np.zeros(kernel.LIMIT_WORDS, np.int64)
+        for word, value in {
+            kernel.MOST_CONNECTIONS: most_connections,
+            kernel.MOST_BODY: min(MOST_BODY, settings.max_request),
+            kernel.MOST_ANSWER: lookupplan.MOST_WORK_BYTES,
+            kernel.MOST_INFLIGHT: settings.max_inflight,
+            kernel.IDLE_NS: int(IDLE_S * 1e9),
+            kernel.HEAD_NS: int(HEAD_S * 1e9),
+            kernel.BODY_NS: int(BODY_S * 1e9),
+            kernel.STALL_NS: int(STALL_S * 1e9),
+            kernel.SLOWEST_RATE: SLOWEST_RATE,
+            kernel.REACTORS: threads,
+            kernel.MOST_DESCRIPTORS: most,
+        }.items():
+            self._limits[word] = value
+        self.words[kernel.GENERATION_AT] = address_of(epochs.generation)
+        self.words[kernel.MODELS_AT] = address_of(epochs.models)
+        self.words[kernel.ANY_HOST] = int(settings.allow_open_network)
+        self._memory = [mmap.mmap(-1, _memory_bytes()) for _ in range(threads)]
+        # the event loop's
+        self.sending: dict[
+            tuple[int, int], tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
+        ] = {}
+        self._hosts: list[bytes] = []
+        self._host_words: list[npt.NDArray[np.int64]] = []
+        self._publish_hosts([0])
+        self._hands: Hands | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._workers: list[threading.Thread] = []
+        self._epolls: list[select.epoll] = []
+        self._pipes: list[int] = []
+        self._inboxes: list[int] = []
+        self._outbox = -1
+
+    # --- from start to end
+
+    def start(self, listener: socket.socket, hands: Hands) -> None:
+        """Listen and serve, on the running event loop."""
+        self._hands, self._loop = hands, asyncio.get_running_loop()
+        listener.setblocking(False)
+        self._outbox, outbox = self._pipe()
+        self._epochs.add_readers(self._lines, kernel.ANNOUNCED)
+        for number in range(self.threads):
+            inbox, far = self._pipe()
+            self._inboxes.append(far)
+            epoll = select.epoll()
+            self._epolls.append(epoll)
+            line = self._lines[number]
+            line[kernel.EPOLL] = epoll.fileno()
+            line[kernel.DICE] = secrets.randbits(62) | 1
+            _register(epoll.fileno(), inbox, sysio.READABLE, kernel.INBOX)
+            _register(epoll.fileno(), listener.fileno(), sysio.READABLE | sysio.EXCLUSIVE, kernel.LISTENER)
+            here = self._here(number, listener.fileno(), inbox, outbox)
+            self._workers.append(
+                threading.Thread(target=kernel.serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True)
+            )
+        self._loop.add_reader(self._outbox, self._on_messages)
+        for worker in self._workers:
+            worker.start()
+
+    def finish(self) -> None:
+        """Accept nothing more, answer what has begun, and close what is idle. Event loop only."""
+        self._set_mode(kernel.FINISH)
+
+    def close(self) -> None:
+        """End the threads, and close whatever connections are left. Once; not on the event loop while it runs."""
+        self._set_mode(kernel.STOP)
+        for worker in self._workers:
+            if worker.ident is not None:
+                worker.join()
+        self._epochs.remove_readers(self._lines)
+        for fd in np.flatnonzero(self.conns[:, kernel.STATE] != kernel.FREE).tolist():
+            os.close(fd)
+            for word in (kernel.IN_AT, kernel.OUT_BASE):
+                _free(int(self.conns[fd, word]) or None)
+        self.conns[:, kernel.STATE] = kernel.FREE
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._outbox)
+        for epoll in self._epolls:
+            epoll.close()
+        for fd in self._pipes:
+            os.close(fd)
+        self._pipes.clear()
+        for *_, sent in self.sending.values():
+            sent()
+        self.sending.clear()
+        self._workers.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no connection is left here."""
+        return int(self.words[kernel.OPEN]) == 0
+
+    def _set_mode(self, mode: int) -> None:
+        self.words[kernel.MODE] = max(mode, int(self.words[kernel.MODE]))
+        for number in range(len(self._inboxes)):
+            self.tell(number, kernel.WAKE, 0, 0, 0, 0)
+
+    def _pipe(self) -> tuple[int, int]:
+        ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._pipes += ends
+        with contextlib.suppress(OSError):  # a user may have no more of it left: then it holds fewer messages
+            fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        return ends
+
+    def _here(self, number: int, listener: int, inbox: int, outbox: int) -> kernel.Here:
+        base = address_of(np.frombuffer(self._memory[number], np.uint8))
+        places = []
+        for size in _areas():
+            places.append(base)
+            base += size
+        events, buffer, answer, states, scratch, date = places
+        return kernel.Here(
+            number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
+            np.zeros(kernel.httphead.FOUND_WORDS, np.int64), np.zeros(kernel.AGAIN_WORDS, np.int64),
+            self.counts_at[number], self.table_counts_at[number], events, buffer, answer, states, scratch, date,
+        )  # fmt: skip
+
+    def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
+        """Where each thread counts, int64[threads, rows, words]. To be called before `start`."""
+        self.counts_at = [address_of(of) for of in versions]
+        self.table_counts_at = [address_of(of) for of in tables]
+
+    # --- messages
+
+    def tell(self, reactor: int, kind: int, fd: int, serial: int, address: int, count: int) -> None:
+        """Write to a reactor's pipe."""
+        os.write(self._inboxes[reactor], _MESSAGE.pack(kind | fd << 8, serial, address, count))
+
+    def come_back(self, fd: int) -> None:
+        """Have a connection served here again. Its descriptor is the reactor's from now on."""
+        self.tell(fd % self.threads, kernel.COME_BACK, fd, 0, 0, 0)
+
+    def count_other(self, connections: int) -> None:
+        """So many more, or fewer, connections are served by Python."""
+        atomics.add(address_of(self.words) + 8 * kernel.OTHER_OPEN, connections)
+
+    @property
+    def open(self) -> int:
+        """Connections there are, here and in Python."""
+        return int(self.words[kernel.OPEN]) + int(self.words[kernel.OTHER_OPEN])
+
+    def allow_host(self, value: bytes) -> None:
+        """Requests with this value of Host pass the guard. Their number is bounded; others are for Python to check."""
+        if value in self._hosts or len(self._hosts) >= _MOST_HOSTS:
+            return
+        self._hosts.append(value)
+        arrays = [np.frombuffer(host, np.uint8) for host in self._hosts]
+        self._publish_hosts([len(arrays), *(word for array in arrays for word in (address_of(array), len(array)))])
+
+    def _publish_hosts(self, words: list[int]) -> None:
+        array = np.array(words, np.int64)
+        self._host_words.append(array)  # all of them are kept: they are few and small
+        self.words[kernel.HOSTS_AT] = address_of(array)
+
+    def _on_messages(self) -> None:
+        try:
+            data = os.read(self._outbox, _READ_BYTES // _MESSAGE.size * _MESSAGE.size)
+        except BlockingIOError:
+            return
+        hands = self._hands
+        assert hands is not None
+        for what, serial, value, more in _MESSAGE.iter_unpack(data):
+            kind, fd = what & 255, what >> 8
+            if kind == kernel.REQUEST:
+                owner = int(self.conns[fd, kernel.OWNER])
+                hands.request(Reply(self, owner, fd, serial), ctypes.string_at(value, more))
+            elif kind == kernel.SENT:
+                entry = self.sending.pop((fd, serial), None)
+                if entry is not None:
+                    entry[2]()
+            elif kind == kernel.CONNECTION:
+                came = ctypes.string_at(value, more) if more else b""
+                _free(value or None)
+                hands.connection(socket.socket(fileno=fd), came)
+            else:
+                hands.refused(socket.socket(fileno=fd))
+
+    # --- figures
+
+    def families(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        answers = CounterMetricFamily(
+            "tierstore_reactor_answers", "Look-ups that a reactor answered without the interpreter.", labels=["reactor"]
+        )
+        handed = CounterMetricFamily(
+            "tierstore_reactor_handed_on", "Requests and connections that it handed to Python.", labels=["reactor"]
+        )
+        connections = GaugeMetricFamily(
+            "tierstore_reactor_connections", "Connections that it serves.", labels=["reactor"]
+        )
+        for number, line in enumerate(self._lines):
+            answers.add_metric([str(number)], int(line[kernel.ANSWERS]))
+            handed.add_metric([str(number)], int(line[kernel.HANDED]))
+            connections.add_metric([str(number)], int(line[kernel.LOAD]))
+        yield from (answers, handed, connections)
+        yield GaugeMetricFamily(
+            "tierstore_unsent_bytes",
+            "Bytes of answers that clients have not taken yet.",
+            value=int(self.words[kernel.INFLIGHT]),
+        )
+
+
+def _areas() -> tuple[int, ...]:
+    """Bytes of a reactor's own memory, part by part, each aligned: events, what comes, an answer, states, scratch, date."""
+    sizes = (
+        1 << 14,
+        kernel.BUFFER_BYTES + _LINE,
+        kernel.HEAD_ROOM + lookupplan.MOST_WORK_BYTES + _LINE,
+        lookupplan.MOST_KEYS + _LINE,
+        lookupplan.SCRATCH_BYTES,
+        4096,
+    )
+    return tuple(-(-size // _LINE) * _LINE for size in sizes)
+
+
+def _memory_bytes() -> int:
+    return sum(_areas())
+
+
+def _register(epoll: int, fd: int, mask: int, data: int) -> None:
+    """`epoll_ctl` with 64 bits of data, which the standard library does not offer."""
+    failed = kernel.watch(epoll, fd, mask, data)
+    if failed:
+        raise OSError(-failed, os.strerror(-failed))
+
+
+def check_threads(threads: int) -> None:
+    if threads > MOST_THREADS:
+        raise ConfigError(f"threads = {threads}: expected at most {MOST_THREADS}, about one a core")
