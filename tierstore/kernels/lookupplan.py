@@ -251,8 +251,8 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
     return ANSWERED
 
 
-@nb.njit
-def run(variant, view, tail, answer, states, scratch):  # type: ignore[no-untyped-def]
+@nb.cfunc(types.int64(*[types.int64] * 6), cache=True)
+def run(variant: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: Any) -> Any:
     """Answer all calls of a variant under a view: ANSWERED, COLD where rows are left for the disk, or DOUBTFUL.
 
     `tail` is the address of the request's binary data, `answer` that of the answer's, which is filled, `states` of a

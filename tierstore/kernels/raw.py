@@ -226,3 +226,17 @@ def swap_bytes(typingctx: Any, value: Any) -> Any:
         return builder.bswap(args[0])
 
     return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def call_at(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Call a compiled function of six int64 that returns one (`cfunc.address`).
+
+    What is called by address is not compiled into its caller, and into that one's callers, again.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64] * 6)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(*[types.int64] * 7), codegen

@@ -37,7 +37,7 @@ from numba import types
 from tierstore.kernels import httphead, lookupplan
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, fence_all, raise_at, relaxed_i64, release_i64
 from tierstore.kernels.httpdate import write_date_at
-from tierstore.kernels.raw import load_u32, load_u64, store_u64
+from tierstore.kernels.raw import call_at, load_u32, load_u64, store_u64
 from tierstore.kernels.sysio import (
     EAGAIN,
     EDGE,
@@ -137,7 +137,8 @@ class Here(NamedTuple):
     conns: npt.NDArray[np.int64]  # [descriptors, CONNECTION_WORDS]
     found: npt.NDArray[np.int64]  # what a head says
     again: npt.NDArray[np.int64]  # connections that have more to be answered
-    counts: int  # addresses: of versions' counts
+    run: int  # addresses: of `lookupplan.run`
+    counts: int  # of versions' counts
     table_counts: int
     events: int
     buffer: int  # BUFFER_BYTES of what comes
@@ -149,7 +150,7 @@ class Here(NamedTuple):
 
 _WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
 HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, *[types.int64] * 8),
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, *[types.int64] * 9),
     Here,
 )
 
@@ -356,7 +357,8 @@ def _answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
         return False
     planned = monotonic_ns()
     tail = at + head + text_bytes
-    if lookupplan.run(variant, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch) != lookupplan.ANSWERED:
+    came = call_at(me.run, variant, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
+    if came != lookupplan.ANSWERED:
         return False
     ran = monotonic_ns()
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))

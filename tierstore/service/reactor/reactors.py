@@ -224,7 +224,7 @@ class Reactors:
         return kernel.Here(
             number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
             np.zeros(kernel.httphead.FOUND_WORDS, np.int64), np.zeros(kernel.AGAIN_WORDS, np.int64),
-            self.counts_at[number], self.table_counts_at[number], events, buffer, answer, states, scratch, date,
+            lookupplan.run.address, self.counts_at[number], self.table_counts_at[number], events, buffer, answer, states, scratch, date,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
