@@ -249,7 +249,7 @@ def test_requests_are_counted(server: ServerThread, predict: Predict) -> None:
     before = counts()
     predict({"item_id": np.array([1])})
     assert counts() == (before[0] + 1, before[1] + 1)
-    assert server.service.inflight.used_bytes == 0
+    eventually(lambda: server.service.inflight.used_bytes == 0, "its bytes are given back")
 
 
 # --- tensors by themselves

@@ -89,4 +89,4 @@ def test_any_message_is_answered_or_refused(
     except TierstoreError:
         answer = b""
     message("tensorflow.serving.PredictResponse").FromString(answer)
-    assert server.service.inflight.used_bytes == 0
+    eventually(lambda: server.service.inflight.used_bytes == 0, "its bytes are given back")
