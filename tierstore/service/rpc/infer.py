@@ -10,32 +10,30 @@ from tierstore.service.bounds.pool import Holding
 from tierstore.service.context import Service
 from tierstore.service.plane.dataplane import Asked, Inference
 from tierstore.service.plane.known import KNOWN_BYTES
-from tierstore.service.plane.plan import Plan
+from tierstore.service.plane.plan import Plan, Request
 from tierstore.service.plane.tensors import Elements
 from tierstore.service.rpc.codec import Layout, RpcRequest, parse_request, read_elements, take_apart
-from tierstore.service.rpc.lookups import answer
-from tierstore.service.rpc.types import Context
+from tierstore.service.rpc.lookups import DIRECT_BYTES, DIRECT_META_BYTES
 
 
-def infer(service: Service, message: bytes, context: Context, arrived_ns: int, extra: bytes = b"") -> bytes:
-    """The answer to a ModelInferRequest that arrived at `arrived_ns` (`time.perf_counter_ns`); any thread.
+class InferCall:
+    """A ModelInferRequest as an `RpcCall`. `extra` are further serialized fields of its answer."""
 
-    Its metadata are the `context`'s. `extra` are further serialized fields of the answer.
-    """
-    return answer(service, message, context, arrived_ns, lambda message: _InferCall(service, message, extra))
+    __slots__ = ("_asked", "_extra", "_layout", "_parts", "_service", "model", "request", "short", "version")
 
-
-class _InferCall:
-    """An `RpcCall`."""
-
-    __slots__ = ("_asked", "_extra", "_layout", "_parts", "_service", "model", "version")
-
-    def __init__(self, service: Service, message: bytes, extra: bytes) -> None:
+    def __init__(self, service: Service, message: bytes, extra: bytes = b"") -> None:
         self._service, self._extra = service, extra
         self._parts = take_apart(message)
-        self._asked = _parse(service, self._parts.meta, raw=bool(self._parts.raw))
-        self.model, self.version = self._asked.model, self._asked.version
+        self.short = len(message) <= DIRECT_BYTES and len(self._parts.meta) <= DIRECT_META_BYTES
+        self._asked: RpcRequest
         self._layout: Layout
+        self.model: str
+        self.version: int | str | None
+        self.request: Request
+
+    def parse(self) -> None:
+        asked = self._asked = _parse(self._service, self._parts.meta, raw=bool(self._parts.raw))
+        self.model, self.version, self.request = asked.model, asked.version, asked.request
 
     def asks(self, waited_ns: int, holding: Holding) -> Asked:
         timeout_us = self._asked.timeout_us
