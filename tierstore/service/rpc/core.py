@@ -31,7 +31,7 @@ _OPERATIONS = (
 
 def core_of(server: grpc.Server) -> Core | None:
     """The layer below `server`, before it is started; None where grpcio is not as we know it."""
-    state = getattr(server, "_state", None)
+    state: Any = getattr(server, "_state", None)
     known = all(hasattr(state, name) for name in _PARTS) and all(hasattr(cygrpc, name) for name in _OPERATIONS)
     if not known or not all(hasattr(state.server, name) for name in ("register_method", "request_registered_call")):
         return None
