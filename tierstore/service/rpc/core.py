@@ -75,7 +75,7 @@ def send(code: Any, details: str, message: bytes | None) -> list[Any]:
     """All of an answer."""
     operations = [
         cygrpc.SendInitialMetadataOperation(None, _NO_FLAGS),
-        cygrpc.SendStatusFromServerOperation(None, code.value[0], details.encode(), _NO_FLAGS),
+        cygrpc.SendStatusFromServerOperation(None, code.value[0], details.encode(errors="replace"), _NO_FLAGS),
     ]
     if message is not None:
         operations.append(cygrpc.SendMessageOperation(message, _NO_FLAGS))

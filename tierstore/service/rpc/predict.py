@@ -45,8 +45,8 @@ class PredictCall:
 
     def _is_long(self) -> bool:
         """Whether it is a lot to read, as one value may stand for very many, or for the dense part."""
-        sizes = [[dim.size for dim in tensor.tensor_shape.dim] for tensor in self._asked.inputs.values()]
-        if sum(map(math.prod, sizes)) > DIRECT_KEYS:
+        shapes = [[dim.size for dim in tensor.tensor_shape.dim] for tensor in self._asked.inputs.values()]
+        if any(math.prod(shape) > DIRECT_KEYS for shape in shapes):
             return True
         try:
             return self._service.dataplane.scores(self.model)
