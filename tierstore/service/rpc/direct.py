@@ -4,11 +4,12 @@ A short look-up whose rows are all in memory is answered there from its message 
 for the disk or the dense part, or comes while every look-up thread is at work, goes on to those threads. Handed over as
 grpcio's own server does it, a call takes two to three times the processor time (docs/decisions/grpc.md).
 
-    come ─┬─ no room ─────────────────────────── refused ──┐
-          └─ receiving ─┬─ short, in memory ──── answered ─┼─ sending ── done
-                        └─ handed over ── run by a thread ─┘
+    it comes ─┬─ no room ─────────────────────────── refused ──┐
+              └─ its message ─┬─ short, in memory ── answered ─┼─ sent ── ended
+                              └─ a thread completes it ────────┘
 
-Everything here runs on the serving thread but `_complete`, which a look-up thread runs once, and what it calls.
+Everything here runs on the serving thread but `_complete`, which a look-up thread runs once, and what it calls. Between
+its coming and its end a call is among those that grpcio's server waits for when it stops.
 """
 
 from __future__ import annotations
@@ -95,18 +96,18 @@ class _DirectCall:
         pool = calls.pool
         if pool.full:
             pool.reject()
-            return self._sending(*self._method.accounts.refused(pool))
+            return self._send(*self._method.accounts.refused(pool))
         pool.receiving += 1
-        if self._start([receive_message()], self._received):
+        if self._start([receive_message()], self._on_message):
             return GOES_ON
         pool.receiving -= 1
         return self, ()
 
-    def _received(self, event: Any) -> Outcome:
+    def _on_message(self, event: Any) -> Outcome:
         self._calls.pool.receiving -= 1
         message = event.batch_operations[0].message()
         if message is None:  # the client has ended the call, one way or the other
-            return self._sending(grpc.StatusCode.UNIMPLEMENTED, _NO_MESSAGE)
+            return self._send(grpc.StatusCode.UNIMPLEMENTED, _NO_MESSAGE)
         try:
             answer = self._try(message)
             if answer is None:
@@ -127,7 +128,7 @@ class _DirectCall:
 
     def _hand_over(self) -> None:
         self._watched = True
-        self._start([receive_close()], self._close)
+        self._closed = not self._start([receive_close()], self._on_closed)
         self._calls.pool.submit(self._complete)
 
     def _complete(self) -> None:
@@ -145,10 +146,12 @@ class _DirectCall:
 
     def _answer(self, answer: bytes) -> Outcome:
         self._method.accounts.answered(self._arrived_ns)
-        return self._sending(grpc.StatusCode.OK, "", answer)
+        return self._send(grpc.StatusCode.OK, "", answer)
 
     def _fail(self, error: Exception) -> Outcome:
-        return self._sending(*self._method.accounts.failed(error, self._arrived_ns))
+        if self._answering is not None:
+            self._answering.close()  # at once, however slow the client reads
+        return self._send(*self._method.accounts.failed(error, self._arrived_ns))
 
     def _check_waited_for(self) -> None:
         """Raise where nobody waits for an answer any more: before work is begun, not after."""
@@ -170,14 +173,14 @@ class _DirectCall:
             logger.error("%s: grpcio refused operations of a call", self._method.path)
         return False
 
-    def _sending(self, code: Any, details: str, message: bytes | None = None) -> Outcome:
+    def _send(self, code: Any, details: str, message: bytes | None = None) -> Outcome:
         """Send the answer. Any thread."""
         operations = send(code, details, message)
         if not self._watched:
             operations.append(receive_close())
-        return GOES_ON if self._start(operations, self._send) else self._send(None)
+        return GOES_ON if self._start(operations, self._on_sent) else self._on_sent(None)
 
-    def _send(self, event: Any) -> Outcome:
+    def _on_sent(self, event: Any) -> Outcome:
         """The answer has left, or never will."""
         answering, self._answering = self._answering, None
         if answering is not None:
@@ -185,7 +188,7 @@ class _DirectCall:
         self._sent = True
         return self._ended()
 
-    def _close(self, event: Any) -> Outcome:
+    def _on_closed(self, event: Any) -> Outcome:
         """A call that was handed over has ended for its client."""
         self._cancelled = event.batch_operations[0].cancelled()
         self._closed = True
