@@ -16,7 +16,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import Overloaded
 from tierstore.service.server import ServerThread
 
-from .conftest import load
+from .conftest import eventually, load
 from .fake_store import ITEMS, FakeStore
 from .scenes import delta, rows, write_snapshot
 

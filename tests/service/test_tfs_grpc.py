@@ -18,6 +18,7 @@ from tierstore.service.rpc.messages import message  # noqa: E402
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 
+from .conftest import eventually  # noqa: E402
 from .fake_store import DEFAULT, ITEMS, USERS, VERSION  # noqa: E402
 from .scenes import rows  # noqa: E402
 

@@ -18,7 +18,7 @@ from tierstore.engine.store import Store
 from tierstore.service.plane.known import KNOWN_REQUESTS
 from tierstore.service.server import ServerThread
 
-from .conftest import load
+from .conftest import eventually, load
 from .fake_store import DEFAULT, ITEMS, USERS, VERSION
 from .scenes import rows, write_snapshot
 
