@@ -2,12 +2,16 @@
 
     python -m benchmarks.wire_lookup [--quick] [--rows 1_000_000] [--json FILE]
 
-Servers run as processes of their own on loopback: the service over rows that are all in memory, the same HTTP stack
-that parses the request and answers ready bytes ("echo"), the service over gRPC, and grpcio answering ready bytes ("grpc echo"), and `redis-server` answering a pipelined MGET of the same
-keys. They take turns, a round each, so that whatever else the machine does meets all of them alike; figures are medians
-over the rounds, ratios medians of each round's ratio. "take" is no server: the CPU that `numpy.take` needs in this
-process to gather as many rows of a table as large, into as many buffers in turn, as the floor under any look-up. CPU is the server process's own clock. The client is one thread
-which sends on all connections and then reads them all; it decodes nothing but the first answer, which it checks.
+Servers run as processes of their own on loopback: the service over rows that are all in memory ("http", and with one
+reactor thread "http 1"), the same service whose reactors answer ready bytes ("echo"), and `redis-server` answering a
+pipelined MGET of the same keys. They take turns, a round each, so that whatever else the machine does meets all of them
+alike; figures are medians over the rounds, ratios medians of each round's ratio. "take" is no server: the CPU that
+`numpy.take` needs in this process to gather as many rows of a table as large, into as many buffers in turn, as the floor
+under any look-up. CPU is the server process's own clock. The client is one thread which sends on all connections and
+then reads them all; it decodes nothing but the first answer, which it checks.
+
+Then, apart: what one connection sees, request by request (p50, p99); and rows that are not in memory, over HTTP and in
+process, from the same files. For gRPC see `wire_grpc`.
 """
 
 from __future__ import annotations
@@ -26,18 +30,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+import tierstore
 from benchmarks.machine import describe
 from benchmarks.report import headline
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
-
-if TYPE_CHECKING:
-    from benchmarks.wire_grpc import GrpcServer
 
 VARIANTS = 16  # requests with different keys, sent in turn
 CONNECTIONS = (1, 8)
@@ -268,12 +270,8 @@ def redis(rows: int) -> Iterator[Server]:
 # --- measuring
 
 
-def turn(
-    server: Server | GrpcServer, batches: list[np.ndarray], connections: int, requests: int
-) -> tuple[float, float]:
+def turn(server: Server, batches: list[np.ndarray], connections: int, requests: int) -> tuple[float, float]:
     """(CPU µs of the server, µs of wall time) a request."""
-    if not isinstance(server, Server):
-        return server.turn(batches, connections, requests, cpu_s)
     frames = [server.frames(i, batches) for i in range(connections)]
     space = memoryview(bytearray(max(size for mine in frames for _, size, _ in mine)))
     with ExitStack() as stack:
@@ -310,27 +308,96 @@ class Gather:
         return (time.thread_time() - began) / requests * 1e6
 
 
-def headlines(results: list[dict[str, object]], clients: list[dict[str, object]]) -> list[dict[str, object]]:
-    """The figures that have a mark, of 4,096 keys on 8 connections."""
-    at = {row["server"]: row for row in results if row["keys"] == 4096 and row["connections"] == 8}
+REDIS = {64: 2.5, 1024: 20.0, 4096: 30.0}  # at least so many times our CPU
+
+
+def headlines(document: dict[str, object]) -> list[dict[str, object]]:
+    """The figures that have a mark."""
     made = []
-    if "http" in at:
-        name = "look-up over HTTP, 4,096 keys, server CPU a request"
-        made.append(headline(name, "same stack, echo", float(str(at["http"]["cpu_over_echo"])), at_most=2.2))
-        made.append(headline(name, "echo plus numpy.take", float(str(at["http"]["cpu_over_echo_and_take"]))))
-    if "redis" in at:
-        name = "look-ups over HTTP, 4,096 keys, a second"
-        made.append(headline(name, "Redis MGET", float(str(at["redis"]["wall_over_http"])), at_least=8))
-    for row in clients:
-        if row["keys"] == 4096:
-            name = "tritonclient, 4,096 keys, over shared memory"
-            made.append(headline(name, "over HTTP", float(str(row["ratio"])), at_least=1.5))
+    for row in document["results"]:  # type: ignore[attr-defined]
+        name = f"look-up over HTTP, {row['keys']:,} keys, {row['connections']} connections, server CPU"
+        if row["server"] == "redis":
+            made.append(headline(name, "Redis MGET over ours", row["cpu_over_http"], at_least=REDIS.get(row["keys"])))
+        elif row["server"] == "http" and row["keys"] == 4096:
+            made.append(headline(name, "echo plus numpy.take", row["cpu_over_echo_and_take"], at_most=1.3))
+        elif row["server"] == "http 1" and row["connections"] > 1:
+            made.append(headline(name, "one reactor thread over two", row["cpu_over_http"], at_least=0.9))
+    for row in document["latency"]:  # type: ignore[attr-defined]
+        if row["keys"] == 64:
+            made.append(headline("p99 of 64 keys, one connection", "p50", row["ratio"], at_most=3))
+    for row in document["cold"]:  # type: ignore[attr-defined]
+        made.append(
+            headline(f"{row['keys']:,} cold keys over HTTP, a second", "in process", row["ratio"], at_least=0.9)
+        )
     return made
 
 
-def measure(
-    servers: list[Server | GrpcServer], rows: int, sizes: list[int], rounds: int, requests: int
-) -> list[dict[str, object]]:
+def latency(port: int, rows: int, n: int, requests: int) -> dict[str, object]:
+    """What one connection sees: µs from the request's first byte to the answer's last."""
+    rng = np.random.default_rng(4)
+    frames = over_http(port, checked=True)(0, [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)])
+    space, took = memoryview(bytearray(frames[0][1])), np.empty(requests)
+    with connect(port) as link:
+        for i in range(-50, requests):
+            request, size, _ = frames[i % VARIANTS]
+            began = time.perf_counter()
+            link.sendall(request)
+            read_exactly(link, space[:size])
+            if i >= 0:
+                took[i] = time.perf_counter() - began
+    p50, p99 = np.percentile(took * 1e6, (50, 99))
+    result = {"keys": n, "p50_us": float(p50), "p99_us": float(p99), "ratio": float(p99 / p50)}
+    print("| {keys:,} | {p50_us:.0f} | {p99_us:.0f} | {ratio:.1f} |".format(**result), flush=True)
+    return result
+
+
+def cold(port: int, data: Path, rows: int, n: int, rounds: int, requests: int) -> dict[str, object]:
+    """Rows that are read from files: requests a second over HTTP and in process, by two callers each.
+
+    The store in process is over a copy of the service's data, so that both read files of the same kind.
+    """
+    rng = np.random.default_rng(5)
+    batches = [keys_of(rng.integers(0, rows, n)) for _ in range(requests)]
+    with tierstore.open(data, host_budget="1MiB") as store:
+        model = store.model(MODEL)
+
+        def in_process(mine: list[np.ndarray]) -> None:
+            for keys in mine:
+                model.lookup(FEATURE, keys)
+
+        def over_wire(mine: list[np.ndarray]) -> None:
+            with connect(port) as link:
+                space = memoryview(bytearray(n * ROW_BYTES + 4096))
+                for i, keys in enumerate(mine):
+                    link.sendall(http_request(keys))
+                    if i == 0:
+                        head, body = read_http(link)
+                        np.testing.assert_array_equal(
+                            np.frombuffer(body[-n * ROW_BYTES :], np.float32).reshape(-1, DIM), vectors_of(keys)
+                        )
+                        size = len(head) + 4 + len(body)
+                    else:
+                        read_exactly(link, space[:size])
+
+        ratios, rates = [], {in_process: [], over_wire: []}
+        for _ in range(rounds):
+            for way, seen in rates.items():
+                with ThreadPoolExecutor(2) as callers:
+                    began = time.perf_counter()
+                    list(callers.map(way, (batches[::2], batches[1::2])))
+                    seen.append(requests / (time.perf_counter() - began))
+            ratios.append(rates[over_wire][-1] / rates[in_process][-1])
+    result = {
+        "keys": n,
+        "in_process": statistics.median(rates[in_process]),
+        "over_http": statistics.median(rates[over_wire]),
+        "ratio": statistics.median(ratios),
+    }
+    print("| {keys:,} | {in_process:.0f} | {over_http:.0f} | {ratio:.2f} |".format(**result), flush=True)
+    return result
+
+
+def measure(servers: list[Server], rows: int, sizes: list[int], rounds: int, requests: int) -> list[dict[str, object]]:
     rng = np.random.default_rng(1)
     results: list[dict[str, object]] = []
     gather = Gather(rows)
@@ -348,6 +415,7 @@ def measure(
                     wall[server.name].append(elapsed)
             for server in servers:
                 name = server.name
+                assert len(cpu[name]) == rounds
                 results.append(
                     {
                         "keys": n,
@@ -430,33 +498,31 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("build/wire_lookup.json"))
     parser.add_argument("--no-shared-memory", action="store_true")
     parser.add_argument("--no-redis", action="store_true")
-    parser.add_argument("--no-grpc", action="store_true")
     options = parser.parse_args()
     rows = options.rows or (200_000 if options.quick else 1_000_000)
-    rounds, requests = (5, 160) if options.quick else (15, 400)
+    rounds, requests = (5, 320) if options.quick else (15, 800)
     python = [sys.executable, "-m", "benchmarks.wire_servers"]
     skipped = {}
     with ExitStack() as stack:
-        where = stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-"))
-        pid, (port,) = stack.enter_context(child(*python, "echo"))
-        servers: list[Server | GrpcServer] = [Server("echo", pid, port, over_http(port, checked=False))]
-        shared = [] if options.no_shared_memory else ["--shared-memory"]
-        pid, (port, *others) = stack.enter_context(
-            child(*python, "store", "--where", where, "--rows", str(rows), *shared)
-        )
-        servers.append(Server("http", pid, port, over_http(port, checked=True)))
-        if others and not options.no_grpc:
-            from benchmarks.wire_grpc import GrpcServer
 
-            servers.append(GrpcServer("grpc", pid, others[0], checked=True))
-            pid_of_echo, (echo_port,) = stack.enter_context(child(*python, "grpc-echo"))
-            servers.append(GrpcServer("grpc echo", pid_of_echo, echo_port, checked=False))
-        else:
-            skipped["grpc"] = "left out" if others else "the extra grpc is not installed"
+        def service(kind: str, *more: str) -> tuple[int, int, Path]:
+            where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-")))
+            pid, (port, *_) = stack.enter_context(
+                child(*python, kind, "--where", str(where), "--rows", str(rows), *more)
+            )
+            return pid, port, where
+
+        pid, port, _ = service("echo")
+        servers = [Server("echo", pid, port, over_http(port, checked=False))]
+        shared = [] if options.no_shared_memory else ["--shared-memory"]
+        pid, port, _ = service("store", *shared)
+        servers.append(Server("http", pid, port, over_http(port, checked=True)))
         if shared:
             regions = Regions(port)
             stack.callback(regions.close)
             servers.append(Server("shared memory", pid, port, regions.frames))
+        pid, one, _ = service("store", "--threads", "1")
+        servers.append(Server("http 1", pid, one, over_http(one, checked=True)))
         if options.no_redis:
             skipped["redis"] = "left out"
         elif shutil.which("redis-server") is None:
@@ -471,11 +537,18 @@ def main() -> None:
             "|---|---|---|---|---|---|---|---|---|---|"
         )
         results = measure(servers, rows, options.keys, rounds, requests)
+        print("\none connection, request by request:\n\n| keys | p50, µs | p99, µs | p99 / p50 |\n|---|---|---|---|")
+        seen = [latency(port, rows, n, 10 * requests) for n in options.keys]
         clients: list[dict[str, object]] = []
         if shared and importlib.util.find_spec("tritonclient") is not None:
             print("\ntritonclient, one request at a time, from keys to rows:\n")
             print("| keys | http, µs | shared memory, µs | ratio |\n|---|---|---|---|")
             clients = [with_tritonclient(port, rows, n, rounds, requests // 4) for n in options.keys]
+        print("\nrows that are not in memory, requests a second:\n")
+        print("| keys | in process | over HTTP | ratio |\n|---|---|---|---|")
+        _, port, where = service("store", "--cold")
+        shutil.copytree(where / "data", where / "copy", ignore=shutil.ignore_patterns("LOCK"))
+        chilled = [cold(port, where / "copy", rows, n, rounds, max(20, requests // 8)) for n in options.keys]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "machine": describe(),
@@ -483,7 +556,9 @@ def main() -> None:
         "rounds": rounds,
         "skipped": skipped,
         "results": results,
+        "latency": seen,
         "tritonclient": clients,
+        "cold": chilled,
     }
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

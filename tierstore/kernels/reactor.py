@@ -47,6 +47,7 @@ from tierstore.kernels.sysio import (
     EPOLL_DEL,
     EVENT_BYTES,
     EVENT_DATA,
+    EXCLUSIVE,
     FAILED,
     HALF_CLOSED,
     HUNG_UP,
@@ -95,7 +96,7 @@ RUN, FINISH, STOP = range(3)  # of MODE: answer; answer what has begun, then clo
 LIMIT_WORDS = 10
 
 # words of a reactor's line in `lines`
-ANNOUNCED, LOAD, EPOLL, ANSWERS, HANDED, TURNS, NEXT_SWEEP_NS, DATE_S, AGAIN, DICE = range(10)
+ANNOUNCED, LOAD, EPOLL, ANSWERS, HANDED, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(10)
 LINE_WORDS = 16
 
 # messages to Python and back: MESSAGE_WORDS int64 each, the first is kind + fd * 256
@@ -272,9 +273,12 @@ def _take_in(me, fd, now):  # type: ignore[no-untyped-def]
 def _accept(me, now):  # type: ignore[no-untyped-def]
     for _ in range(ACCEPTED):
         fd = accept(me.listener)
+        if fd == -EINTR:
+            continue
         if fd < 0:
-            if fd == -EINTR:
-                continue
+            if fd != -EAGAIN:  # no descriptors left, say: the listener would be told of again at once, for ever
+                epoll_set(me.lines[me.number, EPOLL], EPOLL_DEL, me.listener, 0, 0)
+                me.lines[me.number, PAUSED] = 1
             return
         send_at_once(fd)
         there = acquire_i64(_shared_at(me, OPEN)) + acquire_i64(_shared_at(me, OTHER_OPEN))
@@ -461,9 +465,9 @@ def _answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
     target = me.answer + HEAD_ROOM - before
     lookupplan.copy_head(variant, me.date, target)
     lookupplan.count_keys(variant, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
+    _count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
     me.lines[me.number, ANSWERS] += 1
     _send_first(me, fd, target, before + data)
-    _count(me, variant, began, planned, ran, monotonic_ns())
     return ANSWERED
 
 
@@ -729,8 +733,11 @@ def _on_message(me, at, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _sweep(me, now):  # type: ignore[no-untyped-def]
-    """End connections that are late, and those that are idle once no more is to be begun."""
+    """End connections that are late, and those that are idle once no more is to be begun. Try to accept again."""
     finishing = me.shared[MODE] != RUN
+    if me.lines[me.number, PAUSED] != 0 and not finishing:
+        me.lines[me.number, PAUSED] = 0
+        epoll_set(me.lines[me.number, EPOLL], EPOLL_ADD, me.listener, READABLE | EXCLUSIVE, LISTENER)
     for fd in range(relaxed_i64(_shared_at(me, HIGHEST)) + 1):
         row = me.conns[fd]
         if row[STATE] == FREE or row[OWNER] != me.number:

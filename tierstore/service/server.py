@@ -191,6 +191,8 @@ class HttpService:
     def _end(self) -> None:
         self._handover.ending = True
         self._reactors.finish()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # who connects from here on is refused, not left waiting
         self._server.should_exit = True
         if self._grpc is not None:
             self._grpc.stop(FINISH_S)

@@ -8,7 +8,6 @@ back when that has answered it and nothing more has come (`connection.py`). Even
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
@@ -121,9 +120,3 @@ class Handover:
 
     def _release(self, size: int) -> Callable[[], None]:
         return lambda: self._inflight.give(size)
-
-    async def end(self) -> None:
-        """Wait for what is at work. Cancelled when that takes too long."""
-        while self._tasks:
-            with contextlib.suppress(Exception):
-                await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,225 @@
+"""Look-ups while everything changes: `python -m benchmarks.lookup_swap [--tiny] [--json FILE]`.
+
+A process of its own asks over HTTP for 1,024 rows that are in memory, 200 times a second, each at the moment when it is
+due whatever became of the one before (an open loop, on connections enough). First nothing else happens; then snapshots
+are loaded, activated, rolled back and activated again, and deltas come without pause; then it is quiet again. Times are
+from when a request was due to the last byte of its answer.
+
+Every state has a number, which all rows that are asked for hold: an answer of two states, or of another version than it
+says, is `mixed`. `failed` are answers that are not of status 200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tierstore
+from benchmarks import report
+from benchmarks.machine import describe
+from benchmarks.predict_service import MODEL, Served
+from benchmarks.swap import Admin
+
+FEATURE, DIM, HOT, KEYS = "item_id", 32, 20_000, 1024
+RATE, CONNECTIONS = 200, 8
+MARK = 1.5
+STEP = 10_000  # numbers of a version
+
+
+def write_snapshot(where: Path, version: int, rows: int) -> Path:
+    source = where / str(version)
+    keys = np.arange(rows, dtype=np.int64)
+    with tierstore.SnapshotWriter(source, model=MODEL, version=version) as writer:
+        writer.table("item", dim=DIM).write(keys, np.full((rows, DIM), version * STEP, np.float32))
+        writer.feature(FEATURE, table="item")
+        writer.warmup("item", keys[:HOT])
+    return source
+
+
+def delta(seq: int, version: int, number: int) -> bytes:
+    sink = io.BytesIO()
+    with tierstore.DeltaWriter(sink, model=MODEL, seq=seq, base_version=version) as writer:
+        writer.upsert("item", np.arange(HOT, dtype=np.int64), np.full((HOT, DIM), number, np.float32))
+    return sink.getvalue()
+
+
+# --- the asker
+
+
+def message(keys: np.ndarray) -> bytes:
+    given = {"name": FEATURE, "datatype": "INT64", "shape": [KEYS], "parameters": {"binary_data_size": keys.nbytes}}
+    text = json.dumps({"inputs": [given], "outputs": [{"name": FEATURE, "parameters": {"binary_data": True}}]}).encode()
+    head = f"POST /v2/models/{MODEL}/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text) + keys.nbytes}\r\n"
+    return f"{head}Inference-Header-Content-Length: {len(text)}\r\n\r\n".encode() + text + keys.tobytes()
+
+
+def ask(port: int, out: Path) -> None:
+    """Ask until standard input ends; then write (due, answered, status, mixed) of each request."""
+    rng = np.random.default_rng(1)
+    messages = [message(rng.integers(0, HOT, KEYS)) for _ in range(32)]
+    over, seen = threading.Event(), []
+    begin = time.perf_counter() + 0.2
+
+    def one(number: int) -> None:
+        link, space = socket.create_connection(("127.0.0.1", port), timeout=30), bytearray(1 << 18)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        turn = number
+        while not over.is_set():
+            due = begin + turn / RATE
+            time.sleep(max(0.0, due - time.perf_counter()))
+            link.sendall(messages[turn % 32])
+            got, whole = 0, -1
+            while got != whole:
+                count = link.recv_into(memoryview(space)[got:])
+                if not count:
+                    raise ConnectionError
+                got += count
+                if whole < 0 and (end := space.find(b"\r\n\r\n", 0, got)) >= 0:
+                    length = re.search(rb"(?i)content-length: (\d+)", space[:end])
+                    assert length is not None
+                    whole = end + 4 + int(length[1])
+            answered = time.perf_counter()
+            status = int(space[9:12])
+            rows = np.frombuffer(space, np.float32, KEYS * DIM, got - 4 * KEYS * DIM)
+            version = re.search(rb'"model_version":"(\d+)"', space[: got - rows.nbytes])
+            mixed = status == 200 and (
+                rows.min() != rows.max() or version is None or int(rows[0]) // STEP != int(version[1])
+            )
+            seen.append((due, answered, status, mixed))
+            turn += CONNECTIONS
+        link.close()
+
+    askers = [threading.Thread(target=one, args=(number,)) for number in range(CONNECTIONS)]
+    for asker in askers:
+        asker.start()
+    sys.stdin.read()
+    over.set()
+    for asker in askers:
+        asker.join()
+    np.save(out, np.array(seen))
+
+
+# --- measuring
+
+
+def change(admin: Admin, sources: list[Path], seconds: float) -> None:
+    """Load, activate, roll back and activate again, with deltas all the while."""
+    over, active = threading.Event(), [1]
+
+    def send() -> None:
+        for seq in itertools.count(1):
+            if over.is_set():
+                return
+            version = active[0]
+            admin.delta(delta(seq, version, version * STEP + seq % 100))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    until = time.perf_counter() + seconds
+    version = 1
+    while time.perf_counter() < until and version <= len(sources):
+        version += 1
+        admin.load(sources[version - 2])
+        admin.post("activate", "activate", {"version": version})
+        active[0] = version
+        time.sleep(0.5)
+        active[0] = version - 1
+        admin.post("roll back", "rollback", {})
+        time.sleep(0.5)
+        active[0] = version
+        admin.post("activate again", "activate", {"version": version})
+    over.set()
+    sender.join()
+
+
+def measure(where: Path, rows: int, quiet_s: float, rounds: int) -> dict[str, Any]:
+    sources = [write_snapshot(where / "snapshots", version, rows) for version in range(1, rounds + 2)]
+    data = where / "data"
+    with tierstore.open(data, host_budget="256MiB", load_workers=1) as store:
+        store.load_snapshot(sources[0])
+    with Served(data, host_budget="256MiB", source_root=where, keep_versions=2) as served:
+        command = [sys.executable, "-m", "benchmarks.lookup_swap", "--ask", str(served.port), str(where / "seen.npy")]
+        asker = subprocess.Popen(command, stdin=subprocess.PIPE)
+        time.sleep(3 + quiet_s)
+        began = time.perf_counter()
+        admin = Admin(served)
+        change(admin, sources[1:], 120.0)
+        ended = time.perf_counter()
+        time.sleep(quiet_s)
+        assert asker.stdin is not None
+        asker.stdin.close()
+        asker.wait(60)
+    seen = np.load(where / "seen.npy")
+    seen = seen[seen[:, 0] > seen[0, 0] + 1.0]  # the first second meets cold code and rows
+    return result(seen, admin, began, ended)
+
+
+def result(seen: np.ndarray, admin: Admin, began: float, ended: float) -> dict[str, Any]:
+    due, answered, status, mixed = seen.T
+    during = (answered >= began) & (due <= ended)
+
+    def row(name: str, which: np.ndarray, times: int | None = None) -> dict[str, Any]:
+        took = (answered - due)[which] * 1e3
+        p50, p99, most = np.quantile(took, (0.5, 0.99, 1.0)) if len(took) else (None, None, None)
+        return {
+            "while": name, "times": times, "requests": len(took), "p50_ms": p50, "p99_ms": p99, "max_ms": most,
+            "p99_over_quiet": None if p99 is None else p99 / quiet_p99,
+        }  # fmt: skip
+
+    quiet_p99 = float(np.quantile((answered - due)[~during] * 1e3, 0.99))
+    rows = [row("quiet", ~during), row("all changes", during)]
+    for kind in dict.fromkeys(what for what, _, _ in admin.spans):
+        of = [(a, b) for what, a, b in admin.spans if what == kind]
+        which = np.zeros(len(due), bool)
+        for a, b in of:
+            which |= (answered >= a) & (due <= b)
+        rows.append(row(kind, which, len(of)))
+    return {
+        "headlines": [
+            report.headline("look-ups that failed", "all", float((status != 200).sum()), at_most=0, unit="requests"),
+            report.headline("answers of two states", "all", float(mixed.sum()), at_most=0, unit="requests"),
+            report.headline(
+                "p99 of look-ups while versions and rows change", "p99 quiet",
+                float(rows[1]["p99_ms"]) / quiet_p99, at_most=MARK,
+            ),
+        ],
+        "results": rows,
+        "requests": len(due),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
+    parser.add_argument("--rows", type=int, default=300_000)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--quiet", type=float, default=12.0, help="seconds before, and after")
+    parser.add_argument("--json", type=Path, default=Path("build/lookup_swap.json"))
+    parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ask:
+        ask(int(options.ask[0]), Path(options.ask[1]))
+        return
+    rows, quiet_s, rounds = (25_000, 1.0, 1) if options.tiny else (options.rows, options.quiet, options.rounds)
+    with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
+        document = {"benchmark": "lookup_swap", "machine": describe()}
+        document |= measure(Path(folder), rows, quiet_s, rounds)
+    report.write(options.json, document)
+    print(report.markdown(document))
+
+
+if __name__ == "__main__":
+    main()
