@@ -1,4 +1,4 @@
-"""What a serving process sets for itself: glibc's allocator, and which objects the garbage collector looks at.
+"""What a serving process sets for itself: glibc's allocator, what the garbage collector looks at, turns of threads.
 
 `tune_allocator` is called once, before threads start. By its defaults, glibc maps blocks from 128 KiB on afresh and gives them back at
 free (the threshold adapts, but not for every size and arena), so each large answer touches new pages: several times
@@ -7,9 +7,14 @@ the cost of copying it. These settings keep what was freed, at the price of up t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
+import os
+import platform
+import struct
+import threading
 
 logger = logging.getLogger(__name__)
 
@@ -40,3 +45,24 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+_SLICE_NS = 100_000  # the least that Linux allows
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+_ATTRIBUTES = struct.Struct("<IIQiIQQQII")  # struct sched_attr
+
+
+def take_short_turns() -> None:
+    """Have the calling thread take short turns on a processor, and for that come soon when it wakes up.
+
+    Linux' scheduler gives a turn first to whom it is due to end first, so a thread that asks for little at a time need
+    not wait for the whole turns, milliseconds each, of those that work in the background (EEVDF; a turn's length is a
+    thread's own from Linux 6.12 on). Needs no privileges; where it cannot be set nothing changes.
+    """
+    number = _SCHED_SETATTR.get(platform.machine())
+    if number is None:
+        return
+    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, 0, nice, 0, _SLICE_NS, 0, 0, 0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)

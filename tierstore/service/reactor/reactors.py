@@ -36,6 +36,7 @@ from tierstore.kernels import coldread, httphead, lookupplan, sysio
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import reactor as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.service.tuning import take_short_turns
 from tierstore.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class Reactors:
             _register(epoll.fileno(), listener.fileno(), sysio.READABLE | sysio.EXCLUSIVE, kernel.LISTENER)
             here = self._here(number, listener.fileno(), inbox, outbox, job_outbox)
             self._workers.append(
-                threading.Thread(target=kernel.serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True)
+                threading.Thread(target=_serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True)
             )
         self._loop.add_reader(self._outbox, self._on_messages)
         for worker in self._workers:
@@ -373,6 +374,11 @@ class Reactors:
             "Bytes of answers that clients have not taken yet.",
             value=int(self.words[kernel.INFLIGHT]),
         )
+
+
+def _serve(here: kernel.Here) -> None:
+    take_short_turns()
+    kernel.serve(here)
 
 
 class Promoter(threading.Thread):
