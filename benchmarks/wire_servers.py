@@ -25,7 +25,7 @@ from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vecto
 from tierstore.config import load_settings
 from tierstore.service.http.connection import BoundedHttpProtocol
 from tierstore.service.http.messages import Response
-from tierstore.service.process.tuning import tune_allocator
+from tierstore.service.tuning import tune_allocator
 
 HEADER_LENGTH = b"inference-header-content-length"
 

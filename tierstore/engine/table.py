@@ -146,17 +146,6 @@ class Table:
 
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
         distinct, inverse = np.unique(keys[pending], return_inverse=True)
-        rows, found = self.fetch(seq, distinct)
-        hit = (found == Tier.DISK)[inverse]
-        codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
-        out[pending[~hit]] = self.default
-        state[pending] = found[inverse]
-
-    def fetch(self, seq: int, distinct: Keys) -> tuple[Rows, States]:
-        """(rows, states) of keys, ascending and distinct, from the row store; offered to the host tier on the way.
-
-        `seq` is that of a view which the caller holds, and in whose overlays none of the keys is.
-        """
         rows, found, there = self._read(distinct)
         if self.host is not None:
             if there.all():
@@ -164,7 +153,10 @@ class Table:
             else:
                 self.host.insert(distinct[there], rows[there], seq)
                 self.host.insert_absent(distinct[~there], seq)
-        return rows, found
+        hit = there[inverse]
+        codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
+        out[pending[~hit]] = self.default
+        state[pending] = found[inverse]
 
     def _read(self, distinct: Keys) -> tuple[Rows, States, np.ndarray]:
         """(rows, states, which are there) of keys, ascending and distinct, from the row store alone."""
