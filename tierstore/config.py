@@ -89,6 +89,14 @@ class Settings(BaseSettings):
         ge=1,
         description="HTTP connections; requests on further ones get 503. At most half of the files that the service may open",
     )
+    idle_timeout_s: float = Field(
+        75.0,
+        gt=0,
+        description="seconds that an HTTP connection without a request is kept; more than a load balancer's own",
+    )
+    arrival_timeout_s: float = Field(
+        60.0, gt=0, description="seconds that a small HTTP request may take to arrive, from its first byte to its last"
+    )
     batch_max_items: int = Field(
         0,
         ge=0,

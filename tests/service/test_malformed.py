@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from tierstore.service.http.connection import HEAD_BYTES
 from tierstore.service.server import ServerThread
 
-from .conftest import eventually
+from .conftest import eventually, settings_for
 from .fake_store import ITEMS, USERS, FakeStore
 from .scenes import rows
 
@@ -397,17 +398,13 @@ def test_a_client_that_goes_away_in_the_middle_leaves_nothing_behind(server: Ser
     [b"", b"PO", HEAD, HEAD + b"Content-Length: 9\r\n\r\n", HEAD + b"Content-Length: 9\r\n\r\n{"],
     ids=["nothing", "a line", "a head", "no body", "a body"],
 )
-def test_a_request_that_stops_in_the_middle_keeps_no_connection(
-    fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch, begun: bytes
-) -> None:
-    _, server = fake
-    server._http._server.config.timeout_keep_alive = 0.05  # type: ignore[assignment]
-    door = server.service.door
-    assert door is not None
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(begun)
-        assert connection.recv(1) == b""
-    eventually(lambda: door.open == 0, "the connection is gone")
+def test_a_request_that_stops_in_the_middle_keeps_no_connection(tmp_path: Path, begun: bytes) -> None:
+    settings = settings_for(tmp_path, idle_timeout_s=0.05, arrival_timeout_s=0.05)
+    with ServerThread(FakeStore(settings)) as server:  # type: ignore[arg-type]
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(begun)
+            assert connection.recv(1) == b""
+        eventually(lambda: server.service.door.open == 0, "the connection is gone")  # type: ignore[union-attr]
 
 
 json_values = st.recursive(

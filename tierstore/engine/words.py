@@ -51,5 +51,5 @@ class ServedWords:
         self._kept += [overlays, *defaults]
         words[layout.HOST_AT] = 0 if table.host is None else table.host.words_at
         words[layout.OVERLAYS], words[layout.OVERLAYS_AT] = len(overlays), address_of(overlays)
-        words[layout.DEFAULT_AT], words[layout.HALF_DEFAULT_AT] = map(address_of, defaults)
+        words[layout.DEFAULT_AT], words[layout.HALF_DEFAULT_AT] = (address_of(default) for default in defaults)
         words[layout.TABLE_DIM] = table.spec.dim

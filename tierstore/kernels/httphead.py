@@ -67,11 +67,11 @@ assert len(set(_NAMES.tolist())) == len(_NAMES)
 # open addressing: a name's hash, and its number
 _SLOTS = 256
 _SLOT_NAMES, _SLOT_NUMBERS = np.zeros(_SLOTS, np.uint64), np.full(_SLOTS, -1, np.int64)
-for _number, _name in enumerate(_NAMES.tolist()):
+for _place, _name in enumerate(_NAMES.tolist()):
     _slot = _name & (_SLOTS - 1)
     while _SLOT_NUMBERS[_slot] >= 0:
         _slot = (_slot + 1) & (_SLOTS - 1)
-    _SLOT_NAMES[_slot], _SLOT_NUMBERS[_slot] = _name, _number
+    _SLOT_NAMES[_slot], _SLOT_NUMBERS[_slot] = _name, _place
 _IGNORED_FROM = len(READ)
 
 

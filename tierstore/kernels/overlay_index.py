@@ -70,7 +70,7 @@ def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys:
     row_bytes, code = np.int64(load_u64(words, _ROW_BYTES)), np.int64(load_u64(words, _CODE))
     index, mask = np.int64(index), slots - np.uint64(1)
     out_bytes = dim * (4 >> out_code)
-    asked_bytes = min(row_bytes, _PREFETCH_BYTES)
+    asked_bytes: Any = min(row_bytes, _PREFETCH_BYTES)
     hashes, found = stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES)
     answered = 0
     for start in range(0, n, _BLOCK):

@@ -21,7 +21,7 @@ An answer that leaves at once never enters SENDING, and bytes of a request that 
 idle connection holds no memory. One connection is read again only when its answer has left, so a client that does not
 read is not served more.
 
-Time: each state has a deadline. Bytes: a head is bounded by `httphead`, a body and an answer by LIMITS; answers that
+Time: a request has one to arrive whole, an answer to leave, and a connection between them. Bytes: a head is bounded by `httphead`, a body and an answer by LIMITS; answers that
 wait to leave count in INFLIGHT, which is shared with Python's own count.
 """
 
@@ -88,10 +88,10 @@ RUN, FINISH, STOP = range(3)  # of MODE: answer; answer what has begun, then clo
 
 # words of `limits`
 (
-    MOST_CONNECTIONS, MOST_BODY, MOST_ANSWER, MOST_INFLIGHT, IDLE_NS, HEAD_NS, BODY_NS, STALL_NS, SLOWEST_RATE, REACTORS,
+    MOST_CONNECTIONS, MOST_BODY, MOST_ANSWER, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS,
     MOST_DESCRIPTORS,
-) = range(11)  # fmt: skip
-LIMIT_WORDS = 11
+) = range(10)  # fmt: skip
+LIMIT_WORDS = 10
 
 # words of a reactor's line in `lines`
 ANNOUNCED, LOAD, EPOLL, ANSWERS, HANDED, TURNS, NEXT_SWEEP_NS, DATE_S, AGAIN, DICE = range(10)
@@ -113,7 +113,8 @@ TABLE_COUNT_WORDS = 8  # one a tier
 EVENTS = 256  # of one turn
 ACCEPTED = 64  # connections of one turn
 PIPELINED = 16  # requests of one connection, before others have their turn
-AGAIN_WORDS = 1024
+AGAIN_WORDS = 1024  # connections that have their next turn at once
+MESSAGES = 64  # of Python, of one turn
 LISTENER, INBOX = -(1 << 32), -(1 << 32) + 1  # the data of their events: no serial is so high
 BUFFER_BYTES = 1 << 17
 HEAD_ROOM = 4096  # before the answer's data
@@ -141,6 +142,7 @@ class Here(NamedTuple):
     counts: int  # of versions' counts
     table_counts: int
     events: int
+    messages: int
     buffer: int  # BUFFER_BYTES of what comes
     answer: int  # HEAD_ROOM and the largest answer, aligned
     states: int  # a byte a key
@@ -150,7 +152,7 @@ class Here(NamedTuple):
 
 _WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
 HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, *[types.int64] * 9),
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, *[types.int64] * 10),
     Here,
 )
 
@@ -430,7 +432,7 @@ def _send_on(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _request(me, fd, at, size, now):  # type: ignore[no-untyped-def]
+def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     """Deal with what the `size` bytes at `at` begin with. Returns how many are done with; 0: the rest must come first.
 
     The state tells what became of it: AWAY, a whole request for Python; FREE, the connection itself is to be handed
@@ -446,11 +448,7 @@ def _request(me, fd, at, size, now):  # type: ignore[no-untyped-def]
         return 0
     whole = found[httphead.HEAD_BYTES] + found[httphead.BODY_BYTES]
     if size < whole:
-        if row[NEEDED] == 0:
-            row[NEEDED] = whole
-            if row[BEGAN_NS] == 0:
-                row[BEGAN_NS] = began
-            row[DEADLINE_NS] = now + limits[BODY_NS]
+        row[NEEDED] = whole
         return 0
     row[NEEDED] = 0
     line = _line_at(me, me.number, ANNOUNCED)
@@ -514,7 +512,7 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
         while at < have and row[STATE] == READING and have - at >= row[NEEDED]:
             if answered == PIPELINED:
                 break
-            used = _request(me, fd, base + at, have - at, now)
+            used = _request(me, fd, base + at, have - at)
             if row[LOST] != 0:
                 _close(me, fd, True)
                 return
@@ -528,7 +526,7 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
             return
         if row[STATE] == READING:
             if answered == PIPELINED and left > 0:
-                if me.again[0] + 1 < AGAIN_WORDS:
+                if me.again[0] < AGAIN_WORDS:
                     me.again[0] += 1
                     me.again[me.again[0]] = fd
                     return
@@ -536,9 +534,9 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
                 continue
             if left == 0:
                 row[DEADLINE_NS] = now + me.limits[IDLE_NS]
-            elif row[NEEDED] == 0 and row[BEGAN_NS] == 0:
+            elif row[BEGAN_NS] == 0:
                 row[BEGAN_NS] = now
-                row[DEADLINE_NS] = now + me.limits[HEAD_NS]
+                row[DEADLINE_NS] = now + me.limits[ARRIVAL_NS]
             if row[FLAGS] & MAY_READ == 0:
                 if left == 0 and me.shared[MODE] != RUN:
                     _close(me, fd, False)
@@ -558,11 +556,12 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _go_on_sending(me, fd, now):  # type: ignore[no-untyped-def]
+    """Send more of an answer. True if the connection is to be read now."""
     row = me.conns[fd]
     if not _send_on(me, fd):
         if row[LOST] != 0:
             _close(me, fd, True)
-        return
+        return False
     own = row[PIECES] == 0
     _let_go_of_answer(me, fd)
     if not own:  # the request that it answers is still there
@@ -573,10 +572,10 @@ def _go_on_sending(me, fd, now):  # type: ignore[no-untyped-def]
     row[BEGAN_NS] = 0
     if row[FLAGS] & CLOSES:
         _close(me, fd, False)
-        return
+        return False
     row[STATE] = READING
     row[DEADLINE_NS] = now + me.limits[IDLE_NS]
-    _read(me, fd, now)
+    return True
 
 
 # --- events
@@ -584,67 +583,53 @@ def _go_on_sending(me, fd, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
+    """Note what an event says. True if the connection is to be read now."""
     row = me.conns[fd]
     state = row[STATE]
     if mask & (READABLE | HALF_CLOSED | FAILED | HUNG_UP):
         row[FLAGS] |= MAY_READ
+    if state == READING:
+        return row[FLAGS] & MAY_READ != 0
     if state == AWAY:
         if mask & (HALF_CLOSED | FAILED | HUNG_UP):
             row[LOST] = 1
-    elif state == SENDING:
-        if mask & (FAILED | HUNG_UP):
-            _close(me, fd, True)
-        else:
-            if mask & HALF_CLOSED:
-                row[FLAGS] |= CLOSES
-            if mask & WRITABLE:
-                _go_on_sending(me, fd, now)
-    elif row[FLAGS] & MAY_READ:
-        _read(me, fd, now)
+        return False
+    if mask & (FAILED | HUNG_UP):
+        _close(me, fd, True)
+        return False
+    if mask & HALF_CLOSED:
+        row[FLAGS] |= CLOSES
+    return mask & WRITABLE != 0 and _go_on_sending(me, fd, now)
 
 
 @nb.njit
 def _on_message(me, at, now):  # type: ignore[no-untyped-def]
-    """One of Python's: (kind and descriptor, serial and flags, address, count)."""
+    """One of Python's: (kind and descriptor, serial and flags, address, count). Returns a connection to be read, or -1."""
     kind = nb.int64(load_u64(at, 0) & nb.uint64(255))
     fd = nb.int64(load_u64(at, 0) >> nb.uint64(8))
     serial = nb.int64(load_u64(at, 1))
-    if kind == WAKE:
-        return
-    row = me.conns[fd]
     if kind == COME_BACK:
         if not _take_in(me, fd, now):
             close(fd)
         add_at(_shared_at(me, OTHER_OPEN), -1)
-        return
-    if row[STATE] != AWAY or row[SERIAL] != serial & _SERIALS:
-        return
+        return -1
+    row = me.conns[fd]
+    if kind == WAKE or row[STATE] != AWAY or row[SERIAL] != serial & _SERIALS:
+        return -1
     if kind == DROP:
         _close(me, fd, True)
-        return
-    row[PIECES_AT] = nb.int64(load_u64(at, 2))
+        return -1
     size = nb.int64(load_u64(at, 3))
-    row[PIECES] = size & 0xFFFF
+    row[PIECES_AT], row[PIECES], row[STATE] = nb.int64(load_u64(at, 2)), size & 0xFFFF, SENDING
     row[OUT_AT] = nb.int64(load_u64(row[PIECES_AT], 0))
     row[OUT_BYTES] = nb.int64(load_u64(row[PIECES_AT], 1))
-    row[STATE] = SENDING
     if serial > _SERIALS:
         row[FLAGS] |= CLOSES
     if row[LOST] != 0:
         _close(me, fd, True)
-        return
+        return -1
     _allow_to_leave(me, fd, size >> 16)
-    _go_on_sending(me, fd, now)
-
-
-@nb.njit
-def _read_messages(me, now):  # type: ignore[no-untyped-def]
-    room = BUFFER_BYTES // (8 * MESSAGE_WORDS) * (8 * MESSAGE_WORDS)
-    at = me.events + EVENTS * EVENT_BYTES + 64  # apart from the buffer, in which requests are answered meanwhile
-    room = min(room, 64 * 8 * MESSAGE_WORDS)
-    got = read(me.inbox, at, room)
-    for i in range(max(got, 0) // (8 * MESSAGE_WORDS)):
-        _on_message(me, at + 8 * MESSAGE_WORDS * i, now)
+    return fd if _go_on_sending(me, fd, now) else -1
 
 
 @nb.njit
@@ -680,25 +665,31 @@ def serve(me: Any) -> Any:
                 return
             epoll_set(line[EPOLL], EPOLL_DEL, me.listener, 0, 0)
             line[NEXT_SWEEP_NS] = 0
+        more = me.again[0]
+        if more > 0:
+            me.again[1 + AGAIN_WORDS : 1 + AGAIN_WORDS + more] = me.again[1 : 1 + more]
+            me.again[0] = 0
         for i in range(turn):
             event = me.events + EVENT_BYTES * i
             mask = nb.int64(load_u32(event, 0))
             fd = nb.int64(load_u32(event + EVENT_DATA, 0))
             serial = nb.int64(load_u32(event + EVENT_DATA, 1))
             if serial <= _SERIALS:
-                if me.conns[fd, SERIAL] == serial and me.conns[fd, STATE] != FREE:
-                    _on_connection(me, fd, mask, now)
+                there = me.conns[fd, SERIAL] == serial and me.conns[fd, STATE] != FREE
+                if there and _on_connection(me, fd, mask, now):
+                    _read(me, fd, now)
             elif fd == 0:
                 _accept(me, now)
             else:
-                _read_messages(me, now)
-        waiting = me.again[0]
-        me.again[0] = 0
-        if waiting > 0:
-            again = me.again[1 : waiting + 1].copy()
-            for fd in again:
-                if me.conns[fd, STATE] == READING and me.conns[fd, OWNER] == me.number:
-                    _read(me, fd, now)
+                got = read(me.inbox, me.messages, MESSAGES * 8 * MESSAGE_WORDS)
+                for k in range(max(got, 0) // (8 * MESSAGE_WORDS)):
+                    fd = _on_message(me, me.messages + 8 * MESSAGE_WORDS * k, now)
+                    if fd >= 0:
+                        _read(me, fd, now)
+        for i in range(more):
+            fd = me.again[1 + AGAIN_WORDS + i]
+            if me.conns[fd, STATE] == READING and me.conns[fd, OWNER] == me.number:
+                _read(me, fd, now)
         if now >= line[NEXT_SWEEP_NS]:
             line[NEXT_SWEEP_NS] = now + SWEEP_NS
             _sweep(me, now)

@@ -43,7 +43,7 @@ class Plans(Protocol):
     """What a reactor answers by."""
 
     def learn(
-        self, model: Any, view: Any, asked: Any, version: int | str | None, text: bytes, plan: Any, answer: Any
+        self, model: Any, view: Any, asked: Any, version: int | str | None, text: memoryview, plan: Any, answer: Any
     ) -> None: ...
 
 

@@ -92,7 +92,7 @@ class HttpService:
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.door = self._door = Door(self.service, limit, reactors)
         root = make_root(self.service, reactors.allow_host)
-        self._server = make_server(root, self._door)
+        self._server = make_server(root, self._door, settings.idle_timeout_s)
         self._handover = Handover(reactors, root, self, self.service.inflight)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False

@@ -52,6 +52,7 @@ class InferCall(HttpCall[InferRequest]):
         body = self._decoded()
         length = _header_length(self.headers)
         if length == 0:
+            self._tail = None
             return parse_raw(body)
         header, self._tail = split_body(body, length)
         return parse_request(header, None if self._tail is None else len(self._tail))

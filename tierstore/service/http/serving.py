@@ -16,7 +16,6 @@ import uvicorn
 
 from tierstore.service.http.connection import BoundedHttpProtocol
 from tierstore.service.http.door import Door
-from tierstore.service.reactor.reactors import IDLE_S
 
 BACKLOG = 1024
 FINISH_S = 30  # for what is in progress when the listener closes
@@ -46,25 +45,25 @@ class HttpServer(uvicorn.Server):
                 back=None if self.should_exit else back,
             )
 
-        task = loop.create_task(self._connect(protocol, sock))
+        task = loop.create_task(self._connect(protocol, sock, lambda: None if refused else door.leave(True)))
         self.server_state.tasks.add(task)
         task.add_done_callback(self.server_state.tasks.discard)
-        if not refused:
-            task.add_done_callback(lambda done: door.leave(True) if done.cancelled() or not done.result() else None)
 
-    async def _connect(self, protocol: Callable[[], BoundedHttpProtocol], sock: socket.socket) -> bool:
+    async def _connect(
+        self, protocol: Callable[[], BoundedHttpProtocol], sock: socket.socket, lost: Callable[[], None]
+    ) -> None:
         try:
             _, made = await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
         except OSError:  # the client has gone
             sock.close()
-            return False
+            lost()
+            return
         if self.should_exit:
             made.shutdown()
-        return True
 
 
-def make_server(app: Any, door: Door) -> HttpServer:
-    """uvicorn for the application, with the connections that `door` lets in; it is not started."""
+def make_server(app: Any, door: Door, idle_s: float) -> HttpServer:
+    """uvicorn for the application, with the connections that `door` lets in, each kept so long without a byte; it is not started."""
     config = uvicorn.Config(
         app,
         http=functools.partial(BoundedHttpProtocol, door=door),  # type: ignore[arg-type]
@@ -76,7 +75,7 @@ def make_server(app: Any, door: Door) -> HttpServer:
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=int(IDLE_S),
+        timeout_keep_alive=idle_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=FINISH_S,
     )
     return HttpServer(config)

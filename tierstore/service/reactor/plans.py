@@ -31,7 +31,7 @@ MOST_PLANS = 512
 _SLOTS = 2048  # of the index: a quarter full at most
 _MOST_VERSIONS, _MOST_TABLES = 512, 4096  # with counts of their own; what is beyond is answered by Python
 _HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %d\r\n%b: %d\r\ncontent-type: application/octet-stream\r\n\r\n"
-_DATE = b" " * DATE_BYTES
+_DATE = b"." * DATE_BYTES
 _NOT_HERE = layout.NOWHERE
 
 Words = npt.NDArray[np.int64]

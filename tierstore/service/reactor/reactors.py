@@ -33,15 +33,12 @@ from tierstore.config import Settings
 from tierstore.engine.epochs import Epochs
 from tierstore.errors import ConfigError
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import lookupplan, sysio
+from tierstore.kernels import httphead, lookupplan, sysio
 from tierstore.kernels import reactor as kernel
 from tierstore.kernels.codec import address_of
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 75.0  # without a request
-HEAD_S = 30.0  # for a head to arrive, from its first byte
-BODY_S = 60.0  # for its body, from there
 STALL_S = 20.0  # for an answer to leave, beside the time that it takes at SLOWEST_RATE
 SLOWEST_RATE = 64 << 10  # bytes a second
 MOST_BODY = 1 << 17  # of a request that a reactor reads whole; larger ones go over with their connection
@@ -115,9 +112,8 @@ class Reactors:
             kernel.MOST_BODY: min(MOST_BODY, settings.max_request),
             kernel.MOST_ANSWER: lookupplan.MOST_WORK_BYTES,
             kernel.MOST_INFLIGHT: settings.max_inflight,
-            kernel.IDLE_NS: int(IDLE_S * 1e9),
-            kernel.HEAD_NS: int(HEAD_S * 1e9),
-            kernel.BODY_NS: int(BODY_S * 1e9),
+            kernel.IDLE_NS: int(settings.idle_timeout_s * 1e9),
+            kernel.ARRIVAL_NS: int(settings.arrival_timeout_s * 1e9),
             kernel.STALL_NS: int(STALL_S * 1e9),
             kernel.SLOWEST_RATE: SLOWEST_RATE,
             kernel.REACTORS: threads,
@@ -220,11 +216,11 @@ class Reactors:
         for size in _areas():
             places.append(base)
             base += size
-        events, buffer, answer, states, scratch, date = places
+        events, messages, buffer, answer, states, scratch, date = places
         return kernel.Here(
             number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
-            np.zeros(kernel.httphead.FOUND_WORDS, np.int64), np.zeros(kernel.AGAIN_WORDS, np.int64),
-            lookupplan.run.address, self.counts_at[number], self.table_counts_at[number], events, buffer, answer, states, scratch, date,
+            np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
+            lookupplan.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states, scratch, date,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
@@ -289,6 +285,12 @@ class Reactors:
 
     # --- figures
 
+    @property
+    def unfinished(self) -> int:
+        """Connections on which a request has begun to arrive, and not all of it."""
+        rows = self.conns[: int(self.words[kernel.HIGHEST]) + 1]
+        return int(np.count_nonzero((rows[:, kernel.STATE] == kernel.READING) & (rows[:, kernel.IN_BYTES] > 0)))
+
     def families(self) -> Iterator[Metric]:
         """For Prometheus."""
         answers = CounterMetricFamily(
@@ -306,6 +308,9 @@ class Reactors:
             connections.add_metric([str(number)], int(line[kernel.LOAD]))
         yield from (answers, handed, connections)
         yield GaugeMetricFamily(
+            "tierstore_unfinished_requests", "Requests that have begun to arrive.", value=self.unfinished
+        )
+        yield GaugeMetricFamily(
             "tierstore_unsent_bytes",
             "Bytes of answers that clients have not taken yet.",
             value=int(self.words[kernel.INFLIGHT]),
@@ -313,9 +318,10 @@ class Reactors:
 
 
 def _areas() -> tuple[int, ...]:
-    """Bytes of a reactor's own memory, part by part, each aligned: events, what comes, an answer, states, scratch, date."""
+    """Bytes of a reactor's own memory, part by part, each aligned: events, messages, what comes, an answer, states, scratch, date."""
     sizes = (
-        1 << 14,
+        kernel.EVENTS * sysio.EVENT_BYTES,
+        kernel.MESSAGES * _MESSAGE.size,
         kernel.BUFFER_BYTES + _LINE,
         kernel.HEAD_ROOM + lookupplan.MOST_WORK_BYTES + _LINE,
         lookupplan.MOST_KEYS + _LINE,

@@ -1,4 +1,4 @@
-"""Look-ups that come whole are answered without a task of their own: nobody can tell but by the time it takes."""
+"""Requests through the reactors: what they answer, what they hand on, and that nobody can tell but by the time it takes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+import tierstore
 from tierstore.engine.store import Store
+from tierstore.kernels import reactor as kernel
 from tierstore.service.http import call as calling
 from tierstore.service.http.face import HttpFace
 from tierstore.service.http.infer import InferCall
-from tierstore.service.http.messages import CONNECTION
 from tierstore.service.plane.dataplane import DataPlane
 from tierstore.service.server import ServerThread
 
@@ -95,12 +98,11 @@ def test_an_answer_is_the_same_to_the_byte_however_its_request_came(ctr: Own, at
         expected = answer(whole)
         assert at_once == [True]
         parts.sendall(message[:-10])
-        here = server._http._server.server_state.connections
-        eventually(lambda: any(each.cycle and each.cycle.more_body for each in list(here)), "its first part has come")
+        eventually(lambda: server._http._reactors.unfinished == 1, "its first part has come")
         first = server.service.request_times.requests
         parts.sendall(message[-10:])
         assert answer(parts) == expected
-        assert at_once == [True]
+        assert at_once == [True, True]
         assert server.service.request_times.requests == first + 1
     assert expected[0].startswith(b"HTTP/1.1 200 OK\r\n")
 
@@ -109,8 +111,7 @@ def begin(server: ServerThread, made: socket.socket, **headers: object) -> bytes
     """Send the head of a look-up, have the service read it, and give the body."""
     head, _, body = request(OIP, KEYS[OIP], headers).partition(b"\r\n\r\n")
     made.sendall(head + b"\r\n\r\n")
-    here = server._http._server.server_state.connections
-    eventually(lambda: any(each._held == [] for each in list(here)), "its head has come")
+    eventually(lambda: server._http._reactors.unfinished == 1, "its head has come")
     return body
 
 
@@ -122,7 +123,7 @@ def test_its_time_counts_from_its_head(ctr: Own, at_once: list[bool]) -> None:
         eventually(lambda: time.monotonic() > since + 0.02, "that time has passed")
         made.sendall(body)
         assert answer(made)[0].startswith(b"HTTP/1.1 504")
-    assert at_once == [True]
+    assert at_once == [True], "Python refuses it"
 
 
 def test_a_body_that_comes_apart_from_its_head_is_waited_for(ctr: Own, at_once: list[bool]) -> None:
@@ -139,8 +140,7 @@ def test_one_that_waits_for_its_body_when_the_service_ends_is_finished(ctr: Own)
     with connection(server) as made:
         body = begin(server, made)
         server.stop()
-        here = server._http._server.server_state.connections
-        eventually(lambda: all(each._held is None for each in list(here)), "the service is told to end")
+        eventually(lambda: server._http._handover.ending, "the service is told to end")
         made.sendall(body)
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
 
@@ -183,7 +183,7 @@ def test_requests_that_are_sent_ahead_are_answered_in_their_order(ctr: Own, at_o
     shapes = [json.loads(body)["outputs"][0]["shape"][0] for body in bodies[:3]]
     assert shapes == [2, 1, 2]
     assert bodies[3] == b""
-    assert at_once == [True], "one a read; what comes behind it waits for its turn"
+    assert at_once == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,12 @@ def with_trailers(*trailers: bytes) -> bytes:
     return head + b"%x\r\n%s\r\n0\r\n" % (len(body), body) + b"".join(each + b"\r\n" for each in trailers)
 
 
-def test_a_trailer_does_not_pass_for_a_header(ctr: Own, at_once: list[bool]) -> None:
+def test_a_trailer_does_not_pass_for_a_header(ctr: Own) -> None:
     _, server, _ = ctr
     with connection(server) as made:
         for trailer in TRAILERS:
             made.sendall(with_trailers(trailer) + b"\r\n")
             assert answer(made)[0].startswith(b"HTTP/1.1 200")
-    assert at_once == [True] * len(TRAILERS)
 
 
 def test_trailers_without_end_end_the_connection(ctr: Own) -> None:
@@ -265,41 +264,219 @@ def test_trailers_without_end_end_the_connection(ctr: Own) -> None:
         made.sendall(with_trailers() + many)
 
 
-def test_what_comes_behind_one_answered_at_once_has_all_the_time_it_takes(
-    ctr: Own, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a timer that was set when the one before it was answered, for a connection that is idle."""
-    _, server, _ = ctr
-    timers: list[object] = []
-    work = HttpFace._answer
-
-    async def noted(self: HttpFace, scope: Any, *rest: Any) -> Any:
-        timers.append(scope[CONNECTION].timeout_keep_alive_task)
-        return await work(self, scope, *rest)
-
-    monkeypatch.setattr(HttpFace, "_answer", noted)
-    with connection(server) as made:
-        made.sendall(request(OIP, KEYS[OIP]) * 2)
-        assert answer(made) == answer(made)
-    assert at_once == [True]
-    assert timers == [None]
-
-
-def test_a_body_never_passes_for_a_request(ctr: Own, at_once: list[bool]) -> None:
+def test_a_body_never_passes_for_a_request(ctr: Own) -> None:
     """Nor where the wish for another protocol is not seen in time, so that the parser passes over the body."""
     _, server, _ = ctr
     wish = b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     head, _, body = request(OIP, KEYS[OIP]).partition(b"\r\n\r\n")
     with connection(server) as made:
         made.sendall(request(OIP, KEYS[OIP]) + head + wish + body)  # behind another one
-        assert answer(made)[0].startswith(b"HTTP/1.1 200")
-        with suppress(ConnectionError):
-            assert made.recv(1) == b""
+        assert answer(made) == answer(made)
     with connection(server) as made:
         made.sendall(head + wish[:-10])
-        here = server._http._server.server_state.connections
-        eventually(lambda: any(each._head_bytes for each in list(here)), "a part of its head has come")
+        eventually(lambda: server._http._server.server_state.connections, "a part of its head has come")
         with suppress(ConnectionError):
             made.sendall(wish[-10:] + request("/v2/health/live"))
             assert made.recv(1) == b""
-    assert at_once == [True]
+
+
+# --- by plan
+
+
+def planned(n: int, *, feature: str = "item_id", path: str = OIP, **headers: object) -> tuple[bytes, bytes]:
+    """(what stands before the keys, as many zeros as keys take) of a binary look-up."""
+    tensor = {"name": feature, "datatype": "INT64", "shape": [n], "parameters": {"binary_data_size": 8 * n}}
+    output = {"name": feature, "parameters": {"binary_data": True}}
+    found = {"name": f"{feature}.found", "parameters": {"binary_data": True}}
+    text = json.dumps({"inputs": [tensor], "outputs": [output, found]}).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(text) + 8 * n}"]
+    lines += [f"Inference-Header-Content-Length: {len(text)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + text, bytes(8 * n)
+
+
+def reactor_answers(server: ServerThread) -> int:
+    """Look-ups that were answered without Python."""
+    return int(server._http._reactors._lines[:, kernel.ANSWERS].sum())
+
+
+@pytest.fixture
+def known(ctr: Own) -> tuple[socket.socket, bytes, ServerThread]:
+    """A connection, a look-up of four keys in memory that the reactors know how to answer, and their server."""
+    _, server, _ = ctr
+    head, keys = planned(4)
+    made = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.sendall(head + keys)
+    first = answer(made)
+
+    def by_reactor() -> bool:
+        before = reactor_answers(server)
+        made.sendall(head + keys)
+        assert answer(made) == first
+        return reactor_answers(server) > before
+
+    eventually(by_reactor, "the plan is known")
+    return made, head + keys, server
+
+
+def test_a_known_look_up_never_comes_to_python(
+    known: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
+) -> None:
+    made, message, server = known
+    with made:
+        before = reactor_answers(server)
+        made.sendall(message)
+        expected = answer(made)
+        for size in (1, 7, 100, len(message) - 1):  # in pieces of every kind
+            for begin in range(0, len(message), size):
+                made.sendall(message[begin : begin + size])
+            assert answer(made) == expected
+        made.sendall(message * 50)
+        assert [answer(made) for _ in range(50)] == [expected] * 50
+        assert at_once == []
+        assert reactor_answers(server) == before + 55
+
+
+def test_what_a_reactor_answers_is_counted_like_any(known: tuple[socket.socket, bytes, ServerThread]) -> None:
+    made, message, server = known
+    service, store = server.service, server.service.store
+
+    def counted() -> tuple[int, int, int, int]:
+        service.refresh()
+        stats = service.infer_stats.of("ctr", 1)
+        keys = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
+        return stats.success, service.request_times.requests, sum(keys.values()), sum(stats.seconds.counts)
+
+    with made:
+        before = counted()
+        for _ in range(10):
+            made.sendall(message)
+            answer(made)
+        assert [now - then for now, then in zip(counted(), before, strict=True)] == [10, 10, 40, 10]
+
+
+def test_a_delta_is_seen_by_the_next_request(
+    known: tuple[socket.socket, bytes, ServerThread], at_once: list[bool], tmp_path: Path
+) -> None:
+    made, message, server = known
+    store = server.service.store
+    dim = store.model("ctr").tables["item"].dim
+    with made:
+        for seq in range(1, 60):
+            last = store.model("ctr").publisher.served.active.seq
+            path = tmp_path / f"{seq}.arrow"
+            with tierstore.DeltaWriter(path, model="ctr", seq=last + 1, event_time=datetime.now(UTC)) as writer:
+                writer.upsert("item", np.zeros(1, np.int64), np.full((1, dim), seq, np.float32))
+            store.apply_delta(path)
+            made.sendall(message)
+            body = answer(made)[1]
+            assert np.frombuffer(body[-4 * dim * 4 - 4 : -4], np.float32).tolist() == [float(seq)] * (4 * dim)
+    assert at_once == []
+
+
+def test_a_switch_is_seen_by_the_next_request(known: tuple[socket.socket, bytes, ServerThread], tmp_path: Path) -> None:
+    made, message, server = known
+    store = server.service.store
+    with made:
+        store.load_snapshot(write_small(tmp_path, "ctr", "item", 2))
+        for version in (2, 1, 2, 1):
+            store.activate("ctr", version)
+            for _ in range(3):
+                made.sendall(message)
+                assert b'"model_version":"%d"' % version in answer(made)[1]
+
+
+def test_a_version_that_was_left_is_closed_though_reactors_go_on(
+    known: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
+) -> None:
+    made, message, server = known
+    store = server.service.store
+    model = store.model("ctr")
+    old = model.publisher.served.active.holder
+    with made:
+        store.load_snapshot(write_small(tmp_path, "ctr", "item", 2))
+        made.sendall(message)
+        answer(made)
+        eventually(lambda: not model.publisher.reads(old), "nobody reads the old version")
+
+
+def test_a_client_that_does_not_read_is_let_go_and_holds_nothing(
+    known: tuple[socket.socket, bytes, ServerThread],
+) -> None:
+    made, message, server = known
+    reactors = server._http._reactors
+    reactors._limits[kernel.STALL_NS] = 0
+    reactors._limits[kernel.SLOWEST_RATE] = 1 << 40
+    made.close()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", server.port))
+        slow.settimeout(60)
+        sent = 0
+        with suppress(OSError):
+            while sent < 1 << 28:  # until it is reset
+                sent += slow.send(message * 100)
+        assert sent < 1 << 28
+    eventually(lambda: server.service.inflight.used_bytes == 0, "its answers are let go")
+    eventually(lambda: reactors.open == 1, "only the fixture's own client is left")
+
+
+def test_a_request_whose_answer_would_go_beyond_what_may_be_in_flight_is_refused(
+    known: tuple[socket.socket, bytes, ServerThread],
+) -> None:
+    made, message, server = known
+    budget = server.service.inflight
+    held = budget.limit_bytes - budget.used_bytes
+    with made:
+        budget.hold(held)
+        made.sendall(message)
+        assert answer(made)[0].startswith(b"HTTP/1.1 503")
+        budget.give(held)
+        made.sendall(message)
+        assert answer(made)[0].startswith(b"HTTP/1.1 200")
+
+
+def test_a_request_that_takes_too_long_to_arrive_ends_its_connection(
+    known: tuple[socket.socket, bytes, ServerThread],
+) -> None:
+    made, message, server = known
+    server._http._reactors._limits[kernel.ARRIVAL_NS] = 200_000_000
+    with made, suppress(ConnectionError, BrokenPipeError):
+        for byte in range(len(message)):  # a byte every now and then is no reason to wait for ever
+            made.sendall(message[byte : byte + 1])
+            until = time.monotonic() + 0.05
+            with suppress(TimeoutError):
+                made.settimeout(max(0.001, until - time.monotonic()))
+                assert made.recv(1) == b""
+                break
+        else:
+            pytest.fail("it was let in")
+
+
+def test_connections_are_shared_out_among_the_reactors(ctr: Own) -> None:
+    _, server, http = ctr
+    http.close()
+    reactors = server._http._reactors
+    eventually(lambda: reactors.idle, "no connection is left")
+    made = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4 * reactors.threads)]
+    eventually(lambda: reactors.open == len(made), "all are accepted")
+    assert set(reactors._lines[:, kernel.LOAD].tolist()) == {4}
+    for each in made:
+        each.close()
+    eventually(lambda: reactors.idle, "all are gone")
+
+
+def test_a_connection_comes_back_from_python_and_is_counted_once(
+    known: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
+) -> None:
+    made, message, server = known
+    reactors = server._http._reactors
+    with made:
+        for _ in range(20):
+            made.sendall(request("/v2/health/live"))
+            assert answer(made)[0].startswith(b"HTTP/1.1 200")
+            made.sendall(message)
+            assert answer(made)[0].startswith(b"HTTP/1.1 200")
+    assert at_once == []
+    eventually(lambda: reactors.open == 1, "only the fixture's own client is left")
