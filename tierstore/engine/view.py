@@ -228,7 +228,7 @@ class View:
 
     def rows_on(self, session: DenseSession) -> str | None:
         """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""
-        device, devices = session.rows_on, getattr(self._version, "devices", None)
+        device, devices = session.rows_on, self._version.devices
         return device if device is not None and devices is not None and devices.has(device) else None
 
     def begin_on_device(
