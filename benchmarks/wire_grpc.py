@@ -1,4 +1,11 @@
-"""The gRPC side of `wire_lookup`: the service over gRPC, and grpcio answering ready bytes.
+"""Look-ups over gRPC: what a request costs the server, beside the same over HTTP and beside grpcio echoing.
+
+    python -m benchmarks.wire_grpc [--quick] [--rows 1_000_000] [--json FILE]
+
+"grpc echo" is grpcio's own server, as it comes, with a handler that parses a request and answers as many ready bytes;
+"core echo" the layer below that server doing the same on one thread, as the service uses it: the floor under any server
+that grpcio's core reads and writes for. They and the service take turns, a round each; figures are medians over the
+rounds, ratios medians of each round's ratio.
 
 The client is grpcio's, with a connection of its own a channel; messages are made and read as bytes, so that it costs
 as little as it may. Only the server's CPU is compared: the wall time is mostly this client's.
@@ -6,16 +13,27 @@ as little as it may. Only the server's CPU is compared: the wall time is mostly 
 
 from __future__ import annotations
 
+import argparse
+import json
+import statistics
+import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
 
-from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, vectors_of
+from benchmarks.machine import describe
+from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
+from tierstore.service.rpc.core import GOES_ON, Core, Outcome, core_of, receive_close, receive_message, send
 from tierstore.service.rpc.messages import message
+
+if TYPE_CHECKING:
+    from benchmarks.wire_lookup import Server
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 BOUND = 64 << 20
@@ -32,26 +50,61 @@ def request_of(keys: np.ndarray) -> bytes:
     return made
 
 
+_ready: dict[int, bytes] = {}
+
+
+def _echo(received: bytes, _: Any = None) -> bytes:
+    """Parse a request, and answer as many ready bytes as its rows would take."""
+    asked = _Request.FromString(received)
+    count = len(np.frombuffer(asked.raw_input_contents[0], np.int64))
+    if count not in _ready:
+        made = _Response(model_name=MODEL, model_version="1", raw_output_contents=[bytes(count * ROW_BYTES)])
+        made.outputs.add(name=FEATURE, datatype="FP32", shape=[count, DIM])
+        _ready[count] = made.SerializeToString()
+    return _ready[count]
+
+
 def echo_server() -> tuple[grpc.Server, int]:
-    """A server that parses a request, and answers as many ready bytes as its rows would take; and its port."""
-    ready: dict[int, bytes] = {}
-
-    def answer(received: bytes, _: Any) -> bytes:
-        asked = _Request.FromString(received)
-        count = len(np.frombuffer(asked.raw_input_contents[0], np.int64))
-        if count not in ready:
-            made = _Response(model_name=MODEL, model_version="1", raw_output_contents=[bytes(count * ROW_BYTES)])
-            made.outputs.add(name=FEATURE, datatype="FP32", shape=[count, DIM])
-            ready[count] = made.SerializeToString()
-        return ready[count]
-
+    """grpcio's server answering with `_echo`; and its port."""
     service, name = METHOD[1:].split("/")
-    handler = grpc.method_handlers_generic_handler(service, {name: grpc.unary_unary_rpc_method_handler(answer)})
+    handler = grpc.method_handlers_generic_handler(service, {name: grpc.unary_unary_rpc_method_handler(_echo)})
     server = grpc.server(
         ThreadPoolExecutor(2), handlers=[handler], options=[("grpc.max_receive_message_length", BOUND)]
     )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
+    return server, port
+
+
+class _CoreEcho:
+    """A call that is answered with `_echo` on the thread that received it."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def __call__(self, event: Any) -> Outcome:
+        if not event.success:
+            return self, ()
+        self._core.request(METHOD, _CoreEcho(self._core))
+        self._call = event.call
+        self._call.start_server_batch([receive_message()], self._received)
+        return GOES_ON
+
+    def _received(self, event: Any) -> Outcome:
+        answer = _echo(event.batch_operations[0].message())
+        self._call.start_server_batch([*send(grpc.StatusCode.OK, "", answer), receive_close()], lambda _: (self, ()))
+        return GOES_ON
+
+
+def core_echo_server() -> tuple[grpc.Server, int]:
+    """The layer below grpcio's server answering with `_echo`; and its port."""
+    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.max_receive_message_length", BOUND)])
+    core = core_of(server)
+    assert core is not None, "this grpcio is not as the service knows it"
+    core.register(METHOD)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    core.request(METHOD, _CoreEcho(core))
     return server, port
 
 
@@ -93,3 +146,65 @@ class GrpcServer:
             elapsed, used = time.perf_counter() - began, cpu_s(self.pid) - cpu
         total = rounds * connections
         return used / total * 1e6, elapsed / total * 1e6
+
+
+def measure(servers: list[Server | GrpcServer], rows: int, sizes: list[int], rounds: int, requests: int) -> list[Any]:
+    from benchmarks.wire_lookup import CONNECTIONS, VARIANTS, turn
+
+    rng = np.random.default_rng(1)
+    results = []
+    for n in sizes:
+        batches = [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)]
+        for connections in CONNECTIONS:
+            cpu: dict[str, list[float]] = {server.name: [] for server in servers}
+            for _ in range(rounds):
+                for server in servers:
+                    cpu[server.name].append(turn(server, batches, connections, requests)[0])
+            row: dict[str, Any] = {"keys": n, "connections": connections}
+            row |= {f"{name}_us": statistics.median(figures) for name, figures in cpu.items()}
+            for other in ("grpc echo", "core echo", "http"):
+                ratios = (ours / theirs for ours, theirs in zip(cpu["grpc"], cpu[other], strict=True))
+                row[f"over {other}"] = statistics.median(ratios)
+            results.append(row)
+            print(
+                "| {keys:,} | {connections} | {http_us:.0f} | {grpc echo_us:.0f} | {core echo_us:.0f} | {grpc_us:.0f} "
+                "| {over grpc echo:.2f} | {over core echo:.2f} | {over http:.2f} |".format(**row),
+                flush=True,
+            )
+    return results
+
+
+def main() -> None:
+    from benchmarks.wire_lookup import Server, child, over_http
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, fewer rows")
+    parser.add_argument("--rows", type=int, default=0)
+    parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024, 4096])
+    parser.add_argument("--json", type=Path, default=Path("build/wire_grpc.json"))
+    options = parser.parse_args()
+    rows = options.rows or (200_000 if options.quick else 1_000_000)
+    rounds, requests = (7, 160) if options.quick else (15, 400)
+    python = [sys.executable, "-m", "benchmarks.wire_servers"]
+    with ExitStack() as stack:
+        where = stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-"))
+        pid, (http, rpc) = stack.enter_context(child(*python, "store", "--where", where, "--rows", str(rows)))
+        servers: list[Server | GrpcServer] = [Server("http", pid, http, over_http(http, checked=True))]
+        servers.append(GrpcServer("grpc", pid, rpc, checked=True))
+        for name in ("grpc echo", "core echo"):
+            pid, (port,) = stack.enter_context(child(*python, name.replace(" ", "-")))
+            servers.append(GrpcServer(name, pid, port, checked=False))
+        print(f"{describe()}; {rows:,} rows of {ROW_BYTES} bytes, all in memory; medians of {rounds} rounds\n")
+        print(
+            "Server CPU a request, µs:\n\n"
+            "| keys | connections | http | grpc echo | core echo | grpc | over grpc echo | over core echo | over http |\n"
+            "|---|---|---|---|---|---|---|---|---|"
+        )
+        results = measure(servers, rows, options.keys, rounds, requests)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    document = {"machine": describe(), "rows": rows, "rounds": rounds, "results": results}
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

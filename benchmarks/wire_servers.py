@@ -1,7 +1,7 @@
-"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|grpc-echo|store …`.
+"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|grpc-echo|core-echo|store …`.
 
 `echo` is the limit of the transport: the service's own HTTP stack, settings and request parser, answering ready bytes.
-`grpc-echo` is grpcio doing the same. `store` is the service as it is, over a table whose rows are all in memory. They
+`grpc-echo` is grpcio doing the same, `core-echo` the layer below its server. `store` is the service as it is, over a table whose rows are all in memory. They
 print their ports when they answer.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -79,11 +80,13 @@ def serve_echo() -> None:
             runner.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 
-def serve_grpc_echo() -> None:
-    from benchmarks.wire_grpc import echo_server
+def serve_grpc_echo(*, core: bool) -> None:
+    if not core:
+        os.environ.setdefault("GRPC_EXPERIMENTS", "")  # grpcio as it comes, not as the service sets it
+    from benchmarks.wire_grpc import core_echo_server, echo_server
 
     tune_allocator()
-    server, port = echo_server()
+    server, port = core_echo_server() if core else echo_server()
     print(port, flush=True)
     server.wait_for_termination()
 
@@ -112,15 +115,15 @@ def serve_store(where: Path, rows: int, shared_memory: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("server", choices=["echo", "grpc-echo", "store"])
+    parser.add_argument("server", choices=["echo", "grpc-echo", "core-echo", "store"])
     parser.add_argument("--where", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--shared-memory", action="store_true")
     options = parser.parse_args()
     if options.server == "echo":
         serve_echo()
-    elif options.server == "grpc-echo":
-        serve_grpc_echo()
+    elif options.server in ("grpc-echo", "core-echo"):
+        serve_grpc_echo(core=options.server == "core-echo")
     else:
         serve_store(options.where, options.rows, options.shared_memory)
     sys.exit(0)

@@ -16,7 +16,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import Overloaded
 from tierstore.service.server import ServerThread
 
-from .conftest import load
+from .conftest import eventually, load
 from .fake_store import ITEMS, FakeStore
 from .scenes import delta, rows, write_snapshot
 
@@ -262,4 +262,4 @@ def test_readers_see_one_version_or_the_other_and_never_an_error_while_versions_
         reader.join()
     assert faults == []
     assert set.union(*seen) == {1, 2}
-    assert server.service.inflight.used_bytes == 0
+    eventually(lambda: server.service.inflight.used_bytes == 0, "its bytes are given back")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -169,7 +170,7 @@ def test_it_is_counted_once_whether_it_was_answered_or_refused(
     after = counted()
     more = {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
     assert more == {"ok": 1, "bad_input": 1, "not_found": 1, "success": 1, "fail": 1}
-    assert service.inflight.used_bytes == 0
+    eventually(lambda: service.inflight.used_bytes == 0, "its bytes are given back")
 
 
 def test_requests_that_are_sent_ahead_are_answered_in_their_order(ctr: Own, at_once: list[bool]) -> None:
@@ -480,3 +481,95 @@ def test_a_connection_comes_back_from_python_and_is_counted_once(
             assert answer(made)[0].startswith(b"HTTP/1.1 200")
     assert at_once == []
     eventually(lambda: reactors.open == 1, "only the fixture's own client is left")
+
+
+# --- rows that memory does not hold
+
+
+def ask(made: socket.socket, server: ServerThread, keys: list[int], **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, found) of keys of the feature `item_id`."""
+    head, _ = planned(len(keys), **more)
+    made.sendall(head + np.array(keys, np.int64).tobytes())
+    top, body = answer(made)
+    assert top.startswith(b"HTTP/1.1 200"), body
+    data = body[-17 * len(keys) :]
+    return np.frombuffer(data, np.float32, 4 * len(keys)).reshape(-1, 4), np.frombuffer(
+        data, np.bool_, offset=16 * len(keys)
+    )
+
+
+def test_cold_rows_are_read_without_python(
+    known: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
+) -> None:
+    made, _, server = known
+    keys = [3, 99, 3, 1 << 40]
+    with made:
+        rows, found = ask(made, server, keys)
+        assert found.tolist() == [True, True, True, False]
+        expected = server.service.store.model("ctr").lookup("item_id", keys)
+        assert np.array_equal(rows, expected)
+        store = server.service.store
+        counted = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
+
+        def warm() -> bool:
+            ask(made, server, keys)
+            after = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
+            return bool(after["host"] > counted["host"])
+
+        eventually(warm, "what was read is in the cache")
+    assert at_once == []
+
+
+def test_cold_rows_that_deltas_changed_come_from_where_they_are(
+    known: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
+) -> None:
+    made, _, server = known
+    store = server.service.store
+    model = store.model("ctr")
+    seq = model.publisher.served.active.seq
+    path = tmp_path / "one.arrow"
+    with tierstore.DeltaWriter(path, model="ctr", seq=seq + 1, event_time=datetime.now(UTC)) as writer:
+        writer.upsert("item", np.array([30, 31], np.int64), np.full((2, 4), 5, np.float32))
+        writer.delete("item", np.array([32], np.int64))
+    store.apply_delta(path)
+    with made:
+        for _ in range(2):  # laid over the table, then in RocksDB
+            rows, found = ask(made, server, [30, 31, 32, 33])
+            assert found.tolist() == [True, True, False, True]
+            assert rows[:2].tolist() == [[5.0] * 4] * 2
+            assert np.array_equal(rows, model.lookup("item_id", [30, 31, 32, 33]))
+            eventually(lambda: not model.publisher.served.active.overlays, "it is folded")
+
+
+def test_many_ask_for_cold_rows_at_once_while_the_version_is_switched(
+    known: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
+) -> None:
+    """Every answer is right, and versions that were left are closed all the same."""
+    made, _, server = known
+    made.close()
+    store = server.service.store
+    expected = {key: store.model("ctr").lookup("item_id", [key])[0] for key in range(100)}
+    store.load_snapshot(write_small(tmp_path, "ctr", "item", 2), activate=False)
+    over, wrong = threading.Event(), []
+
+    def look_up(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        with connection(server) as mine:
+            while not over.is_set():
+                keys = random.integers(0, 100, 32)
+                rows, found = ask(mine, server, keys.tolist())
+                if not found.all() or not all(
+                    np.array_equal(rows[i], expected[key]) for i, key in enumerate(keys.tolist())
+                ):
+                    wrong.append(keys)
+
+    askers = [threading.Thread(target=look_up, args=(seed,)) for seed in range(4)]
+    for asker in askers:
+        asker.start()
+    for version in (2, 1) * 5:
+        store.activate("ctr", version)
+    over.set()
+    for asker in askers:
+        asker.join()
+    assert not wrong
+    eventually(lambda: server.service.inflight.used_bytes == 0, "nothing is held")

@@ -18,6 +18,7 @@ from tierstore.service.rpc.messages import message  # noqa: E402
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 
+from .conftest import eventually  # noqa: E402
 from .fake_store import DEFAULT, ITEMS, USERS, VERSION  # noqa: E402
 from .scenes import rows  # noqa: E402
 
@@ -249,7 +250,7 @@ def test_requests_are_counted(server: ServerThread, predict: Predict) -> None:
     before = counts()
     predict({"item_id": np.array([1])})
     assert counts() == (before[0] + 1, before[1] + 1)
-    assert server.service.inflight.used_bytes == 0
+    eventually(lambda: server.service.inflight.used_bytes == 0, "its bytes are given back")
 
 
 # --- tensors by themselves

@@ -18,7 +18,7 @@ from tierstore.engine.store import Store
 from tierstore.service.plane.known import KNOWN_REQUESTS
 from tierstore.service.server import ServerThread
 
-from .conftest import load
+from .conftest import eventually, load
 from .fake_store import DEFAULT, ITEMS, USERS, VERSION
 from .scenes import rows, write_snapshot
 
@@ -316,7 +316,7 @@ def test_requests_are_counted(http: httpx.Client, server: ServerThread) -> None:
     before = count(), server.service.infer_stats.of("ctr", VERSION).success
     predict(http, {"inputs": {"item_id": [1]}})
     assert (count(), server.service.infer_stats.of("ctr", VERSION).success) == (before[0] + 1, before[1] + 1)
-    assert server.service.inflight.used_bytes == 0
+    eventually(lambda: server.service.inflight.used_bytes == 0, "its bytes are given back")
 
 
 def test_labels_and_a_canary_are_answered_by_their_versions(

@@ -8,8 +8,10 @@ Any thread may call anything. Nothing here survives a crash.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +38,8 @@ class Epochs:
         self._readers: list[tuple[npt.NDArray[np.int64], int, int, int]] = []
         self._retired: list[tuple[int, Any, Callable[[], None]]] = []
         self._collectors: list[Callable[[], None]] = []
+        self._tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._table_ids = itertools.count(1)
         self._thread: threading.Thread | None = None
 
     @property
@@ -49,6 +53,18 @@ class Epochs:
             if model not in self._slots and len(self._slots) == MOST_MODELS:
                 return None
             return self._slots.setdefault(model, len(self._slots))
+
+    def table_id(self, table: Any) -> int:
+        """A number for a table of an open version, by which compiled readers name it; the same as long as it lives."""
+        with self._lock:
+            if table.epochs_id is None:
+                table.epochs_id = next(self._table_ids)
+                self._tables[table.epochs_id] = table
+            return int(table.epochs_id)
+
+    def table(self, number: int) -> Any:
+        """The table of a number; None where it is gone."""
+        return self._tables.get(number)
 
     def add_readers(self, words: npt.NDArray[np.int64], column: int) -> None:
         """From now on readers announce themselves in `words[:, column]`, int64, zeros until they do."""

@@ -75,7 +75,7 @@ class Publisher:
         slot = epochs.slot(self._model)
         if slot is None:
             return
-        old, self._words = self._words, ServedWords(self._served, self._token)
+        old, self._words = self._words, ServedWords(self._served, self._token, epochs)
         self._tokens = [(token, view) for token, view in self._tokens if view in self._served.views]
         generation = epochs.publish(address_of(epochs.models) + 8 * slot, self._words.address)
         left = tuple(view for view in before if view not in self._served.views)

@@ -73,6 +73,7 @@ class Table:
         self.device: DeviceCache | None = None
         self.offer: Callable[[Keys], None] | None = None  # what the host tier answered, to the device; does not wait
         self.counts = counts
+        self.epochs_id: int | None = None  # see `Epochs.table_id`
 
     def lookup(self, overlays: Sequence[OverlayTable], seq: int, keys: Keys, out: Vectors, state: States) -> None:
         """Answer every key, whose state is PENDING: `out[i]` is its row or the default, `state[i]` the tier.
@@ -147,16 +148,21 @@ class Table:
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
         distinct, inverse = np.unique(keys[pending], return_inverse=True)
         rows, found, there = self._read(distinct)
-        if self.host is not None:
-            if there.all():
-                self.host.insert(distinct, rows, seq)
-            else:
-                self.host.insert(distinct[there], rows[there], seq)
-                self.host.insert_absent(distinct[~there], seq)
+        self.promote(seq, distinct, rows, there)
         hit = there[inverse]
         codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
         out[pending[~hit]] = self.default
         state[pending] = found[inverse]
+
+    def promote(self, seq: int, distinct: Keys, rows: Rows, there: np.ndarray) -> None:
+        """Offer to the host tier what was read of distinct keys under a view of `seq`; it may have been left since."""
+        if self.host is None:
+            return
+        if there.all():
+            self.host.insert(distinct, rows, seq)
+        else:
+            self.host.insert(distinct[there], rows[there], seq)
+            self.host.insert_absent(distinct[~there], seq)
 
     def _read(self, distinct: Keys) -> tuple[Rows, States, np.ndarray]:
         """(rows, states, which are there) of keys, ascending and distinct, from the row store alone."""

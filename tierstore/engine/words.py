@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.engine.epochs import Epochs
 from tierstore.engine.served import Served
 from tierstore.engine.table import Table
 from tierstore.engine.view import View
@@ -28,8 +29,9 @@ def can_be_read(table: Table) -> bool:
 class ServedWords:
     """The views of one `Served` as words, whose address is `address`; 0 where nothing is served."""
 
-    def __init__(self, served: Served, token_of: Callable[[View], int]) -> None:
+    def __init__(self, served: Served, token_of: Callable[[View], int], epochs: Epochs) -> None:
         self._kept: list[object] = [served]
+        self._epochs = epochs
         views = [0 if view is None else self._view(view, token_of(view)) for view in (served.active, served.canary)]
         share = min(int(served.share * layout.SHARE_UNIT), layout.SHARE_UNIT)
         self._words = np.array([*views, share], np.int64)
@@ -52,4 +54,6 @@ class ServedWords:
         words[layout.HOST_AT] = 0 if table.host is None else table.host.words_at
         words[layout.OVERLAYS], words[layout.OVERLAYS_AT] = len(overlays), address_of(overlays)
         words[layout.DEFAULT_AT], words[layout.HALF_DEFAULT_AT] = (address_of(default) for default in defaults)
-        words[layout.TABLE_DIM] = table.spec.dim
+        words[layout.TABLE_DIM], words[layout.CODE] = table.spec.dim, table.spec.dtype.code
+        words[layout.ROW_BYTES], words[layout.TABLE_ID] = table.spec.row_bytes, self._epochs.table_id(table)
+        words[layout.BASE_AT] = table.disk.words_at(table.table_id, table.spec.row_bytes)

@@ -36,8 +36,14 @@ SHARE_UNIT = 1 << 32
 # view
 VIEW_TOKEN, VIEW_SEQ, VIEW_TABLES = range(3)
 VIEW_WORDS = 3
-HOST_AT, OVERLAYS, OVERLAYS_AT, DEFAULT_AT, HALF_DEFAULT_AT, TABLE_DIM = range(6)  # HOST_AT 0: no host tier
-TABLE_WORDS = 6
+(
+    HOST_AT, OVERLAYS, OVERLAYS_AT, DEFAULT_AT, HALF_DEFAULT_AT, TABLE_DIM, CODE, ROW_BYTES, TABLE_ID, BASE_AT,
+) = range(10)  # fmt: skip
+TABLE_WORDS = 10  # HOST_AT 0: no host tier; BASE_AT 0: no sealed base
+
+# a sealed base: its block index and files, as `sealed.look_up` has them, and where the filter of changed keys is told
+FENCES_AT, FENCES, ENDS_AT, ROWS_AT, FDS_AT, FILES, PER_BLOCK, BLOCK_BYTES, CHANGED_AT = range(9)
+BASE_WORDS = 9
 
 # plan
 PATH_AT, PATH_BYTES, JSON_AT, JSON_BYTES, TAIL_BYTES, MODEL, ASKED, VARIANT, OTHER_VARIANT, LAST_USED = range(10)
@@ -61,7 +67,7 @@ ANSWERED, COLD, DOUBTFUL = 0, 1, 2
 MOST_KEYS = 16384
 MOST_BAGS = 16384
 MOST_WORK_BYTES = 4 << 20  # of rows, those included that are only pooled
-SCRATCH_BYTES = MOST_KEYS + 8 * MOST_BAGS + 2 * MOST_BAGS + 2 * MOST_WORK_BYTES + (1 << 16)
+SCRATCH_BYTES = 16 * MOST_BAGS + 3 * MOST_WORK_BYTES + (1 << 16)
 
 _PENDING, _HOST, _ABSENT = int(Tier.PENDING), int(Tier.HOST), int(Tier.ABSENT)
 _U64 = np.uint64
@@ -168,7 +174,8 @@ def _set_padding(call, keys, n, state, out, row_bytes):  # type: ignore[no-untyp
 
 
 @nb.njit
-def _is_cold(state, n):  # type: ignore[no-untyped-def]
+def is_cold(state, n):  # type: ignore[no-untyped-def]
+    """Whether a key is left for the disk."""
     for i in range(n):  # noqa: SIM110 - for the compiler
         if load_u8(state, i) == _PENDING:
             return True
@@ -211,43 +218,95 @@ def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
     return True
 
 
+@nb.njit(inline="always")
+def _aligned(at):  # type: ignore[no-untyped-def]
+    return (at + 63) & ~63
+
+
+@nb.njit(inline="always")
+def _bag_places(call, n, dim, scratch):  # type: ignore[no-untyped-def]
+    """Where a call's starts, marks of bags, one row, and all rows lie in scratch memory; and where that ends."""
+    bags = word(call, BAGS)
+    left = scratch + 8 * bags
+    row = _aligned(left + bags)
+    rows = _aligned(row + 4 * dim)
+    pooled = _aligned(rows + 4 * dim * n)
+    return left, row, rows, pooled, pooled + 4 * dim * bags
+
+
+@nb.njit
+def bag_scratch(call, n, dim):  # type: ignore[no-untyped-def]
+    """Bytes of scratch memory that a call of bags takes."""
+    return _bag_places(call, n, dim, 0)[4] + 64
+
+
+@nb.njit(inline="always")
+def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
+    """Where the starts of a call's bags are: in the request, or made in scratch memory."""
+    if word(call, STARTS_AT) >= 0:
+        return tail + word(call, STARTS_AT)
+    for bag in range(word(call, BAGS)):
+        store_u64(scratch, bag, _U64(bag * word(call, BAG_KEYS)))
+    return scratch
+
+
+@nb.njit
+def probe_for_bags(call, table, keys, n, state, tail, scratch):  # type: ignore[no-untyped-def]
+    """Look up what memory holds of the keys of a call's bags as rows, float32[n, dim]. Returns their address."""
+    dim = word(table, TABLE_DIM)
+    rows = _bag_places(call, n, dim, scratch)[2]
+    clear_bytes(state, n)
+    if word(call, PADDED) != 0:
+        _set_padding(call, keys, n, state, rows, 4 * dim)
+    _probe(table, keys, n, state, 0, rows)
+    return rows
+
+
+@nb.njit
+def pool_probed(call, table, keys, n, tail, rows, out, scratch):  # type: ignore[no-untyped-def]
+    """Pool rows that are all there to `out`, in the dtype that is asked for."""
+    dim, bags = word(table, TABLE_DIM), word(call, BAGS)
+    weights = 0 if word(call, WEIGHTS_AT) < 0 else tail + word(call, WEIGHTS_AT)
+    pooled = _bag_places(call, n, dim, scratch)[3] if word(call, OUT_CODE) == 1 else out
+    _pool_rows(call, rows, keys, n, _starts(call, tail, scratch), bags, weights, dim, pooled)
+    if pooled != out:
+        _store_half(pooled, bags * dim, out)
+
+
+@nb.njit
+def _store_half(values, count, out):  # type: ignore[no-untyped-def]
+    for k in range(count):
+        store_f16(out, k, load_f32(values, k))
+
+
 @nb.njit
 def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[no-untyped-def]
     """A call of kind BAGS_OF_ROWS. Returns what comes of it."""
     dim, bags = word(table, TABLE_DIM), word(call, BAGS)
     weights = 0 if word(call, WEIGHTS_AT) < 0 else tail + word(call, WEIGHTS_AT)
-    starts, left = scratch, scratch + 8 * MOST_BAGS
-    if word(call, STARTS_AT) >= 0:
-        starts = tail + word(call, STARTS_AT)
-    else:
-        for bag in range(bags):
-            store_u64(starts, bag, _U64(bag * word(call, BAG_KEYS)))
+    starts = _starts(call, tail, scratch)
     if not _check_bags(starts, bags, weights, n):
         return DOUBTFUL
-    row = (left + bags + 63) & ~63
-    rows = (row + 4 * dim + 63) & ~63
-    half = word(call, OUT_CODE) == 1
-    pooled = (rows + 4 * dim * n + 63) & ~63 if half else out
-    if word(call, PADDED) != 0:
-        _set_padding(call, keys, n, state, 0, 0)
+    left, row, _, apart, _ = _bag_places(call, n, dim, scratch)
+    pooled = apart if word(call, OUT_CODE) == 1 else out
     hits = -1
     if word(table, OVERLAYS) == 0 and word(table, HOST_AT) != 0:
+        if word(call, PADDED) != 0:
+            _set_padding(call, keys, n, state, 0, 0)
         clear_bytes(left, bags)
         host, combiner = known_at(word(table, HOST_AT)), word(call, COMBINER)
         hits = pool_at(host, keys, n, state, starts, bags, weights, combiner, pooled, left, row)
-    if hits >= 0 and _is_cold(state, n):
-        return COLD
-    if hits < 0:  # rows of deltas lie over the table, or it changed its size just now
-        clear_bytes(state, n)
-        if word(call, PADDED) != 0:
-            _set_padding(call, keys, n, state, rows, 4 * dim)
-        _probe(table, keys, n, state, 0, rows)
-        if _is_cold(state, n):
+    if hits >= 0:
+        if is_cold(state, n):
             return COLD
-        _pool_rows(call, rows, keys, n, starts, bags, weights, dim, pooled)
-    if half:
-        for k in range(bags * dim):
-            store_f16(out, k, load_f32(pooled, k))
+        if pooled != out:
+            _store_half(pooled, bags * dim, out)
+        return ANSWERED
+    # rows of deltas lie over the table, or it changed its size just now
+    rows = probe_for_bags(call, table, keys, n, state, tail, scratch)
+    if is_cold(state, n):
+        return COLD
+    pool_probed(call, table, keys, n, tail, rows, out, scratch)
     return ANSWERED
 
 
@@ -279,7 +338,7 @@ def run(variant: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: A
             padded = 0
             if word(call, PADDED) != 0:
                 padded = _set_padding(call, keys, n, state, out, word(table, TABLE_DIM) * (4 >> code))
-            if _probe(table, keys, n, state, code, out) + padded < n and _is_cold(state, n):
+            if _probe(table, keys, n, state, code, out) + padded < n and is_cold(state, n):
                 outcome = COLD
         if word(call, FOUND_AT) >= 0:
             found = answer + word(call, FOUND_AT)

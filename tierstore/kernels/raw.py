@@ -240,3 +240,22 @@ def call_at(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: An
         return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
 
     return types.int64(*[types.int64] * 7), codegen
+
+
+def _pointer_to(kind: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind)(types.int64), codegen
+
+
+@intrinsic
+def i64_at(typingctx: Any, address: Any) -> Any:
+    """A pointer to int64 at an address, for `numba.carray`."""
+    return _pointer_to(types.int64)
+
+
+@intrinsic
+def u32_at(typingctx: Any, address: Any) -> Any:
+    """A pointer to uint32 at an address, for `numba.carray`."""
+    return _pointer_to(types.uint32)

@@ -1,21 +1,22 @@
 """The reactor: a compiled loop that owns plain HTTP connections and answers look-ups whose rows are in memory.
 
 It runs in threads of its own and never takes the interpreter lock. Of HTTP it knows what `httphead` says; of look-ups
-what `lookupplan` says. Whatever else comes is handed to Python with its bytes, through a pipe: a whole request
-(`REQUEST`), whose answer comes back, or the connection itself (`CONNECTION`), which may come back later.
+what `lookupplan` says. Rows that memory lacks are read by other threads (`coldread`), which complete the answer. Whatever
+else comes is handed to Python with its bytes, through a pipe: a whole request (`REQUEST`), whose answer comes back, or
+the connection itself (`CONNECTION`), which may come back later.
 
 A connection is a row of `conns`, found by its descriptor. It belongs to one reactor for life, and only that one writes
 its row; Python reads LOST, and the bytes of a request that it was given. Its states:
 
                     accept
                       │
-                      ▼      head and body are there, a plan is known
-        ┌─────────► READING ──────────────────────────────┐
-        │             │  │                                ▼
-        │             │  └─ a request for Python ─► AWAY ─► SENDING ─┐
-        │             ▼                          (answered)          │ all has left
-        │   FREE (closed, or handed over)                            │
-        └────────────────────────────────────────────────────────────┘
+                      ▼    memory has the rows, and the socket takes not all of the answer
+        ┌─────────► READING ────────────────────────────────────────────────► SENDING ─┐
+        │             │  │                                                      ▲      │
+        │             │  └─ for a reader, or for Python ─► AWAY ─► answered ────┘      │ all has left
+        │             ▼                                                                │
+        │   FREE (closed, or handed over)                                              │
+        └──────────────────────────────────────────────────────────────────────────────┘
 
 An answer that leaves at once never enters SENDING, and bytes of a request that is answered at once are never stored: an
 idle connection holds no memory. One connection is read again only when its answer has left, so a client that does not
@@ -34,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from tierstore.kernels import httphead, lookupplan
+from tierstore.kernels import coldread, httphead, lookupplan
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, fence_all, raise_at, relaxed_i64, release_i64
 from tierstore.kernels.httpdate import write_date_at
 from tierstore.kernels.raw import call_at, load_u32, load_u64, store_u64
@@ -73,9 +74,9 @@ from tierstore.kernels.sysio import (
 FREE, READING, AWAY, SENDING = range(4)
 (
     STATE, SERIAL, OWNER, IN_AT, IN_ROOM, IN_BYTES, NEEDED, OUT_AT, OUT_BYTES, OUT_BASE, PIECES_AT, PIECES, DEADLINE_NS,
-    FLAGS, LOST, BEGAN_NS,
-) = range(16)  # fmt: skip
-CONNECTION_WORDS = 16
+    FLAGS, LOST, BEGAN_NS, JOB,
+) = range(17)  # fmt: skip
+CONNECTION_WORDS = 24
 MAY_READ, CLOSES = 1, 2  # of FLAGS: bytes may be waiting in the socket; no request is read after this answer
 
 # words of `shared`, a cache line each, as some are written often
@@ -110,12 +111,16 @@ BOUNDS_NS = (100_000, 250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_
 COUNT_WORDS = BUCKETS_FROM + len(BOUNDS_NS) + 1
 TABLE_COUNT_WORDS = 8  # one a tier
 
+# what comes of a request
+ANSWERED, MADE_A_JOB, FOR_PYTHON = range(3)
+
 EVENTS = 256  # of one turn
 ACCEPTED = 64  # connections of one turn
 PIPELINED = 16  # requests of one connection, before others have their turn
+JOBS = 256  # of one reactor, that readers are at or have before them
 AGAIN_WORDS = 1024  # connections that have their next turn at once
 MESSAGES = 64  # of Python, of one turn
-LISTENER, INBOX = -(1 << 32), -(1 << 32) + 1  # the data of their events: no serial is so high
+LISTENER, INBOX, JOB_INBOX = (k - (1 << 32) for k in range(3))  # the data of their events: no serial is so high
 BUFFER_BYTES = 1 << 17
 HEAD_ROOM = 4096  # before the answer's data
 SWEEP_NS = 1_000_000_000
@@ -138,7 +143,11 @@ class Here(NamedTuple):
     conns: npt.NDArray[np.int64]  # [descriptors, CONNECTION_WORDS]
     found: npt.NDArray[np.int64]  # what a head says
     again: npt.NDArray[np.int64]  # connections that have more to be answered
-    run: int  # addresses: of `lookupplan.run`
+    free_jobs: npt.NDArray[np.int64]  # how many, and which
+    job_outbox: int  # descriptors of pipes: jobs for readers, and those that they are done with
+    job_inbox: int
+    jobs: int  # addresses: of all reactors' jobs
+    run: int  # of `lookupplan.run`
     counts: int  # of versions' counts
     table_counts: int
     events: int
@@ -152,7 +161,7 @@ class Here(NamedTuple):
 
 _WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
 HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, *[types.int64] * 10),
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 13),
     Here,
 )
 
@@ -245,7 +254,7 @@ def _take_in(me, fd, now):  # type: ignore[no-untyped-def]
             owner = other
     row = me.conns[fd]
     row[STATE], row[OWNER], row[FLAGS], row[LOST] = READING, owner, 0, 0
-    row[NEEDED] = row[BEGAN_NS] = 0
+    row[NEEDED] = row[BEGAN_NS] = row[JOB] = 0
     row[DEADLINE_NS] = now + me.limits[IDLE_NS]
     raise_at(_shared_at(me, HIGHEST), fd)
     add_at(_line_at(me, owner, LOAD), 1)
@@ -323,45 +332,129 @@ def _count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-d
 
 
 @nb.njit
-def _answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
-    """Answer the look-up of `whole` bytes at `at`, whose head is in `found`, if a plan is known and memory has the rows.
+def _make_job(me, fd, variant, view, began, planned):  # type: ignore[no-untyped-def]
+    """Leave an answer that lacks rows to the readers. It is theirs once the request's bytes have their place."""
+    if me.free_jobs[0] == 0:
+        return FOR_PYTHON
+    head, data = lookupplan.word(variant, lookupplan.HEAD_BYTES), lookupplan.word(variant, lookupplan.ANSWER_BYTES)
+    keys = lookupplan.word(variant, lookupplan.KEYS)
+    block = allocate(head + data + keys)
+    if block == 0:
+        return FOR_PYTHON
+    copy_bytes(block + head, me.answer + HEAD_ROOM, data)
+    copy_bytes(block + head + data, me.states, keys)
+    add_at(_shared_at(me, INFLIGHT), head + data)
+    number = me.free_jobs[me.free_jobs[0]]
+    me.free_jobs[0] -= 1
+    job = me.jobs + 8 * coldread.JOB_WORDS * number
+    found = me.found
+    for which, value in (
+        (coldread.FD, fd), (coldread.SERIAL, me.conns[fd, SERIAL]), (coldread.VARIANT, variant), (coldread.VIEW, view),
+        (coldread.BLOCK, block), (coldread.HEAD_BYTES, head), (coldread.DATA_BYTES, data),
+        (coldread.STATES, block + head + data), (coldread.REACTOR, me.number), (coldread.BEGAN_NS, began),
+        (coldread.PLANNED_NS, planned), (coldread.TAIL, found[httphead.HEAD_BYTES] + found[httphead.JSON_BYTES]),
+    ):  # fmt: skip
+        store_u64(job, which, nb.uint64(value))
+    release_i64(job + 8 * coldread.ANNOUNCED, me.lines[me.number, ANNOUNCED])  # before the reactor's own is cleared
+    me.conns[fd, JOB] = number + 1
+    return MADE_A_JOB
 
-    False: nothing was done, and the request is one for Python.
+
+@nb.njit
+def _submit(me, fd):  # type: ignore[no-untyped-def]
+    """Give a connection's job to the readers. Its request stays where it is until they are done."""
+    row = me.conns[fd]
+    number = row[JOB] - 1
+    job = me.jobs + 8 * coldread.JOB_WORDS * number
+    store_u64(job, coldread.TAIL, nb.uint64(row[IN_AT] + lookupplan.word(job, coldread.TAIL)))
+    at = me.date + 64
+    store_u64(at, 0, nb.uint64(number))
+    if write(me.job_outbox, at, 8) != 8:  # there is room for all of them
+        store_u64(job, coldread.OUTCOME, nb.uint64(coldread.FOR_PYTHON))
+        _take_back(me, number)
+
+
+@nb.njit
+def _take_back(me, number):  # type: ignore[no-untyped-def]
+    """A job that readers are done with. Returns its connection if there is an answer to be sent, or -1."""
+    job = me.jobs + 8 * coldread.JOB_WORDS * number
+    fd, variant = lookupplan.word(job, coldread.FD), lookupplan.word(job, coldread.VARIANT)
+    row = me.conns[fd]
+    block, size = (
+        lookupplan.word(job, coldread.BLOCK),
+        lookupplan.word(job, coldread.HEAD_BYTES) + lookupplan.word(job, coldread.DATA_BYTES),
+    )
+    answered = lookupplan.word(job, coldread.OUTCOME) == coldread.DONE
+    if answered:
+        began, planned = lookupplan.word(job, coldread.BEGAN_NS), lookupplan.word(job, coldread.PLANNED_NS)
+        tail, states = lookupplan.word(job, coldread.TAIL), lookupplan.word(job, coldread.STATES)
+        lookupplan.copy_head(variant, me.date, block)
+        lookupplan.count_keys(variant, tail, states, me.table_counts, TABLE_COUNT_WORDS)
+        now = monotonic_ns()
+        _count(me, variant, began, planned, now, now)
+        me.lines[me.number, ANSWERS] += 1
+    release_i64(job + 8 * coldread.ANNOUNCED, 0)
+    me.free_jobs[0] += 1
+    me.free_jobs[me.free_jobs[0]] = number
+    row[JOB] = 0
+    if not answered:
+        release(block)
+        add_at(_shared_at(me, INFLIGHT), -size)
+        me.lines[me.number, HANDED] += 1
+        if row[LOST] != 0 or not _tell(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
+            _close(me, fd, True)
+        return -1
+    row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES], row[STATE] = block, block, size, 0, SENDING
+    if row[LOST] != 0:
+        _close(me, fd, True)
+        return -1
+    _allow_to_leave(me, fd, size)
+    return fd
+
+
+@nb.njit
+def _answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
+    """Answer the look-up of `whole` bytes at `at`, whose head is in `found`, if a plan is known.
+
+    Returns ANSWERED; MADE_A_JOB where rows must be read, then the connection's row has its number; or else nothing was
+    done, and the request is one FOR_PYTHON.
     """
     found = me.found
     head = found[httphead.HEAD_BYTES]
     text_bytes = found[httphead.JSON_BYTES]
     tail_bytes = found[httphead.BODY_BYTES] - text_bytes
     if text_bytes <= 0 or tail_bytes < 0 or found[httphead.UNUSUAL] & ~httphead.ROUTED != 0 or me.shared[MODE] != RUN:
-        return False
+        return FOR_PYTHON
     timeout_ns = found[httphead.TIMEOUT_MS] * 1_000_000
     if timeout_ns > 0 and me.conns[fd, BEGAN_NS] > 0 and began - me.conns[fd, BEGAN_NS] >= timeout_ns:
-        return False
+        return FOR_PYTHON
     if not _knows_host(me, at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]):
-        return False
+        return FOR_PYTHON
     plan = lookupplan.find_plan(
         acquire_i64(_shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
         found[httphead.PATH_BYTES], at + head, text_bytes, tail_bytes,
     )  # fmt: skip
     if plan == 0:
-        return False
+        return FOR_PYTHON
     served = acquire_i64(acquire_i64(_shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
     if served == 0:
-        return False
+        return FOR_PYTHON
     if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
-        return False
+        return FOR_PYTHON
     variant, view = lookupplan.choose(plan, served, _roll(me))
     if variant == 0:
-        return False
+        return FOR_PYTHON
     data = lookupplan.word(variant, lookupplan.ANSWER_BYTES)
     held = acquire_i64(_shared_at(me, INFLIGHT)) + acquire_i64(_shared_at(me, OTHER_INFLIGHT))
     if held + data + whole > me.limits[MOST_INFLIGHT]:
-        return False
+        return FOR_PYTHON
     planned = monotonic_ns()
     tail = at + head + text_bytes
     came = call_at(me.run, variant, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
+    if came == lookupplan.COLD:
+        return _make_job(me, fd, variant, view, began, planned)
     if came != lookupplan.ANSWERED:
-        return False
+        return FOR_PYTHON
     ran = monotonic_ns()
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
     before = lookupplan.word(variant, lookupplan.HEAD_BYTES)
@@ -371,7 +464,7 @@ def _answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
     me.lines[me.number, ANSWERS] += 1
     _send_first(me, fd, target, before + data)
     _count(me, variant, began, planned, ran, monotonic_ns())
-    return True
+    return ANSWERED
 
 
 @nb.njit
@@ -454,9 +547,9 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     line = _line_at(me, me.number, ANNOUNCED)
     release_i64(line, acquire_i64(me.shared[GENERATION_AT]))
     fence_all()
-    done = _answer(me, fd, at, whole, began)
+    came = _answer(me, fd, at, whole, began)
     release_i64(line, 0)
-    if not done:
+    if came != ANSWERED:
         row[STATE], row[NEEDED] = AWAY, whole
         return 0
     row[BEGAN_NS] = 0
@@ -543,6 +636,9 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
                 return
         elif row[STATE] == AWAY:
             row[DEADLINE_NS] = 0
+            if row[JOB] != 0:
+                _submit(me, fd)
+                return
             me.lines[me.number, HANDED] += 1
             if not _tell(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
                 _close(me, fd, True)
@@ -562,9 +658,8 @@ def _go_on_sending(me, fd, now):  # type: ignore[no-untyped-def]
         if row[LOST] != 0:
             _close(me, fd, True)
         return False
-    own = row[PIECES] == 0
     _let_go_of_answer(me, fd)
-    if not own:  # the request that it answers is still there
+    if row[NEEDED] > 0:  # the request that it answers is still there
         left = row[IN_BYTES] - row[NEEDED]
         done = row[NEEDED]
         row[NEEDED] = 0
@@ -680,6 +775,12 @@ def serve(me: Any) -> Any:
                     _read(me, fd, now)
             elif fd == 0:
                 _accept(me, now)
+            elif fd == 2:
+                got = read(me.job_inbox, me.messages, MESSAGES * 8)
+                for k in range(max(got, 0) // 8):
+                    fd = _take_back(me, nb.int64(load_u64(me.messages, k)))
+                    if fd >= 0 and _go_on_sending(me, fd, now):
+                        _read(me, fd, now)
             else:
                 got = read(me.inbox, me.messages, MESSAGES * 8 * MESSAGE_WORDS)
                 for k in range(max(got, 0) // (8 * MESSAGE_WORDS)):

@@ -22,6 +22,9 @@ class RowStore(Protocol):
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """Fill rows[i], uint8[n, row_bytes], and state[i], or set state[i] to ABSENT. `keys` ascending and distinct."""
 
+    def words_at(self, table_id: int, row_bytes: int) -> int:
+        """The address of words by which kernels read a table (`lookupplan.BASE_WORDS`), until `close`; 0: they cannot."""
+
     def close(self) -> None: ...
 
 

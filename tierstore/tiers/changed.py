@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels import bloom
+from tierstore.kernels.codec import address_of
 from tierstore.types import Keys
 
 BITS_A_KEY = 12
@@ -32,6 +33,9 @@ class ChangedKeys:
     def __init__(self) -> None:
         # replaced whole by the writer, so that readers need no lock
         self._layers: tuple[_Layer, ...] = ()
+        # for kernels: the address of how many layers there are, and of where the words of each are and how many; or 0
+        self.place = np.zeros(1, np.int64)
+        self._told: list[npt.NDArray[np.int64]] = []  # all of them are kept: they are few and small
 
     def add(self, keys: Keys) -> None:
         """Put `keys` (int64 [n]) in. Whoever begins to ask after this has returned finds them."""
@@ -48,6 +52,14 @@ class ChangedKeys:
             layer = _Layer(bloom.empty(capacity, BITS_A_KEY), capacity, len(new))
             bloom.add(layer.words, new)
             self._layers = (*layers, layer)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Have kernels find the layers that there are."""
+        places = [(address_of(layer.words), len(layer.words)) for layer in self._layers]
+        words = np.array([len(places), *(word for place in places for word in place)], np.int64)
+        self._told.append(words)
+        self.place[0] = address_of(words)
 
     def perhaps(self, keys: Keys) -> npt.NDArray[np.bool_] | None:
         """Which of `keys` (int64 [n]) may have been added: bool [n], or None if none was."""

@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.files import make_dir, rename
+from tierstore.kernels.codec import address_of
 from tierstore.tiers.changed import ChangedKeys
 from tierstore.tiers.disk import DiskTier, Resting, close_rocksdb, has_failed
 from tierstore.tiers.readers import ReaderPool
@@ -60,6 +61,7 @@ class SealedTier(DiskTier):
         # replaced whole by the one writer, so that readers need no lock
         self._base: dict[int, SealedTable] = {}
         self._changed: dict[int, ChangedKeys] = {}
+        self._words: dict[int, npt.NDArray[np.int64]] = {}  # for kernels, by table
 
     @classmethod
     def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
@@ -76,10 +78,15 @@ class SealedTier(DiskTier):
 
     def _open_base(self) -> None:
         try:
-            self._base = _open_tables(self.path, self.record(BASE))
+            self._take_base()
         except BaseException:
             self.close()
             raise
+
+    def _take_base(self) -> None:
+        self._base = _open_tables(self.path, self.record(BASE))
+        # before anybody else may ask: only the writer adds to what there is
+        self._changed = {table_id: ChangedKeys() for table_id in self._base} | self._changed
 
     def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
         """Take in the base's files, once, with the `base_record` of them; or a delta, as DiskTier does.
@@ -97,7 +104,7 @@ class SealedTier(DiskTier):
                 self._changed_in(table_id).add(keys)
         super().ingest(sorted_files)
         if sealed:
-            self._base = _open_tables(self.path, self.record(BASE))
+            self._take_base()
 
     def _move_in(self, sealed: list[SealedFile]) -> None:
         if self._base or self.record(BASE) is not None:
@@ -123,6 +130,14 @@ class SealedTier(DiskTier):
                 failures += self._get_both(table, table_id, keys, rows, state, perhaps)
         if failures:
             raise _joined(failures)
+
+    def words_at(self, table_id: int, row_bytes: int) -> int:
+        """As RowStore says; 0 where there is no base, or one whose rows are of another length."""
+        table, changed = self._base.get(table_id), self._changed.get(table_id)
+        if table is None or changed is None or table.row_bytes != row_bytes:
+            return 0
+        words = self._words.setdefault(table_id, table.words(address_of(changed.place)))
+        return address_of(words)
 
     def _get_both(
         self, table: SealedTable, table_id: int, keys: Keys, rows: Rows, state: States, perhaps: npt.NDArray[np.bool_]

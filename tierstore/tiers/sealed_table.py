@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.kernels import sealed as kernel
+from tierstore.kernels.codec import address_of
 from tierstore.tiers.readers import ReaderPool
 from tierstore.tiers.sealed_file import Opened
 from tierstore.types import Keys, Rows, States, Tier
@@ -42,6 +43,15 @@ class SealedTable:
             np.array([file.rows for file in files], np.int64),
             np.array([file.fd for file in files], np.int64),
         )
+
+    def words(self, changed_at: int) -> npt.NDArray[np.int64]:
+        """Where its parts lie, for kernels (`lookupplan.BASE_WORDS`); `changed_at` is where they find the filter."""
+        ends, rows, fds = self._numbers
+        return np.array(
+            [address_of(self.fences), len(self.fences), address_of(ends), address_of(rows), address_of(fds), len(fds),
+             self.per_block, self.block_bytes, changed_at],
+            np.int64,
+        )  # fmt: skip
 
     def check_row_bytes(self, row_bytes: int, keys: Keys) -> None:
         if row_bytes != self.row_bytes:

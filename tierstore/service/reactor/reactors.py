@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tierstore.config import Settings
 from tierstore.engine.epochs import Epochs
 from tierstore.errors import ConfigError
+from tierstore.kernels import coldread, httphead, lookupplan, sysio
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import httphead, lookupplan, sysio
 from tierstore.kernels import reactor as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ _MESSAGE = struct.Struct(f"<{kernel.MESSAGE_WORDS}q")
 _READ_BYTES = 1 << 16
 _CLOSES = 1 << 31  # beside a serial
 _LINE = 64
+_ADDRESS = struct.Struct("<q")
+_END = _ADDRESS.pack(-1)
 
 _free = ctypes.CDLL(None).free
 _free.argtypes, _free.restype = [ctypes.c_void_p], None
@@ -123,6 +126,13 @@ class Reactors:
         self.words[kernel.GENERATION_AT] = address_of(epochs.generation)
         self.words[kernel.MODELS_AT] = address_of(epochs.models)
         self.words[kernel.ANY_HOST] = int(settings.allow_open_network)
+        self._jobs = np.zeros((threads * kernel.JOBS, coldread.JOB_WORDS), np.int64)
+        self._free_jobs = np.zeros((threads, kernel.JOBS + 1), np.int64)
+        self._free_jobs[:, 0] = kernel.JOBS
+        self._free_jobs[:, 1:] = np.arange(threads * kernel.JOBS).reshape(threads, kernel.JOBS)
+        self._reader_words = np.zeros(coldread.SHARED_WORDS, np.int64)
+        self._reader_threads = settings.disk_threads
+        self._done_at = np.zeros(threads, np.int64)
         self._memory = [mmap.mmap(-1, _memory_bytes()) for _ in range(threads)]
         # the event loop's
         self.sending: dict[
@@ -134,6 +144,10 @@ class Reactors:
         self._hands: Hands | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[threading.Thread] = []
+        self._readers: list[threading.Thread] = []
+        self._promoter: Promoter | None = None
+        self._job_inboxes: list[int] = []
+        self._job_outbox = self._offer_outbox = -1
         self._epolls: list[select.epoll] = []
         self._pipes: list[int] = []
         self._inboxes: list[int] = []
@@ -147,6 +161,8 @@ class Reactors:
         listener.setblocking(False)
         self._outbox, outbox = self._pipe()
         self._epochs.add_readers(self._lines, kernel.ANNOUNCED)
+        self._epochs.add_readers(self._jobs, coldread.ANNOUNCED)  # asked after the reactors, who pass their word on
+        job_outbox = self._start_readers()
         for number in range(self.threads):
             inbox, far = self._pipe()
             self._inboxes.append(far)
@@ -156,8 +172,9 @@ class Reactors:
             line[kernel.EPOLL] = epoll.fileno()
             line[kernel.DICE] = secrets.randbits(62) | 1
             _register(epoll.fileno(), inbox, sysio.READABLE, kernel.INBOX)
+            _register(epoll.fileno(), self._job_inboxes[number], sysio.READABLE, kernel.JOB_INBOX)
             _register(epoll.fileno(), listener.fileno(), sysio.READABLE | sysio.EXCLUSIVE, kernel.LISTENER)
-            here = self._here(number, listener.fileno(), inbox, outbox)
+            here = self._here(number, listener.fileno(), inbox, outbox, job_outbox)
             self._workers.append(
                 threading.Thread(target=kernel.serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True)
             )
@@ -175,7 +192,11 @@ class Reactors:
         for worker in self._workers:
             if worker.ident is not None:
                 worker.join()
+        self._stop_readers()
         self._epochs.remove_readers(self._lines)
+        self._epochs.remove_readers(self._jobs)
+        for job in self._jobs[self._jobs[:, coldread.ANNOUNCED] != 0]:
+            _free(int(job[coldread.BLOCK]))
         for fd in np.flatnonzero(self.conns[:, kernel.STATE] != kernel.FREE).tolist():
             os.close(fd)
             for word in (kernel.IN_AT, kernel.OUT_BASE):
@@ -210,7 +231,44 @@ class Reactors:
             fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return ends
 
-    def _here(self, number: int, listener: int, inbox: int, outbox: int) -> kernel.Here:
+    def _start_readers(self) -> int:
+        """Start the threads that read cold rows, and the one that offers them to the caches. Returns where jobs go."""
+        job_inbox, job_outbox = self._pipe()
+        offer_inbox, offer_outbox = self._pipe()
+        os.set_blocking(job_inbox, True)
+        os.set_blocking(offer_inbox, True)
+        for number in range(self.threads):
+            done, far = self._pipe()
+            self._job_inboxes.append(done)
+            self._done_at[number] = far
+        self._job_outbox, self._offer_outbox = job_outbox, offer_outbox
+        places = (
+            address_of(self._reader_words),
+            address_of(self._jobs),
+            job_inbox,
+            offer_outbox,
+            address_of(self._done_at),
+        )
+        self._readers = [
+            threading.Thread(target=coldread.serve, args=places, name=f"tierstore-cold-{number}", daemon=True)
+            for number in range(self._reader_threads)
+        ]
+        self._promoter = Promoter(self._epochs, self._reader_words, offer_inbox)
+        for reader in (*self._readers, self._promoter):
+            reader.start()
+        return job_outbox
+
+    def _stop_readers(self) -> None:
+        """After the reactors: nobody makes a job any more."""
+        for _ in self._readers:
+            os.write(self._job_outbox, _END)
+        for reader in self._readers:
+            reader.join()
+        if self._promoter is not None:
+            os.write(self._offer_outbox, _END)
+            self._promoter.join()
+
+    def _here(self, number: int, listener: int, inbox: int, outbox: int, job_outbox: int) -> kernel.Here:
         base = address_of(np.frombuffer(self._memory[number], np.uint8))
         places = []
         for size in _areas():
@@ -220,7 +278,7 @@ class Reactors:
         return kernel.Here(
             number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
             np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
-            lookupplan.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states, scratch, date,
+            self._free_jobs[number], job_outbox, self._job_inboxes[number], address_of(self._jobs), lookupplan.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states, scratch, date,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
@@ -315,6 +373,44 @@ class Reactors:
             "Bytes of answers that clients have not taken yet.",
             value=int(self.words[kernel.INFLIGHT]),
         )
+
+
+class Promoter(threading.Thread):
+    """Offers what readers have read to the caches of its tables, until it is told to end."""
+
+    def __init__(self, epochs: Epochs, words: npt.NDArray[np.int64], inbox: int) -> None:
+        super().__init__(name="tierstore-promote", daemon=True)
+        self._epochs, self._words, self._inbox = epochs, words, inbox
+
+    def run(self) -> None:
+        while True:
+            for (block,) in _ADDRESS.iter_unpack(os.read(self._inbox, _READ_BYTES)):
+                if block < 0:
+                    return
+                try:
+                    self._offer(block)
+                except Exception:
+                    logger.exception("rows that were read are not cached")
+
+    def _offer(self, block: int) -> None:
+        size, table_id, seq, n, row_bytes = np.frombuffer(_memory(block, 8 * coldread.OFFER_WORDS), np.int64).tolist()
+        try:
+            data = np.frombuffer(_memory(block, size), np.uint8)
+            at = 8 * coldread.OFFER_WORDS
+            keys = data[at : at + 8 * n].view(np.int64)
+            state = data[at + 8 * n : at + 9 * n]
+            at += 8 * n + -(-n // 8) * 8
+            table = self._epochs.table(table_id)
+            if table is not None:
+                table.promote(seq, keys, data[at : at + n * row_bytes].reshape(n, row_bytes), state == Tier.DISK)
+        finally:
+            _free(block)
+            atomics.add(address_of(self._words) + 8 * coldread.OFFERED, -size)
+
+
+def _memory(address: int, size: int) -> Any:
+    """`size` bytes at an address, as a buffer."""
+    return (ctypes.c_char * size).from_address(address)
 
 
 def _areas() -> tuple[int, ...]:

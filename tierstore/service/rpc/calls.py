@@ -21,6 +21,7 @@ from tierstore.service.bounds.shed import Waits
 from tierstore.service.context import Service
 from tierstore.service.plane.plan import Elsewhere
 from tierstore.service.rpc.forward import Owner
+from tierstore.service.rpc.lookups import Receive, answer
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, details_of, outcome_of
 from tierstore.service.rpc.types import Context, Stream, Unary
@@ -32,14 +33,14 @@ REFUSALS = 1  # threads that tell callers that there is no room
 
 @dataclass(frozen=True)
 class Servicer:
-    """The methods of one service, by name: what runs on the look-up threads, on the control threads, and streams.
+    """The methods of one service, by name: look-ups, what runs on the control threads, and streams.
 
     `name` is the service's full name, `protocol` its label in the metrics.
     """
 
     name: str
     protocol: str
-    lookups: Mapping[str, Unary] = field(default_factory=dict)
+    lookups: Mapping[str, Receive] = field(default_factory=dict)
     controls: Mapping[str, Unary] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
@@ -62,9 +63,9 @@ def by_message(kind: Any, method: Callable[[Any], Any]) -> Unary:
     return call
 
 
-def request_id(context: Context) -> bytes | str | None:
-    """The call's `x-request-id`, by which parts of one request get one version; None where it has none."""
-    return next((entry.value for entry in context.invocation_metadata() or () if entry.key == "x-request-id"), None)
+def waits_of(service: Service) -> Waits:
+    """The rule of the look-ups' queue."""
+    return Waits("grpc_lookup", service.shed, service.settings.max_queue_s)
 
 
 def check_waited_for(context: Context) -> None:
@@ -73,6 +74,35 @@ def check_waited_for(context: Context) -> None:
         raise DeadlineExceeded("the call's deadline passed while it waited")
     if not context.is_active():
         raise Cancelled("the call was cancelled")
+
+
+class Accounts:
+    """What is counted and logged of the calls of one method. Any thread."""
+
+    def __init__(self, service: Service, servicer: Servicer, name: str) -> None:
+        self._shed, self._times, self._protocol = service.shed, service.request_times, servicer.protocol
+        self._name = f"{servicer.name}/{name}"
+
+    def answered(self, began_ns: int) -> None:
+        """A call that came at `began_ns` (`time.perf_counter_ns`) is answered."""
+        self._times.add(self._protocol, "ok", (time.perf_counter_ns() - began_ns) / 1e9)
+
+    def failed(self, error: Exception, began_ns: int) -> tuple[Any, str]:
+        """One has failed: its status and what its client is told."""
+        log_failure(error, self._name)
+        if isinstance(error, (DeadlineExceeded, Cancelled)):
+            self._shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
+        code = code_of(error)
+        self._times.add(self._protocol, outcome_of(code), (time.perf_counter_ns() - began_ns) / 1e9)
+        return code, details_of(error)
+
+    def refused(self, pool: CallPool) -> tuple[Any, str]:
+        """One is refused as there is no room in the queue of `pool`: its status and what its client is told."""
+        error = Overloaded(f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second")
+        self._shed.count("queue_full")
+        code = code_of(error)
+        self._times.add(self._protocol, outcome_of(code), 0.0)
+        return code, details_of(error)
 
 
 class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -101,8 +131,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._closing = False
         self._handlers: dict[str, tuple[CallPool | None, Any, Any]] = {}
         for servicer in servicers:
-            for name, method in servicer.lookups.items():
-                run = self._unary(servicer, lookups, name, method, owner)
+            for name, receive in servicer.lookups.items():
+                run = self._unary(servicer, lookups, name, self._lookup(receive), owner)
                 self._enter(lookups, servicer, name, grpc.unary_unary_rpc_method_handler(run))
             for name, method in servicer.controls.items():
                 path = f"/{servicer.name}/{name}"
@@ -144,20 +174,22 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         refusal = None
         if pool is not None:
             # as a stream, whatever the method is: its message is not waited for
-            refusal = grpc.stream_stream_rpc_method_handler(_on(self._refusals, self._refuse(pool, servicer.protocol)))
+            refuse = self._refuse(pool, Accounts(self._service, servicer, name))
+            refusal = grpc.stream_stream_rpc_method_handler(_on(self._refusals, refuse))
         self._handlers[f"/{servicer.name}/{name}"] = pool, handler, refusal
 
-    def _refuse(self, pool: CallPool, protocol: str) -> Stream:
+    def _refuse(self, pool: CallPool, accounts: Accounts) -> Stream:
         def run(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
-            error = Overloaded(
-                f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second"
-            )
-            self._service.shed.count("queue_full")
-            self._service.request_times.add(protocol, outcome_of(code_of(error)), 0.0)
-            context.abort(code_of(error), details_of(error))
+            context.abort(*accounts.refused(pool))
             return iter(())
 
         return run
+
+    def _lookup(self, receive: Receive) -> Unary:
+        def call(message: bytes, context: Context) -> bytes:
+            return answer(self._service, receive, message, context.invocation_metadata() or (), submitted_ns())
+
+        return call
 
     def _flow(self, stream: Stream) -> Stream:
         def run(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
@@ -182,11 +214,9 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             yield message
 
     def _unary(self, servicer: Servicer, pool: CallPool, name: str, method: Unary, owner: Owner | None) -> Unary:
-        times, shed, protocol = self._service.request_times, self._service.shed, servicer.protocol
+        accounts = Accounts(self._service, servicer, name)
         elsewhere = None if owner is None else owner.unary(f"/{servicer.name}/{name}")
-        waits = None
-        if pool is self._lookups:
-            waits = Waits("grpc_lookup", shed, self._service.settings.max_queue_s)
+        waits = waits_of(self._service) if pool is self._lookups else None
 
         def run(message: bytes, context: Context) -> bytes:
             began_ns = submitted_ns()
@@ -194,18 +224,13 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                 check_waited_for(context)
                 if waits is not None:
                     waits.take(began_ns)
-                answer = method(message, context)
+                answered = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 if elsewhere is not None and isinstance(error, (Elsewhere, NotFound, NotReady)):
                     return elsewhere(message, context)
-                log_failure(error, f"{servicer.name}/{name}")
-                if isinstance(error, (DeadlineExceeded, Cancelled)):
-                    shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
-                code = code_of(error)
-                times.add(protocol, outcome_of(code), (time.perf_counter_ns() - began_ns) / 1e9)
-                context.abort(code, details_of(error))
-            times.add(protocol, "ok", (time.perf_counter_ns() - began_ns) / 1e9)
-            return answer
+                context.abort(*accounts.failed(error, began_ns))
+            accounts.answered(began_ns)
+            return answered
 
         bound: Unary = _on(pool, run)
         return bound

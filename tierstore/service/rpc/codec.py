@@ -58,9 +58,11 @@ _CONTENTS = {
 
 @dataclass(slots=True)
 class Raw:
-    """Elements that are one of the raw tensors."""
+    """Elements that are one of the raw tensors, of so many bytes of a dtype; of BYTES there may be any number, -1."""
 
     place: int
+    dtype: np.dtype[Any] | None
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -134,10 +136,17 @@ def read_elements(asked: RpcRequest, raw: Sequence[memoryview], regions: Regions
         )
     elements: list[Elements] = []
     for spec, source in zip(asked.request.inputs, asked.sources, strict=True):
-        if isinstance(source, Typed):
+        if isinstance(source, Raw):
+            data = raw[source.place]
+            if len(data) == source.nbytes:  # else it is wrong, or of BYTES
+                array = np.frombuffer(data, source.dtype)
+                elements.append(array if array.flags.aligned else array.copy())
+                continue
+        elif isinstance(source, Span):
+            data = regions.read(source, f"input {shown(spec.name)}")
+        else:
             elements.append(source.elements)
             continue
-        data = raw[source.place] if isinstance(source, Raw) else regions.read(source, f"input {shown(spec.name)}")
         elements.append(elements_from_bytes(spec.name, spec.datatype, spec.shape, data))
     return elements
 
@@ -182,7 +191,8 @@ def _input(given: Any, place: int | None) -> tuple[TensorSpec, Raw | Typed | Spa
         raise InvalidInput(
             f"input {shown(name)} has contents, and the request has raw_input_contents: send one of them"
         )
-    return spec, Raw(place)
+    dtype = NUMPY_DTYPE.get(spec.datatype)
+    return spec, Raw(place, dtype, -1 if dtype is None else math.prod(spec.shape) * dtype.itemsize)
 
 
 def _typed(spec: TensorSpec, contents: Any) -> Elements:

@@ -18,10 +18,10 @@ from tierstore.service.context import Service
 from tierstore.service.oip import documents
 from tierstore.service.oip.parameters import version_of
 from tierstore.service.rpc.calls import Servicer, by_message, check_waited_for
-from tierstore.service.rpc.infer import infer
+from tierstore.service.rpc.infer import InferCall
+from tierstore.service.rpc.lookups import answer
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.messages import service as descriptor_of
-from tierstore.service.rpc.pools import submitted_ns
 from tierstore.service.rpc.status import Cancelled, Unserved, code_of, outcome_of
 from tierstore.service.rpc.types import Context
 from tierstore.service.rpc.wire import Parts, length_delimited
@@ -83,7 +83,7 @@ class Inference:
         self.servicer = Servicer(
             NAME,
             PROTOCOL,
-            lookups={"ModelInfer": self._infer},
+            lookups={"ModelInfer": lambda received: InferCall(service, received)},
             controls={name: self._control(name, method) for name, method in controls.items()},
             streams={"ModelStreamInfer": self._stream},
         )
@@ -96,18 +96,19 @@ class Inference:
 
     # --- look-ups
 
-    def _infer(self, received: bytes, context: Context) -> bytes:
-        return infer(self._service, received, context, submitted_ns())
-
     def _stream(self, received: Iterator[bytes], context: Context) -> Iterator[bytes]:
         """Answers in the order of the requests; what is wrong with one is its own answer, and the stream goes on."""
-        times = self._service.request_times
+        service, times = self._service, self._service.request_times
+
+        def streamed(message: bytes) -> InferCall:
+            return InferCall(service, message, _FINAL)
+
         for request in received:
             began_ns = time.perf_counter_ns()
             outcome = "ok"
             try:
                 check_waited_for(context)
-                answer = infer(self._service, request, context, began_ns, _FINAL)
+                answered = answer(service, streamed, request, context.invocation_metadata() or (), began_ns)
             except Cancelled:
                 return
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
@@ -115,7 +116,7 @@ class Inference:
                 outcome = outcome_of(code_of(error))
                 yield _stream_error(request, error)
             else:
-                yield length_delimited(_STREAMED, len(answer)) + answer
+                yield length_delimited(_STREAMED, len(answered)) + answered
             times.add(PROTOCOL, outcome, (time.perf_counter_ns() - began_ns) / 1e9)
 
     # --- the rest

@@ -33,6 +33,7 @@ class CallPool(ThreadPoolExecutor):
         self.name = name
         self.threads = threads
         self.queue_limit = queue_limit
+        self.receiving = 0  # calls whose message has not come yet, which have no thread; of who submits alone
         self._counting = threading.Lock()
         # guarded by _counting
         self._pending = 0
@@ -41,7 +42,7 @@ class CallPool(ThreadPoolExecutor):
     @property
     def full(self) -> bool:
         """Whether no further call may be submitted."""
-        return self._pending >= self.threads + self.queue_limit
+        return self._pending + self.receiving >= self.threads + self.queue_limit
 
     @property
     def busy(self) -> int:

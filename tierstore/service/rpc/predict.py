@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, TierstoreError
 from tierstore.service.bounds.pool import Holding
 from tierstore.service.context import Service
 from tierstore.service.plane.dataplane import Asked, Inference
 from tierstore.service.plane.plan import Request, View
 from tierstore.service.plane.tensors import Elements
 from tierstore.service.rpc.calls import parsed
-from tierstore.service.rpc.lookups import answer
+from tierstore.service.rpc.lookups import DIRECT_KEYS
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of
-from tierstore.service.rpc.types import Context
 from tierstore.service.tfs.request import request_of, room_for
 from tierstore.service.tfs.signature import check_signature
 
 PredictRequest = message("tensorflow.serving.PredictRequest")
+DIRECT_PREDICT_BYTES = 16 << 10  # of a message that is parsed where it was received: its elements may come one by one
 
 
-def predict(service: Service, received: bytes, context: Context, arrived_ns: int) -> bytes:
-    """The answer to a PredictRequest that arrived at `arrived_ns` (`time.perf_counter_ns`); any thread."""
-    return answer(service, received, context, arrived_ns, lambda received: _PredictCall(service, received))
+class PredictCall:
+    """A PredictRequest as an `RpcCall`."""
 
+    __slots__ = ("_asked", "_elements", "_message", "_service", "_signature", "model", "request", "short", "version")
 
-class _PredictCall:
-    """An `RpcCall`."""
-
-    __slots__ = ("_asked", "_elements", "_service", "_signature", "model", "version")
-
-    def __init__(self, service: Service, received: bytes) -> None:
-        self._service = service
-        self._asked = parsed(PredictRequest, received)
-        self.model, self.version = model_of(self._asked.model_spec)
+    def __init__(self, service: Service, message: bytes) -> None:
+        self._service, self._message = service, message
+        self.short = len(message) <= DIRECT_PREDICT_BYTES
+        self.request: Request | None = None  # it depends on the version that answers
+        self._asked: Any = None
         self._signature = ""
         self._elements: list[Elements] = []
+        self.model: str
+        self.version: int | str | None
+
+    def parse(self) -> None:
+        self._asked = parsed(PredictRequest, self._message)
+        self.model, self.version = model_of(self._asked.model_spec)
+        self.short = self.short and not self._is_long()
+
+    def _is_long(self) -> bool:
+        """Whether it is a lot to read, as one value may stand for very many, or for the dense part."""
+        shapes = [[dim.size for dim in tensor.tensor_shape.dim] for tensor in self._asked.inputs.values()]
+        if any(math.prod(shape) > DIRECT_KEYS for shape in shapes):
+            return True
+        try:
+            return self._service.dataplane.scores(self.model)
+        except TierstoreError:  # told by whoever answers
+            return False
 
     def asks(self, waited_ns: int, holding: Holding) -> Asked:
         asked, service = self._asked, self._service

@@ -1,8 +1,9 @@
 """The gRPC server of a service: grpcio's, blocking, with bounds.
 
-Measured, blocking methods on a thread pool take less CPU here than grpcio's asyncio (docs/decisions/grpc.md). Made on
-any thread, listening from then on; `start` answers, `drain` says not to send more, `stop` ends. Each kind of call has
-threads of its own, so that no number of look-ups keeps a health check waiting.
+Look-ups are answered below it where they can be (`direct.py`); all else, and they where a release of grpcio does not
+allow it, by its blocking methods (docs/decisions/grpc.md). Made on any thread, listening from then on; `start` answers,
+`drain` says not to send more, `stop` ends. Each kind of call has threads of its own, so that no number of look-ups that
+wait keeps a health check waiting.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tierstore.config import Settings
 from tierstore.service.context import Service
 from tierstore.service.rpc.calls import Calls, Servicer
+from tierstore.service.rpc.core import core_of
+from tierstore.service.rpc.direct import DirectCalls
 from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.inference import Inference
 from tierstore.service.rpc.pools import CallPool
@@ -68,6 +71,11 @@ class GrpcServer:
             # a last resort, like the HTTP server's; the pools' own bounds refuse earlier
             maximum_concurrent_rpcs=sum(pool.threads + pool.queue_limit for pool in self._pools) + CONTROL_QUEUE,
         )
+        core = core_of(self._server) if self._owner is None else None
+        self._direct = None if core is None else DirectCalls(service, core, self._lookups)
+        if self._direct is not None:
+            for servicer in servicers:
+                self._direct.add(servicer)
         try:
             self.port: int = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -77,6 +85,8 @@ class GrpcServer:
 
     def start(self) -> None:
         self._server.start()
+        if self._direct is not None:
+            self._direct.start()
 
     def drain(self) -> None:
         """Health says not to serve; calls are answered as before."""

@@ -75,7 +75,7 @@ def code_of(error: BaseException) -> Any:
 def details_of(error: BaseException) -> str:
     """What a client is told, in so few bytes that they pass as metadata: of longer ones it would see no status at all."""
     text = message_of(error)
-    told = text.encode()
+    told = text.encode(errors="replace")
     return text if len(told) <= MAX_DETAILS else told[:MAX_DETAILS].decode(errors="ignore") + "…"
 
 

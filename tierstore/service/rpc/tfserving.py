@@ -13,8 +13,7 @@ from tierstore.service.context import Service
 from tierstore.service.plane.tensors import shown
 from tierstore.service.rpc.calls import Servicer, by_message
 from tierstore.service.rpc.messages import message
-from tierstore.service.rpc.pools import submitted_ns
-from tierstore.service.rpc.predict import model_of, predict
+from tierstore.service.rpc.predict import PredictCall, model_of
 from tierstore.service.rpc.status import Unserved
 from tierstore.service.rpc.types import Context, Unary
 from tierstore.service.tfs import models as tfs_models
@@ -46,7 +45,7 @@ class TensorFlowServing:
             Servicer(
                 _PREDICTION,
                 PROTOCOL,
-                lookups={"Predict": self._predict},
+                lookups={"Predict": lambda received: PredictCall(service, received)},
                 controls={
                     "GetModelMetadata": by_message(MetadataRequest, self._metadata),
                     **{name: _unserved(why) for name, why in _UNSERVED.items()},
@@ -61,9 +60,6 @@ class TensorFlowServing:
                 },
             ),
         ]
-
-    def _predict(self, received: bytes, context: Context) -> bytes:
-        return predict(self._service, received, context, submitted_ns())
 
     def _metadata(self, asked: Any) -> Any:
         name, version = model_of(asked.model_spec)

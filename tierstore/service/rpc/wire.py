@@ -19,13 +19,17 @@ _LONGEST_VARINT = 10
 
 
 class Parts:
-    """A ModelInferRequest taken apart: `meta` is the message without its id and its raw tensors."""
+    """A ModelInferRequest taken apart: `meta` is the message without its id and its raw tensors.
 
-    __slots__ = ("id", "meta", "raw")
+    `places` are where the raw tensors begin and end.
+    """
+
+    __slots__ = ("id", "meta", "places", "raw")
 
     def __init__(self, message: bytes) -> None:
         self.id = b""
         self.raw: list[memoryview] = []
+        self.places: list[tuple[int, int]] = []
         pieces: list[memoryview] = []
         view = memoryview(message)
         at = begun = 0
@@ -39,6 +43,7 @@ class Parts:
                     raise _malformed()
                 if tag == _RAW_INPUT:
                     self.raw.append(view[at:stop])
+                    self.places.append((at, stop))
                 else:
                     self.id = message[at:stop]
                 if begun < start:
@@ -51,6 +56,31 @@ class Parts:
         if begun < end:
             pieces.append(view[begun:])
         self.meta = b"".join(pieces)
+
+
+class Frame:
+    """All of a message but its raw tensors. One as long, with the same bytes there, differs from it in their data alone.
+
+    That is so because a message is taken apart by these bytes only: where each raw tensor ends is said before it.
+    """
+
+    __slots__ = ("_gaps", "_length", "_places")
+
+    def __init__(self, message: bytes, places: list[tuple[int, int]]) -> None:
+        """`places` are where its raw tensors begin and end, in order."""
+        self._length, self._places = len(message), places
+        begins, ends = [0, *(stop for _, stop in places)], [*(start for start, _ in places), len(message)]
+        self._gaps = [(begin, message[begin:end]) for begin, end in zip(begins, ends, strict=True) if begin < end]
+
+    def raw_of(self, message: bytes) -> list[memoryview] | None:
+        """The raw tensors of a message that it fits; None where it does not."""
+        if len(message) != self._length:
+            return None
+        for begin, piece in self._gaps:
+            if not message.startswith(piece, begin):
+                return None
+        view = memoryview(message)
+        return [view[start:stop] for start, stop in self._places]
 
 
 def _skip(message: bytes, at: int) -> int:
