@@ -38,8 +38,8 @@ def test_the_last_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_sources_fill_in_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tierstore.toml").write_text('port = 1\nhost = "::1"\n')
     monkeypatch.setenv("TIERSTORE_PORT", "2")
-    settings = load_settings(workers=3)
-    assert (settings.port, settings.host, settings.workers) == (2, "::1", 3)
+    settings = load_settings(threads=3)
+    assert (settings.port, settings.host, settings.threads) == (2, "::1", 3)
 
 
 def test_a_keyword_of_none_counts_as_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,9 +49,9 @@ def test_a_keyword_of_none_counts_as_not_given(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_named_file_is_read_instead_of_the_one_beside_us(tmp_path: Path) -> None:
     (tmp_path / "tierstore.toml").write_text("port = 1\n")
-    (tmp_path / "other.toml").write_text("workers = 4\n")
+    (tmp_path / "other.toml").write_text("threads = 4\n")
     settings = load_settings(tmp_path / "other.toml")
-    assert (settings.port, settings.workers) == (8000, 4)
+    assert (settings.port, settings.threads) == (8000, 4)
 
 
 @pytest.mark.parametrize("name", ["TIERSTORE_HOST", "tierstore_host", "Tierstore_Host"])
@@ -109,7 +109,7 @@ def test_sizes_take_units_from_the_environment_and_the_file(tmp_path: Path, monk
         ("host_budget", "-1GiB"),
         ("port", 65536),
         ("port", "http"),
-        ("workers", 0),
+        ("threads", 0),
         ("fold_grace_s", -1),
         ("allow_client_shm", "perhaps"),
     ],
@@ -122,16 +122,16 @@ def test_a_bad_value_is_an_error_that_names_the_setting(name: str, value: object
 
 
 def test_a_bad_variable_is_an_error_that_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIERSTORE_WORKERS", "many")
-    with pytest.raises(ConfigError, match="workers"):
+    monkeypatch.setenv("TIERSTORE_THREADS", "many")
+    with pytest.raises(ConfigError, match="threads"):
         load_settings()
 
 
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as refusal:
-        load_settings(port=-1, workers=0)
+        load_settings(port=-1, threads=0)
     assert "port: " in str(refusal.value)
-    assert "workers: " in str(refusal.value)
+    assert "threads: " in str(refusal.value)
 
 
 def test_a_file_that_is_not_toml_is_an_error_that_names_it(tmp_path: Path) -> None:

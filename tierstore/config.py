@@ -87,7 +87,7 @@ class Settings(BaseSettings):
     max_connections: int = Field(
         2048,
         ge=1,
-        description="HTTP connections; requests on further ones get 503. At most half of the files that a process may open",
+        description="HTTP connections; requests on further ones get 503. At most half of the files that the service may open",
     )
     idle_timeout_s: float = Field(
         75.0,

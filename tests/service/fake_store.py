@@ -54,7 +54,6 @@ class FakeView:
 
     predictor = None
     unserved = "install tierstore[dense]"
-    dense_elsewhere = False
     version = VERSION
     seq = 0
 

@@ -257,11 +257,9 @@ def ask(client: httpx.Client) -> int:
     return int(stamp)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_deltas_and_switches_under_load_fail_no_request_and_mix_no_answer(tmp_path: Path, workers: int) -> None:
-    """With several workers, predictions that they take are answered by the owner of the store."""
+def test_deltas_and_switches_under_load_fail_no_request_and_mix_no_answer(tmp_path: Path) -> None:
     over, wrong, seen = threading.Event(), [], [set() for _ in range(3)]  # type: ignore[var-annotated]
-    with in_process(), Store(settings_for(tmp_path, workers=workers, lookup_threads=2)) as store:
+    with in_process(), Store(settings_for(tmp_path, lookup_threads=2)) as store:
         store.load_snapshot(engine_scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
         store.apply_delta(stamped(1, 1))
 
@@ -301,63 +299,6 @@ def test_deltas_and_switches_under_load_fail_no_request_and_mix_no_answer(tmp_pa
                     thread.join(60)
     assert wrong == []
     assert all({5, 6} <= mine for mine in seen)
-
-
-def test_workers_answer_rows_and_the_owner_predicts(tmp_path: Path) -> None:
-    with in_process(), Store(settings_for(tmp_path, workers=2, grpc_port=GRPC)) as store:
-        store.load_snapshot(write_snapshot(tmp_path, dense=om.linear(WEIGHTS, 0.5)))
-        with ServerThread(store) as server:
-            wire = HttpWire(server)
-            np.testing.assert_allclose(wire.client.infer("ctr", asked(wire)).as_numpy("score"), scores(), rtol=1e-5)
-            item = wire.tensor("item_id", KEYS8, "INT64")
-            got = wire.client.infer("ctr", [item], outputs=[wire.wanted("item_id")]).as_numpy("item_id")
-            np.testing.assert_array_equal(got, items(KEYS8))
-            with pytest.raises(InferenceServerException, match="needs the inputs clicked, hour as well"):
-                wire.client.infer("ctr", [item])
-            big = np.resize(KEYS8, 20_000)
-            inputs = [
-                wire.tensor("item_id", big, "INT64"),
-                wire.tensor("clicked", big, "INT64"),
-                wire.tensor("hour", np.zeros((20_000, 2), np.float32), "FP32"),
-            ]
-            assert wire.client.infer("ctr", inputs).as_numpy("score").shape == (20_000, 1)
-            wire.client.close()
-            assert metrics(server.url)["tierstore_predicts_total", "ctr"] == 2
-            with httpx.Client(base_url=server.url) as web:
-
-                def tensorflow(**body: object) -> Any:
-                    return web.post("/v1/models/ctr:predict", json=body).json()
-
-                rest = [
-                    {"hour": h, "clicked": [k], "item_id": k}
-                    for h, k in zip(HOUR.tolist(), KEYS8.tolist(), strict=True)
-                ]
-                np.testing.assert_allclose(tensorflow(instances=rest)["predictions"], scores(), rtol=1e-5)
-                rows = tensorflow(inputs={"item_id": KEYS8.tolist()}, signature_name="lookup")["outputs"]
-                np.testing.assert_array_equal(rows, items(KEYS8))
-                assert "unknown input 'nope'" in tensorflow(inputs={"nope": [1]})["error"]
-            if GRPC != "off":
-                check_over_grpc(server)
-
-
-def check_over_grpc(server: ServerThread) -> None:
-    """Both protocols: a worker answers rows, and hands on what needs the dense part."""
-    import grpc
-
-    from .test_tfs_grpc import PredictResponse, arrays, request
-
-    wire = GrpcWire(server)
-    for _ in range(2):
-        np.testing.assert_allclose(wire.client.infer("ctr", asked(wire)).as_numpy("score"), scores(), rtol=1e-5)
-    wire.client.close()
-    inputs = {"item_id": KEYS8, "clicked": KEYS8.reshape(8, 1), "hour": HOUR}
-    with grpc.insecure_channel(server.grpc_target) as channel:
-        ask = channel.unary_unary(
-            "/tensorflow.serving.PredictionService/Predict", lambda m: m.SerializeToString(), PredictResponse.FromString
-        )
-        np.testing.assert_allclose(arrays(ask(request(inputs), timeout=30))["score"], scores(), rtol=1e-5)
-        rows = arrays(ask(request({"item_id": KEYS8}, signature_name="lookup"), timeout=30))["item_id"]
-        np.testing.assert_array_equal(rows, items(KEYS8))
 
 
 def test_the_embedded_store_and_the_service_give_the_same_scores(served: tuple[Store, ServerThread]) -> None:

@@ -100,8 +100,7 @@ def test_loopback(host: str, expected: bool) -> None:
     [
         ({"host": "0.0.0.0"}, ConfigError, "allow_open_network"),
         ({"host": "example.com"}, ConfigError, "loopback"),
-        ({"workers": 65}, ConfigError, "workers"),
-        ({"workers": 2, "allow_client_shm": True}, ConfigError, "workers = 1"),
+        ({"threads": 65}, ConfigError, "threads"),
         ({"watch": "/nothing/here"}, ConfigError, "watch"),
     ],
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import threading
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +27,7 @@ from tests.tiers.cache_contract import (
 from tierstore.errors import ConfigError
 from tierstore.kernels.setcache import CONTROL_BYTES
 from tierstore.tiers.host import HostTable
-from tierstore.tiers.host_window import HostWindow
-from tierstore.tiers.shared_mapping import HUGE_BYTES
-from tierstore.types import Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
+from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
 
 class TestHostTable(CacheTierContract):
@@ -39,54 +35,6 @@ class TestHostTable(CacheTierContract):
         self, spec: TableSpec, budget_bytes: int, default: npt.NDArray[np.float32], fraction: float = 1.0
     ) -> HostTable:
         return HostTable(spec, budget_bytes, default_vector=default, fraction=fraction)
-
-
-class _ThroughWindow(HostTable):
-    """A table in shared memory that is looked up in as another process does."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, shared=True, **options)
-        assert self.fd is not None
-        self._window = HostWindow(
-            self.spec, self.budget_bytes, os.dup(self.fd), default_vector=options["default_vector"]
-        )
-
-    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
-        self._check(keys, out, state)
-        return self._window.lookup(keys, out, state)
-
-
-class TestHostWindow(CacheTierContract):
-    def open_cache(
-        self, spec: TableSpec, budget_bytes: int, default: npt.NDArray[np.float32], fraction: float = 1.0
-    ) -> HostTable:
-        return _ThroughWindow(spec, budget_bytes, default_vector=default, fraction=fraction)
-
-
-def test_shared_memory_is_given_back_when_a_table_shrinks_and_when_it_closes() -> None:
-    table = _ThroughWindow(SPEC, 9 << 20, default_vector=DEFAULT)
-    keys = np.arange(100_000, dtype=np.int64)
-    table.warm(keys, rows_of(keys))
-    assert table.fd is not None
-    file = os.dup(table.fd)
-    try:
-        collapsed = table.collapse(100)  # none on a kernel that cannot
-        assert table.collapse(100) == 0  # until more is let in
-        full = os.fstat(file).st_blocks
-        assert full * 512 > 1 << 22
-        state = ask(table, keys)[1]
-        assert (state == Tier.HOST).sum() == table.rows_resident
-        assert table.huge_page_bytes() == collapsed * HUGE_BYTES
-        table.resize(0.25)
-        assert os.fstat(file).st_blocks < full * 0.3
-        table.resize(1)
-        table.warm(keys, rows_of(keys))
-        assert table.collapse(1) == min(collapsed, 1)
-        table.close()
-        assert os.fstat(file).st_blocks == 0
-        assert (ask(table, keys)[1] == Tier.PENDING).all()
-    finally:
-        os.close(file)
 
 
 def resident_bytes(table: HostTable) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tierstore.engine.overlay import OverlayTable
 from tierstore.engine.table import Table
+from tierstore.engine.version import Version
 from tierstore.errors import NotReady
 from tierstore.tiers.device_backend import Captured
 from tierstore.tiers.device_lookup import PADDING, Bags
@@ -50,11 +51,10 @@ class DeviceLookup:
         return OnDevice(self._address_of(array), array)
 
 
-def devices_of(version: Any, device: str) -> DeviceSet:
-    """Those that the version's tables are on. NotReady where it is lent by another process, which has them."""
-    devices: DeviceSet | None = getattr(version, "devices", None)
-    if devices is None:
-        raise NotReady(f"device={device!r}: answers stay on a device only in the process that holds the store")
+def devices_of(version: Version, device: str) -> DeviceSet:
+    """Those that the tables of a version that serves are on. Errors say what is missing of `device`."""
+    devices = version.devices
+    assert devices is not None
     devices.number_of(device)
     return devices
 

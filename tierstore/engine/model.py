@@ -116,7 +116,7 @@ class Model(Keeping):
 
     @property
     def publisher(self) -> Publisher:
-        """What holds the current views; for those who lend views to other processes."""
+        """What holds the current views; for those who have compiled readers look up in them."""
         return self._serving.publisher
 
     @property

@@ -22,23 +22,11 @@ from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 class OverlayTable:
     """The rows of one table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions."""
 
-    __slots__ = ("_answering", "deleted", "index", "keys", "nbytes", "rows", "spec")
+    __slots__ = ("_answering", "deleted", "keys", "nbytes", "rows", "spec")
 
     def __init__(self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
-        self._take(spec, keys, overlay_index.build(keys), rows, deleted)
-
-    @classmethod
-    def of_parts(
-        cls, spec: TableSpec, keys: Keys, index: overlay_index.Index, rows: Rows, deleted: np.ndarray
-    ) -> OverlayTable:
-        """From parts that were made together before, `index` being that of `keys`."""
-        table = cls.__new__(cls)
-        table._take(spec, keys, index, rows, deleted)
-        return table
-
-    def _take(self, spec: TableSpec, keys: Keys, index: overlay_index.Index, rows: Rows, deleted: np.ndarray) -> None:
-        self.spec, self.keys, self.index, self.rows, self.deleted = spec, keys, index, rows, deleted
-        self._answering = overlay_index.Answering(index, keys, rows, deleted, spec.dtype, spec.dim)
+        self.spec, self.keys, self.rows, self.deleted = spec, keys, rows, deleted
+        self._answering = overlay_index.Answering(overlay_index.build(keys), keys, rows, deleted, spec.dtype, spec.dim)
         self.nbytes = keys.nbytes * 3 + rows.nbytes + deleted.nbytes  # the index is about two words a key
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -26,12 +26,9 @@ _tokens = itertools.count(1)
 class Publisher:
     """What one model serves, and the views before that somebody still reads."""
 
-    def __init__(self, model: str, told: Sequence[Callable[[], None]] = (), epochs: Epochs | None = None) -> None:
-        """Each of `told` is called at each publication, under `changed`: it must not wait for anything.
-
-        `epochs` knows of compiled readers, if there may be any.
-        """
-        self._model, self._told, self._epochs = model, told, epochs
+    def __init__(self, model: str, epochs: Epochs | None = None) -> None:
+        """`epochs` knows of compiled readers, if there may be any."""
+        self._model, self._epochs = model, epochs
         self._lock = threading.RLock()  # the one in `changed`, which costs a request half as much to take as that does
         self.changed = threading.Condition(
             self._lock
@@ -54,7 +51,7 @@ class Publisher:
         return self._served.active
 
     def under_way(self) -> bool:
-        """Whether somebody reads what is served: a request, or a worker process, which holds a view all the time."""
+        """Whether a request reads what is served."""
         return any(view.readers > self._beside.count(view) for view in self._served.views)
 
     def publish(self, served: Served) -> None:
@@ -66,8 +63,6 @@ class Publisher:
                     self._retired.append(view)
             if self._epochs is not None and self._epochs.active:
                 self._publish_words(self._epochs, old.views)
-            for tell in self._told:
-                tell()
             self.changed.notify_all()
 
     def publish_words(self) -> None:
@@ -118,18 +113,13 @@ class Publisher:
             view.readers += 1
             return view
 
-    def enter_all(self) -> Served:
-        """Begin to read every view that is served, for somebody who routes requests by himself."""
-        with self.changed:
-            for view in self._served.views:
-                view.readers += 1
-            return self._served
-
     @contextmanager
     def beside(self) -> Iterator[Served]:
         """Read every view that is served, for work that is no request."""
         with self.changed:
-            served = self.enter_all()
+            served = self._served
+            for view in served.views:
+                view.readers += 1
             self._beside += served.views
         try:
             yield served

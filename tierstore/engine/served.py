@@ -1,7 +1,6 @@
 """What a model serves at one moment: the active version's view, maybe a canary's, and which requests get which.
 
-Immutable, so any thread may use one; the publisher swaps it whole. The owner of a store and its worker processes route
-by the same rules.
+Immutable, so any thread may use one; the publisher swaps it whole.
 """
 
 from __future__ import annotations

@@ -46,12 +46,11 @@ class Serving:
         budget: OverlayBudget,
         observers: list[Observer],
         grace_s: float,
-        told: Sequence[Callable[[], None]] = (),
         epochs: Epochs | None = None,
     ) -> None:
         # constant after construction
         self.name, self.deltas, self._record = name, deltas, record
-        self.publisher = Publisher(name, told, epochs)
+        self.publisher = Publisher(name, epochs)
         self.write = threading.Lock()  # held by whoever changes the log or a view
         self._budget, self._observers, self._grace_s = budget, observers, grace_s
         # guarded by write

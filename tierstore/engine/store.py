@@ -13,7 +13,6 @@ import os
 import threading
 import urllib.parse
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -96,11 +95,6 @@ class Store:
     def observers(self) -> list[Observer]:
         """Add to it to be told of deltas and switches."""
         return self._shared.observers
-
-    @property
-    def told(self) -> list[Callable[[], None]]:
-        """Add to it to be called whenever a view is published, under a lock: it must not wait for anything."""
-        return self._shared.told
 
     @property
     def epochs(self) -> Epochs:

@@ -61,7 +61,6 @@ class Shared:
     devices: Devices
     observers: list[Observer] = field(default_factory=list)
     epochs: Epochs = field(default_factory=Epochs)
-    told: list[Callable[[], None]] = field(default_factory=list)  # called whenever views are published; see `Publisher`
 
 
 def ignore(progress: Progress) -> None:
@@ -82,7 +81,6 @@ class Switching:
             shared.overlay_budget,
             shared.observers,
             shared.settings.fold_grace_s,
-            shared.told,
             shared.epochs,
         )
         watch(self._serving.publisher)
@@ -121,8 +119,7 @@ class Switching:
         """Whether deltas that the version lacks are gone from the log."""
         return self._deltas.start is not None and info.watermark < self._deltas.start
 
-    def counts_of(self, table: str) -> LookupCounts:
-        """The look-up counts of a table, over all versions."""
+    def _counts_of(self, table: str) -> LookupCounts:
         return self._counts.setdefault(table, LookupCounts())
 
     # --- one version
@@ -146,7 +143,7 @@ class Switching:
 
     def _open(self, info: VersionInfo) -> Version:
         resting = self._resting.take(info.number)
-        version = Version.open(info, self._shared.settings, self._shared.readers, self.counts_of, resting)
+        version = Version.open(info, self._shared.settings, self._shared.readers, self._counts_of, resting)
         self._deltas.seen(version.watermark, from_log=version.watermark > info.manifest.delta_seq)
         return version
 

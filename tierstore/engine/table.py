@@ -147,20 +147,12 @@ class Table:
 
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
         distinct, inverse = np.unique(keys[pending], return_inverse=True)
-        rows, found = self.fetch(seq, distinct)
-        hit = (found == Tier.DISK)[inverse]
+        rows, found, there = self._read(distinct)
+        self.promote(seq, distinct, rows, there)
+        hit = there[inverse]
         codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
         out[pending[~hit]] = self.default
         state[pending] = found[inverse]
-
-    def fetch(self, seq: int, distinct: Keys) -> tuple[Rows, States]:
-        """(rows, states) of keys, ascending and distinct, from the row store; offered to the host tier on the way.
-
-        `seq` is that of a view which the caller holds, and in whose overlays none of the keys is.
-        """
-        rows, found, there = self._read(distinct)
-        self.promote(seq, distinct, rows, there)
-        return rows, found
 
     def promote(self, seq: int, distinct: Keys, rows: Rows, there: np.ndarray) -> None:
         """Offer to the host tier what was read of distinct keys under a view of `seq`; it may have been left since."""

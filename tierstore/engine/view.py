@@ -34,7 +34,7 @@ _STATE = np.dtype(np.uint8)
 class View:
     """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
 
-    __slots__ = ("_by_table", "_version", "dense_elsewhere", "overlays", "predictor", "readers", "seq")
+    __slots__ = ("_by_table", "_version", "overlays", "predictor", "readers", "seq")
 
     def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
         self._version, self.overlays, self.seq = version, overlays, seq
@@ -42,7 +42,6 @@ class View:
         # of the newest delta that brought one, else of the version
         newest = next((overlay for overlay in overlays if overlay.dense is not None), None)
         self.predictor: DenseSession | None = version.predictor if newest is None else newest.predictor
-        self.dense_elsewhere = False  # whether another process serves the dense part of this view
         self.readers = 0  # guarded by the publisher's lock
 
     @property
@@ -229,7 +228,7 @@ class View:
 
     def rows_on(self, session: DenseSession) -> str | None:
         """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""
-        device, devices = session.rows_on, getattr(self._version, "devices", None)
+        device, devices = session.rows_on, self._version.devices
         return device if device is not None and devices is not None and devices.has(device) else None
 
     def begin_on_device(

@@ -118,11 +118,6 @@ class Service:
         if version is not None:
             self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
 
-    def status(self, model: str | None = None) -> dict[str, Any]:
-        """The store's status."""
-        status: dict[str, Any] = self.store.status(model)
-        return status
-
     def close(self) -> None:
         """End the threads: what is queued is finished, a running load is cancelled. The store stays open."""
         with self._closing:

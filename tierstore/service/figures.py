@@ -162,7 +162,7 @@ class InferStats:
                 self._predicts.setdefault(model, PredictTimes()).add(elapsed_ns, spent)
 
     def predicts(self) -> dict[str, PredictTimes]:
-        """By model, what its predictions have taken. They run in this process, whichever took the request."""
+        """By model, what its predictions have taken."""
         with self._lock:
             return {model: replace(times) for model, times in self._predicts.items()}
 

@@ -3,10 +3,6 @@
 Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Everything that
 writes takes the table's own lock for a short while: `insert` and `insert_absent` not at all if it is
 taken (a promotion is worth nobody's wait), the others by waiting. Nothing survives the process.
-
-A table may live in shared memory. Other processes then look up in it through `HostWindow`, under the same rules as
-threads; they write nothing but heat, so one that dies at any moment leaves nothing half done. All writing stays in
-the process that made the table.
 Linux only: that given-back pages come back as zeros is what makes them empty sets.
 """
 
@@ -14,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +34,6 @@ from tierstore.kernels.setcache import (
     Areas,
 )
 from tierstore.tiers.background import hand_over, rest
-from tierstore.tiers.shared_mapping import HUGE_BYTES, SharedMapping
 from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
 _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
@@ -52,7 +46,7 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 
 
 class _Layout:
-    """Where the parts of a table of `budget_bytes` lie in its mapping: the same in every process. Immutable."""
+    """Where the parts of a table of `budget_bytes` lie in its mapping. Immutable."""
 
     def __init__(self, spec: TableSpec, budget_bytes: int) -> None:
         self.row_bytes = spec.row_bytes
@@ -68,11 +62,11 @@ class _Layout:
         """Bytes a set, area by area, each of which is halved by itself. Lines and rows begin where cache lines do."""
         return LINES * LINE_BYTES, ABSENTS * ABSENT_BYTES, WAYS * self.row_bytes, POLICY_BYTES
 
-    def cut(self, memory: mmap.mmap | SharedMapping) -> Areas:
+    def cut(self, memory: mmap.mmap) -> Areas:
         """Views of the areas of a mapping of `size` bytes, which they keep alive."""
         with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = memory.array if isinstance(memory, SharedMapping) else np.frombuffer(memory, np.uint8)
+        whole = np.frombuffer(memory, np.uint8)
         parts, begin = [], 0
         for size in (CONTROL_BYTES, *(self.sets * n for n in self.area_bytes())):
             parts.append(whole[begin : begin + size])
@@ -93,25 +87,56 @@ def least_budget(spec: TableSpec) -> int:
     return 2 * (CONTROL_BYTES + _Layout(spec, 0).set_bytes)
 
 
-class _Reader:
-    """What a process does that only looks up. `_areas` is None where there is nothing (any more) to look in."""
+class HostTable:
+    """A set-associative cache of one table of one version (see `kernels/setcache.py`) in one mapping.
 
-    def __init__(self, spec: TableSpec, budget_bytes: int, default_vector: np.ndarray) -> None:
+    The mapping is never larger than `budget_bytes` and holds all bookkeeping; its memory becomes real
+    as it is touched. `fraction` (1, 1/2, 1/4 … 1/64) says how much of it is in use; `resize` changes that.
+    A budget too small for one set holds nothing, and every look-up is left to the next tier.
+    """
+
+    def __init__(
+        self, spec: TableSpec, budget_bytes: int, *, default_vector: np.ndarray, fraction: float = 1.0
+    ) -> None:
         # constant after construction
         self.spec, self.budget_bytes = spec, int(budget_bytes)
         self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
         self._layout = _Layout(spec, self.budget_bytes)
-        # what holds the mapping, and its addresses: whoever uses these holds the other meanwhile
+        # what holds the mapping, and its addresses: whoever uses these holds the other meanwhile; None where there is
+        # nothing (any more) to look in
         self._areas: Areas | None = None
         self._where = np.zeros(setlookup.WORDS, np.int64)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._floor_seq = -1
+        self._counters = np.zeros(4, np.int64)
+        self._dropped_stale = self._dropped_busy = 0
+        if self._layout.sets:
+            self._open(fraction)
+        self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
 
-    def _open(self, memory: mmap.mmap | SharedMapping) -> None:
-        areas = self._layout.cut(memory)
+    def _open(self, fraction: float) -> None:
+        size = self._layout.size
+        try:
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot reserve {size} bytes for table {self.spec.name}: {error}; lower host_budget"
+            ) from error
+        areas = self._layout.cut(self._memory)
+        areas.control[GEOMETRY] = self._depth_of(fraction)
+        areas.control[EPOCH] = 1  # never 0, as it reads once the memory is given back
         self._where[:] = (
             address_of(areas.control), address_of(areas.lines), address_of(areas.absent), areas.rows,
             self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim, address_of(self._defaults[0]),
         )  # fmt: skip
         self._areas = areas
+
+    def _depth_of(self, fraction: float) -> int:
+        halvings = 0
+        while fraction < 1 and halvings < self._layout.max_depth:
+            fraction, halvings = fraction * 2, halvings + 1
+        return self._layout.max_depth - halvings
 
     @property
     def words_at(self) -> int:
@@ -205,70 +230,6 @@ class _Reader:
         if self._areas is None:
             return 0
         return CONTROL_BYTES + (self._layout.sets_per_region << self._depth) * self._layout.set_bytes
-
-
-class HostTable(_Reader):
-    """A set-associative cache of one table of one version (see `kernels/setcache.py`) in one mapping.
-
-    The mapping is never larger than `budget_bytes` and holds all bookkeeping; its memory becomes real
-    as it is touched. `fraction` (1, 1/2, 1/4 … 1/64) says how much of it is in use; `resize` changes that.
-    A budget too small for one set holds nothing, and every look-up is left to the next tier.
-    """
-
-    def __init__(
-        self,
-        spec: TableSpec,
-        budget_bytes: int,
-        *,
-        default_vector: np.ndarray,
-        fraction: float = 1.0,
-        shared: bool = False,
-    ) -> None:
-        """With `shared` the mapping is of a file without a name, whose descriptor `fd` other processes may map."""
-        super().__init__(spec, budget_bytes, default_vector)
-        self.fd: int | None = None  # of shared memory, until `close`
-        # of shared memory, guarded by _resize_lock
-        self._huge: set[int] = set()  # where a huge page begins
-        self._swept = -1  # rows let in when all that could be one had been tried
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._floor_seq = -1
-        self._counters = np.zeros(4, np.int64)
-        self._dropped_stale = self._dropped_busy = 0
-        if self._layout.sets:
-            self._open(self._map(shared))
-        self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
-        if self._areas is not None:
-            self._areas.control[GEOMETRY] = self._depth_of(fraction)
-            self._areas.control[EPOCH] = 1  # never 0, as it reads once the memory is given back
-
-    def _map(self, shared: bool) -> mmap.mmap | SharedMapping:
-        size = self._layout.size
-        self._memory: mmap.mmap | SharedMapping
-        try:
-            if shared:
-                self.fd = os.memfd_create(f"tierstore-{self.spec.name}")
-                os.ftruncate(self.fd, size)
-                self._memory = SharedMapping(self.fd, size)
-            else:
-                self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        except OSError as error:
-            self._close_fd()
-            raise ConfigError(
-                f"cannot reserve {size} bytes for table {self.spec.name}: {error}; lower host_budget"
-            ) from error
-        return self._memory
-
-    def _close_fd(self) -> None:
-        fd, self.fd = self.fd, None
-        if fd is not None:
-            os.close(fd)
-
-    def _depth_of(self, fraction: float) -> int:
-        halvings = 0
-        while fraction < 1 and halvings < self._layout.max_depth:
-            fraction, halvings = fraction * 2, halvings + 1
-        return self._layout.max_depth - halvings
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns rows let in.
@@ -414,8 +375,6 @@ class HostTable(_Reader):
             areas.control[GEOMETRY] = depth - 1
             areas.control[EPOCH] += 1
             self._give_back(half)
-        self._huge.clear()
-        self._swept = -1
 
     def _double(self) -> None:
         areas, depth = self._areas, self._depth + 1
@@ -438,48 +397,8 @@ class HostTable(_Reader):
             first = -(-(at + begin * size) // page) * page
             last = (at + self._layout.sets * size) // page * page
             if last > first:
-                self._memory.madvise(self._giving_back, first, last - first)
+                self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
             at += self._layout.sets * size
-
-    def collapse(self, limit: int) -> int:
-        """Ask for huge pages for up to `limit` ranges of shared memory that hold rows; returns how many were had.
-
-        To be called again and again as the table fills: with nothing let in since all were tried it does nothing.
-        Look-ups go on, and wait where they touch the 2 MiB that are copied (about a millisecond).
-        """
-        if not self._resize_lock.acquire(blocking=False):
-            return 0
-        try:
-            memory, done = getattr(self, "_memory", None), 0
-            let_in = int(self._counters[setwrite.ADMITTED])
-            if not isinstance(memory, SharedMapping) or let_in == self._swept:
-                return 0
-            for start in self._ranges():
-                if start not in self._huge and memory.collapse(start):
-                    self._huge.add(start)
-                    done += 1
-                    if done == limit:
-                        return done
-            self._swept = let_in
-            return done
-        finally:
-            self._resize_lock.release()
-
-    def _ranges(self) -> Iterator[int]:
-        """Huge pages' worth of the mapping of which all is in use at the present fraction."""
-        if self._depth == self._layout.max_depth:
-            yield from range(0, self._layout.size - HUGE_BYTES + 1, HUGE_BYTES)
-            return
-        sets, at = self._layout.sets_per_region << self._depth, CONTROL_BYTES
-        for size in self._layout.area_bytes():
-            first = -(-at // HUGE_BYTES) * HUGE_BYTES
-            yield from range(first, at + sets * size - HUGE_BYTES + 1, HUGE_BYTES)
-            at += self._layout.sets * size
-
-    @property
-    def _giving_back(self) -> int:
-        # of shared memory DONTNEED gives back this process's pages of the table, REMOVE the memory
-        return mmap.MADV_DONTNEED if self.fd is None else mmap.MADV_REMOVE
 
     @property
     def smallest_fraction(self) -> float:
@@ -496,9 +415,7 @@ class HostTable(_Reader):
             for line in lines:
                 word, _, rest = line.partition(" ")
                 if word.endswith(":"):
-                    total += (
-                        int(rest.split()[0]) << 10 if inside and word in ("AnonHugePages:", "ShmemPmdMapped:") else 0
-                    )
+                    total += int(rest.split()[0]) << 10 if inside and word == "AnonHugePages:" else 0
                 else:
                     begin, end = (int(address, 16) for address in word.split("-"))
                     inside = begin < last and end > first
@@ -526,6 +443,5 @@ class HostTable(_Reader):
                 # a reader may still hold the arrays: void what it reads, then free the pages, after which the epoch
                 # is 0; the address range itself goes with the last reference
                 areas.control[EPOCH] += 1
-                self._memory.madvise(self._giving_back)
+                self._memory.madvise(mmap.MADV_DONTNEED)
                 del self._memory
-                self._close_fd()

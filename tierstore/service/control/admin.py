@@ -242,13 +242,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/admin/models", tags=["models"])
     async def models() -> dict[str, Any]:
         """Every model, and the state of the service."""
-        status = await service.control.run(service.status)
+        status = await service.control.run(store.status)
         return {**status, "models": list(status["models"].values()), "service": _service_state(service)}
 
     @app.get("/admin/models/{model}", tags=["models"])
     async def model_status(model: ModelName) -> dict[str, Any]:
         """Versions, watermarks, tables, tiers and where keys were answered."""
-        status: dict[str, Any] = await service.control.run(service.status, model)
+        status: dict[str, Any] = await service.control.run(store.status, model)
         return dict(status["models"][model])
 
     @app.post("/admin/models/{model}/activate", tags=["models"])

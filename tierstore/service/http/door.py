@@ -1,4 +1,4 @@
-"""How many HTTP connections a process has, and what those beyond the limit are told.
+"""How many HTTP connections there are, and what those beyond the limit are told.
 
 A connection beyond `limit` is let in to have its first request refused in the words of that request's protocol, and is
 closed then; of those there are `REFUSED_AT_ONCE` at a time, further ones are closed without a word. Event loop only.

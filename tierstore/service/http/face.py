@@ -25,11 +25,10 @@ from tierstore.service.http.messages import (
     error_response,
     read_body,
 )
-from tierstore.service.plane.plan import Elsewhere
 from tierstore.service.plane.tensors import shown
 from tierstore.service.status import HttpError, log_failure, outcome_of
 
-BEGUN = "tierstore.begun"  # in a scope: the call that `at_once` has begun, and its answer to come
+_BEGUN = "tierstore.begun"  # in a scope: the call that `at_once` has begun, and its answer to come
 
 
 class HttpFace:
@@ -59,10 +58,8 @@ class HttpFace:
             holding.take(len(body))
             answer = self._begin(call, body)
             if not isinstance(answer, Response):
-                coming = scope[BEGUN] = call, answer
+                coming = scope[_BEGUN] = call, answer
                 return None
-        except Elsewhere:
-            raise  # of a worker process, to its owner
         except Gone:
             return None
         except Exception as error:  # noqa: BLE001 - as below
@@ -74,7 +71,7 @@ class HttpFace:
         return answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun: tuple[HttpCall[Any], Coming] | None = scope.get(BEGUN)
+        begun: tuple[HttpCall[Any], Coming] | None = scope.get(_BEGUN)
         if begun is None:
             began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
             holding = Holding(self._service.inflight)
@@ -88,8 +85,6 @@ class HttpFace:
                     response = await self._answer(scope, receive, holding, began_ns)
             except (Disconnected, Gone):
                 return
-            except Elsewhere:
-                raise  # of a worker process, to its owner
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 response = self._refused(error, scope)
             await response.send(send)

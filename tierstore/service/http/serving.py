@@ -1,4 +1,4 @@
-"""uvicorn with the service's settings: how an application is served over HTTP, by the owner and by worker processes.
+"""uvicorn with the service's settings: how an application is served over HTTP.
 
 `make_server` may be called on any thread; the server runs on one event loop.
 """

@@ -37,7 +37,7 @@ import pyarrow as pa
 from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.predict.session import Slot
 from tierstore.service.plane.bags import parts_of
-from tierstore.service.plane.plan import ANSWERS, Call, Elsewhere, Lookup, Plan, Request, View
+from tierstore.service.plane.plan import ANSWERS, Call, Lookup, Plan, Request, View
 from tierstore.service.plane.planning import make_plan, raw_input
 from tierstore.service.plane.tensors import BYTES, Elements, shown
 from tierstore.types import NAME
@@ -78,8 +78,6 @@ class Inference:
         self._view: View = lease.__enter__()
         try:
             if isinstance(request, memoryview):
-                if self._view.predictor is None and self._view.dense_elsewhere:
-                    raise Elsewhere
                 spec, self.raw = raw_input(self._view, request)
                 request = Request([spec], [])
             elif not isinstance(request, Request):

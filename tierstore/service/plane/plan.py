@@ -25,10 +25,6 @@ ANSWERS = {"FP32": "float32", "FP16": "float16"}
 _STRINGS = np.dtype(object)
 
 
-class Elsewhere(Exception):
-    """No error: the request needs the dense part, which another process runs, and is to be handed on."""
-
-
 class View(Protocol):
     """What the data plane needs of the engine's view."""
 
@@ -40,8 +36,6 @@ class View(Protocol):
     def predictor(self) -> DenseSession | None: ...
     @property
     def unserved(self) -> str | None: ...
-    @property
-    def dense_elsewhere(self) -> bool: ...
     def table_of(self, feature: str) -> TableSpec: ...
     def begin(
         self,

@@ -17,7 +17,6 @@ from tierstore.service.plane.plan import (
     KEY_DATATYPES,
     Call,
     DensePlan,
-    Elsewhere,
     OutputSpec,
     Plan,
     Request,
@@ -37,10 +36,8 @@ from tierstore.types import Combiner, FeatureSpec
 
 
 def make_plan(view: View, request: Request) -> Plan:
-    """Plan a request under a view. Raises InvalidInput, or Elsewhere where this process cannot."""
+    """Plan a request under a view. Raises InvalidInput."""
     session = view.predictor
-    if session is None and view.dense_elsewhere and not _features_only(view, request):
-        raise Elsewhere
     calls, own = _calls(view, request.inputs, _combiners(view, request))
     specs = _outputs(view, calls, request.outputs)
     dense = None if session is None else _dense_plan(session, calls, own, specs)
@@ -56,12 +53,6 @@ def make_plan(view: View, request: Request) -> Plan:
         _work_bytes(calls, specs, dense),
         keys,
     )
-
-
-def _features_only(view: View, request: Request) -> bool:
-    """Whether a request names features alone, as inputs and as outputs."""
-    names = [tensor.name for tensor in request.inputs] + [output.name for output in request.outputs]
-    return bool(request.outputs) and all(name.partition(".")[0] in view.features for name in names)
 
 
 def _dense_plan(

@@ -16,11 +16,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, NotReady, Overloaded
+from tierstore.errors import DeadlineExceeded, InvalidInput, Overloaded
 from tierstore.service.bounds.shed import Waits
 from tierstore.service.context import Service
-from tierstore.service.plane.plan import Elsewhere
-from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.lookups import Receive, answer
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, details_of, outcome_of
@@ -106,10 +104,7 @@ class Accounts:
 
 
 class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Finds the handler of each call, on grpcio's serving thread; the handlers run on the pools.
-
-    With an `owner`, a worker process's calls: look-ups of what it has are answered here, the rest there.
-    """
+    """Finds the handler of each call, on grpcio's serving thread; the handlers run on the pools."""
 
     def __init__(
         self,
@@ -119,11 +114,9 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         lookups: CallPool,
         controls: CallPool,
         streams: CallPool,
-        owner: Owner | None = None,
     ) -> None:
         self._service = service
         self._lookups = lookups
-        self._owner = owner
         self._refusals = CallPool("refusal", threads=REFUSALS, queue_limit=0)
         self._lock = threading.Lock()
         # guarded by _lock
@@ -132,16 +125,13 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._handlers: dict[str, tuple[CallPool | None, Any, Any]] = {}
         for servicer in servicers:
             for name, receive in servicer.lookups.items():
-                run = self._unary(servicer, lookups, name, self._lookup(receive), owner)
+                run = self._unary(servicer, lookups, name, self._lookup(receive))
                 self._enter(lookups, servicer, name, grpc.unary_unary_rpc_method_handler(run))
             for name, method in servicer.controls.items():
-                path = f"/{servicer.name}/{name}"
-                there = None if owner is None else _on(controls, owner.unary(path))
-                run = there or self._unary(servicer, controls, name, method, None)
+                run = self._unary(servicer, controls, name, method)
                 self._enter(controls, servicer, name, grpc.unary_unary_rpc_method_handler(run))
             for name, stream in servicer.streams.items():
-                flow = stream if owner is None else owner.stream(f"/{servicer.name}/{name}")
-                handler = grpc.stream_stream_rpc_method_handler(_on(streams, self._flow(flow)))
+                handler = grpc.stream_stream_rpc_method_handler(_on(streams, self._flow(stream)))
                 self._enter(streams, servicer, name, handler)
 
     def end_streams(self) -> None:
@@ -155,9 +145,9 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     def close(self) -> None:
         self._refusals.shutdown()
 
-    def enter(self, service: str, name: str, handler: Any, pool: CallPool | None = None) -> None:
-        """Add a method with a handler of its own, within the bound of `pool`. Before the server starts."""
-        self._enter(pool, Servicer(service, STANDARD), name, handler)
+    def enter(self, service: str, name: str, handler: Any) -> None:
+        """Add a method with a handler of its own. Before the server starts."""
+        self._enter(None, Servicer(service, STANDARD), name, handler)
 
     def service(self, handler_call_details: Any) -> Any:
         """The handler of a call, or None for a method that there is not."""
@@ -213,9 +203,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                 return
             yield message
 
-    def _unary(self, servicer: Servicer, pool: CallPool, name: str, method: Unary, owner: Owner | None) -> Unary:
+    def _unary(self, servicer: Servicer, pool: CallPool, name: str, method: Unary) -> Unary:
         accounts = Accounts(self._service, servicer, name)
-        elsewhere = None if owner is None else owner.unary(f"/{servicer.name}/{name}")
         waits = waits_of(self._service) if pool is self._lookups else None
 
         def run(message: bytes, context: Context) -> bytes:
@@ -226,8 +215,6 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                     waits.take(began_ns)
                 answered = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                if elsewhere is not None and isinstance(error, (Elsewhere, NotFound, NotReady)):
-                    return elsewhere(message, context)
                 context.abort(*accounts.failed(error, began_ns))
             accounts.answered(began_ns)
             return answered

@@ -19,7 +19,6 @@ from tierstore.service.context import Service
 from tierstore.service.rpc.calls import Calls, Servicer
 from tierstore.service.rpc.core import core_of
 from tierstore.service.rpc.direct import DirectCalls
-from tierstore.service.rpc.forward import Owner
 from tierstore.service.rpc.inference import Inference
 from tierstore.service.rpc.pools import CallPool
 from tierstore.service.rpc.standard import MAX_WATCHERS, Health, reflect
@@ -40,8 +39,8 @@ def servicers_of(service: Service) -> list[Servicer]:
 class GrpcServer:
     """`port` is the one that is listened on."""
 
-    def __init__(self, service: Service, address: str, *, owner: str | None = None) -> None:
-        """OSError where `address` cannot be listened on. A worker process shares it, and is told where its `owner` listens."""
+    def __init__(self, service: Service, address: str) -> None:
+        """OSError where `address` cannot be listened on."""
         settings = service.settings
         self._lookups = CallPool("look-up", threads=settings.lookup_threads, queue_limit=settings.lookup_queue)
         self._controls = CallPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
@@ -50,28 +49,22 @@ class GrpcServer:
         servicers = servicers_of(service)
         names = [servicer.name for servicer in servicers]
         self._health = Health(names)
-        self._owner = None if owner is None else Owner(owner)
         self._calls = Calls(
             service,
             [*servicers, self._health.servicer, reflect(names)],
             lookups=self._lookups,
             controls=self._controls,
             streams=self._streams,
-            owner=self._owner,
         )
-        health = self._health.servicer.name
-        if self._owner is None:
-            self._calls.enter(health, "Watch", self._health.handler(self._controls))
-        else:
-            self._calls.enter(health, "Watch", self._owner.watch(f"/{health}/Watch", self._streams), self._streams)
+        self._calls.enter(self._health.servicer.name, "Watch", self._health.handler(self._controls))
         self._server = grpc.server(
             self._lookups,
             handlers=[self._calls],
-            options=_options(settings, shared=owner is not None),
+            options=_options(settings),
             # a last resort, like the HTTP server's; the pools' own bounds refuse earlier
             maximum_concurrent_rpcs=sum(pool.threads + pool.queue_limit for pool in self._pools) + CONTROL_QUEUE,
         )
-        core = core_of(self._server) if self._owner is None else None
+        core = core_of(self._server)
         self._direct = None if core is None else DirectCalls(service, core, self._lookups)
         if self._direct is not None:
             for servicer in servicers:
@@ -98,8 +91,6 @@ class GrpcServer:
             self._ended = self._server.stop(grace_s)
             self._calls.end_streams()
             self._health.end()
-            if self._owner is not None:
-                self._owner.end_watches()
 
     def close(self) -> None:
         """Wait until it has ended, after `stop`."""
@@ -111,13 +102,6 @@ class GrpcServer:
         for pool in self._pools:
             pool.shutdown()
         self._calls.close()
-        if self._owner is not None:
-            self._owner.close()
-
-    def gauges(self) -> dict[str, int]:
-        """The figures of look-ups, for a worker process to report."""
-        pool = self._lookups
-        return {"grpc_threads_busy": pool.busy, "grpc_queue_depth": pool.waiting, "grpc_rejected": pool.rejected}
 
     def families(self) -> Iterator[Metric]:
         """How full each pool is, and how many calls it refused."""
@@ -144,11 +128,11 @@ class GrpcServer:
         yield GaugeMetricFamily("tierstore_grpc_health_watchers_limit", "Calls that may.", value=MAX_WATCHERS)
 
 
-def _options(settings: Settings, *, shared: bool) -> list[tuple[str, int]]:
+def _options(settings: Settings) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", settings.max_request + METADATA_ROOM),
         ("grpc.max_send_message_length", settings.max_response + METADATA_ROOM),
-        ("grpc.so_reuseport", int(shared)),  # else a second server would share the port in silence
+        ("grpc.so_reuseport", 0),  # else a second server would share the port in silence
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

@@ -19,7 +19,7 @@ from tierstore.engine.served import STABLE
 from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Wiring
 from tierstore.service.plane.interface import TensorInfo, inputs_of, outputs_of
-from tierstore.service.plane.plan import Elsewhere, View
+from tierstore.service.plane.plan import View
 from tierstore.service.plane.tensors import shown
 from tierstore.types import FeatureSpec
 
@@ -50,29 +50,22 @@ MAX_SIGNATURES = 256
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Of one version and dense part; `features` and `wiring` are their own, by which they are told from any others.
-
-    `elsewhere`: the dense part is another process's, which knows what that takes.
-    """
+    """Of one version and dense part; `features` and `wiring` are their own, by which they are told from any others."""
 
     features: dict[str, FeatureSpec]
     wiring: Wiring | None
-    elsewhere: bool
     inputs: dict[str, TensorInfo]
     outputs: dict[str, tuple[TensorInfo, ...]]
 
     def fits(self, view: View) -> bool:
         """Whether it is of the view's version and dense part."""
         session = view.predictor
-        if session is not None:
-            return self.features is view.features and self.wiring is session.wiring
-        return self.features is view.features and self.wiring is None and self.elsewhere == view.dense_elsewhere
+        wiring = None if session is None else session.wiring
+        return self.features is view.features and self.wiring is wiring
 
     @property
     def only_input(self) -> str:
         """The input that a value without a name is for: the only one that has to be there."""
-        if self.elsewhere:
-            raise Elsewhere
         parts = {name for feature in self.features for name in (f"{feature}.offsets", f"{feature}.weights")}
         names = [name for name in self.inputs if name not in parts]
         if len(names) == 1:
@@ -85,8 +78,6 @@ class Signature:
         """The input of that name. InvalidInput names those there are."""
         if (tensor := self.inputs.get(name)) is not None:
             return tensor
-        if self.elsewhere:
-            raise Elsewhere
         raise InvalidInput(f"unknown input {shown(name)}; the inputs are {listed(self.inputs)}")
 
 
@@ -110,7 +101,6 @@ def signature_of(view: View) -> Signature:
     return Signature(
         view.features,
         None if session is None else session.wiring,
-        session is None and view.dense_elsewhere,
         inputs,
         {DEFAULT: default, LOOKUP: vectors, LOOKUP_HALF: halves},
     )
