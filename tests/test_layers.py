@@ -58,7 +58,7 @@ DOORS: dict[str, set[str]] = {
     "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
     "llvmlite": {"kernels"},
     "onnxruntime": {"predict"},
-    "onnx": {"predict", "demo"},
+    "onnx": {"predict", "demo", "formats.onnx_file"},
     "fastapi": {"service"},
     "starlette": {"service"},
     "uvicorn": {"service"},

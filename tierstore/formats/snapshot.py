@@ -19,13 +19,14 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pyarrow as pa
 
-from tierstore.errors import InvalidInput, SnapshotError
+from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.arrow_shards import read_arrow, read_parquet
 from tierstore.formats.checksum import checksum, parts
 from tierstore.formats.columns import Malformed
 from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest, ShardEntry, TableEntry
 from tierstore.formats.names import SNAPSHOT_MANIFEST
+from tierstore.formats.onnx_file import read_onnx
 from tierstore.formats.tensor_shards import npy_header, read_hugectr, read_npz, read_safetensors
 from tierstore.types import Keys, TableSpec, Vectors
 
@@ -171,6 +172,14 @@ class Snapshot:
         """The ONNX file of the dense part, or None if the snapshot has none."""
         return None if self.manifest.dense is None else self._resolve(self.manifest.dense.path, file_only=True)
 
+    def dense_model(self) -> bytes | None:
+        """The ONNX model of the dense part, weights that lie beside it taken in; None if there is none. SnapshotError."""
+        path = self.dense_path()
+        if path is None or self.manifest.dense is None:
+            return None
+        with _naming(self.manifest.dense.path):
+            return read_onnx(path, self.root)
+
     def request_paths(self) -> list[tuple[str, Path]]:
         """(name in the manifest, file) of the recorded requests, in order."""
         return [(name, self._resolve(name, file_only=True)) for name in self.manifest.requests]
@@ -238,7 +247,7 @@ def _naming(file: str) -> Iterator[_Place]:
     except Malformed as error:
         row = None if error.row is None else place.first_row + error.row
         raise SnapshotError(error.reason, file=file, row=row) from error
-    except InvalidInput as error:
+    except (InvalidInput, MissingExtra) as error:
         raise SnapshotError(str(error), file=file) from error
     except (
         pa.ArrowException,
