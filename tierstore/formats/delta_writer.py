@@ -149,7 +149,7 @@ def read_dense(path: str | Path, error: type[SnapshotError] | type[DeltaError]) 
     try:
         return read_onnx(Path(path), Path(path).parent)
     except InvalidInput as problem:
-        raise error(f"dense: {problem}") from problem
+        raise error(f"dense: {path}: {problem}") from problem
     except OSError as problem:
         raise error(f"dense: cannot read {path}: {problem.strerror or problem}") from problem
 

@@ -29,7 +29,7 @@ def read_onnx(path: Path, within: Path) -> bytes:
         import onnx
     except ImportError as error:
         raise MissingExtra(
-            f"{path.name}: its weights lie in files beside it; to take them in install tierstore[dense], or save the "
+            "the model's weights lie in files beside it; to take them in install tierstore[dense], or save the "
             "model as one file: torch.onnx.export(…, external_data=False)"
         ) from error
     try:
@@ -44,7 +44,7 @@ def read_onnx(path: Path, within: Path) -> bytes:
             tensor.data_location = onnx.TensorProto.DEFAULT
             total += len(tensor.raw_data)
             if total > _MAX_BYTES:
-                raise InvalidInput(f"{path.name}: with its weights it has more than 2 GiB, which no ONNX file can hold")
+                raise InvalidInput("with its weights the model has more than 2 GiB, which no ONNX file can hold")
     return bytes(model.SerializeToString())
 
 
@@ -54,20 +54,20 @@ def _weights(tensor: Any, path: Path, within: Path) -> bytes:
     try:
         file = (path.parent / location).resolve()
         if not location or not file.is_relative_to(within):
-            raise InvalidInput(f"{path.name}: the weights {tensor.name!r} lie outside of {within.name}: {location!r}")
+            raise InvalidInput(f"the weights {tensor.name!r} lie outside of {within.name}: {location!r}")
         offset = int(entries.get("offset", 0))
         length = int(entries["length"]) if "length" in entries else -1
         with open(file, "rb") as source:
             source.seek(offset)
             data = source.read(length)
     except FileNotFoundError:
-        raise InvalidInput(f"{path.name}: the file of its weights {tensor.name!r} is missing: {location!r}") from None
+        raise InvalidInput(f"the file of its weights {tensor.name!r} is missing: {location!r}") from None
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, InvalidInput):
             raise
-        raise InvalidInput(f"{path.name}: the weights {tensor.name!r} cannot be read: {error}") from error
+        raise InvalidInput(f"the weights {tensor.name!r} cannot be read: {error}") from error
     if 0 <= length != len(data):
-        raise InvalidInput(f"{path.name}: the weights {tensor.name!r} end early: {location!r} was cut")
+        raise InvalidInput(f"the weights {tensor.name!r} end early: {location!r} was cut")
     return data
 
 
