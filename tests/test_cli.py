@@ -243,6 +243,14 @@ def test_an_unknown_variable_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert "TIERSTORE_HOST_BUDGTE" in run.err
 
 
+def test_the_service_may_be_named_by_a_variable(cli: Cli, loaded: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ServerThread(loaded) as server:
+        monkeypatch.setenv("TIERSTORE_URL", server.url)
+        assert cli("status", "--json").document["models"]["ctr"]["active_version"] == 1
+        here = cli("status", "--data", "nowhere")
+        assert (here.code, "no data directory at nowhere" in here.err) == (1, True), "a flag wins over it"
+
+
 def test_a_directory_that_is_held_open_names_url(cli: Cli, loaded: Store) -> None:
     for words in (["status"], ["load", loaded.root.root.parent / "ctr-1"], ["verify"]):
         run = cli(*words, "--data", loaded.root.root)

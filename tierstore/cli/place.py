@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tierstore.types import KeyType
 
 TOKEN_VARIABLE = "TIERSTORE_TOKEN"  # not a flag: other users of the machine can read those
+URL_VARIABLE = "TIERSTORE_URL"  # stands for --url where neither --url nor --data is given
 
 
 @contextmanager
@@ -32,6 +33,8 @@ def place(data: Path | None, url: str | None, *, create: bool = False) -> Iterat
     """
     if data is not None and url is not None:
         raise typer.BadParameter("give --data or --url, not both")
+    if url is None and data is None:
+        url = os.environ.get(URL_VARIABLE) or None
     if url is not None:
         from tierstore.client import Client
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+
+def _end_at_once(number: int, _: Any) -> None:
+    """Until the service takes signals itself: nothing is served yet, so there is nothing to finish."""
+    raise SystemExit(128 + number)
 
 
 class ServeCommand(TyperCommand):
@@ -90,6 +96,8 @@ def serve(
     ] = None,
 ) -> None:
     """Run the service until it is told to stop (SIGTERM or Ctrl-C)."""
+    # The first process of a container has no default for SIGTERM: without this it would not end before it serves.
+    signal.signal(signal.SIGTERM, _end_at_once)
     from tierstore.config import load_settings
 
     settings = load_settings(
