@@ -28,6 +28,7 @@ FLOORS = {
     "kernels": 1,
     "formats": 1,
     "tiers": 2,
+    "imports": 2,
     "ingest": 3,
     "predict": 3,
     "engine": 4,

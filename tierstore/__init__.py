@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Unreachable,
     )
     from tierstore.formats.writers import DeltaWriter, SnapshotWriter, TableWriter
+    from tierstore.imports.tables import Feature, TableSource, import_table, import_tables
     from tierstore.types import DeltaResult, Progress
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "DeltaResult",
     "DeltaWriter",
     "DiskFull",
+    "Feature",
     "Forbidden",
     "InferenceError",
     "InvalidInput",
@@ -77,11 +79,14 @@ __all__ = [
     "SnapshotWriter",
     "StorageError",
     "Store",
+    "TableSource",
     "TableWriter",
     "TierstoreError",
     "TooLarge",
     "Unreachable",
     "View",
+    "import_table",
+    "import_tables",
     "open",
 ]
 _HOMES = {
@@ -89,6 +94,10 @@ _HOMES = {
     "Client": ("tierstore.client", "Client"),
     "DeltaResult": ("tierstore.types", "DeltaResult"),
     "DeltaWriter": ("tierstore.formats.writers", "DeltaWriter"),
+    "Feature": ("tierstore.imports.tables", "Feature"),
+    "import_table": ("tierstore.imports.tables", "import_table"),
+    "import_tables": ("tierstore.imports.tables", "import_tables"),
+    "TableSource": ("tierstore.imports.tables", "TableSource"),
     "Model": ("tierstore.engine.model", "Model"),
     "Progress": ("tierstore.types", "Progress"),
     "RemoteModel": ("tierstore.client", "RemoteModel"),

@@ -47,6 +47,7 @@ GIVEN: dict[str, Callable[[], Any]] = {
     "arrow fixed-size list": lambda: pa.array(ROWS.tolist(), pa.list_(pa.float32(), 3)),
     "arrow slice": lambda: pa.array([[9.0, 9.0], *ROWS.tolist()]).slice(1),
     "arrow fixed-size slice": lambda: pa.array([[9.0] * 3, *ROWS.tolist()], pa.list_(pa.float32(), 3)).slice(1),
+    "arrow list views": lambda: pa.array([[9.0], *ROWS.tolist()], pa.list_view(pa.float64())).slice(1),
     "arrow chunks": lambda: pa.chunked_array([[row] for row in ROWS.tolist()]),
     "arrow tensors": lambda: pa.FixedShapeTensorArray.from_numpy_ndarray(ROWS),
     "pandas column of arrays": lambda: pd.DataFrame({"v": list(ROWS)})["v"],

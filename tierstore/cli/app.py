@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tierstore import __version__
+from tierstore.cli.imports import import_, import_hps
 from tierstore.cli.options import AsJson, Data, Force, ModelName, Url, VersionNumber
 from tierstore.cli.place import key_type, local, parse_keys, parse_share, place
 from tierstore.cli.serve import ServeCommand, serve
@@ -23,6 +24,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=ServeCommand)(serve)
+app.command("import")(import_)
+app.command()(import_hps)
 
 
 def _print_version(wanted: bool) -> None:

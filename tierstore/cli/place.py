@@ -33,8 +33,7 @@ def place(data: Path | None, url: str | None, *, create: bool = False) -> Iterat
     """
     if data is not None and url is not None:
         raise typer.BadParameter("give --data or --url, not both")
-    if url is None and data is None:
-        url = os.environ.get(URL_VARIABLE) or None
+    url = service_url(data, url)
     if url is not None:
         from tierstore.client import Client
 
@@ -43,6 +42,11 @@ def place(data: Path | None, url: str | None, *, create: bool = False) -> Iterat
         return
     with local(data, create=create) as store:
         yield store
+
+
+def service_url(data: Path | None, url: str | None) -> str | None:
+    """The service that a command talks to; None where it works on a data directory."""
+    return (os.environ.get(URL_VARIABLE) or None) if url is None and data is None else url
 
 
 @contextmanager

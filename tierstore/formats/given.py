@@ -63,8 +63,10 @@ def guessed_key_type(keys: Any) -> KeyType:
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column of this Arrow type is one of vectors."""
     kind = _storage(kind)
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return bool(lists and (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)))
+    t = pa.types
+    lists = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+    views = t.is_list_view(kind) or t.is_large_list_view(kind)
+    return bool((lists or views) and (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)))
 
 
 def list_rows(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
