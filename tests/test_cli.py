@@ -37,6 +37,7 @@ COMMANDS = {
     "serve",
     "import",
     "import-hps",
+    "compile",
     "load",
     "delta",
     "activate",

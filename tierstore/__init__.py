@@ -112,6 +112,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
+    if name in ("open", "Store"):
+        import_module("tierstore.kernels.ahead").prepare()  # else each kernel is compiled where it is imported
     module, attribute = _HOMES.get(name, ("tierstore.errors", name))
     value = getattr(import_module(module), attribute)
     globals()[name] = value

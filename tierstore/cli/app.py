@@ -291,6 +291,27 @@ def verify(data: Data = None, json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command("compile")
+def compile_(
+    data: Data = None,
+    json: AsJson = False,
+) -> None:
+    """Compile all kernels ahead of the first start.
+
+    They are kept for this version and this kind of processor: beside the package or in the home directory, or in the data
+    directory where neither can be written. NUMBA_CACHE_DIR names another place.
+    """
+    from tierstore import kernels
+    from tierstore.config import cores, load_settings
+    from tierstore.kernels import ahead
+
+    kernels.use_data(load_settings(data=data).data)
+    seconds = ahead.compile_all(min(ahead.MOST, cores()), lambda line: typer.echo(f"tierstore: {line}", err=True))
+    where = str(kernels.directory())
+    done = f"compiled in {seconds:.1f} s" if seconds else "compiled already"
+    _say(json, {"directory": where, "seconds": round(seconds, 3)}, f"kernels are {done}: {where}")
+
+
 @app.command()
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the service up at the end, until Ctrl-C.")] = False,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,11 +53,13 @@ def service_url(data: Path | None, url: str | None) -> str | None:
 def local(data: Path | None, *, create: bool = False) -> Iterator[Store]:
     """Open the data directory `data`, by default the one that the settings name."""
     from tierstore.config import load_settings
-    from tierstore.engine.store import Store
 
     settings = load_settings(data=data)
     if not create and not settings.data.is_dir():
         raise NotFound(f"no data directory at {settings.data}; name one with --data, or a running service with --url")
+    ready_kernels(settings.data, lambda line: typer.echo(f"tierstore: {line}", err=True))
+    from tierstore.engine.store import Store
+
     try:
         store = Store(settings)
     except Locked as error:
@@ -65,6 +67,15 @@ def local(data: Path | None, *, create: bool = False) -> Iterator[Store]:
         raise Locked(f"{error}{hint}") from error
     with store:
         yield store
+
+
+def ready_kernels(data: Path, say: Callable[[str], None]) -> None:
+    """Have the kernels compiled before the store is imported, which would compile them one after the other."""
+    from tierstore import kernels
+    from tierstore.kernels import ahead
+
+    kernels.use_data(data)
+    ahead.prepare(say)
 
 
 def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:

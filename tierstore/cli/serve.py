@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from tierstore.cli.place import ready_kernels
+
 
 def _end_at_once(number: int, _: Any) -> None:
     """Until the service takes signals itself: nothing is served yet, so there is nothing to finish."""
@@ -113,9 +115,9 @@ def serve(
         allow_client_shm=allow_client_shm,
         allow_open_network=allow_open_network,
     )
-    from tierstore.service.server import serve as run_service
-
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ready_kernels(settings.data, logging.getLogger("tierstore").info)
+    from tierstore.service.server import serve as run_service
 
     def announce(url: str, grpc_target: str | None) -> None:
         typer.echo(f"tierstore serves {settings.data} at {url}")
