@@ -155,7 +155,7 @@ def test_every_error_is_exported() -> None:
         if isinstance(value, type) and issubclass(value, errors.TierstoreError)
     }
     assert tree <= set(tierstore.__all__)
-    for name in tierstore.__all__:
+    for name in set(tierstore.__all__) - {"torch"}:  # which needs PyTorch
         assert getattr(tierstore, name) is not None
         assert name in dir(tierstore)
     with pytest.raises(AttributeError, match="has no attribute 'lookup'"):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tierstore import onnx, torch
     from tierstore.client import AsyncClient, Client, RemoteModel
     from tierstore.engine.model import Model
     from tierstore.engine.store import Store
@@ -87,7 +88,9 @@ __all__ = [
     "View",
     "import_table",
     "import_tables",
+    "onnx",
     "open",
+    "torch",
 ]
 _HOMES = {
     "AsyncClient": ("tierstore.client", "AsyncClient"),
@@ -110,6 +113,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("onnx", "torch"):
+        return import_module(f"tierstore.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
     if name in ("open", "Store"):
