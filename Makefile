@@ -20,7 +20,7 @@ TESTS  ?=
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
 CLIENTS := $(CURDIR)/.clients
-SOURCES := tierstore tests $(wildcard benchmarks tools)
+SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check format-check lint types layers bench bench-tools bench-tfra bench-gpu client-venvs trainers format clean

@@ -65,9 +65,9 @@ async def main() -> None:
 """
 
 
-def mypy(where: Path, *words: str) -> list[str]:
+def mypy(where: Path, *words: str, more: str = "") -> list[str]:
     """Its lines, for a program that has the package from elsewhere and does not check it too."""
-    (where / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-tierstore.*]\nfollow_imports = silent\n")
+    (where / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-tierstore.*]\nfollow_imports = silent\n" + more)
     (where / "path").mkdir()
     (where / "path" / "tierstore").symlink_to(ROOT / "tierstore")
     done = subprocess.run(
