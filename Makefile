@@ -1,6 +1,7 @@
 # Every target makes its own .venv first; nothing here needs root or a prepared HOME.
 #   make demo    the whole story on a model trained on the spot
 #   make test    the tests
+#   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test`)
 #   make check   what must be green: format, lint, types, layers, tests
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
@@ -23,7 +24,7 @@ CLIENTS := $(CURDIR)/.clients
 SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers bench bench-tools bench-tfra bench-gpu client-venvs trainers format clean
+.PHONY: help venv demo test check format-check lint types layers docs-test bench bench-tools bench-tfra bench-gpu client-venvs trainers format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +56,9 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	$(BIN)/python -m pytest tests/test_layers.py tests/test_tidy.py
+
+docs-test: $(STAMP)
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_examples.py
 
 bench: bench-tools
 	$(BIN)/python -m benchmarks $(BENCH)
