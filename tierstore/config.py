@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from tierstore.errors import ConfigError
+from tierstore.logs import LogFormat, LogLevel
 from tierstore.types import BaseKind
 
 CONFIG_FILE = "tierstore.toml"
@@ -201,6 +202,12 @@ class Settings(BaseSettings):
     )
     max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
     watch: Path | None = Field(None, description="directory of <model>/<seq>.arrow files to apply as they appear")
+    log_format: LogFormat = Field(
+        "text", description="the log on standard error: lines of `text`, or `json`, an object a line"
+    )
+    log_level: LogLevel = Field(
+        "info", description="what is logged: `debug`, `info`, `warning` or `error`, and what is worse"
+    )
     drain_s: float = Field(5.0, ge=0, description="seconds to go on serving after a stop signal, reported as not ready")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +100,7 @@ def serve(
     # The first process of a container has no default for SIGTERM: without this it would not end before it serves.
     signal.signal(signal.SIGTERM, _end_at_once)
     from tierstore.config import load_settings
+    from tierstore.logs import configure
 
     settings = load_settings(
         config,
@@ -115,7 +115,7 @@ def serve(
         allow_client_shm=allow_client_shm,
         allow_open_network=allow_open_network,
     )
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(settings.log_format, settings.log_level)
     ready_kernels(settings.data, logging.getLogger("tierstore").info)
     from tierstore.service.server import serve as run_service
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from tierstore.config import Settings
 from tierstore.engine.mirror import MirrorStore
 from tierstore.engine.sharing import Changes
 from tierstore.errors import InvalidInput
+from tierstore.logs import configure
 from tierstore.service.context import Service
 from tierstore.service.http.door import Door
 from tierstore.service.http.face import BEGUN, HttpFace
@@ -210,13 +210,14 @@ def main() -> None:
     """Entry of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the owner says when to end
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tune_allocator()
     control = socket.socket(fileno=int(sys.argv[1]))
     lines = control.makefile("rb")
     first = lines.readline()
     if first:
-        worker = Worker(control, lines, json.loads(first))
+        hello = json.loads(first)
+        configure(hello["settings"]["log_format"], hello["settings"]["log_level"])
+        worker = Worker(control, lines, hello)
         freeze_heap()
         worker.run()
 
