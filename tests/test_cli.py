@@ -27,6 +27,7 @@ from tierstore.cli.app import app
 from tierstore.cli.progress import shown_progress
 from tierstore.config import ENV_PREFIX
 from tierstore.engine.store import Store
+from tierstore.predict import runtime
 from tierstore.service.server import ServerThread, has_grpc
 from tierstore.types import Progress
 
@@ -360,6 +361,19 @@ def test_an_import_that_is_not_all_said(cli: Cli, tmp_path: Path, words: list[st
     run = cli(*words)
     assert run.code == 2
     assert says in run.err
+
+
+def test_a_dense_part_that_is_not_served_is_told(
+    cli: Cli, tmp_path: Path, place: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "missing_extra", lambda: "install tierstore[dense] (no onnx)")
+    where = write_snapshot(tmp_path, 1)
+    document = json.loads((where / "snapshot.json").read_text())
+    (where / "model.onnx").write_bytes(b"onnx")
+    (where / "snapshot.json").write_text(json.dumps({**document, "dense": {"path": "model.onnx"}}))
+    done = cli("load", where, *place)
+    assert (done.code, "is loaded and active" in done.out) == (0, True)
+    assert "ctr version 1: the dense part is kept, not served: install tierstore[dense]" in done.err
 
 
 def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path, place: list[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.config import CLIENT_ENV, ENV_PREFIX, Settings, load_settings
+from tierstore.config import CLIENT_ENV, ENV_PREFIX, Settings, described_settings, load_settings
 from tierstore.errors import ConfigError, InvalidInput
 
 
@@ -200,3 +200,20 @@ def test_kubernetes_service_links_set_nothing(variables: dict[str, str], monkeyp
 def test_a_size_that_is_none_says_what_one_looks_like(given: str) -> None:
     with pytest.raises(ConfigError, match=f"host_budget: expected a size such as 512MiB, 4GiB, .*, came '{given}'"):
         load_settings(host_budget=given)
+
+
+def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:
+    from tools.make_settings_page import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page(), "python tools/make_settings_page.py"
+    for name, default, text in described_settings():
+        assert default, name
+        assert text, name
+        assert "factory" not in default.lower(), name
+    known = {name: default for name, default, _ in described_settings()}
+    assert (known["port"], known["max_delta"], known["watch"], known["dense_arena"]) == (
+        "8000",
+        "256MiB",
+        "none",
+        "true",
+    )

@@ -211,6 +211,32 @@ class Settings(BaseSettings):
     drain_s: float = Field(5.0, ge=0, description="seconds to go on serving after a stop signal, reported as not ready")
 
 
+_SHOWN_DEFAULTS = {  # of those that depend on the machine
+    "host_budget": "4GiB, at most half of the memory",
+    "lookup_threads": "as many as processors, at least 2",
+    "load_workers": "as many as processors, at most 4",
+    "source_root": "the working directory",
+    "dense_provider_options": "none",
+    "dense_options": "none",
+}
+
+
+def described_settings() -> list[tuple[str, str, str]]:
+    """(name, default, description) of every setting, in words."""
+    return [(name, _default(name), field.description or "") for name, field in Settings.model_fields.items()]
+
+
+def _default(name: str) -> str:
+    default = Settings.model_fields[name].default
+    if name in _SHOWN_DEFAULTS:
+        return _SHOWN_DEFAULTS[name]
+    if isinstance(default, ByteSize):
+        return default.human_readable(separator="").replace(".0", "") if default else "0"
+    if default is None:
+        return "none"
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
 def load_settings(config: str | Path | None = None, **overrides: Any) -> Settings:
     """Read the settings. `overrides` that are None count as not given.
 

@@ -12,7 +12,7 @@ import typer
 from tierstore import __version__
 from tierstore.cli.imports import import_, import_hps
 from tierstore.cli.options import AsJson, Data, Force, ModelName, Url, VersionNumber
-from tierstore.cli.place import key_type, local, parse_keys, parse_share, place
+from tierstore.cli.place import key_type, local, parse_keys, parse_share, place, warn_of_dense
 from tierstore.cli.serve import ServeCommand, serve
 
 app = typer.Typer(
@@ -74,6 +74,7 @@ def load(
     source = str(Path(snapshot).resolve()) if Path(snapshot).is_dir() else snapshot
     with place(data, url, create=True) as held, shown_progress("load") as progress:
         version = held.load_snapshot(source, activate=not no_activate, progress=progress, model=model)
+        warn_of_dense(held, source, version)
     seconds = time.monotonic() - begun_s
     if json:
         show.as_json({"version": version, "active": not no_activate, "seconds": round(seconds, 3)})

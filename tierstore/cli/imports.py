@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tierstore.cli.options import AsJson, Data, Url
-from tierstore.cli.place import place, service_url
+from tierstore.cli.place import place, service_url, warn_of_dense
 from tierstore.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ def _load(write: Callable[[], Path], data: Path | None, url: str | None, progres
     with place(data, url, create=True) as held:  # first, so that a directory that is held open is told at once
         where = write()
         try:
-            held.load_snapshot(where.resolve(), progress=progress)
+            version = held.load_snapshot(where.resolve(), progress=progress)
+            warn_of_dense(held, where, version)
         except SnapshotError as error:
             if service_url(data, url) and "source root" in str(error):
                 raise SnapshotError(f"{error}; write it where the service reads, with --out") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tierstore.errors import Locked, NotFound
+from tierstore.errors import InvalidInput, Locked, NotFound
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -76,6 +76,20 @@ def ready_kernels(data: Path, say: Callable[[str], None]) -> None:
 
     kernels.use_data(data)
     ahead.prepare(say)
+
+
+def warn_of_dense(held: Store | Client, snapshot: str | Path, version: int) -> None:
+    """Say so where the rows of the version that was loaded from `snapshot` are served and its dense part is not."""
+    from tierstore.client.sources import snapshot_model
+
+    try:
+        model = snapshot_model(snapshot)
+    except InvalidInput:  # it cannot be read here, only where the service is
+        return
+    versions = held.status(model)["models"][model]["versions"]
+    dense = next((str(one.get("dense") or "") for one in versions if one["version"] == version), "")
+    if "not served" in dense:
+        typer.echo(f"tierstore: {model} version {version}: the dense part is {dense}", err=True)
 
 
 def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:

@@ -22,10 +22,10 @@ class ServeCommand(TyperCommand):
     """Its `--help` goes on with every setting there is, since most have no flag."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # of click, which newer releases of typer carry inside
-        from tierstore.config import ENV_PREFIX, Settings
+        from tierstore.config import ENV_PREFIX, described_settings
 
         with formatter.section(f"Every setting, as tierstore.toml has it; in the environment it is {ENV_PREFIX}<NAME>"):
-            formatter.write_dl([(name, field.description or "") for name, field in Settings.model_fields.items()])
+            formatter.write_dl([(name, f"{text} (default: {default})") for name, default, text in described_settings()])
 
 
 def serve(
