@@ -1,17 +1,18 @@
 # The service on CPU and RocksDB, over HTTP and gRPC. Build: docker build -t tierstore .
 FROM python:3.12-slim
 
-# Numba keeps compiled kernels in the home directory, which a user without write access to the package needs.
-RUN useradd --create-home --uid 10001 tierstore \
+RUN useradd --no-create-home --home-dir /nonexistent --uid 10001 tierstore \
     && install -d -o tierstore -g tierstore /data /snapshots
 
 WORKDIR /opt/tierstore
 COPY pyproject.toml README.md LICENSE ./
 COPY tierstore ./tierstore
-RUN pip install --no-cache-dir ".[grpc]"
+# Kernels are compiled for the processor of this build. On another kind the first start compiles them into /data/kernels.
+RUN pip install --no-cache-dir ".[all]" && tierstore compile
 
-USER tierstore
-WORKDIR /home/tierstore
+# Nothing but /data is written: the root file system may be read-only.
+USER 10001
+WORKDIR /data
 
 # Inside a container loopback is the container's own, so a port can only be published from an address
 # that is not loopback: the service has to be told that this is meant. There are no tokens, so whoever
@@ -26,7 +27,7 @@ ENV TIERSTORE_DATA=/data \
 VOLUME /data
 EXPOSE 8000 8001
 
-# Ready is also the answer of a service that holds no model yet. Kernels compile at the first start: hence the start period.
+# Ready is also the answer of a service that holds no model yet. The start period is for kernels that have to be compiled.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=90s --retries=3 \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=2)"]
 

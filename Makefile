@@ -1,11 +1,13 @@
 # Every target makes its own .venv first; nothing here needs root or a prepared HOME.
 #   make demo    the whole story on a model trained on the spot
 #   make test    the tests
+#   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test`)
 #   make check   what must be green: format, lint, types, layers, tests
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
 #   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
+#   make trainers  PyTorch, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make format  rewrite the code in the house format
 
 PYTHON ?= python3
@@ -19,10 +21,10 @@ TESTS  ?=
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
 CLIENTS := $(CURDIR)/.clients
-SOURCES := tierstore tests $(wildcard benchmarks tools)
+SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers bench bench-tools bench-tfra bench-gpu client-venvs format clean
+.PHONY: help venv demo test check format-check lint types layers docs-test bench bench-tools bench-tfra bench-gpu client-venvs trainers format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +56,9 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	$(BIN)/python -m pytest tests/test_layers.py tests/test_tidy.py
+
+docs-test: $(STAMP)
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_examples.py
 
 bench: bench-tools
 	$(BIN)/python -m benchmarks $(BENCH)
@@ -92,6 +97,11 @@ $(CLIENTS)/kserve/.installed:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'kserve==0.21.0'
 	env -u PYTHONDONTWRITEBYTECODE $(@D)/bin/python -c 'import kserve'
 	@touch $@
+
+# What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip.
+trainers: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only $(SOURCES)

@@ -5,27 +5,24 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterator
 
 import pytest
 
 from tests import warm_helpers
-from tierstore import kernels
+from tierstore.kernels import ahead
 
 # Files that take longest. With several processes the run is as long as the one that ends last.
 LONG = ("test_benchmarks", "test_crash", "test_story", "test_faults", "test_switch", "test_model_based", "test_disk")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile all kernels in the process that starts the others.
+    """Compile all kernels before the processes are started.
 
     numba's cache on disk is no place for two that compile at once: one may read the other's index beside old code.
     """
     if getattr(config.option, "numprocesses", None):
-        for module in pkgutil.iter_modules(kernels.__path__):
-            importlib.import_module(f"{kernels.__name__}.{module.name}")
+        ahead.prepare()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

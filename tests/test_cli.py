@@ -20,11 +20,14 @@ import pytest
 import typer.main
 
 import tierstore
+from tests.formats.test_directories import as_spark
+from tests.imports.test_hps import hps
 from tierstore.cli import main
 from tierstore.cli.app import app
 from tierstore.cli.progress import shown_progress
 from tierstore.config import ENV_PREFIX
 from tierstore.engine.store import Store
+from tierstore.predict import runtime
 from tierstore.service.server import ServerThread, has_grpc
 from tierstore.types import Progress
 
@@ -33,6 +36,9 @@ ROWS, DIM = 300, 8
 SMALL = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2, "fold_grace_s": 0.0}
 COMMANDS = {
     "serve",
+    "import",
+    "import-hps",
+    "compile",
     "load",
     "delta",
     "activate",
@@ -243,6 +249,14 @@ def test_an_unknown_variable_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert "TIERSTORE_HOST_BUDGTE" in run.err
 
 
+def test_the_service_may_be_named_by_a_variable(cli: Cli, loaded: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ServerThread(loaded) as server:
+        monkeypatch.setenv("TIERSTORE_URL", server.url)
+        assert cli("status", "--json").document["models"]["ctr"]["active_version"] == 1
+        here = cli("status", "--data", "nowhere")
+        assert (here.code, "no data directory at nowhere" in here.err) == (1, True), "a flag wins over it"
+
+
 def test_a_directory_that_is_held_open_names_url(cli: Cli, loaded: Store) -> None:
     for words in (["status"], ["load", loaded.root.root.parent / "ctr-1"], ["verify"]):
         run = cli(*words, "--data", loaded.root.root)
@@ -294,6 +308,72 @@ def test_versions_and_deltas_from_load_to_drop(cli: Cli, tmp_path: Path, place: 
     assert [(v["version"], v["state"]) for v in model["versions"]] == [(1, "active")]
     assert model["tables"]["item"]["rows"] == ROWS
     assert {"lookup_keys", "tier_bytes", "tier_budget_bytes"} <= model["tables"]["item"].keys()
+
+
+def test_a_directory_of_parquet_is_served_by_one_command(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    as_spark(tmp_path / "items")
+    where = ["items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
+    done = cli("import", *where, "--feature", "clicked", "--combiner", "mean", *place)
+    assert re.fullmatch(r"ctr version \d{14} is active: 100 rows of item \(.*\)\n", done.out), done.err
+    rows = cli("lookup", "ctr", "clicked", 7, 8, *place, "--json").document["rows"]
+    assert rows == [
+        {"key": 7, "found": True, "row": [0.5, 0.625, 0.75, 0.875]},
+        {"key": 8, "found": False, "row": [0, 0, 0, 0]},
+    ]
+    wrong = cli("import", "items", "--model", "ctr", "--table", "item", *place)
+    assert wrong.code == 1
+    assert "there is no one column 'key' for keys; there are item_id (int64)" in wrong.err
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["data", "items"], ["items"]), "nothing is left of it"
+
+
+def test_tables_named_in_a_file_and_a_snapshot_for_later(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    as_spark(tmp_path / "items")
+    tables = '[tables.item]\npath = "items"\nkey = "item_id"\nvector = "embedding"\n'
+    (tmp_path / "tables.toml").write_text(f'model = "ctr"\nversion = 5\n{tables}')
+    done = cli("import", "tables.toml", "--out", "s", "--json").document
+    assert (done["version"], done["rows"], done["active"], done["snapshot"]) == (5, {"item": 100}, False, "s")
+    assert cli("load", "s", *place).code == 0
+    assert cli("lookup", "ctr", "item", 7, *place, "--json").document["rows"][0]["row"] == [0.5, 0.625, 0.75, 0.875]
+
+
+def test_a_configuration_of_hps_is_served_by_one_command(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    done = cli("import-hps", hps(tmp_path), *place, "--json")
+    assert done.code == 0, done.err
+    assert done.document["rows"] == {"sparse_embedding1": 5, "sparse_embedding2": 5}
+    rows = cli("lookup", "wdl", "sparse_embedding1", 4, 99, *place, "--json").document["rows"]
+    assert [row["row"] for row in rows] == [[12, 13, 14], [1, 1, 1]], "its defaults are the tables'"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["import", "items", "--model", "ctr"], "--table"),
+        (["import", "items", "--table", "item"], "--model"),
+        (["import", "nowhere", "--model", "ctr", "--table", "item"], "nowhere"),
+        (["import", "tables.toml", "--table", "item"], "names the tables"),
+        (["import-hps", "ps.json", "--model", "nobody"], "names no model 'nobody'"),
+    ],
+)
+def test_an_import_that_is_not_all_said(cli: Cli, tmp_path: Path, words: list[str], says: str) -> None:
+    as_spark(tmp_path / "items")
+    hps(tmp_path)
+    (tmp_path / "tables.toml").write_text('[tables.item]\npath = "items"\n')
+    run = cli(*words)
+    assert run.code == 2
+    assert says in run.err
+
+
+def test_a_dense_part_that_is_not_served_is_told(
+    cli: Cli, tmp_path: Path, place: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "missing_extra", lambda: "install tierstore[dense] (no onnx)")
+    where = write_snapshot(tmp_path, 1)
+    document = json.loads((where / "snapshot.json").read_text())
+    (where / "model.onnx").write_bytes(b"onnx")
+    (where / "snapshot.json").write_text(json.dumps({**document, "dense": {"path": "model.onnx"}}))
+    done = cli("load", where, *place)
+    assert (done.code, "is loaded and active" in done.out) == (0, True)
+    assert "ctr version 1: the dense part is kept, not served: install tierstore[dense]" in done.err
 
 
 def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path, place: list[str]) -> None:

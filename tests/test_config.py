@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.config import CLIENT_ENV, ENV_PREFIX, Settings, load_settings
+from tierstore.config import CLIENT_ENV, ENV_PREFIX, Settings, described_settings, load_settings
 from tierstore.errors import ConfigError, InvalidInput
 
 
@@ -159,3 +159,61 @@ def test_settings_do_not_change_once_made() -> None:
 
 def test_every_setting_says_what_it_is() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {  # what Kubernetes sets for a service named `tierstore`
+            "TIERSTORE_SERVICE_HOST": "10.0.0.7",
+            "TIERSTORE_SERVICE_PORT": "8000",
+            "TIERSTORE_SERVICE_PORT_HTTP": "8000",
+            "TIERSTORE_PORT": "tcp://10.0.0.7:8000",
+            "TIERSTORE_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+            "TIERSTORE_PORT_8000_TCP_PROTO": "tcp",
+            "TIERSTORE_PORT_8000_TCP_PORT": "8000",
+            "TIERSTORE_PORT_8000_TCP_ADDR": "10.0.0.7",
+        },
+        {  # and for one named `tierstore-grpc`, or `tierstore-a`
+            "TIERSTORE_GRPC_SERVICE_HOST": "10.0.0.8",
+            "TIERSTORE_GRPC_PORT": "tcp://10.0.0.8:8001",
+            "TIERSTORE_GRPC_PORT_8001_TCP_ADDR": "10.0.0.8",
+            "TIERSTORE_A_PORT": "tcp://10.0.0.8:8001",
+        },
+    ],
+)
+def test_kubernetes_service_links_set_nothing(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings()
+    assert (settings.port, settings.grpc_port) == (8000, None)
+    monkeypatch.setenv("TIERSTORE_WORKERS", "3")
+    assert load_settings().workers == 3, "all else still counts"
+    monkeypatch.setenv("TIERSTORE_PORT", "9000")
+    assert load_settings().port == 9000
+    monkeypatch.setenv("TIERSTORE_SERVICE", "10.0.0.7")
+    with pytest.raises(ConfigError, match="TIERSTORE_SERVICE;"):
+        load_settings()
+
+
+@pytest.mark.parametrize("given", ["4 gigs", "4GiBB", "much", ""])
+def test_a_size_that_is_none_says_what_one_looks_like(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"host_budget: expected a size such as 512MiB, 4GiB, .*, came '{given}'"):
+        load_settings(host_budget=given)
+
+
+def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:
+    from tools.make_settings_page import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page(), "python tools/make_settings_page.py"
+    for name, default, text in described_settings():
+        assert default, name
+        assert text, name
+        assert "factory" not in default.lower(), name
+    known = {name: default for name, default, _ in described_settings()}
+    assert (known["port"], known["max_delta"], known["watch"], known["dense_arena"]) == (
+        "8000",
+        "256MiB",
+        "none",
+        "true",
+    )

@@ -25,9 +25,13 @@ FLOORS = {
     "errors": 0,
     "types": 0,
     "config": 0,
+    "logs": 0,
     "kernels": 1,
     "formats": 1,
     "tiers": 2,
+    "imports": 2,
+    "torch": 2,
+    "onnx": 2,
     "ingest": 3,
     "predict": 3,
     "engine": 4,
@@ -43,6 +47,7 @@ SIDEWAYS = {
     ("types", "errors"),
     ("config", "errors"),
     ("config", "types"),
+    ("config", "logs"),
     ("formats", "kernels"),
     ("cli", "client"),
     ("cli", "demo"),
@@ -57,8 +62,8 @@ DOORS: dict[str, set[str]] = {
     "cupy": {"tiers.device"},
     "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
     "llvmlite": {"kernels"},
-    "onnxruntime": {"predict"},
-    "onnx": {"predict", "demo"},
+    "onnxruntime": {"predict", "torch"},
+    "onnx": {"predict", "demo", "formats.onnx_file", "onnx"},
     "fastapi": {"service"},
     "starlette": {"service"},
     "uvicorn": {"service"},
@@ -67,6 +72,8 @@ DOORS: dict[str, set[str]] = {
     "typer": {"cli", "demo"},
     "click": {"cli"},
     "rich": {"cli", "demo"},
+    "torch": {"torch"},
+    "onnxscript": {"torch"},
     "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
     "grpc": {"service.rpc"},
     "grpc_health": {"service.rpc"},
@@ -185,7 +192,7 @@ def test_each_driver_has_one_door() -> None:
 
 def test_no_module_is_dead() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    entries = {"__main__", "__init__"} | {
+    entries = {"__main__", "__init__", "torch", "onnx"} | {
         target.split(":")[0].removeprefix(PACKAGE + ".") for target in scripts.values()
     }
     reached: set[str] = set()

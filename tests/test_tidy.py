@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("tierstore", "tests", "benchmarks", "tools")
+FOLDERS = ("tierstore", "tests", "benchmarks", "tools", "examples")
 LONGEST = 600  # lines; the goal is 300
 MAY_PRINT = ("tierstore/cli", "tierstore/demo", "tools", "benchmarks")
 MARKERS = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")

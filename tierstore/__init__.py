@@ -18,37 +18,112 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tierstore.client import AsyncClient, Client
+    from tierstore import onnx, torch
+    from tierstore.client import AsyncClient, Client, RemoteModel
     from tierstore.engine.model import Model
     from tierstore.engine.store import Store
     from tierstore.engine.store import open_store as open
     from tierstore.engine.view import View
-    from tierstore.errors import TierstoreError
-    from tierstore.formats.writers import DeltaWriter, SnapshotWriter
+    from tierstore.errors import (
+        Closed,
+        ConfigError,
+        Conflict,
+        Corruption,
+        DeadlineExceeded,
+        DeltaError,
+        DiskFull,
+        Forbidden,
+        InferenceError,
+        InvalidInput,
+        Locked,
+        MissingExtra,
+        NotFound,
+        NotReady,
+        Overloaded,
+        SequenceGap,
+        SnapshotError,
+        StorageError,
+        TierstoreError,
+        TooLarge,
+        Unreachable,
+    )
+    from tierstore.formats.writers import DeltaWriter, SnapshotWriter, TableWriter
+    from tierstore.imports.tables import Feature, TableSource, import_table, import_tables
+    from tierstore.types import DeltaResult, Progress
 
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Closed",
+    "ConfigError",
+    "Conflict",
+    "Corruption",
+    "DeadlineExceeded",
+    "DeltaError",
+    "DeltaResult",
+    "DeltaWriter",
+    "DiskFull",
+    "Feature",
+    "Forbidden",
+    "InferenceError",
+    "InvalidInput",
+    "Locked",
+    "MissingExtra",
+    "Model",
+    "NotFound",
+    "NotReady",
+    "Overloaded",
+    "Progress",
+    "RemoteModel",
+    "SequenceGap",
+    "SnapshotError",
+    "SnapshotWriter",
+    "StorageError",
+    "Store",
+    "TableSource",
+    "TableWriter",
+    "TierstoreError",
+    "TooLarge",
+    "Unreachable",
+    "View",
+    "import_table",
+    "import_tables",
+    "onnx",
+    "open",
+    "torch",
+]
 _HOMES = {
     "AsyncClient": ("tierstore.client", "AsyncClient"),
     "Client": ("tierstore.client", "Client"),
+    "DeltaResult": ("tierstore.types", "DeltaResult"),
     "DeltaWriter": ("tierstore.formats.writers", "DeltaWriter"),
+    "Feature": ("tierstore.imports.tables", "Feature"),
+    "import_table": ("tierstore.imports.tables", "import_table"),
+    "import_tables": ("tierstore.imports.tables", "import_tables"),
+    "TableSource": ("tierstore.imports.tables", "TableSource"),
     "Model": ("tierstore.engine.model", "Model"),
+    "Progress": ("tierstore.types", "Progress"),
+    "RemoteModel": ("tierstore.client", "RemoteModel"),
     "SnapshotWriter": ("tierstore.formats.writers", "SnapshotWriter"),
     "Store": ("tierstore.engine.store", "Store"),
-    "TierstoreError": ("tierstore.errors", "TierstoreError"),
+    "TableWriter": ("tierstore.formats.writers", "TableWriter"),
     "View": ("tierstore.engine.view", "View"),
     "open": ("tierstore.engine.store", "open_store"),
 }
-__all__ = ["AsyncClient", "Client", "DeltaWriter", "Model", "SnapshotWriter", "Store", "TierstoreError", "View", "open"]
 
 
 def __getattr__(name: str) -> Any:
-    try:
-        module, attribute = _HOMES[name]
-    except KeyError:
-        raise AttributeError(f"module 'tierstore' has no attribute {name!r}") from None
+    if name in ("onnx", "torch"):
+        return import_module(f"tierstore.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
+    if name in ("open", "Store"):
+        import_module("tierstore.kernels.ahead").prepare()  # else each kernel is compiled where it is imported
+    module, attribute = _HOMES.get(name, ("tierstore.errors", name))
     value = getattr(import_module(module), attribute)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *__all__})

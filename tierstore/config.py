@@ -6,19 +6,33 @@ Constant once made; any thread may read them. An unknown name, from whichever so
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from tierstore.errors import ConfigError
+from tierstore.logs import LogFormat, LogLevel
 from tierstore.types import BaseKind
 
 CONFIG_FILE = "tierstore.toml"
 ENV_PREFIX = "TIERSTORE_"
-CLIENT_ENV = frozenset({"token"})  # what the command line reads for itself when it talks to a service
+CLIENT_ENV = frozenset({"token", "url"})  # what the command line reads for itself when it talks to a service
+# What Kubernetes puts into the environment of every container for a service named `tierstore` or `tierstore-…`
+_SERVICE_LINK = re.compile(
+    r"(?:.+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
+)
+_LINKED_PORT = re.compile(r"(?:tcp|udp|sctp)://", re.IGNORECASE)
 
 
 def cores() -> int:
@@ -29,6 +43,16 @@ def cores() -> int:
 def _default_host_budget() -> ByteSize:
     half_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return ByteSize(min(4 << 30, half_of_memory))
+
+
+def environment() -> dict[str, str]:
+    """What the environment sets: `TIERSTORE_NAME` by its name in lower case. Kubernetes' service links set nothing."""
+    given = {n[len(ENV_PREFIX) :]: value for n, value in os.environ.items() if n.upper().startswith(ENV_PREFIX)}
+    return {
+        name.lower(): value
+        for name, value in given.items()
+        if not (_SERVICE_LINK.fullmatch(name) or (name.endswith("PORT") and _LINKED_PORT.match(value)))
+    }
 
 
 def _split_paths(value: object) -> object:
@@ -42,6 +66,19 @@ class Settings(BaseSettings):
     """Every setting of the store and of the service, with its default. Sizes take `512MiB`, `4GiB` or bytes."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        assert isinstance(env_settings, EnvSettingsSource)
+        env_settings.env_vars = {ENV_PREFIX.lower() + name: value for name, value in environment().items() if value}
+        return init_settings, env_settings
 
     data: Path = Field(Path("data"), description="the data directory")
     # memory
@@ -177,7 +214,39 @@ class Settings(BaseSettings):
     )
     max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
     watch: Path | None = Field(None, description="directory of <model>/<seq>.arrow files to apply as they appear")
+    log_format: LogFormat = Field(
+        "text", description="the log on standard error: lines of `text`, or `json`, an object a line"
+    )
+    log_level: LogLevel = Field(
+        "info", description="what is logged: `debug`, `info`, `warning` or `error`, and what is worse"
+    )
     drain_s: float = Field(5.0, ge=0, description="seconds to go on serving after a stop signal, reported as not ready")
+
+
+_SHOWN_DEFAULTS = {  # of those that depend on the machine
+    "host_budget": "4GiB, at most half of the memory",
+    "lookup_threads": "as many as processors, at least 2",
+    "load_workers": "as many as processors, at most 4",
+    "source_root": "the working directory",
+    "dense_provider_options": "none",
+    "dense_options": "none",
+}
+
+
+def described_settings() -> list[tuple[str, str, str]]:
+    """(name, default, description) of every setting, in words."""
+    return [(name, _default(name), field.description or "") for name, field in Settings.model_fields.items()]
+
+
+def _default(name: str) -> str:
+    default = Settings.model_fields[name].default
+    if name in _SHOWN_DEFAULTS:
+        return _SHOWN_DEFAULTS[name]
+    if isinstance(default, ByteSize):
+        return default.human_readable(separator="").replace(".0", "") if default else "0"
+    if default is None:
+        return "none"
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def load_settings(config: str | Path | None = None, **overrides: Any) -> Settings:
@@ -195,12 +264,7 @@ def load_settings(config: str | Path | None = None, **overrides: Any) -> Setting
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read settings from {path}: {error}") from error
         _refuse_unknown(values.keys() - known, str(path))
-    # Case does not count, as in the environment source of pydantic-settings: `tierstore_port` sets the port too.
-    env = {
-        name[len(ENV_PREFIX) :].lower(): value
-        for name, value in os.environ.items()
-        if name.upper().startswith(ENV_PREFIX)
-    }
+    env = environment()
     _refuse_unknown(env.keys() - known - CLIENT_ENV, "the environment", ENV_PREFIX)
     given = {name: value for name, value in overrides.items() if value is not None}
     _refuse_unknown(given.keys() - known, "the arguments")
@@ -208,8 +272,14 @@ def load_settings(config: str | Path | None = None, **overrides: Any) -> Setting
     try:
         return Settings(**{**{k: v for k, v in values.items() if k not in set_in_env}, **given})
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"bad setting: {problems}") from error
+        raise ConfigError(f"bad setting: {'; '.join(map(_shown, error.errors()))}") from error
+
+
+def _shown(problem: ErrorDetails) -> str:
+    name = ".".join(map(str, problem["loc"])) or "settings"
+    if problem["type"] in ("byte_size", "byte_size_unit"):
+        return f"{name}: expected a size such as 512MiB, 4GiB, 10GB or a number of bytes, came {problem['input']!r}"
+    return f"{name}: {problem['msg']}"
 
 
 def _refuse_unknown(names: set[str], where: str, prefix: str = "") -> None:

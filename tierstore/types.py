@@ -10,7 +10,7 @@ Rows inside the store are `uint8[n, row_bytes]`, in the table's storage dtype (l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Literal
@@ -37,6 +37,14 @@ def check_name(kind: str, name: object) -> str:
             f"{kind} name {name!r} is not allowed: use 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit"
         )
     return name
+
+
+def check_sequence(keys: object, kind: str) -> None:
+    """InvalidInput for one key where several are expected, and for what has no order that answers could follow."""
+    if isinstance(keys, (set, frozenset, Mapping)):
+        raise InvalidInput(f"expected a sequence of {kind} keys, came a {type(keys).__name__}, which has no order")
+    if isinstance(keys, (str, bytes, bytearray, int, float, np.generic)):
+        raise InvalidInput(f"expected a sequence of {kind} keys, came a single {type(keys).__name__}")
 
 
 class KeyType(StrEnum):

@@ -72,6 +72,26 @@ def test_every_request_has_an_id_of_its_own_or_the_callers(make: Make, service: 
         client.lookup("m", "f", [1], request_id="a\r\nb")
 
 
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (7, "expected a sequence of integer or string keys, came a single int"),
+        ("seven", "came a single str"),
+        ({7, 8}, "came a set, which has no order"),
+        ({7: 8}, "came a dict, which has no order"),
+        (None, "came NoneType"),
+    ],
+)
+def test_what_is_no_sequence_of_keys_is_refused_by_name(
+    make: Make, service: FakeService, keys: Any, reason: str
+) -> None:
+    client = make(service.url)
+    for call in (lambda: client.lookup("m", "f", keys), lambda: client.lookup_many("m", {"f": keys})):
+        with pytest.raises(InvalidInput, match=reason):
+            call()
+    assert service.seen == []
+
+
 def test_bags_are_cut_between_bags(make: Make, service: FakeService) -> None:
     rng = np.random.default_rng(0)
     keys, weights = rng.integers(0, 50, 300), rng.random(300).astype(np.float32)

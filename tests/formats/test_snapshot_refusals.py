@@ -195,7 +195,8 @@ def test_tensors_and_files(tmp_path: Path, save: Save, entry: dict[str, Any], re
 def test_other_endings_are_refused(tmp_path: Path, ending: str) -> None:
     root = snapshot_of(tmp_path, save_bytes(f"part.{ending}".rstrip("."), pickle.dumps(Bomb())))
     with pytest.raises(
-        SnapshotError, match=r"part.*: expected \.parquet, \.arrow, \.safetensors, \.npz or a HugeCTR folder, came"
+        SnapshotError,
+        match=r"part.*: expected \.parquet, \.arrow, \.safetensors, \.npz, a HugeCTR folder or a dir.*, came",
     ):
         open_snapshot(root)
 
@@ -242,7 +243,7 @@ def folder(root: Path) -> None:
         (link_out, "leads outside the snapshot's directory"),
         (link_loop, "is missing|cannot be resolved"),
         (pipe, "expected a file"),
-        (folder, "is missing"),
+        (folder, "expected .parquet or .arrow files in this directory"),
     ],
 )
 def test_a_shard_that_is_not_a_file_inside_the_snapshot(tmp_path: Path, spoil: Any, reason: str) -> None:

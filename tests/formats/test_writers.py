@@ -137,10 +137,10 @@ def test_a_snapshot_that_cannot_be_is_refused_when_begun(tmp_path: Path, field: 
 @pytest.mark.parametrize(
     ("keys", "vectors", "reason"),
     [
-        ([1], [1.0, 2.0], r"expected vectors of shape \[1, 2\] \(keys, dim\) of floats, came \[2\]"),
+        ([1], [1.0, 2.0], r"expected vectors of shape \[n, dim\], or .*came \[2\]"),
         ([1], [[1.0]], r"expected vectors of shape \[1, 2\]"),
         ([1, 2], [[1.0, 2.0]], r"expected vectors of shape \[2, 2\]"),
-        ([1], [["a", "b"]], "of floats, came .* of <U1"),
+        ([1], [["a", "b"]], "came .* of <U1"),
         ([1.5], [[1.0, 2.0]], "expected int64 keys, came float"),
         (
             [5, 6],

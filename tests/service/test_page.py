@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tierstore.service.control.page import STATUS_PAGE
 from tierstore.service.server import ServerThread
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -38,3 +40,34 @@ def test_the_page_shows_models_versions_and_tables(server: ServerThread, http: h
     ).stdout
     for words in ("ready", "ctr", "active", "float32", "host budget"):
         assert words in shown, words
+
+
+MEASURE = """<script>
+window.fetch=async()=>({{ok:true,json:async()=>({document})}});
+setTimeout(()=>{{const wide=[...document.querySelectorAll("main *")].filter(e=>e.getBoundingClientRect().right>innerWidth+1);
+document.title=`${{innerWidth}} ${{document.documentElement.scrollWidth}} ${{wide.length}} ${{document.querySelectorAll("td").length}}`}},1000);
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
+@pytest.mark.parametrize("width", [320, 1200])
+def test_nothing_of_the_page_lies_beyond_its_edge(http: httpx.Client, tmp_path: Path, width: int):
+    """Measured in a frame of that width: a window of Chromium's is never narrower than 500."""
+    document = http.get("/admin/models").text
+    (tmp_path / "page.html").write_text(STATUS_PAGE.replace("<style>", MEASURE.format(document=document) + "<style>"))
+    (tmp_path / "frame.html").write_text(
+        f'<iframe id="f" src="page.html" width="{width}" height="900" frameborder="0"></iframe>'
+        '<script>setTimeout(()=>{document.title=document.getElementById("f").contentDocument.title},3000)</script>'
+    )
+    flags = [*QUIET, "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    shown = subprocess.run(
+        [str(CHROMIUM), *flags, (tmp_path / "frame.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    inner, scrolled, beyond, cells = map(int, re.findall(r"<title>(.*?)</title>", shown)[0].split())
+    assert inner == width
+    assert (scrolled <= inner, beyond) == (True, 0)
+    assert cells > 10

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from tierstore import __version__
+from tierstore.cli.imports import import_, import_hps
 from tierstore.cli.options import AsJson, Data, Force, ModelName, Url, VersionNumber
-from tierstore.cli.place import key_type, local, parse_keys, parse_share, place
+from tierstore.cli.place import key_type, local, parse_keys, parse_share, place, warn_of_dense
 from tierstore.cli.serve import ServeCommand, serve
 
 app = typer.Typer(
@@ -23,6 +24,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=ServeCommand)(serve)
+app.command("import")(import_)
+app.command()(import_hps)
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,6 +74,7 @@ def load(
     source = str(Path(snapshot).resolve()) if Path(snapshot).is_dir() else snapshot
     with place(data, url, create=True) as held, shown_progress("load") as progress:
         version = held.load_snapshot(source, activate=not no_activate, progress=progress, model=model)
+        warn_of_dense(held, source, version)
     seconds = time.monotonic() - begun_s
     if json:
         show.as_json({"version": version, "active": not no_activate, "seconds": round(seconds, 3)})
@@ -286,6 +290,27 @@ def verify(data: Data = None, json: AsJson = False) -> None:
         typer.echo("all is well" if report.ok else f"{len(report.problems)} problems")
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command("compile")
+def compile_(
+    data: Data = None,
+    json: AsJson = False,
+) -> None:
+    """Compile all kernels ahead of the first start.
+
+    They are kept for this version and this kind of processor: beside the package or in the home directory, or in the data
+    directory where neither can be written. NUMBA_CACHE_DIR names another place.
+    """
+    from tierstore import kernels
+    from tierstore.config import cores, load_settings
+    from tierstore.kernels import ahead
+
+    kernels.use_data(load_settings(data=data).data)
+    seconds = ahead.compile_all(min(ahead.MOST, cores()), lambda line: typer.echo(f"tierstore: {line}", err=True))
+    where = str(kernels.directory())
+    done = f"compiled in {seconds:.1f} s" if seconds else "compiled already"
+    _say(json, {"directory": where, "seconds": round(seconds, 3)}, f"kernels are {done}: {where}")
 
 
 @app.command()

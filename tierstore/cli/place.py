@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tierstore.errors import Locked, NotFound
+from tierstore.errors import InvalidInput, Locked, NotFound
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tierstore.types import KeyType
 
 TOKEN_VARIABLE = "TIERSTORE_TOKEN"  # not a flag: other users of the machine can read those
+URL_VARIABLE = "TIERSTORE_URL"  # stands for --url where neither --url nor --data is given
 
 
 @contextmanager
@@ -32,6 +33,7 @@ def place(data: Path | None, url: str | None, *, create: bool = False) -> Iterat
     """
     if data is not None and url is not None:
         raise typer.BadParameter("give --data or --url, not both")
+    url = service_url(data, url)
     if url is not None:
         from tierstore.client import Client
 
@@ -42,15 +44,22 @@ def place(data: Path | None, url: str | None, *, create: bool = False) -> Iterat
         yield store
 
 
+def service_url(data: Path | None, url: str | None) -> str | None:
+    """The service that a command talks to; None where it works on a data directory."""
+    return (os.environ.get(URL_VARIABLE) or None) if url is None and data is None else url
+
+
 @contextmanager
 def local(data: Path | None, *, create: bool = False) -> Iterator[Store]:
     """Open the data directory `data`, by default the one that the settings name."""
     from tierstore.config import load_settings
-    from tierstore.engine.store import Store
 
     settings = load_settings(data=data)
     if not create and not settings.data.is_dir():
         raise NotFound(f"no data directory at {settings.data}; name one with --data, or a running service with --url")
+    ready_kernels(settings.data, lambda line: typer.echo(f"tierstore: {line}", err=True))
+    from tierstore.engine.store import Store
+
     try:
         store = Store(settings)
     except Locked as error:
@@ -58,6 +67,29 @@ def local(data: Path | None, *, create: bool = False) -> Iterator[Store]:
         raise Locked(f"{error}{hint}") from error
     with store:
         yield store
+
+
+def ready_kernels(data: Path, say: Callable[[str], None]) -> None:
+    """Have the kernels compiled before the store is imported, which would compile them one after the other."""
+    from tierstore import kernels
+    from tierstore.kernels import ahead
+
+    kernels.use_data(data)
+    ahead.prepare(say)
+
+
+def warn_of_dense(held: Store | Client, snapshot: str | Path, version: int) -> None:
+    """Say so where the rows of the version that was loaded from `snapshot` are served and its dense part is not."""
+    from tierstore.client.sources import snapshot_model
+
+    try:
+        model = snapshot_model(snapshot)
+    except InvalidInput:  # it cannot be read here, only where the service is
+        return
+    versions = held.status(model)["models"][model]["versions"]
+    dense = next((str(one.get("dense") or "") for one in versions if one["version"] == version), "")
+    if "not served" in dense:
+        typer.echo(f"tierstore: {model} version {version}: the dense part is {dense}", err=True)
 
 
 def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import logging
-import sys
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from tierstore.cli.place import ready_kernels
+
+
+def _end_at_once(number: int, _: Any) -> None:
+    """Until the service takes signals itself: nothing is served yet, so there is nothing to finish."""
+    raise SystemExit(128 + number)
+
 
 class ServeCommand(TyperCommand):
     """Its `--help` goes on with every setting there is, since most have no flag."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # of click, which newer releases of typer carry inside
-        from tierstore.config import ENV_PREFIX, Settings
+        from tierstore.config import ENV_PREFIX, described_settings
 
         with formatter.section(f"Every setting, as tierstore.toml has it; in the environment it is {ENV_PREFIX}<NAME>"):
-            formatter.write_dl([(name, field.description or "") for name, field in Settings.model_fields.items()])
+            formatter.write_dl([(name, f"{text} (default: {default})") for name, default, text in described_settings()])
 
 
 def serve(
@@ -92,7 +99,10 @@ def serve(
     ] = None,
 ) -> None:
     """Run the service until it is told to stop (SIGTERM or Ctrl-C)."""
+    # The first process of a container has no default for SIGTERM: without this it would not end before it serves.
+    signal.signal(signal.SIGTERM, _end_at_once)
     from tierstore.config import load_settings
+    from tierstore.logs import configure
 
     settings = load_settings(
         config,
@@ -107,9 +117,9 @@ def serve(
         allow_client_shm=allow_client_shm,
         allow_open_network=allow_open_network,
     )
+    configure(settings.log_format, settings.log_level)
+    ready_kernels(settings.data, logging.getLogger("tierstore").info)
     from tierstore.service.server import serve as run_service
-
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def announce(url: str, grpc_target: str | None) -> None:
         typer.echo(f"tierstore serves {settings.data} at {url}")

@@ -18,11 +18,12 @@ from tierstore.client.face import Face
 from tierstore.client.flights import Attempt, Call, Group
 from tierstore.client.http1 import Incoming
 from tierstore.client.replies import Reply
+from tierstore.client.signatures import AwaitedVerbs
 from tierstore.client.steps import Pause, Steps
 from tierstore.errors import Closed, InvalidInput, TierstoreError, Unreachable
 
 
-class AsyncClient(Face):
+class AsyncClient(AwaitedVerbs):
     __doc__ = (
         f"{Face.__doc__}\n\n    Every verb is to be awaited; `model`, `figures` and the making of the client are not."
     )

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from tierstore.client import wire
 from tierstore.errors import InvalidInput
+from tierstore.types import check_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,9 @@ def as_keys(keys: Any) -> Any:
 
 def _from_other(keys: Any) -> Any:
     """A list, an Arrow array or the like as a NumPy array of integers, or as something that holds strings."""
-    if isinstance(keys, (str, bytes)):
-        raise InvalidInput(f"expected a sequence of keys, came a single {type(keys).__name__}")
+    check_sequence(keys, "integer or string")
+    if hasattr(keys, "detach"):
+        return keys.detach().cpu().numpy()  # a tensor of PyTorch, which may lie on a GPU
     if type(keys).__module__.startswith("pyarrow"):
         import pyarrow as pa
 
@@ -115,7 +117,10 @@ def _from_other(keys: Any) -> Any:
         return keys
     if hasattr(keys, "__array__"):
         return np.asarray(keys)
-    keys = list(keys)
+    try:
+        keys = list(keys)
+    except TypeError:
+        raise InvalidInput(f"expected a sequence of integer or string keys, came {type(keys).__name__}") from None
     kinds = set(map(type, keys))
     if not keys:
         return np.empty(0, np.int64)

@@ -6,20 +6,20 @@ A `RemoteModel` holds nothing but a name. A face may be used wherever its client
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 from urllib.parse import quote
 
 from tierstore import __version__
 from tierstore.client import steps
 from tierstore.client.address import Address
 from tierstore.client.flights import Policy, RetryBudget
-from tierstore.client.remote import RemoteModel
+from tierstore.client.remote import LookupOptions, RemoteModel
 from tierstore.client.settings import Settings
 from tierstore.client.shared import Choice, Shared
 from tierstore.client.sources import delta_model, snapshot_model
-from tierstore.client.steps import ModelFacts, Steps, Until
+from tierstore.client.steps import ModelFacts, Steps, Until, Version
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.types import DeltaResult, ProgressFn
 
@@ -109,21 +109,84 @@ class Face(ABC):
         """The model of that name. Nothing is sent: a name that the service does not know fails at the first look-up."""
         return RemoteModel(self, name)
 
-    def lookup(self, model: str, feature: str, keys: Any, **options: Any) -> Any:
-        """See `RemoteModel.lookup`."""
-        return self.model(model).lookup(feature, keys, **options)
+    def lookup(
+        self, model: str, feature: str, keys: Any, *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Any:
+        """Rows of `keys` [n], in their order: vectors [n, dim], or with `return_found` (vectors, found bool[n]).
 
-    def lookup_bags(self, model: str, feature: str, keys: Any, offsets: Any, **options: Any) -> Any:
-        """See `RemoteModel.lookup_bags`."""
-        return self.model(model).lookup_bags(feature, keys, offsets, **options)
+        Args:
+            keys: an integer array or list, strings for a string table, an Arrow array, a column of a frame, a tensor.
+            return_found: also tell which keys the table holds; a key that it does not hold has the table's default.
+            options: `dtype` of the answer, `float32` or `float16`; `version`, a number or a label, by default what the
+                service chooses; `timeout_s` of the whole; `request_id`, equal ones of which go to the same version.
+        """
+        return self.model(model).lookup(feature, keys, return_found=return_found, **options)
 
-    def lookup_many(self, model: str, keys: Mapping[str, Any], **options: Any) -> Any:
-        """See `RemoteModel.lookup_many`."""
-        return self.model(model).lookup_many(keys, **options)
+    def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: Any,
+        offsets: Any,
+        *,
+        weights: Any = None,
+        combiner: str | None = None,
+        return_found: bool = False,
+        **options: Unpack[LookupOptions],
+    ) -> Any:
+        """Embedding bags, pooled: vectors [bags, dim], or with `return_found` (vectors, found bool[n]).
 
-    def predict(self, model: str, inputs: Mapping[str, Any], **options: Any) -> Any:
-        """See `RemoteModel.predict`."""
-        return self.model(model).predict(inputs, **options)
+        Args:
+            keys: n keys, as in `lookup`.
+            offsets: int64[bags], the start of each bag in `keys`: the first 0, never descending, no end entry.
+            weights: float32[n], 1 each if not given.
+            combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
+            options: as for `lookup`.
+        """
+        remote = self.model(model)
+        return remote.lookup_bags(
+            feature, keys, offsets, weights=weights, combiner=combiner, return_found=return_found, **options
+        )
+
+    def lookup_many(
+        self, model: str, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Any:
+        """Several features at once, in one request and so of one moment: {feature: what `lookup` or `lookup_bags` gives}.
+
+        Args:
+            keys: by feature: keys, or for bags a tuple `(keys, offsets)` or `(keys, offsets, weights)`.
+            options: as for `lookup`.
+        """
+        return self.model(model).lookup_many(keys, return_found=return_found, **options)
+
+    def predict(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        outputs: Sequence[str] | None = None,
+        version: Version = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        split_items: int | Literal["client"] | None = "client",
+    ) -> Any:
+        """Outputs of the model's dense part for a batch of items; see `RemoteModel.predict`.
+
+        Args:
+            inputs: by name: keys of features and the dense part's own inputs.
+            outputs: names; by default those of the dense part.
+            split_items: in place of the client's. None sends one request.
+
+        Returns {name: array}, or the array itself where no outputs are named and the model answers one.
+        """
+        return self.model(model).predict(
+            inputs,
+            outputs=outputs,
+            version=version,
+            timeout_s=timeout_s,
+            request_id=request_id,
+            split_items=split_items,
+        )
 
     # --- state
 

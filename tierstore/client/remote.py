@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 from tierstore.client import inputs as given_inputs
 from tierstore.client import steps, wire
@@ -16,6 +16,15 @@ from tierstore.client.steps import Asked, ModelFacts, Steps, Until, Version
 from tierstore.errors import InvalidInput
 
 _ANSWERS: dict[str, dict[str, str]] = {"float32": {}, "float16": {"dtype": "FP16"}}
+
+
+class LookupOptions(TypedDict, total=False):
+    """What all look-ups take beside `return_found`; see `RemoteModel`."""
+
+    dtype: Literal["float32", "float16"]
+    version: Version
+    timeout_s: float | None
+    request_id: str | None
 
 
 class Carrier(Protocol):
@@ -53,7 +62,7 @@ class RemoteModel:
         client = self._client
         return client._run(steps.metadata(client._facts, self.name, version, client._until(), renew=True))
 
-    def lookup(self, feature: str, keys: Any, *, return_found: bool = False, **options: Any) -> Any:
+    def lookup(self, feature: str, keys: Any, *, return_found: bool = False, **options: Unpack[LookupOptions]) -> Any:
         """Rows of `keys`, in their order.
 
         Args:
@@ -64,7 +73,7 @@ class RemoteModel:
 
         Returns vectors [n, dim], or (vectors [n, dim], found bool[n]).
         """
-        return self._client._run(self._one(Batch.of(feature, keys), return_found, None, **options))
+        return self._client._run(self._one(Batch.of(feature, keys), return_found, None, _checked(options)))
 
     def lookup_bags(
         self,
@@ -75,7 +84,7 @@ class RemoteModel:
         weights: Any = None,
         combiner: str | None = None,
         return_found: bool = False,
-        **options: Any,
+        **options: Unpack[LookupOptions],
     ) -> Any:
         """Embedding bags, pooled.
 
@@ -89,9 +98,11 @@ class RemoteModel:
         Returns vectors [bags, dim], zeros for an empty bag; with `return_found` also found bool[n].
         """
         batch = Batch.of(feature, keys, offsets, weights)
-        return self._client._run(self._one(batch, return_found, combiner, **options))
+        return self._client._run(self._one(batch, return_found, combiner, _checked(options)))
 
-    def lookup_many(self, keys: Mapping[str, Any], *, return_found: bool = False, **options: Any) -> Any:
+    def lookup_many(
+        self, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Any:
         """Several features at once, in one request and so of one moment.
 
         Args:
@@ -102,7 +113,7 @@ class RemoteModel:
         Returns {feature: what `lookup` or `lookup_bags` returns}.
         """
         batches = [Batch.given(feature, value) for feature, value in keys.items()]
-        return self._client._run(self._many(batches, return_found, None, **options))
+        return self._client._run(self._many(batches, return_found, None, _checked(options)))
 
     def predict(
         self,
@@ -139,22 +150,13 @@ class RemoteModel:
         client = self._client
         return Asked(self.name, version, client._until(timeout_s), request_id, client._settings.hedge_after_s)
 
-    def _one(self, batch: Batch, return_found: bool, combiner: str | None, **options: Any) -> Steps:
-        answers = yield from self._many([batch], return_found, combiner, **options)
+    def _one(self, batch: Batch, return_found: bool, combiner: str | None, options: LookupOptions) -> Steps:
+        answers = yield from self._many([batch], return_found, combiner, options)
         return answers[batch.feature]
 
-    def _many(
-        self,
-        batches: list[Batch],
-        return_found: bool,
-        combiner: str | None,
-        *,
-        dtype: str = "float32",
-        version: Version = None,
-        timeout_s: float | None = None,
-        request_id: str | None = None,
-    ) -> Steps:
-        asked = self._asked(version, timeout_s, request_id)
+    def _many(self, batches: list[Batch], return_found: bool, combiner: str | None, options: LookupOptions) -> Steps:
+        dtype, version = options.get("dtype", "float32"), options.get("version")
+        asked = self._asked(version, options.get("timeout_s"), options.get("request_id"))
         outputs = {batch.feature: _outputs(batch.feature, dtype, return_found, combiner) for batch in batches}
         client, facts = self._client, self._client._facts
         whole = partial(cut_lookup, batches, outputs, None)
@@ -196,6 +198,15 @@ class RemoteModel:
         if outputs is None and len(arrays) == 1:
             return next(iter(arrays.values()))
         return arrays
+
+
+def _checked(options: LookupOptions) -> LookupOptions:
+    unknown = options.keys() - LookupOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unknown option {', '.join(sorted(unknown))}: look-ups take return_found, {', '.join(LookupOptions.__annotations__)}"
+        )
+    return options
 
 
 def _outputs(feature: str, dtype: str, return_found: bool, combiner: str | None) -> list[wire.Output]:

@@ -17,13 +17,14 @@ from tierstore.client.face import Face
 from tierstore.client.flights import Attempt, Call, Group
 from tierstore.client.links import Link, Links
 from tierstore.client.replies import Reply
+from tierstore.client.signatures import BlockingVerbs
 from tierstore.client.steps import Pause, Steps
 from tierstore.errors import TierstoreError
 
 POOL_S = 0.002  # until a call that has connections under way asks for another one again
 
 
-class Client(Face):
+class Client(BlockingVerbs):
     __doc__ = f"{Face.__doc__}\n\n    Every verb blocks until it is done."
 
     def _open(self) -> None:

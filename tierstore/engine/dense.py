@@ -59,6 +59,9 @@ class DenseParts:
             return
         version.unserved = self._runtime.missing
         if version.unserved is not None:
+            log.warning(
+                "model %s: the dense part of version %d is not served: %s", self._model, info.number, version.unserved
+            )
             return
         try:
             model = info.where.dense.read_bytes()

@@ -78,14 +78,10 @@ def _check_dense(snapshot: Snapshot, shared: Shared) -> None:
     """Refuse a dense part that could not be served, and requests that cannot be read, before any row is."""
     for name, path in snapshot.request_paths():
         read_request(path, file=name)
-    path_ = snapshot.dense_path()
-    if path_ is None or snapshot.manifest.dense is None or shared.dense.missing is not None:
+    model = snapshot.dense_model()
+    if model is None or snapshot.manifest.dense is None or shared.dense.missing is not None:
         return
     name = snapshot.manifest.dense.path
-    try:
-        model = path_.read_bytes()
-    except OSError as error:
-        raise SnapshotError(f"cannot be read: {error.strerror or error}", file=name) from error
     hand_over()
     try:
         shared.dense.load(model, snapshot.manifest.feature_specs(), snapshot.manifest.table_specs(), DenseCounts())
@@ -94,9 +90,10 @@ def _check_dense(snapshot: Snapshot, shared: Shared) -> None:
 
 
 def _keep_the_rest(snapshot: Snapshot, where: VersionDirectory) -> None:
-    dense = snapshot.dense_path()
+    dense = snapshot.dense_model()
     if dense is not None:
-        _copy(dense, where.dense)
+        hand_over()
+        files.publish_bytes(where.dense, dense)
     for name in snapshot.manifest.warmup:
         keys = snapshot.warmup_keys(name)
         if keys is not None:

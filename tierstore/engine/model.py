@@ -9,7 +9,10 @@ log those above.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from tierstore.engine.keeping import Keeping
 from tierstore.engine.publisher import Lease, Publisher
@@ -17,7 +20,20 @@ from tierstore.engine.served import STABLE
 from tierstore.engine.view import View
 from tierstore.formats.delta import Delta
 from tierstore.predict.signature import Signature
-from tierstore.types import DeltaResult, FeatureSpec, TableSpec
+from tierstore.types import DeltaResult, FeatureSpec, TableSpec, Vectors
+
+Floats = npt.NDArray[np.floating[Any]]  # a CuPy array where a device was asked for
+Found = npt.NDArray[np.bool_]
+
+
+class LookupOptions(TypedDict, total=False):
+    """What all look-ups take beside `return_found`: of `View.lookup`, and which view that is."""
+
+    dtype: str
+    out: Vectors | None
+    device: str | None
+    version: int | str | None
+    route: bytes | str | None
 
 
 class Model(Keeping):
@@ -43,6 +59,18 @@ class Model(Keeping):
         publisher = self._serving.publisher
         return publisher.enter(version, route), publisher
 
+    @overload
+    def lookup(
+        self, feature: str, keys: Any, *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
+    ) -> Floats: ...
+    @overload
+    def lookup(
+        self, feature: str, keys: Any, *, return_found: Literal[True], **options: Unpack[LookupOptions]
+    ) -> tuple[Floats, Found]: ...
+    @overload
+    def lookup(
+        self, feature: str, keys: Any, *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Any: ...
     def lookup(
         self,
         feature: str,
@@ -59,6 +87,42 @@ class Model(Keeping):
         finally:
             publisher.leave(view)
 
+    @overload
+    def lookup_bags(
+        self,
+        feature: str,
+        keys: Any,
+        offsets: Any,
+        *,
+        weights: Any = None,
+        combiner: str | None = None,
+        return_found: Literal[False] = False,
+        **options: Unpack[LookupOptions],
+    ) -> Floats: ...
+    @overload
+    def lookup_bags(
+        self,
+        feature: str,
+        keys: Any,
+        offsets: Any,
+        *,
+        weights: Any = None,
+        combiner: str | None = None,
+        return_found: Literal[True],
+        **options: Unpack[LookupOptions],
+    ) -> tuple[Floats, Found]: ...
+    @overload
+    def lookup_bags(
+        self,
+        feature: str,
+        keys: Any,
+        offsets: Any,
+        *,
+        weights: Any = None,
+        combiner: str | None = None,
+        return_found: bool = False,
+        **options: Unpack[LookupOptions],
+    ) -> Any: ...
     def lookup_bags(
         self,
         feature: str,
@@ -76,6 +140,18 @@ class Model(Keeping):
         finally:
             publisher.leave(view)
 
+    @overload
+    def lookup_many(
+        self, keys: Mapping[str, Any], *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
+    ) -> dict[str, Floats]: ...
+    @overload
+    def lookup_many(
+        self, keys: Mapping[str, Any], *, return_found: Literal[True], **options: Unpack[LookupOptions]
+    ) -> dict[str, tuple[Floats, Found]]: ...
+    @overload
+    def lookup_many(
+        self, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> dict[str, Any]: ...
     def lookup_many(
         self,
         keys: Mapping[str, Any],

@@ -50,10 +50,10 @@ def key_type_of(kind: pa.DataType) -> KeyType | None:
     return KeyType.STRING if binary_or_string else None
 
 
-def check_key_kind(kind: pa.DataType, key_type: KeyType) -> None:
+def check_key_kind(kind: pa.DataType, key_type: KeyType, name: str = KEY) -> None:
     """Raise Malformed unless a column of type `kind` holds keys of `key_type`."""
     if key_type_of(kind) is not key_type:
-        raise Malformed(f"column {KEY!r}: expected {key_type}, as the table's keys are, came {kind}")
+        raise Malformed(f"column {name!r}: expected {key_type}, as the table's keys are, came {kind}")
 
 
 def key_column(array: pa.Array, key_type: KeyType) -> tuple[Keys, pa.Array | None]:
@@ -76,12 +76,12 @@ def value_kind(kind: pa.DataType) -> pa.DataType | None:
     return kind.value_type if is_list and pa.types.is_floating(kind.value_type) else None
 
 
-def check_vector_kind(kind: pa.DataType, dim: int | None) -> None:
+def check_vector_kind(kind: pa.DataType, dim: int | None, name: str = VECTOR) -> None:
     """Raise Malformed unless a column of type `kind` may hold vectors of `dim` numbers."""
     if value_kind(kind) is None:
-        raise Malformed(f"column {VECTOR!r}: expected a list or fixed-size list of floats, came {kind}")
+        raise Malformed(f"column {name!r}: expected a list or fixed-size list of floats, came {kind}")
     if dim is not None and pa.types.is_fixed_size_list(kind) and kind.list_size != dim:
-        raise Malformed(f"column {VECTOR!r}: expected vectors of {dim} numbers, as dim says, came {kind.list_size}")
+        raise Malformed(f"column {name!r}: expected vectors of {dim} numbers, as dim says, came {kind.list_size}")
 
 
 def vector_column(array: pa.Array, dim: int) -> Vectors:

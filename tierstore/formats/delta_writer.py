@@ -6,7 +6,6 @@ by nature); then the file appears whole under its name, durable, or, if the bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +14,15 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from tierstore.errors import DeltaError
-from tierstore.formats.columns import KEY, VECTOR, as_vectors, first_not_finite, key_type_of
+from tierstore.errors import DeltaError, InvalidInput, SnapshotError
+from tierstore.formats.columns import KEY, VECTOR, as_vectors, first_not_finite
 from tierstore.formats.files import publish
+from tierstore.formats.given import as_rows, guessed_key_type
 from tierstore.formats.keys import as_arrow_strings, as_codes, from_codes
 from tierstore.formats.manifest import MAX_DIM
 from tierstore.formats.names import DENSE_TABLE, MAX_ORDINAL
-from tierstore.formats.times import format_time, parse_time
+from tierstore.formats.onnx_file import read_onnx
+from tierstore.formats.times import Moment, as_moment, format_time
 from tierstore.types import KeyType, Vectors, check_name
 
 _ARROW_KEYS = {KeyType.INT64: pa.int64(), KeyType.UINT64: pa.uint64(), KeyType.STRING: pa.large_string()}
@@ -34,8 +35,8 @@ class DeltaWriter:
     ...     delta.upsert("item", keys, vectors)
     ...     delta.delete("item", retired)
 
-    seq: one more than the model's last. event_time: the newest training event in it (a datetime or
-    ISO 8601; default now). base_version: the one version that it is meant for; default every version.
+    seq: one more than the model's last. event_time: the newest training event in it (a datetime with a zone,
+    seconds since 1970 or ISO 8601; default now). base_version: the one version that it is meant for; default every version.
     Within the delta the later of two rows with one key wins. Errors in what is given are DeltaError.
     """
 
@@ -45,7 +46,7 @@ class DeltaWriter:
         *,
         model: str,
         seq: int,
-        event_time: datetime | str | None = None,
+        event_time: Moment | None = None,
         base_version: int | None = None,
     ) -> None:
         self._target = target
@@ -57,22 +58,29 @@ class DeltaWriter:
     def upsert(self, table: str, keys: Any, vectors: Any, *, key: str | None = None) -> None:
         """Set rows. keys [n] as `lookup` takes them; vectors float [n, dim], written as float32 or float16.
 
+        Both may be NumPy arrays, sequences, Arrow columns, pandas columns or tensors, as `TableWriter.write` takes them.
+
         `key` is the table's key type where the keys alone do not say it: a list of int counts as int64.
         """
         rows = self._table(table, keys, key)
-        values = np.asarray(vectors)
-        if values.dtype.kind not in "fiu":
-            raise DeltaError(f"table {table!r}: expected vectors of floats, came {values.dtype}")
-        rows.upsert(keys, as_vectors(values))
+        try:
+            values = as_vectors(as_rows(vectors))
+        except InvalidInput as error:
+            raise DeltaError(f"table {table!r}: {error}") from error
+        if len(values) or len(keys):
+            rows.upsert(keys, values)
 
     def delete(self, table: str, keys: Any, *, key: str | None = None) -> None:
         """Delete rows. Deleting a key that is not there is fine."""
         self._table(table, keys, key).delete(keys)
 
-    def dense(self, onnx: bytes | bytearray | memoryview) -> None:
-        """Replace the dense part by an ONNX model; the last one given counts."""
+    def dense(self, model: str | Path | bytes | bytearray | memoryview) -> None:
+        """Replace the dense part: an ONNX file, or its bytes; the last one given counts.
+
+        Weights that lie in files beside the file are taken in.
+        """
         self._open()
-        self._onnx = bytes(onnx)
+        self._onnx = read_dense(model, DeltaError) if isinstance(model, (str, Path)) else bytes(model)
 
     def to_bytes(self) -> bytes:
         """The delta so far, as bytes."""
@@ -108,7 +116,7 @@ class DeltaWriter:
     def _table(self, name: str, keys: Any, key: str | None) -> _TableRows:
         self._open()
         try:
-            key_type = _guessed(keys) if key is None else KeyType(key)
+            key_type = guessed_key_type(keys) if key is None else KeyType(key)
         except ValueError as error:
             raise DeltaError(f"table {name!r}: {error}") from error
         rows = self._tables.setdefault(check_name("table", name), _TableRows(name, key_type))
@@ -134,6 +142,16 @@ class DeltaWriter:
                 for name, batches in tables:
                     for batch in batches:
                         writer.write_batch(batch, custom_metadata={"table": name})
+
+
+def read_dense(path: str | Path, error: type[SnapshotError] | type[DeltaError]) -> bytes:
+    """The ONNX file at `path` as one piece. Raises `error`, and MissingExtra as `read_onnx` does."""
+    try:
+        return read_onnx(Path(path), Path(path).parent)
+    except InvalidInput as problem:
+        raise error(f"dense: {path}: {problem}") from problem
+    except OSError as problem:
+        raise error(f"dense: cannot read {path}: {problem.strerror or problem}") from problem
 
 
 class _TableRows:
@@ -194,25 +212,14 @@ class _TableRows:
         return pa.array(np.array(from_codes(as_codes(keys, self.key_type), self.key_type)))
 
 
-def _guessed(keys: Any) -> KeyType:
-    if isinstance(keys, (pa.Array, pa.ChunkedArray)):
-        return key_type_of(keys.type) or KeyType.INT64
-    if isinstance(keys, np.ndarray) and keys.dtype.kind != "O":
-        return (
-            KeyType.STRING if keys.dtype.kind in "UST" else KeyType.UINT64 if keys.dtype == np.uint64 else KeyType.INT64
-        )
-    first = next(iter(keys), None) if isinstance(keys, Iterable) else None
-    return KeyType.STRING if isinstance(first, (str, bytes)) else KeyType.INT64
-
-
-def _metadata(model: str, seq: int, event_time: datetime | str | None, base_version: int | None) -> dict[str, str]:
+def _metadata(model: str, seq: int, event_time: Moment | None, base_version: int | None) -> dict[str, str]:
     check_name("model", model)
     for name, value in (("seq", seq), ("base_version", base_version)):
         is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if value is not None and not (is_integer and 1 <= value <= MAX_ORDINAL):
             raise DeltaError(f"{name}: expected an integer from 1 to {MAX_ORDINAL}, came {value!r}")
     try:
-        moment = parse_time(event_time) if isinstance(event_time, str) else event_time or datetime.now(UTC)
+        moment = datetime.now(UTC) if event_time is None else as_moment(event_time)
     except ValueError as error:
         raise DeltaError(f"event_time: {error}") from error
     metadata = {"model": model, "seq": str(int(seq)), "event_time": format_time(moment)}

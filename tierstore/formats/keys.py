@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from tierstore.errors import InvalidInput
 from tierstore.kernels.xxh3 import hash_strings
-from tierstore.types import Keys, KeyType
+from tierstore.types import Keys, KeyType, check_sequence
 
 _INT64_MAX = (1 << 63) - 1
 _MAX_TEXT_BYTES = 1 << 30
@@ -45,13 +45,14 @@ def as_codes(keys: Any, key_type: KeyType) -> Keys:
     """
     if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and key_type is KeyType.INT64:
         return np.ascontiguousarray(keys)  # as most are; a look-up of few keys would notice the rest
-    if isinstance(keys, (str, bytes, bytearray, dict, set, frozenset)):
-        raise InvalidInput(f"expected a sequence of {key_type} keys, came a single {type(keys).__name__}")
+    check_sequence(keys, key_type)
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
         array = _decoded(keys)
         return _hash_arrow(array) if key_type is KeyType.STRING else _int_codes(_arrow_ints(array, key_type), key_type)
     if not isinstance(keys, np.ndarray):
-        if hasattr(keys, "__array__") or isinstance(keys, memoryview):
+        if hasattr(keys, "detach"):
+            keys = keys.detach().cpu().numpy()  # a tensor of PyTorch, which may lie on a GPU
+        elif hasattr(keys, "__array__") or isinstance(keys, memoryview):
             keys = np.asarray(keys)
         elif isinstance(keys, Iterable) and isinstance(keys, Sized):
             keys = list(keys)
@@ -76,6 +77,7 @@ def from_codes(codes: Keys, key_type: KeyType) -> npt.NDArray[np.int64] | npt.ND
 
 def as_arrow_strings(keys: Any) -> pa.Array:
     """String keys as a validated `large_string` array without nulls. Raises InvalidInput, see `as_codes`."""
+    check_sequence(keys, KeyType.STRING)
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
         array = _decoded(keys)
     elif isinstance(keys, np.ndarray) and keys.dtype.kind not in "USTO":
@@ -185,6 +187,8 @@ def _out_of_range(key_type: KeyType, low: Any, high: Any) -> InvalidInput:
 
 
 def _sequence_of_strings(keys: Any) -> pa.Array:
+    if not isinstance(keys, Iterable):
+        raise InvalidInput(f"expected a sequence of string keys, came a single {type(keys).__name__}")
     try:
         if isinstance(keys, np.ndarray) and keys.dtype.kind in "UT":
             return pa.array(keys, pa.large_string())

@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from tierstore.errors import SnapshotError
+from tierstore.formats.columns import KEY, VECTOR
 from tierstore.formats.files import publish_json
 from tierstore.formats.names import KEYS_SUFFIX, MAX_ORDINAL, REQUEST_SUFFIX, SNAPSHOT_MANIFEST
 from tierstore.formats.times import format_time, parse_time
@@ -121,6 +122,13 @@ class ShardEntry(_Entry):
     xxh3: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = None
 
 
+class ColumnsEntry(_Entry):
+    """The columns of a table's Parquet and Arrow shards, where they are not `key` and `vector`."""
+
+    key: Annotated[str, Field(min_length=1)] = KEY
+    vector: Annotated[str, Field(min_length=1)] = VECTOR
+
+
 class TableEntry(_Entry):
     """A table and where its rows are. `default` is a tuple of `dim` numbers where it is not a word."""
 
@@ -129,6 +137,7 @@ class TableEntry(_Entry):
     dim: Annotated[int, Field(ge=1, le=MAX_DIM)]
     dtype: Annotated[StorageDtype, BeforeValidator(lambda v: StorageDtype(v) if v in list(StorageDtype) else v)]
     default: Annotated[Default, PlainValidator(_default), PlainSerializer(_default_document)] = "zeros"
+    columns: ColumnsEntry = ColumnsEntry()
     rows: Rows
     shards: tuple[ShardEntry, ...]
 
@@ -245,6 +254,9 @@ class Manifest(_Entry):
         document = self.model_dump(mode="json", exclude_none=True)
         if not self.requests:  # which earlier releases do not know
             del document["requests"]
+        for table, entry in zip(self.tables, document["tables"], strict=True):
+            if table.columns == ColumnsEntry():
+                del entry["columns"]
         return document
 
     def write(self, path: str | Path) -> None:
@@ -262,6 +274,9 @@ class Manifest(_Entry):
         return {table.name: table.spec() for table in self.tables}
 
     def feature_specs(self) -> dict[str, FeatureSpec]:
+        """The features; where none is named, one for each table and of its name."""
+        if not self.features:
+            return {table.name: FeatureSpec(table.name, table.name) for table in self.tables}
         return {feature.name: feature.spec() for feature in self.features}
 
 

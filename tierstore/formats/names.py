@@ -4,6 +4,7 @@ Pure functions and immutable values; any thread may use them. Nothing here touch
 the `…_on_disk` listings, which read directories and skip names that are not ours.
 
     <data>/LOCK                                   held by the one process that has the store open
+    <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
     <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there

@@ -13,19 +13,21 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
 
-from tierstore.errors import InvalidInput, SnapshotError
+from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.arrow_shards import read_arrow, read_parquet
-from tierstore.formats.checksum import checksum, parts
+from tierstore.formats.checksum import checksum, is_hugectr, parts
 from tierstore.formats.columns import Malformed
 from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest, ShardEntry, TableEntry
 from tierstore.formats.names import SNAPSHOT_MANIFEST
+from tierstore.formats.onnx_file import read_onnx
 from tierstore.formats.tensor_shards import npy_header, read_hugectr, read_npz, read_safetensors
 from tierstore.types import Keys, TableSpec, Vectors
 
@@ -33,12 +35,8 @@ _BATCH_BYTES = 64 << 20
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
 
 _Read = Callable[[Path, TableSpec, int, bool], Iterator[tuple[Keys, Vectors | None, pa.Array | None]]]
-_BY_ENDING: dict[str, _Read] = {
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
-    ".safetensors": read_safetensors,
-    ".npz": read_npz,
-}
+_OF_COLUMNS = {".parquet": read_parquet, ".arrow": read_arrow}
+_OF_TENSORS: dict[str, _Read] = {".safetensors": read_safetensors, ".npz": read_npz}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ class Snapshot:
         """Raise SnapshotError unless every file that the manifest names exists, inside the snapshot."""
         for table in self.manifest.tables:
             for shard in table.shards:
-                _reader(self._resolve(shard.path), shard.path)
+                self._readers(table, shard)
         for path in self.manifest.warmup.values():
             self._resolve(path, file_only=True)
         if self.manifest.dense is not None:
@@ -171,6 +169,14 @@ class Snapshot:
         """The ONNX file of the dense part, or None if the snapshot has none."""
         return None if self.manifest.dense is None else self._resolve(self.manifest.dense.path, file_only=True)
 
+    def dense_model(self) -> bytes | None:
+        """The ONNX model of the dense part, weights that lie beside it taken in; None if there is none. SnapshotError."""
+        path = self.dense_path()
+        if path is None or self.manifest.dense is None:
+            return None
+        with _naming(self.manifest.dense.path):
+            return read_onnx(path, self.root)
+
     def request_paths(self) -> list[tuple[str, Path]]:
         """(name in the manifest, file) of the recorded requests, in order."""
         return [(name, self._resolve(name, file_only=True)) for name in self.manifest.requests]
@@ -178,6 +184,34 @@ class Snapshot:
     def _shard(self, table: str, shard_no: int) -> tuple[TableEntry, ShardEntry]:
         entry = self.manifest.table(table)
         return entry, entry.shards[shard_no]
+
+    def _readers(self, entry: TableEntry, shard: ShardEntry) -> list[tuple[str, Path, _Read]]:
+        """(name, file, how it is read) of what a shard consists of. Raises SnapshotError."""
+        path = self._resolve(shard.path)
+        if path.is_dir() and is_hugectr(path):
+            return [(shard.path, path, read_hugectr)]
+        files = [shard.path]
+        if path.is_dir():
+            files = [f"{shard.path}/{part.relative_to(path).as_posix()}" for part in parts(path)]
+            if not files:
+                raise SnapshotError(
+                    "expected .parquet or .arrow files in this directory, or a HugeCTR folder's key and emb_vector; "
+                    "came none",
+                    file=shard.path,
+                )
+        return [(file, self._resolve(file, file_only=True), self._reader(entry, file)) for file in files]
+
+    def _reader(self, entry: TableEntry, file: str) -> _Read:
+        ending = PurePosixPath(file).suffix
+        if ending in _OF_COLUMNS:
+            return partial(_OF_COLUMNS[ending], columns=(entry.columns.key, entry.columns.vector))
+        if ending not in _OF_TENSORS:
+            known = ", ".join([*_OF_COLUMNS, *_OF_TENSORS])
+            raise SnapshotError(
+                f"expected {known}, a HugeCTR folder or a directory of Parquet files, came {ending or 'no ending'}",
+                file=file,
+            )
+        return _OF_TENSORS[ending]
 
     def _resolve(self, name: str, *, file_only: bool = False) -> Path:
         """The file behind a manifest's path: it exists and, symlinks followed, lies inside the snapshot."""
@@ -189,7 +223,7 @@ class Snapshot:
             raise SnapshotError("leads outside the snapshot's directory", file=name)
         if path.is_dir() and not file_only:
             for part in parts(path):
-                self._resolve(f"{name}/{part.name}", file_only=True)
+                self._resolve(f"{name}/{part.relative_to(path).as_posix()}", file_only=True)
         elif not path.is_file():  # nor a device or a pipe, which would never end
             raise SnapshotError("expected a file" if path.exists() else "is missing", file=name)
         return path
@@ -197,30 +231,19 @@ class Snapshot:
     def _read(
         self, entry: TableEntry, shard: ShardEntry, batch_rows: int, *, with_vectors: bool
     ) -> Iterator[tuple[Keys, Vectors | None, int, pa.Array | None]]:
-        path = self._resolve(shard.path)
-        read = _reader(path, shard.path)
         first_row = 0
-        with _naming(shard.path) as place:
-            for codes, vectors, strings in read(path, entry.spec(), batch_rows, with_vectors):
-                if first_row + len(codes) > shard.rows:
-                    raise SnapshotError(
-                        f"expected {shard.rows} rows, as snapshot.json says, came more", file=shard.path
-                    )
-                yield codes, vectors, first_row, strings
-                first_row += len(codes)
-                place.first_row = first_row
+        for name, path, read in self._readers(entry, shard):
+            with _naming(name) as place:
+                for codes, vectors, strings in read(path, entry.spec(), batch_rows, with_vectors):
+                    if first_row + len(codes) > shard.rows:
+                        raise SnapshotError(
+                            f"expected {shard.rows} rows, as snapshot.json says, came more", file=shard.path
+                        )
+                    yield codes, vectors, first_row, strings
+                    first_row += len(codes)
+                    place.first_row += len(codes)
         if first_row != shard.rows:
             raise SnapshotError(f"expected {shard.rows} rows, as snapshot.json says, came {first_row}", file=shard.path)
-
-
-def _reader(path: Path, name: str) -> _Read:
-    if path.is_dir():
-        return read_hugectr
-    if path.suffix not in _BY_ENDING:
-        raise SnapshotError(
-            f"expected {', '.join(_BY_ENDING)} or a HugeCTR folder, came {path.suffix or 'no ending'}", file=name
-        )
-    return _BY_ENDING[path.suffix]
 
 
 class _Place:
@@ -238,7 +261,7 @@ def _naming(file: str) -> Iterator[_Place]:
     except Malformed as error:
         row = None if error.row is None else place.first_row + error.row
         raise SnapshotError(error.reason, file=file, row=row) from error
-    except InvalidInput as error:
+    except (InvalidInput, MissingExtra) as error:
         raise SnapshotError(str(error), file=file) from error
     except (
         pa.ArrowException,

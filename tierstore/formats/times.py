@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import math
+from datetime import UTC, date, datetime
+from typing import Any
+
+import numpy as np
+
+Moment = datetime | float | str
+_MAX_EPOCH_S = 1e11  # the year 5138: whatever is larger counts milliseconds, or less
 
 
 def parse_time(text: str) -> datetime:
@@ -14,6 +21,29 @@ def parse_time(text: str) -> datetime:
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"expected an ISO 8601 time such as 2026-11-20T02:00:00Z, came {text!r}") from error
+
+
+def as_moment(value: Any) -> datetime:
+    """The moment that a caller means, in UTC: a datetime with a zone, seconds since 1970, or ISO 8601 text.
+
+    ValueError for anything else. A datetime without a zone may be local time as well as UTC, so it is refused.
+    """
+    if isinstance(value, str):
+        return parse_time(value)
+    if isinstance(value, datetime):
+        if value.tzinfo is None:
+            raise ValueError(
+                f"expected a datetime with a time zone, came {value!r} without one: "
+                "use datetime.now(UTC), or .replace(tzinfo=UTC) if it is UTC"
+            )
+        return value.astimezone(UTC)
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        seconds = float(value)
+        if not math.isfinite(seconds) or not 0 <= seconds < _MAX_EPOCH_S:
+            raise ValueError(f"expected seconds since 1970, such as time.time(), came {value!r}")
+        return datetime.fromtimestamp(seconds, UTC)
+    what = "a date without a time" if isinstance(value, date) else type(value).__name__
+    raise ValueError(f"expected a datetime with a time zone, seconds since 1970 or ISO 8601 text, came {what}")
 
 
 def format_time(moment: datetime) -> str:

@@ -16,15 +16,17 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from tierstore.errors import SnapshotError
+from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats import files
 from tierstore.formats.columns import as_vectors, first_not_finite
-from tierstore.formats.delta_writer import DeltaWriter
+from tierstore.formats.delta_writer import DeltaWriter, read_dense
+from tierstore.formats.given import as_rows, guessed_key_type
 from tierstore.formats.keys import as_arrow_strings, as_codes, from_codes
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import DENSE, KEYS_SUFFIX, REQUEST_SUFFIX, REQUESTS, SNAPSHOT_MANIFEST, WARMUP
 from tierstore.formats.requests import write_request
 from tierstore.formats.shard_files import ArrowShard, HugeCtrShard, ShardFile, TensorShard
+from tierstore.formats.times import Moment, as_moment
 from tierstore.types import Combiner, KeyType, StorageDtype, check_name
 
 __all__ = ["DeltaWriter", "ShardFormat", "SnapshotWriter", "TableWriter"]
@@ -45,8 +47,8 @@ class SnapshotWriter:
     ...     snapshot.feature("clicked", table="item", combiner="mean")
     ...     snapshot.dense("model.onnx")
 
-    delta_seq: deltas up to this one are in the rows already. created_at: default now. The directory may
-    exist, but not hold a snapshot. What is wrong with the arguments is SnapshotError, at once where it
+    delta_seq: deltas up to this one are in the rows already. created_at: a datetime with a zone, seconds since 1970 or
+    ISO 8601; default now. The directory may exist, but not hold a snapshot. What is wrong with the arguments is SnapshotError, at once where it
     can be seen at once, and at the end of the block otherwise.
     """
 
@@ -57,15 +59,14 @@ class SnapshotWriter:
         model: str,
         version: int,
         delta_seq: int = 0,
-        created_at: datetime | str | None = None,
+        created_at: Moment | None = None,
     ) -> None:
         self.directory = Path(directory)
-        self._head = {
-            "model": model,
-            "version": version,
-            "delta_seq": delta_seq,
-            "created_at": created_at or datetime.now(UTC).replace(microsecond=0),
-        }
+        try:
+            moment = datetime.now(UTC).replace(microsecond=0) if created_at is None else as_moment(created_at)
+        except ValueError as error:
+            raise SnapshotError(f"created_at: {error}") from error
+        self._head = {"model": model, "version": version, "delta_seq": delta_seq, "created_at": moment}
         Manifest.create(**self._head, tables=())
         if (self.directory / SNAPSHOT_MANIFEST).exists():
             raise SnapshotError(
@@ -92,7 +93,8 @@ class SnapshotWriter:
     ) -> TableWriter:
         """A new table, to be filled by `write`.
 
-        dtype: how rows are stored once loaded (float32, float16, bfloat16, int8). default: the answer for
+        key: `int64`, `uint64`, or `string` for keys that are text. dtype: how rows are stored once loaded (float32,
+        float16, bfloat16, int8). default: the answer for
         keys it does not hold: "zeros", "mean", or `dim` numbers. format: of its shards; `arrow` loads
         fastest. rows_per_shard: default as many as make 256 MiB.
         """
@@ -124,9 +126,9 @@ class SnapshotWriter:
         self._features.append({"name": name, "table": table, "combiner": combiner, "padding_key": padding})
 
     def dense(self, model: str | Path | bytes) -> None:
-        """The dense part: an ONNX file, or its bytes."""
+        """The dense part: an ONNX file, or its bytes. Weights that lie in files beside the file are taken in."""
         self._open()
-        content = model if isinstance(model, bytes) else Path(model).read_bytes()
+        content = model if isinstance(model, bytes) else read_dense(model, SnapshotError)
         files.publish_bytes(self.directory / DENSE, content)
         self._dense = {"path": DENSE}
 
@@ -221,19 +223,19 @@ class TableWriter:
     def write(self, keys: Any, vectors: Any) -> None:
         """Append rows: keys [n] of the table's key type, vectors float [n, dim], finite, no key twice in the table.
 
-        Raises InvalidInput for keys of another type, SnapshotError for vectors of another shape or that
+        Both may be NumPy arrays, sequences, Arrow columns, pandas columns or tensors; vectors also columns of lists or
+        arrays. Raises InvalidInput for keys of another type, SnapshotError for vectors of another shape or that
         hold NaN or Inf (in the shard's dtype, which is float16 for a float16 table and else float32).
         Duplicate keys are found when the snapshot is loaded.
         """
-        column: Any
-        if self.key_type is KeyType.STRING:
-            column = as_arrow_strings(keys)
-        else:
-            column = from_codes(as_codes(keys, self.key_type), self.key_type)
-        values = np.asarray(vectors)
-        if values.shape != (len(column), self.dim) or values.dtype.kind not in "fiu":
+        column = self._column(keys)
+        try:
+            values = as_rows(vectors)
+        except InvalidInput as error:
+            raise SnapshotError(f"table {self.name!r}: {error}") from error
+        if values.shape != (len(column), self.dim) and len(values) + len(column):
             raise SnapshotError(
-                f"table {self.name!r}: expected vectors of shape [{len(column)}, {self.dim}] (keys, dim) of floats, came {list(values.shape)} of {values.dtype}"
+                f"table {self.name!r}: expected vectors of shape [{len(column)}, {self.dim}] (keys, dim), came {list(values.shape)}"
             )
         for start in range(0, len(column), self._rows_per_batch):
             stop = start + self._rows_per_batch
@@ -249,6 +251,17 @@ class TableWriter:
         if self._shard is not None:
             self._shard.discard()
             self._shard = None
+
+    def _column(self, keys: Any) -> Any:
+        try:
+            if self.key_type is KeyType.STRING:
+                return as_arrow_strings(keys)
+            return from_codes(as_codes(keys, self.key_type), self.key_type)
+        except InvalidInput as error:
+            hint, came = "", guessed_key_type(keys)
+            if (came is KeyType.STRING) is not (self.key_type is KeyType.STRING):
+                hint = f'; a table for such keys is begun as table({self.name!r}, key="{came}", …)'
+            raise InvalidInput(f"table {self.name!r}: {error}{hint}") from error
 
     def _narrowed(self, values: np.ndarray) -> Any:
         with np.errstate(over="ignore"):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra
+from tierstore.formats.onnx_file import tensors_of
 from tierstore.predict.binding import wire
 from tierstore.predict.placement import CPU_PROVIDER, check_installed, check_made, placement_of
 from tierstore.predict.session import DenseCounts, DenseSession
@@ -145,33 +146,14 @@ def _inspect(model: bytes) -> frozenset[str]:
         proto = onnx.ModelProto.FromString(model)
     except Exception as error:  # of protobuf, which is no import of ours
         raise InvalidInput("the dense part is not an ONNX model: its bytes are no ModelProto") from error
-    for tensor in _tensors(proto):
+    for tensor in tensors_of(proto):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             raise InvalidInput(
-                f"the weights {tensor.name!r} lie in a file of their own; save the model as one: onnx.save_model(…, save_as_external_data=False)"
+                f"the weights {tensor.name!r} lie in a file of their own; give the path of the model, or save it as one: "
+                "torch.onnx.export(…, external_data=False), onnx.save_model(…, save_as_external_data=False)"
             )
     types = {value.name: value.type.tensor_type for value in proto.graph.input}
     return frozenset(name for name, kind in types.items() if kind.HasField("shape") and not kind.shape.dim)
-
-
-def _tensors(model: Any) -> Iterator[Any]:
-    """Every constant of a model, those within attributes and subgraphs included."""
-    graphs = [model.graph]
-    nodes = [node for function in model.functions for node in function.node]
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
-            yield from graph.initializer
-            for sparse in graph.sparse_initializer:
-                yield from (sparse.values, sparse.indices)
-            nodes += graph.node
-            continue
-        for attribute in nodes.pop().attribute:
-            yield attribute.t
-            yield from attribute.tensors
-            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-                yield from (sparse.values, sparse.indices)
-            graphs += [attribute.g, *attribute.graphs] if attribute.HasField("g") else attribute.graphs
 
 
 def _signature(session: Any, scalars: frozenset[str]) -> Signature:

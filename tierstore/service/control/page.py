@@ -22,7 +22,10 @@ th{font-size:12px;color:var(--dim);font-weight:500;border:0}.pill{border-radius:
 .pill.active,.pill.ready{background:var(--host);color:#fff}.pill.canary{background:#eab308;color:#1c2330}.pill.loading{background:var(--accent);color:#fff}.pill.stale,.pill.bad{background:var(--bad);color:#fff}
 .bar{display:flex;height:10px;border-radius:5px;overflow:hidden;background:var(--line);min-width:120px}.bar i{display:block}
 .legend{display:flex;gap:12px;flex-wrap:wrap;font-size:12px;color:var(--dim)}.legend i{display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:4px}
-.problem{color:var(--bad)}a{color:var(--accent)}.scroll{overflow-x:auto}
+.problem{color:var(--bad)}a{color:var(--accent)}
+@media(max-width:760px){main,header{padding:12px}tr{display:grid;grid-template-columns:repeat(auto-fill,minmax(120px,1fr));gap:4px 12px;
+  padding:8px 0;border-top:1px solid var(--line)}tr:has(th){display:none}td{border:0;padding:0;min-width:0;overflow-wrap:anywhere}
+  td::before{content:attr(data-head);display:block;font-size:12px;color:var(--dim)}.bar{min-width:0}.tiles{grid-template-columns:repeat(auto-fit,minmax(120px,1fr))}}
 </style></head><body>
 <header><h1>tierstore</h1><span id="state" class="pill">…</span><span id="version" class="dim"></span><span class="grow"></span>
 <a href="/docs">API</a><a href="/metrics">metrics</a><a href="/admin/jobs">jobs</a></header>
@@ -40,6 +43,8 @@ function tile(label,value){return el("div",{class:"tile"},el("b",{},value),el("s
 function bar(parts){const sum=parts.reduce((s,p)=>s+p[1],0);const b=el("div",{class:"bar"});
   for(const [name,n] of parts)if(n>0)b.append(el("i",{style:`width:${100*n/sum}%;background:var(--${name})`,title:`${name}: ${num(n)}`}));return b}
 function fill(used,total,color){return el("div",{class:"bar",title:`${size(used)} of ${size(total)}`},el("i",{style:`width:${total?Math.min(100,100*used/total):0}%;background:var(--${color})`}))}
+function table(heads,rows){const t=el("table",{},el("tr",{},...heads.map(h=>el("th",{},h))));
+  for(const cells of rows)t.append(el("tr",{},...cells.map((c,i)=>el("td",{"data-head":heads[i]},...[].concat(c)))));return t}
 let last=null;
 function rates(now){const out={requests:null,tables:{}};if(last){const s=(now.at-last.at)/1000;out.requests=(now.doc.service.requests-last.doc.service.requests)/s;
   const old=Object.fromEntries(last.doc.models.map(m=>[m.model,m]));
@@ -51,18 +56,15 @@ function model(m,rate){const card=el("div",{class:"card"},el("h2",{},m.model));
     (m.overlays?` · ${m.overlays} deltas not folded yet (${size(m.overlay_bytes)})`:"")));
   if(m.canary)card.append(el("div",{class:"dim"},`canary ${m.canary.version} gets ${+(100*m.canary.share).toFixed(2)} % of the requests · watermark ${num(m.canary.watermark)}`));
   if(m.problem)card.append(el("div",{class:"problem"},m.problem));
-  if(m.versions.length){const t=el("table",{},el("tr",{},...["version","state","labels","watermark","made","dense part"].map(h=>el("th",{},h))));
-    for(const v of [...m.versions].reverse())t.append(el("tr",{},el("td",{},String(v.version)),el("td",{},el("span",{class:"pill "+v.state},v.state),
-      v.state==="loading"?` ${v.phase} ${pct(v.done,v.total)}`:""),el("td",{},(v.labels||[]).join(", ")),el("td",{},num(v.watermark)),el("td",{},v.created_at||""),el("td",{},v.dense||"")));
-    card.append(el("h3",{},"Versions"),el("div",{class:"scroll"},t))}
-  const names=Object.keys(m.tables);if(names.length){const t=el("table",{},el("tr",{},...["table","rows","keys/s","answered by","memory","host memory","disk"].map(h=>el("th",{},h))));
-    for(const n of names){const x=m.tables[n],r=rate.tables[m.model+"/"+n];const by=r&&r.sum?r.by:x.lookup_keys;const sum=Object.values(by).reduce((a,b)=>a+b,0);
-      const fast=(by.overlay||0)+(by.device||0)+(by.host||0);
-      t.append(el("tr",{},el("td",{},n,el("div",{class:"dim"},`${x.dim} × ${x.dtype}`)),el("td",{},num(x.rows)),el("td",{},r?num(r.keys):"–"),
-        el("td",{},bar(TIERS.map(k=>[k,by[k]||0]))),el("td",{},pct(fast,sum)),
-        el("td",{},fill(x.tier_bytes.host,x.tier_budget_bytes.host,"host"),el("div",{class:"dim"},`${size(x.tier_bytes.host)} of ${size(x.tier_budget_bytes.host)}`)),
-        el("td",{},size(x.tier_bytes.disk))))}
-    card.append(el("h3",{},"Tables"),el("div",{class:"scroll"},t),el("div",{class:"legend"},...TIERS.map(k=>el("span",{},el("i",{style:`background:var(--${k})`}),k))))}
+  if(m.versions.length)card.append(el("h3",{},"Versions"),table(["version","state","labels","watermark","made","dense part"],
+    [...m.versions].reverse().map(v=>[String(v.version),[el("span",{class:"pill "+v.state},v.state),v.state==="loading"?` ${v.phase} ${pct(v.done,v.total)}`:""],
+      (v.labels||[]).join(", ")||"–",num(v.watermark),v.created_at||"–",v.dense||"–"])));
+  const names=Object.keys(m.tables);if(names.length){const t=table(["table","rows","keys/s","answered by","memory","host memory","disk"],names.map(n=>{
+    const x=m.tables[n],r=rate.tables[m.model+"/"+n];const by=r&&r.sum?r.by:x.lookup_keys;const sum=Object.values(by).reduce((a,b)=>a+b,0);
+    const fast=(by.overlay||0)+(by.device||0)+(by.host||0);
+    return[[n,el("div",{class:"dim"},`${x.dim} × ${x.dtype}`)],num(x.rows),r?num(r.keys):"–",[bar(TIERS.map(k=>[k,by[k]||0]))],pct(fast,sum),
+      [fill(x.tier_bytes.host,x.tier_budget_bytes.host,"host"),el("div",{class:"dim"},`${size(x.tier_bytes.host)} of ${size(x.tier_budget_bytes.host)}`)],size(x.tier_bytes.disk)]}));
+    card.append(el("h3",{},"Tables"),t,el("div",{class:"legend"},...TIERS.map(k=>el("span",{},el("i",{style:`background:var(--${k})`}),k))))}
   return card}
 function show(now){const d=now.doc,s=d.service,r=rates(now);
   $("state").textContent=s.ready?"ready":"stopping";$("state").className="pill "+(s.ready?"ready":"stale");$("version").textContent=`${s.version} · up ${num(s.uptime_s)} s`;

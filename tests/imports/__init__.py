@@ -1,0 +1,1 @@
+"""Imports of what other tools leave."""

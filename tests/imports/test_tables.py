@@ -1,0 +1,357 @@
+"""What other tools hold or leave becomes a snapshot, each row where it belongs, or is refused by file, row and reason."""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.feather as feather
+import pyarrow.orc as orc
+import pyarrow.parquet as pq
+import pytest
+
+import tierstore
+from tests.formats.shards import save_hugectr
+from tests.formats.test_directories import DIM, DIRECTORIES, KEYS, VECTORS, N, as_spark, frame
+from tierstore.errors import SnapshotError
+from tierstore.formats.snapshot import Snapshot, open_snapshot
+from tierstore.imports.tables import TablesFile, import_table, import_tables
+from tierstore.types import KeyType
+
+COLUMNS = {"key": "item_id", "vector": "embedding"}
+ROWS = dict(zip(KEYS.tolist(), VECTORS.tolist(), strict=True))
+
+
+def rows_of(where: Path, table: str = "item") -> dict[Any, list[float]]:
+    snapshot = open_snapshot(where)
+    rows: dict[Any, list[float]] = {}
+    for shard_no in range(len(snapshot.manifest.table(table).shards)):
+        snapshot.check_checksum(table, shard_no)
+        for batch in snapshot.batches(table, shard_no):
+            keys = batch.keys.tolist() if batch.strings is None else batch.strings.to_pylist()
+            rows.update(zip(keys, batch.vectors.tolist(), strict=True))
+    return rows
+
+
+def imported(source: Any, where: Path, **options: Any) -> Snapshot:
+    out = import_table(source, model="ctr", table="item", out=where, **{**COLUMNS, **options})
+    assert out == where
+    return open_snapshot(where)
+
+
+@pytest.mark.parametrize("write", DIRECTORIES.values(), ids=DIRECTORIES)
+def test_directories(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path / "items")
+    imported(tmp_path / "items", tmp_path / "s")
+    assert rows_of(tmp_path / "s") == ROWS
+
+
+def arrow() -> pa.Table:
+    return pa.Table.from_pandas(frame(), preserve_index=False)
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "parquet": lambda path: frame().to_parquet(path),
+    "feather": lambda path: feather.write_feather(arrow(), str(path)),
+    "orc": lambda path: orc.write_table(arrow(), str(path)),
+}
+
+
+@pytest.mark.parametrize(("ending", "write"), FILES.items(), ids=FILES)
+def test_files(tmp_path: Path, ending: str, write: Callable[[Path], object]) -> None:
+    write(tmp_path / f"items.{ending}")
+    imported(str(tmp_path / f"items.{ending}"), tmp_path / "s")
+    assert rows_of(tmp_path / "s") == ROWS
+
+
+def in_duckdb() -> Any:
+    return duckdb.sql("SELECT range * 7 AS item_id, [range / 2.0, range / 4.0, 0, 1]::FLOAT[4] AS embedding FROM range(100)")  # fmt: skip
+
+
+def torch_columns() -> Any:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    return {"item_id": torch.tensor(KEYS), "embedding": torch.nn.Parameter(torch.tensor(VECTORS))}
+
+
+FRAMES: dict[str, Callable[[], Any]] = {
+    "pandas": frame,
+    "pandas with keys as its index": lambda: frame().set_index("item_id"),
+    "pandas in parts of an index": lambda: frame().sample(frac=1, random_state=1),
+    "polars": lambda: pl.DataFrame({"item_id": KEYS, "embedding": VECTORS}),
+    "polars lists": lambda: pl.DataFrame({"item_id": KEYS, "embedding": VECTORS.tolist()}),
+    "arrow table": arrow,
+    "arrow batch": lambda: arrow().to_batches()[0],
+    "arrow reader": lambda: arrow().to_reader(7),
+    "arrow dataset": lambda: ds.dataset(arrow()),
+    "arrays": lambda: {"item_id": KEYS, "embedding": VECTORS},
+    "tensors": torch_columns,
+}
+
+
+@pytest.mark.parametrize("made", FRAMES.values(), ids=FRAMES)
+def test_frames(tmp_path: Path, made: Callable[[], Any]) -> None:
+    imported(made(), tmp_path / "s")
+    assert rows_of(tmp_path / "s") == ROWS
+
+
+def test_a_relation_of_duckdb(tmp_path: Path) -> None:
+    imported(in_duckdb(), tmp_path / "s")
+    assert rows_of(tmp_path / "s") == {i * 7: [i / 2, i / 4, 0, 1] for i in range(100)}
+
+
+def udt(dense: bool = True) -> pa.Array:
+    kind = pa.struct([("type", pa.int8()), ("size", pa.int32()), ("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64()))])  # fmt: skip
+    rows = [{"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]}]
+    rows += [{"type": 1 if dense else 0, "size": 2, "indices": None, "values": [3.0, 4.0]}]
+    return pa.array(rows, kind)
+
+
+VECTOR_COLUMNS: dict[str, Any] = {
+    "integers": pa.array([[1, 2], [3, 4]], pa.list_(pa.int8())),
+    "halves": pa.array([[1, 2], [3, 4]], pa.list_(pa.float16(), 2)),
+    "tensors": pa.FixedShapeTensorArray.from_numpy_ndarray(np.array([[1.0, 2.0], [3.0, 4.0]])),
+    "views": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_view(pa.float32())),
+    "spark's vectors": udt(),
+}
+
+
+@pytest.mark.parametrize("column", VECTOR_COLUMNS.values(), ids=VECTOR_COLUMNS)
+def test_kinds_of_vectors(tmp_path: Path, column: Any) -> None:
+    snapshot = imported(pa.table({"item_id": [5, 6], "embedding": column}), tmp_path / "s")
+    assert rows_of(tmp_path / "s") == {5: [1.0, 2.0], 6: [3.0, 4.0]}
+    halves = pa.types.is_fixed_size_list(column.type) and pa.types.is_float16(column.type.value_type)
+    assert snapshot.manifest.table("item").dtype == ("float16" if halves else "float32")
+
+
+def test_one_column_a_number(tmp_path: Path) -> None:
+    numbers = {f"f{i}": np.array([i, i + 0.5]) for i in (10, 2, 0, 1)}
+    table = pa.table({"item_id": [5, 6], **numbers, "fresh": ["x", "y"]})
+    pq.write_table(table, tmp_path / "items.parquet")
+    with pytest.raises(SnapshotError, match="column 'fresh': expected numbers, came string"):
+        imported(tmp_path / "items.parquet", tmp_path / "bad", vector="f*")
+    imported(tmp_path / "items.parquet", tmp_path / "s", vector="f[0-9]*")
+    assert rows_of(tmp_path / "s") == {5: [0, 1, 2, 10], 6: [0.5, 1.5, 2.5, 10.5]}, "f2 comes before f10"
+    imported(table.to_pandas(), tmp_path / "named", vector=["f10", "f0"])
+    assert rows_of(tmp_path / "named") == {5: [10, 0], 6: [10.5, 0.5]}
+    imported({"item_id": [5], "x": [1.0], "y": [2.0]}, tmp_path / "arrays", vector=["x", "y"])
+    assert rows_of(tmp_path / "arrays") == {5: [1, 2]}
+
+
+KEY_COLUMNS: dict[str, tuple[Any, KeyType, list[Any]]] = {
+    "narrow": (pa.array([5, 6], pa.int16()), KeyType.INT64, [5, 6]),
+    "unsigned": (pa.array([5, 1 << 63], pa.uint64()), KeyType.UINT64, [5, -(1 << 63)]),
+    "decimal": (pa.array([decimal.Decimal(5), decimal.Decimal(6)], pa.decimal128(38, 0)), KeyType.INT64, [5, 6]),
+    "text": (pa.array(["a", "ß"]), KeyType.STRING, ["a", "ß"]),
+    "views of text": (pa.array(["a", "ß"], pa.string_view()), KeyType.STRING, ["a", "ß"]),
+    "categories": (pd.Series(["a", "b"], dtype="category"), KeyType.STRING, ["a", "b"]),
+    "pandas' own integers": (pd.Series([5, 6], dtype="Int64"), KeyType.INT64, [5, 6]),
+}
+
+
+@pytest.mark.parametrize(("keys", "kind", "expected"), KEY_COLUMNS.values(), ids=KEY_COLUMNS)
+def test_kinds_of_keys(tmp_path: Path, keys: Any, kind: KeyType, expected: list[Any]) -> None:
+    snapshot = imported(pa.table({"item_id": keys, "embedding": [[1.0], [2.0]]}), tmp_path / "s")
+    assert snapshot.manifest.table("item").key is kind
+    assert rows_of(tmp_path / "s") == dict(zip(expected, [[1.0], [2.0]], strict=True))
+
+
+def test_keys_may_be_turned_into_another_type(tmp_path: Path) -> None:
+    table = pa.table({"item_id": [5, 6], "embedding": [[1.0], [2.0]]})
+    imported(table, tmp_path / "s", key_type="string")
+    assert rows_of(tmp_path / "s") == {"5": [1.0], "6": [2.0]}
+    assert imported(table, tmp_path / "u", key_type="uint64").manifest.table("item").key is KeyType.UINT64
+    words = table.set_column(0, "item_id", [["5", "six"]])
+    with pytest.raises(SnapshotError, match=r"column 'item_id': not all keys are int64: .*six"):
+        imported(words, tmp_path / "bad", key_type="int64")
+
+
+def test_hugectr_folders_tell_their_dim(tmp_path: Path) -> None:
+    folder = tmp_path / save_hugectr()(tmp_path)
+    assert imported(folder, tmp_path / "s").manifest.table("item").dim == 2
+    (folder / "emb_vector").write_bytes(b"\0" * 39)
+    with pytest.raises(SnapshotError, match="expected int64 keys and as many rows of float32; came 40 bytes"):
+        imported(folder, tmp_path / "bad")
+
+
+def test_what_the_table_becomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = int(datetime.now(UTC).strftime("%Y%m%d%H%M%S"))
+    where = import_table(
+        arrow(), model="ctr", table="item", feature="clicked", combiner="mean", padding_key=-1, default="mean",
+        dtype="int8", delta_seq=7, **COLUMNS,
+    )  # fmt: skip
+    manifest = open_snapshot(where).manifest
+    assert where == Path("snapshots") / "ctr" / str(manifest.version)
+    assert before <= manifest.version <= int(datetime.now(UTC).strftime("%Y%m%d%H%M%S"))
+    (table,), (feature,) = manifest.tables, manifest.features
+    assert (table.name, table.dim, table.dtype, table.default) == ("item", DIM, "int8", "mean")
+    assert (feature.name, feature.table, feature.combiner, feature.padding_key) == ("clicked", "item", "mean", -1)
+    assert manifest.delta_seq == 7
+
+
+def test_parts_that_do_not_agree_are_refused_by_file(tmp_path: Path) -> None:
+    for i, keys in enumerate(([1, 2], ["a", "b"])):
+        pq.write_table(pa.table({"item_id": keys, "embedding": [[1.0], [2.0]]}), tmp_path / f"{i}.parquet")
+    paths = sorted(tmp_path.glob("*.parquet"))
+    with pytest.raises(SnapshotError, match=r"1.parquet: expected int64 keys, as before, came string"):
+        imported(paths, tmp_path / "s")
+    pq.write_table(pa.table({"item_id": [3], "embedding": [[1.0, 2.0]]}), paths[1])
+    with pytest.raises(SnapshotError, match=r"1.parquet: expected vectors of 1 numbers, as before, came 2"):
+        imported(paths, tmp_path / "s")
+    assert not (tmp_path / "s").exists(), "nothing is left of it"
+
+
+ITEMS = {"item_id": [1, 2, 3], "embedding": [[1.0], [2.0], [3.0]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"item_id": [1, None, 3]}, "row 1: the key is null"),
+        ({"item_id": [1.0, 2.0, 3.0]}, "column 'item_id': expected keys that are integers or strings, came double"),
+        ({"item_id": [[1], [2], [3]]}, "column 'item_id': expected keys that are integers or strings, came list"),
+        ({"embedding": [[1.0], None, [3.0]]}, "vector 1 is null"),
+        ({"embedding": [[1.0], [2.0], [None]]}, "number 0 of vector 2 is null"),
+        ({"embedding": [[1.0], [2.0, 2.5], [3.0]]}, "vector 1 has 2 numbers, those before it 1"),
+        ({"embedding": [[1.0], [float("nan")], [3.0]]}, "row 1: the vector holds NaN or Inf, or overflows float32"),
+        ({"embedding": ["[1.0]", "[2.0]", "[3.0]"]}, "column 'embedding': expected lists of numbers, came string"),
+        ({"embedding": [[[1.0]], [[2.0]], [[3.0]]]}, "column 'embedding': expected lists of numbers, came list<"),
+    ],
+)
+def test_rows_that_cannot_be(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    pq.write_table(pa.table({**ITEMS, **change}), tmp_path / "items.parquet")
+    with pytest.raises(SnapshotError, match=f"items.parquet.*{reason}"):
+        imported(tmp_path / "items.parquet", tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_sparse_vector_of_spark_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match=r"row 1: column 'embedding' holds a sparse vector; .*vector_to_array"):
+        imported(pa.table({"item_id": [1, 2], "embedding": udt(dense=False)}), tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "reason"),
+    [
+        ("items", {"key": "id"}, r"no one column 'id' for keys; there are item_id \(int64\), price \(double\), emb"),
+        ("items", {"vector": "vec"}, "no one column 'vec' for vectors; there are item_id"),
+        ("items", {"key_type": "int32"}, "key_type: expected int64, uint64, string, came 'int32'"),
+        ("nowhere", {}, "nowhere: is missing"),
+        ("empty", {}, "expected a directory with Parquet, Arrow or ORC files; came none"),
+        ("notes", {}, "notes.csv: expected .parquet, .*came .csv; what DuckDB or pandas can read"),
+        ("broken", {}, "broken.parquet: cannot be read"),
+        ("none", {}, "there are no rows, so nothing says how long a vector is"),
+    ],
+)
+def test_sources_that_cannot_be(tmp_path: Path, source: str, options: dict[str, Any], reason: str) -> None:
+    as_spark(tmp_path / "items")
+    (tmp_path / "empty").mkdir()
+    for file, content in (("notes/notes.csv", b"a,b"), ("broken/broken.parquet", b"PAR1 but not really")):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_bytes(content)
+    (tmp_path / "none").mkdir()
+    pq.write_table(arrow().slice(0, 0), tmp_path / "none" / "part-0.parquet")
+    with pytest.raises(SnapshotError, match=reason):
+        imported(tmp_path / source, tmp_path / "s", **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (5, "expected paths, a data frame .*, came int; write it to Parquet"),
+        ({"item_id": [1]}, "there is no column 'embedding'; there are 'item_id'"),
+        ({"item_id": [1, 2], "embedding": [[1.0]]}, "expected a vector for each key, came 2 keys and 1 vectors"),
+    ],
+)
+def test_data_that_cannot_be(tmp_path: Path, source: Any, reason: str) -> None:
+    with pytest.raises(SnapshotError, match=reason):
+        imported(source, tmp_path / "s")
+
+
+def test_an_import_never_writes_over_a_snapshot(tmp_path: Path) -> None:
+    imported(arrow(), tmp_path / "s")
+    with pytest.raises(SnapshotError, match="holds a snapshot already"):
+        imported(arrow(), tmp_path / "s")
+    assert rows_of(tmp_path / "s") == ROWS
+
+
+TABLES = """
+model = "ctr"
+version = 5
+delta_seq = 3
+
+[tables.item]
+path = "items"
+key = "item_id"
+vector = "embedding"
+dtype = "float16"
+[tables.item.features]
+item_id = {}
+clicked = { combiner = "mean", padding_key = 0 }
+
+[tables.word]
+path = ["words.parquet"]
+key = "word"
+vector = "f*"
+default = [0.5, 1.5]
+"""
+
+
+def test_several_tables_of_one_file(tmp_path: Path) -> None:
+    as_spark(tmp_path / "items")
+    pq.write_table(pa.table({"word": ["a", "b"], "f0": [1.0, 2.0], "f1": [3.0, 4.0]}), tmp_path / "words.parquet")
+    (tmp_path / "tables.toml").write_text(TABLES)
+    file = TablesFile.read(tmp_path / "tables.toml")
+    assert (file.model, file.version, file.delta_seq) == ("ctr", 5, 3)
+    out = import_tables(file.sources(tmp_path), model="ctr", out=tmp_path / "s", version=5, delta_seq=3)
+    manifest = open_snapshot(out).manifest
+    assert [(table.name, table.key, table.dtype, table.rows) for table in manifest.tables] == [
+        ("item", "int64", "float16", N),
+        ("word", "string", "float32", 2),
+    ]
+    assert [(f.name, f.table, f.combiner, f.padding_key) for f in manifest.features] == [
+        ("item_id", "item", None, None),
+        ("clicked", "item", "mean", 0),
+        ("word", "word", None, None),
+    ]
+    assert rows_of(out, "word") == {"a": [1.0, 3.0], "b": [2.0, 4.0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("tables = 1", "tables: "),
+        ("[tables.item]\n", "tables.item.path: Field required"),
+        ('[tables.item]\npath = "x"\nkeys = "id"', "tables.item.keys: Extra inputs"),
+        ("not toml", "cannot be read"),
+    ],
+)
+def test_a_file_of_tables_that_is_none(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "tables.toml").write_text(text)
+    with pytest.raises(SnapshotError, match=f"tables.toml: .*{reason}"):
+        TablesFile.read(tmp_path / "tables.toml")
+
+
+def test_progress_counts_the_rows(tmp_path: Path) -> None:
+    as_spark(tmp_path / "items")
+    steps: list[Any] = []
+    import_table(tmp_path / "items", model="ctr", table="item", out=tmp_path / "s", progress=steps.append, **COLUMNS)
+    assert [(step.phase, step.done, step.total) for step in steps] == [("import", n, N) for n in (25, 50, 75, 100)]
+
+
+def test_it_is_served(tmp_path: Path) -> None:
+    where = import_table(frame(), model="ctr", table="item", out=tmp_path / "s", combiner="sum", **COLUMNS)
+    with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
+        store.load_snapshot(where)
+        rows, found = store.model("ctr").lookup("item", [*KEYS.tolist(), 5], return_found=True)
+        assert rows[:-1].tolist() == VECTORS.tolist()
+        assert found.tolist() == [True] * N + [False]

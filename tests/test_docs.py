@@ -1,0 +1,294 @@
+"""The pages tell what works: their programs and commands are run, in a scene that has what each of them begins with.
+
+`make docs-test` runs this file. A block of Python is run by itself; the lines of a shell block one after the other, those
+that begin with `tierstore`, in this process. What a page's reader is to have already (`keys`, `batches`, a directory of
+Parquet, a service) is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import tierstore
+from tests.predict import onnx_models as om
+from tierstore.cli import main
+from tierstore.config import ENV_PREFIX
+from tierstore.service.server import ServerThread
+
+ROOT = Path(__file__).parents[1]
+SERVICE = "http://127.0.0.1:8000"
+ITEMS = np.arange(5000)
+SMALL = {"host_budget": "16MiB", "load_workers": 1, "disk_threads": 2}
+LATEST = 20261121  # of the two snapshots
+
+
+def blocks(page: str, *languages: str) -> list[tuple[int, str]]:
+    """(line, text) of the fenced blocks of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.finditer(r"^( *)```(\w+)\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
+    return [
+        (text.count("\n", 0, match.start()) + 1, re.sub(rf"^{match[1]}", "", match[3], flags=re.MULTILINE))
+        for match in found
+        if match[2] in languages
+    ]
+
+
+def dense() -> bytes:
+    """score [n] = the sum of all inputs."""
+    return om.build(
+        [om.node("Concat", "user_id item_id clicked hour", "all", axis=1), om.node("ReduceSum", "all axes", "score", keepdims=0)],
+        {"user_id": (om.FLOAT, ["n", 32]), "item_id": (om.FLOAT, ["n", 32]), "clicked": (om.FLOAT, ["n", 32]), "hour": (om.FLOAT, ["n", 1])},
+        {"score": (om.FLOAT, ["n"])},
+        {"axes": np.array([1])},
+    )  # fmt: skip
+
+
+def vectors(keys: Any) -> Any:
+    return np.repeat(np.asarray(keys, np.float32)[:, None] / 100, 32, axis=1)
+
+
+def snapshot(where: Path, version: int) -> None:
+    with tierstore.SnapshotWriter(where, model="ctr", version=version, delta_seq=41820) as writer:
+        for table in ("item", "user"):
+            writer.table(table, dim=32, dtype="float16").write(ITEMS, vectors(ITEMS))
+        writer.feature("user_id", table="user")
+        writer.feature("item_id", table="item")
+        writer.feature("clicked", table="item", combiner="mean")
+        writer.dense(dense())
+
+
+def delta(where: Path, seq: int) -> None:
+    where.parent.mkdir(exist_ok=True)
+    with tierstore.DeltaWriter(where, model="ctr", seq=seq) as writer:
+        writer.upsert("item", [17], np.full((1, 32), seq % 100, np.float32))
+
+
+def data() -> None:
+    """What a reader has, in the working directory."""
+    frame = pd.DataFrame({"item_id": ITEMS[:50], "embedding": list(vectors(ITEMS[:50]))})
+    Path("items").mkdir()
+    frame.to_parquet("items/part-0.parquet")
+    for i, words in enumerate((["red"], ["shoe"])):
+        pd.DataFrame({"word": words, "f0": [0.5], "f1": [float(i)]}).to_parquet(f"words-{i}.parquet")
+    Path("model.onnx").write_bytes(dense())
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in list(os.environ):
+        if name.upper().startswith(ENV_PREFIX):
+            monkeypatch.delenv(name)
+    for name, value in SMALL.items():
+        monkeypatch.setenv(ENV_PREFIX + name.upper(), str(value))
+    monkeypatch.chdir(tmp_path)
+    data()
+    return tmp_path
+
+
+@pytest.fixture
+def url(scene: Path) -> Iterator[str]:
+    """A service that has the snapshot of the day before the pages' and serves it."""
+    snapshot(scene / "before", 20261119)
+    with tierstore.open(scene / "served", port=0, source_root=[scene], **SMALL) as store, ServerThread(store) as server:
+        store.load_snapshot(scene / "before")
+        yield server.url
+
+
+@pytest.fixture
+def empty_url(scene: Path) -> Iterator[str]:
+    """A service that has nothing yet."""
+    with tierstore.open(scene / "empty", port=0, source_root=[scene], **SMALL) as store, ServerThread(store) as server:
+        yield server.url
+
+
+def names() -> dict[str, Any]:
+    keys, n = np.array([17, 42, 17]), 3
+    return {
+        "np": np,
+        "tierstore": tierstore,
+        "keys": keys,
+        "offsets": np.array([0, 2]),
+        "users": keys,
+        "items": keys,
+        "hours": np.full((n, 1), 0.5, np.float32),
+        "batches": [(ITEMS[:2500], vectors(ITEMS[:2500])), (ITEMS[2500:], vectors(ITEMS[2500:]))],
+        "vectors": vectors(keys),
+        "changed_keys": keys[:2],
+        "changed_vectors": vectors(keys[:2]),
+        "retired_keys": [7],
+        "popular_keys": ITEMS[:10],
+        "now": 1.7e9,
+        "newest_event": 1.7e9,
+    }
+
+
+def run(page: str, line: int, program: str, given: dict[str, Any]) -> dict[str, Any]:
+    exec(compile("\n" * line + program, str(ROOT / page), "exec"), given)
+    return given
+
+
+# --- every page
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_programs_are_python(page: str) -> None:
+    for line, program in blocks(page, "python"):
+        compile("\n" * line + program, page, "exec", flags=__import__("ast").PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+# --- README
+
+
+README = dict(blocks("README.md", "python"))
+
+
+def with_word(word: str) -> tuple[int, str]:
+    ((line, program),) = [(line, program) for line, program in README.items() if word in program]
+    return line, program
+
+
+def test_readme_has_no_program_that_is_not_run() -> None:
+    known = ("tierstore.torch", "tierstore.open", "SnapshotWriter", "ctr.predict", "tierstore.Client", "tritonclient")
+    assert [line for line, program in README.items() if not any(word in program for word in known)] == []
+
+
+def test_readme_in_process(scene: Path) -> None:
+    snapshot(scene / "snapshots/ctr/20261120", 20261120)
+    delta(scene / "deltas/41821.arrow", 41821)
+    came = run("README.md", *with_word("tierstore.open"), names())
+    assert came["rows"][:, 0].tolist() == [21, np.float16(0.42), 21]
+    assert came["found"].all()
+    assert came["bags"].shape == (2, 32)
+
+
+def test_readme_writers_and_scores(scene: Path) -> None:
+    (scene / "deltas").mkdir()
+    run("README.md", *with_word("SnapshotWriter"), names())
+    snapshot(scene / "scored", LATEST)
+    with tierstore.open("data/", **SMALL) as store:
+        store.load_snapshot("snapshots/ctr/20261120")
+        assert store.apply_delta("deltas/41821.arrow").applied
+        assert not store.model("ctr").lookup("item_id", [7], return_found=True)[1].any()
+        store.load_snapshot("scored")
+        came = run(
+            "README.md",
+            *with_word("ctr.predict"),
+            {**names(), "ctr": store.model("ctr"), "offsets": np.array([0, 1, 2])},
+        )
+        assert came["scores"].shape == (3,)
+
+
+def test_readme_clients(url: str) -> None:
+    for word in ("tierstore.Client", "tritonclient"):
+        line, program = with_word(word)
+        program = program.replace(SERVICE, url).replace("127.0.0.1:8000", url.removeprefix("http://"))
+        given = {**names(), "users": [1, 2], "items": [3, 4]}
+        if word == "tierstore.Client":
+            program = program.replace("\n    scores", "\n    if False: scores")  # the scene's graph takes more inputs
+        run("README.md", line, program, given)
+
+
+# --- the other pages
+
+
+def test_import_page(scene: Path) -> None:
+    came = {}
+    for line, program in blocks("docs/import.md", "python"):
+        came = run("docs/import.md", line, program, names())
+    assert came["rows"].tolist() == [[0.5, 1.0]]
+
+
+def test_tables_of_the_import_page(scene: Path, empty_url: str) -> None:
+    ((_, text),) = blocks("docs/import.md", "toml")
+    text = text.replace('dense = "model.onnx"\n', "")  # whose inputs are those of another model
+    Path("tables.toml").write_text(text)
+    command(f"tierstore import tables.toml --out s --url {empty_url}")
+    with tierstore.Client(empty_url) as client:
+        assert client.lookup("ctr", "word", ["shoe", "?"]).tolist() == [[0.5, 1.0], [0.5, 0.5]]
+        assert client.lookup_bags("ctr", "clicked", [0, 17], [0])[0, 0] == np.float16(0.17), "key 0 is padding"
+
+
+def test_formats_page(scene: Path) -> None:
+    (scene / "deltas").mkdir()
+    for line, program in blocks("docs/formats.md", "python"):
+        run("docs/formats.md", line, program.replace('snapshot.dense("model.onnx")', ""), names())
+    with tierstore.open("data/", **SMALL) as store:
+        store.load_snapshot("snapshots/20261120")
+
+
+def test_pytorch_programs(scene: Path) -> None:
+    for needed in ("torch", "onnxscript", "onnxruntime"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed: make trainers")
+    from tests.test_torch import Net, inputs
+
+    (scene / "deltas").mkdir()
+    readme = with_word("tierstore.torch")
+    ((line, program),) = blocks("docs/pytorch.md", "python")
+    given = {"inputs": inputs(), "train": lambda net, *_: net(**inputs()), "minutes": [[1], [2]]}
+    for page, at, text in (("README.md", *readme), ("docs/pytorch.md", line, program)):
+        for old in (scene / "deltas").iterdir():
+            old.unlink()
+        run(page, at, text, {**given, "net": Net()})
+        assert (scene / "deltas/1.arrow").exists()
+
+
+# --- commands
+
+
+def command(line: str) -> None:
+    """Run a command line of a page here, and see that it ends well."""
+    words = shlex.split(line, comments=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert not ended.value.code, line
+
+
+def lines(page: str) -> list[str]:
+    text = "".join(block for _, block in blocks(page, "sh"))
+    return [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("tierstore ")]
+
+
+def test_readme_from_data_to_served(empty_url: str) -> None:
+    ran = [line for line in lines("README.md") if not line.startswith("tierstore serve")]
+    assert ran[0].startswith("tierstore import")
+    command(f"{ran[0]} --url {empty_url}")
+    command(ran[1].replace(SERVICE, empty_url))
+    with tierstore.Client(empty_url) as client:
+        assert client.lookup("ctr", "item", [17])[0, 0] == np.float32(0.17)
+
+
+def test_readme_commands(scene: Path, url: str) -> None:
+    for version in (20261120, LATEST):
+        snapshot(scene / f"snapshots/ctr/{version}", version)
+    delta(scene / "deltas/41821.arrow", 41821)
+    commands = lines("README.md")
+    ran = commands[commands.index(next(line for line in commands if line.startswith("tierstore load"))) :]
+    assert len(ran) >= 6
+    for line in ran:
+        if line.startswith("tierstore canary"):
+            command(f"tierstore load snapshots/ctr/{LATEST} --no-activate --url {url}")
+        if line.startswith("tierstore rollback"):
+            command(f"tierstore withdraw ctr --url {url}")
+        command(line.replace(SERVICE, url))
+
+
+def test_commands_of_the_import_page(scene: Path) -> None:
+    from tests.imports.test_hps import hps
+
+    hps(scene)
+    ran = [line for line in lines("docs/import.md") if "serve" not in line and "tables.toml" not in line]
+    assert len(ran) == 2
+    for line in ran:
+        command(line.replace("/mnt/models", "."))

@@ -1,0 +1,79 @@
+"""The log: lines for a person, or an object a line, from the service and from its workers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tierstore.config import ENV_PREFIX
+from tierstore.logs import configure
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    for handler in before[0]:
+        root.removeHandler(handler)  # `force` would close it
+    yield
+    root.handlers[:], root.level = before
+
+
+def logged(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    log = logging.getLogger("tierstore.some")
+    log.info("loaded %d rows of “ü”\nin two lines", 5)
+    try:
+        raise ValueError("no such row")
+    except ValueError:
+        log.exception("lost")
+    log.debug("not told")
+    return capsys.readouterr().err.splitlines()
+
+
+def test_an_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("json", "info")
+    first, second = map(json.loads, logged(capsys))
+    assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
+    assert first == {"level": "info", "logger": "tierstore.some", "message": "loaded 5 rows of “ü”\nin two lines"}
+    assert (second["level"], second["message"]) == ("error", "lost")
+    assert second["error"].endswith("ValueError: no such row")
+
+
+def test_lines_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("text", "info")
+    lines = logged(capsys)
+    assert lines[0].endswith("INFO tierstore.some: loaded 5 rows of “ü”")
+    assert lines[-1] == "ValueError: no such row"
+
+
+def test_less_than_the_level_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("json", "error")
+    assert [json.loads(line)["level"] for line in logged(capsys)] == ["error"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_all_that_a_service_logs_is_of_the_form(tmp_path: Path, workers: str) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    env |= {"TIERSTORE_LOG_FORMAT": "json", "TIERSTORE_WORKERS": workers, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tierstore", "serve", "--port", "0", "--grpc-port", "off", "--data", "d"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env | {"TIERSTORE_DRAIN_S": "0.01"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as service:
+        assert service.stdout is not None
+        service.stdout.readline()
+        service.send_signal(signal.SIGTERM)
+        _, error = service.communicate(timeout=60)
+    lines = [json.loads(line) for line in error.decode().splitlines()]
+    assert any("stopping" in line["message"] for line in lines)
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)

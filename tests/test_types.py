@@ -1,0 +1,162 @@
+"""What a type checker says of programs that use the package: their mistakes, and no more."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierstore
+from tierstore import errors
+from tierstore.client.face import Face
+from tierstore.client.remote import LookupOptions, RemoteModel
+
+ROOT = Path(__file__).parents[1]
+
+PROGRAM = """
+import time
+from pathlib import Path
+from typing import Any, assert_type
+
+import numpy as np
+import numpy.typing as npt
+import tierstore
+
+Floats = npt.NDArray[np.floating[Any]]
+Found = npt.NDArray[np.bool_]
+
+with tierstore.SnapshotWriter("s", model="ctr", version=1) as snapshot:
+    table: tierstore.TableWriter = snapshot.table("item", dim=2, key="string")
+    table.write(["a"], np.ones((1, 2)))
+    snapshot.dense(Path("model.onnx"))
+with tierstore.DeltaWriter("1.arrow", model="ctr", seq=1, event_time=time.time()) as delta:
+    delta.upsert("item", ["a"], [[1.0, 2.0]])
+with tierstore.open("data", host_budget="1GiB") as store:
+    version: int = store.load_snapshot("s")
+    model = store.model("ctr")
+    assert_type(model.lookup("item", ["a"]), Floats)
+    assert_type(model.lookup("item", ["a"], return_found=True, dtype="float16"), tuple[Floats, Found])
+    assert_type(store.apply_delta("1.arrow"), tierstore.DeltaResult)
+with tierstore.Client("http://127.0.0.1:8000", timeout_s=1.0) as client:
+    assert_type(client.lookup("ctr", "item", ["a"]), Floats)
+    assert_type(client.lookup("ctr", "item", ["a"], return_found=True), tuple[Floats, Found])
+    assert_type(client.model("ctr").lookup_many({"item": ["a"]}, return_found=True), dict[str, tuple[Floats, Found]])
+    assert_type(client.predict("ctr", {"item": ["a"]}, outputs=["score"]), dict[str, npt.NDArray[Any]])
+    assert_type(client.ready(), bool)
+    assert_type(client.apply_delta(b""), tierstore.DeltaResult)
+    try:
+        client.lookup("ctr", "item", ["a"], timeout=1.0)  # E: misspelt
+    except tierstore.Overloaded as error:
+        assert_type(error.retry_after_s, float)
+
+
+async def main() -> None:
+    async with tierstore.AsyncClient("http://127.0.0.1:8000") as client:
+        assert_type(await client.lookup("ctr", "item", ["a"]), Floats)
+        rows, found = await client.model("ctr").lookup("item", ["a"], return_found=True)
+        client.lookup("ctr", "item", ["a"]) + 1  # E: not awaited
+"""
+
+
+def mypy(where: Path, *words: str, more: str = "") -> list[str]:
+    """Its lines, for a program that has the package from elsewhere and does not check it too."""
+    (where / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-tierstore.*]\nfollow_imports = silent\n" + more)
+    (where / "path").mkdir()
+    (where / "path" / "tierstore").symlink_to(ROOT / "tierstore")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache" / "programs"), *words],
+        cwd=where,
+        env={**os.environ, "MYPYPATH": str(where / "path")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    return (done.stdout + done.stderr).splitlines()
+
+
+def test_a_program_is_checked_and_not_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    lines = mypy(tmp_path, "program.py")
+    wrong = {int(line.split(":")[1]) for line in lines if ": error: " in line}
+    expected = {i for i, line in enumerate(PROGRAM.splitlines(), 1) if "# E:" in line}
+    assert wrong == expected, "\n".join(lines)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "tierstore" / "py.typed").exists()
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"tierstore" = ["py.typed"]' in project
+    assert '"tierstore.client" = ["*.pyi"]' in project
+
+
+# --- the stub of the clients says what the clients take
+
+
+def stubbed(name: str) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
+    tree = ast.parse((ROOT / "tierstore/client/signatures.pyi").read_text(encoding="utf-8"))
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    verbs: dict[str, list[Any]] = {}
+    for node in found.body:
+        assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        verbs.setdefault(node.name, []).append(node)
+    return verbs
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+    }
+
+
+@pytest.mark.parametrize(
+    ("stub", "kind"),
+    [("BlockingVerbs", Face), ("AwaitedVerbs", Face), ("BlockingModel", RemoteModel), ("AwaitedModel", RemoteModel)],
+)
+def test_the_stub_has_every_verb_with_its_parameters(stub: str, kind: type) -> None:
+    verbs, real = stubbed(stub), public(kind)
+    assert verbs.keys() == real.keys() - {"figures"}
+    for name, overloads in verbs.items():
+        if isinstance(real[name], property):
+            continue
+        expected = inspect.signature(real[name]).parameters
+        for node in overloads:
+            arguments = [*node.args.args, *node.args.kwonlyargs, *([node.args.kwarg] if node.args.kwarg else [])]
+            assert [argument.arg for argument in arguments] == list(expected), name
+            defaults = dict(zip([a.arg for a in node.args.args[::-1]], node.args.defaults[::-1], strict=False))
+            defaults |= {
+                a.arg: d for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d is not None
+            }
+            for argument, default in defaults.items():
+                assert ast.literal_eval(default) == expected[argument].default, (name, argument)
+
+
+def test_an_option_that_there_is_not_is_named_with_those_that_there_are() -> None:
+    client = tierstore.Client("http://127.0.0.1:1")
+    for call in (partial(client.lookup, "ctr"), client.model("ctr").lookup):
+        with pytest.raises(TypeError, match="unknown option timeout: look-ups take return_found, dtype, version, time"):
+            call("item", [1], timeout=1.0)  # type: ignore[call-overload]
+    assert set(LookupOptions.__annotations__) == {"dtype", "version", "timeout_s", "request_id"}
+
+
+def test_every_error_is_exported() -> None:
+    tree = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.TierstoreError)
+    }
+    assert tree <= set(tierstore.__all__)
+    for name in set(tierstore.__all__) - {"torch"}:  # which needs PyTorch
+        assert getattr(tierstore, name) is not None
+        assert name in dir(tierstore)
+    with pytest.raises(AttributeError, match="has no attribute 'lookup'"):
+        tierstore.lookup  # noqa: B018

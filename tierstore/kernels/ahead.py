@@ -1,0 +1,129 @@
+"""Kernels compiled ahead of their first use, in several processes side by side.
+
+    python -m tierstore.kernels.ahead SHARE SHARES    # one such process
+
+Otherwise each is compiled where its module is imported, one after the other. Each process decorates all kernels, so that
+it knows what calls what, and compiles its share into the one cache; no kernel is of two shares, so nobody writes what
+another one writes. What a crash leaves is compiled at the next start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from numba.core.caching import NullCache
+
+from tierstore import kernels
+from tierstore.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+_LIMIT_S = 1800.0  # of all of it, on a machine that is very busy
+MOST = 8  # processes, of about 270 MB each
+
+
+def prepare(say: Callable[[str], None] = log.info) -> None:
+    """`compile_all`, with as many processes as there are processors; what fails is left to whoever imports a kernel."""
+    try:
+        compile_all(min(MOST, len(os.sched_getaffinity(0))), say)
+    except (StorageError, OSError, subprocess.TimeoutExpired) as error:
+        log.warning("kernels are compiled one after the other: %s", error)
+
+
+def compile_all(processes: int, say: Callable[[str], None] = lambda _: None) -> float:
+    """Have all kernels compiled and kept for this machine and version. Returns the seconds that it took, 0 if they were.
+
+    `say` is told, in a line each, what is being done and what was. Raises StorageError where a process fails.
+    """
+    if kernels.is_complete():
+        return 0.0
+    begun_s = time.monotonic()
+    say(f"compiling kernels with {processes} processes: once for each version and machine, for 10 to 60 s")
+    command = [sys.executable, "-m", __name__ if __name__ != "__main__" else "tierstore.kernels.ahead"]
+    running = [
+        subprocess.Popen([*command, str(i), str(processes)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for i in range(processes)
+    ]
+    try:
+        for process in running:
+            _, error = process.communicate(timeout=_LIMIT_S)
+            if process.returncode:
+                raise StorageError(f"kernels cannot be compiled: {error.decode(errors='replace').strip()[-500:]}")
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    kernels.set_complete()
+    seconds = time.monotonic() - begun_s
+    say(f"kernels are compiled ({seconds:.1f} s), and kept in {kernels.directory()}")
+    return seconds
+
+
+def compile_share(share: int, shares: int) -> None:
+    """Compile one share of the kernels into the cache. For a process of its own: no kernel is compiled by import here."""
+    found: list[tuple[Any, list[Any]]] = []
+    decorate = numba.njit
+
+    def collect(*arguments: Any, **options: Any) -> Any:
+        if not arguments or (callable(arguments[0]) and not hasattr(arguments[0], "return_type")):
+            return decorate(*arguments, **options)
+        signatures = arguments[0] if isinstance(arguments[0], (list, tuple)) else [arguments[0]]
+
+        def later(function: Callable[..., Any]) -> Any:
+            dispatcher = decorate(**options)(function)
+            found.append((dispatcher, list(signatures)))
+            return dispatcher
+
+        return later
+
+    numba.njit = collect
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+    # identities differ from process to process, the order and the sizes do not: all come to the same shares
+    mine = _share([_needs(dispatcher, {}) for dispatcher, _ in found], share, shares)
+    for i, (dispatcher, _) in enumerate(found):
+        if i not in mine:
+            dispatcher._cache = NullCache()  # compiled where one of ours calls it, and kept by its own process
+    for i in sorted(mine):
+        dispatcher, signatures = found[i]
+        for signature in signatures:
+            dispatcher.compile(signature)
+
+
+def _share(needs: list[dict[int, int]], share: int, shares: int) -> set[int]:
+    """Which kernels one of `shares` processes takes; `needs` are the functions that each needs, and their sizes.
+
+    The largest first, each to whom has least with it: what two kernels call is compiled once where both are of one share.
+    """
+    held: list[dict[int, int]] = [{} for _ in range(shares)]
+    mine = set()
+    for i in sorted(range(len(needs)), key=lambda i: -sum(needs[i].values())):
+        least = min(range(shares), key=lambda k: sum((held[k] | needs[i]).values()))
+        held[least] |= needs[i]
+        if least == share:
+            mine.add(i)
+    return mine
+
+
+def _needs(dispatcher: Any, needs: dict[int, int]) -> dict[int, int]:
+    """The functions that are compiled with a kernel, itself included, by identity, with the size of their bytecode."""
+    function = dispatcher.py_func
+    if id(function) not in needs:
+        needs[id(function)] = len(function.__code__.co_code)
+        for name in function.__code__.co_names:
+            if hasattr(called := function.__globals__.get(name), "py_func"):
+                _needs(called, needs)
+    return needs
+
+
+if __name__ == "__main__":
+    compile_share(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,35 @@
+"""The log, on standard error: a line for a person, or a JSON object a line for what collects them. Any thread may log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class _AsJson(logging.Formatter):
+    """`time` (ISO 8601, UTC, in microseconds), `level`, `logger`, `message`, and of an exception `error` with its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure(form: LogFormat, level: LogLevel) -> None:
+    """Have everything from `level` on logged in this form, in place of what was set up before."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(_AsJson() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
