@@ -184,7 +184,7 @@ def test_what_a_crash_has_left_within_a_version_goes_at_the_next_start(open_stor
     for path in left:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
-    store = open_store()
+    store = scenes.swept(open_store())
     assert [path for path in left if path.exists()] == []
     store.rollback("ctr")
     assert item(store, 1) == scenes.vector("item", 1, 1)[0]
@@ -203,11 +203,11 @@ def test_rubbish_that_cannot_be_removed_keeps_nothing_from_serving(open_store, t
     for name in ("7/build", ".trash-6-00/build"):
         (root / name).mkdir(parents=True)
     with files.use(Busy()):
-        store = open_store()
+        store = scenes.swept(open_store())
     assert item(store, 1) == scenes.vector("item", 1, 1)[0]
     assert not store.model("ctr").damaged
     store.close()
-    open_store()
+    scenes.swept(open_store())
     assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "log"}
 
 

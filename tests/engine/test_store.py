@@ -150,7 +150,7 @@ def test_reopening_serves_what_was_active_with_hot_keys_warm(open_store, tmp_pat
     store.close()
     with pytest.raises(Closed):
         store.model("ctr")
-    again = open_store()
+    again = scenes.warmed(open_store())
     np.testing.assert_array_equal(
         again.model("ctr").lookup("user_id", np.arange(100, 200)), scenes.vectors("user", 0, range(100, 200))
     )

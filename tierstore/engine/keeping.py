@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 from tierstore.engine.replay import catch_up
 from tierstore.engine.served import Served
@@ -33,6 +34,7 @@ class Keeping(Switching):
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
         super().__init__(name, where, shared, self._keep_house)
         self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
+        self.leftovers: list[Path] = []  # of crashes, which nobody needs; known from `find` on
 
     # --- what there is
 
@@ -54,25 +56,19 @@ class Keeping(Switching):
 
     # --- start and stop
 
-    def start(self) -> None:
-        """Find the versions on disk, open the active one, replay the log onto it, and begin to serve.
-
-        A version that cannot be opened is reported by `problem`, and the model waits for another.
-        """
-        try:
-            files.sweep(self.where.root)
-        except StorageError as error:  # a helper of a killed process may still be writing there; the next start sweeps
-            log.warning("model %s: %s", self.name, error)
+    def find(self) -> None:
+        """Find the versions on disk, and what crashes have left beside them. Comes before `start`."""
+        self._look_for_leftovers(self.where.root)
         infos = {}
         for number in self.where.versions_on_disk():
             where = self.where.version(number)
             try:
                 if not files.exists(where.record):
-                    files.remove_tree(where.root)  # a load that was cut off
+                    self._discard(where.root)  # a load that was cut off
                     continue
-                files.remove_tree(where.build)  # a fold that was
+                self._discard(where.build)  # a fold that was
                 for folder in (where.root, where.hot_keys):
-                    files.sweep(folder)
+                    self._look_for_leftovers(folder)
                 infos[number] = VersionInfo(where)
                 if infos[number].number != number:
                     raise Corruption(f"{where.record} is of version {infos.pop(number).number}: expected {number}")
@@ -81,6 +77,32 @@ class Keeping(Switching):
                     self.damaged[number] = str(error)
                 log.error("model %s: version %d is damaged: %s", self.name, number, error)
         self._infos = infos
+
+    def _look_for_leftovers(self, folder: Path) -> None:
+        try:
+            self.leftovers += files.leftovers(folder)
+        except StorageError as error:  # the next start tries again
+            log.warning("model %s: %s", self.name, error)
+
+    def _discard(self, folder: Path) -> None:
+        trash = files.discard(folder)
+        if trash is not None:
+            self.leftovers.append(trash)
+
+    @property
+    def host_need_bytes(self) -> int:
+        """Memory for the host tier that the version to be served at the start could use."""
+        with contextlib.suppress(TierstoreError):
+            current = self._record.current()
+            if current in self._infos:
+                return sum(self._infos[current].host_needs())
+        return 0
+
+    def start(self) -> None:
+        """Open the active version, replay the log onto it, and begin to serve; it is warmed by and by.
+
+        A version that cannot be opened is reported by `problem`, and the model waits for another.
+        """
         for why in self._deltas.damage:
             log.error("model %s: %s", self.name, why)
         try:
@@ -104,8 +126,9 @@ class Keeping(Switching):
             with publisher.changed:
                 publisher.changed.wait_for(lambda: not any(map(publisher.reads, open_)), timeout=DRAIN_S)
             for version in serving:
-                with contextlib.suppress(StorageError):  # they only make the next start warmer
-                    version.save_hot_keys()
+                if self._shared.warmer.of(version) is None:  # else what was saved last says more than what is in memory
+                    with contextlib.suppress(StorageError):  # they only make the next start warmer
+                        version.save_hot_keys()
             for version in open_:
                 self._freed(version)
             self._resting.end()

@@ -78,6 +78,10 @@ class GrpcServer:
     def start(self) -> None:
         self._server.start()
 
+    def tell_health(self, *, serving: bool) -> None:
+        """What health says from now on, until `drain`."""
+        self._health.tell(serving)
+
     def drain(self) -> None:
         """Health says not to serve; calls are answered as before."""
         self._health.drain()
