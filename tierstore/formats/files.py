@@ -208,6 +208,12 @@ def fsync_dir(path: str | Path) -> None:
         _file_system.fsync_dir(path)
 
 
+def sync(file: BinaryIO, path: str | Path) -> None:
+    """Make what was written to `file`, open at `path`, durable."""
+    with _translated("write", Path(path)):
+        _file_system.fsync(file)
+
+
 def fsync_file(path: str | Path) -> None:
     """Make the content of a file that something else wrote durable."""
     path = Path(path)
