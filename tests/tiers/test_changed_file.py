@@ -22,7 +22,6 @@ from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.sealed import SealedTier
 from tierstore.types import Tier
 
-
 GOLDEN = Path(__file__).parents[2] / "schema/golden/changed/three-folds.keys"
 
 
