@@ -17,7 +17,16 @@ from tierstore.engine.replay import catch_up
 from tierstore.engine.served import Served
 from tierstore.engine.switching import DRAIN_S, Shared, Switching
 from tierstore.engine.version import Version, VersionInfo
-from tierstore.errors import Conflict, Corruption, DeltaError, NotFound, SnapshotError, StorageError, TierstoreError
+from tierstore.errors import (
+    Conflict,
+    Corruption,
+    DeltaError,
+    LoadCancelled,
+    NotFound,
+    SnapshotError,
+    StorageError,
+    TierstoreError,
+)
 from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import ModelDirectory
@@ -167,7 +176,8 @@ class Keeping(Switching):
     def loading(self, number: int, delta_seq: int) -> Iterator[ProgressFn]:
         """Reserve a version's directory, and the log from `delta_seq` on, for a load; on an error nothing of it stays.
 
-        But for what serves meanwhile; and where the model was closed, the directory may be another process's by now.
+        But for what is loaded and could only not be switched to; and for what serves meanwhile. Where the model was
+        closed, the directory may be another process's by now.
         """
         with self._serving.write:
             if number in self._loading:
@@ -197,7 +207,10 @@ class Keeping(Switching):
             files.remove_tree(where.root)
             files.make_dir(where.root)
             yield note
-        except BaseException:
+        except BaseException as error:
+            if number in self._infos and (not isinstance(error, SnapshotError) or isinstance(error, LoadCancelled)):
+                error.add_note(f"version {number} of {self.name!r} is loaded all the same, and kept; it is not active")
+                raise
             # one that is complete may be on its way to be served for somebody else's sake
             with self._switch if number in self._infos else contextlib.nullcontext():
                 if not (self._closed or number in self.served.versions or self._keeper.is_retiring(number)):

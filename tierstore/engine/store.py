@@ -157,7 +157,8 @@ class Store:
         With `activate` False the version is only kept. `progress` is called as it goes; once it switches, changing
         versions from within that is a Conflict. Set `cancelled` to stop it.
         `model` is the name that is expected. Raises SnapshotError (file, row, reason) for a bad snapshot and Conflict
-        for a version that is there already; whatever fails, nothing that served changes.
+        for a version that is there already; whatever fails, nothing that served changes. Where only the switch fails, or is
+        cancelled, the version is kept, and the error's notes say so.
         """
         self._check_open()
         refuse_inside()  # it would do all its work before it is

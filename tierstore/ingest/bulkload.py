@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Corruption, SnapshotError, StorageError
+from tierstore.errors import Corruption, LoadCancelled, StorageError
 from tierstore.formats.files import make_dir, remove_tree
 from tierstore.formats.manifest import TableEntry
 from tierstore.formats.snapshot import Snapshot
@@ -78,7 +78,7 @@ class BulkLoad:
 
     With `aside` helpers keep to half of the processors: something else serves meanwhile.
 
-    All steps raise StorageError when the disk or a helper fails, and SnapshotError when `cancelled` is
+    All steps raise StorageError when the disk or a helper fails, and LoadCancelled when `cancelled` is
     set. Once the block has raised, `out_dir` is gone.
     """
 
@@ -281,7 +281,7 @@ class _Reporter:
 
     def tick(self, rows: int) -> None:
         if self._cancelled is not None and self._cancelled.is_set():
-            raise SnapshotError("the load was cancelled")
+            raise LoadCancelled("the load was cancelled")
         self._done += rows
         if time.monotonic() >= self._next:
             self._say()
