@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
@@ -219,6 +219,23 @@ def fsync_file(path: str | Path) -> None:
     path = Path(path)
     with _translated("fsync", path), open(path, "rb+") as file:
         _file_system.fsync(file)
+
+
+def drop_from_cache(path: str | Path) -> None:
+    """Have the next reads of a file come from the drive: what was written is flushed, and the system's cache of it given up."""
+    path = Path(path)
+    with _translated("drop from the cache", path), open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rename_all(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """`rename` of many files; each directory is made durable once, when all have their new names."""
+    for old, new in pairs:
+        with _translated(f"rename {old} to", new):
+            _file_system.rename(old, new)
+    for folder in dict.fromkeys([new.parent for _, new in pairs] + [old.parent for old, _ in pairs]):
+        fsync_dir(folder)
 
 
 def make_dir(path: str | Path) -> Path:

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Corruption, StorageError
-from tierstore.formats.files import make_dir, rename
+from tierstore.formats.files import make_dir, rename_all
 from tierstore.tiers import changed_file
 from tierstore.tiers.changed import ChangedKeys
 from tierstore.tiers.changed_file import ChangedFile
@@ -138,8 +138,7 @@ class SealedTier(DiskTier):
         if self._base or self.record(BASE) is not None:
             raise ValueError(f"{self.path} has its base already; load another version")
         folder = make_dir(self.path / BASE)
-        for file in sealed:
-            rename(file.path, folder / file.path.name)
+        rename_all([(file.path, folder / file.path.name) for file in sealed])
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """As DiskTier.get. A table whose rows are of another length than `rows` is Corruption, for all keys."""
