@@ -205,7 +205,7 @@ def test_only_as_many_older_versions_stay_as_are_kept(store, tmp_path):
     with publisher.changed:
         assert publisher.changed.wait_for(lambda: not ctr._keeper._retiring, timeout=20)
     with ctr._switch:  # after the keeper, if it is at it just now
-        ctr._keep_house()
+        ctr._keeper.keep_house()
     assert ctr.versions == [3, 4]
 
 

@@ -1,7 +1,7 @@
 """The versions of a model on disk: found at start, loaded, kept in step with the log, dropped. See `switching.py` for what serves.
 
-Loads and drops: any thread, one switch or drop at a time (`_switch`), beside deltas and look-ups. `_keep_house` is for the
-background thread.
+Loads and drops: any thread, one switch or drop at a time (`_switch`), beside deltas and look-ups. Chores are for the
+background thread (`keeper.py`).
 
 After a crash: a version is there if its record is; what a load, a drop or a fold has left otherwise goes at the next start.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tierstore.engine.replay import catch_up
@@ -41,7 +41,12 @@ class Keeping(Switching):
     """Those of one model, and the way they come and go."""
 
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
-        super().__init__(name, where, shared, self._keep_house)
+        chores = {
+            "the delta log is not pruned": self._prune_log,
+            "versions older than those kept are not dropped": self._drop_surplus,
+            "kept versions are not caught up": lambda: self._unless_switching(self._catch_up_kept),
+        }
+        super().__init__(name, where, shared, chores)
         self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
         self.leftovers: list[Path] = []  # of crashes, which nobody needs; known from `find` on
 
@@ -234,13 +239,18 @@ class Keeping(Switching):
 
     def drop(self, number: int) -> None:
         """Delete a version that is not served, a damaged one as well. Its memory and disk come back."""
+        trash = self._take_away(number)
+        if trash is not None:
+            files.remove_leftover(trash)  # which may take long: nobody waits for it but who asked
+
+    def _take_away(self, number: int) -> Path | None:
+        """Forget a version, and take its directory's name. Returns what is left to be removed."""
         with self._switch:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded")
             self.check_open()
             if number in self.damaged:
-                self._drop_damaged(number)
-                return
+                return self._take_damaged_away(number)
             info = self._info(number)
             if number == self.active_version:
                 raise Conflict(f"version {number} of {self.name!r} is active; activate another one first")
@@ -251,28 +261,29 @@ class Keeping(Switching):
                 self._record.settle()  # CURRENT must not go on naming it
             self._resting.close(number)
             try:
-                files.remove_tree(info.where.root)
+                return files.discard(info.where.root)
             finally:
                 if not files.exists(
                     info.where.record
                 ):  # what is left of it has lost its name, and goes at the next start
                     self._forget(number)
 
-    def _drop_damaged(self, number: int) -> None:
+    def _take_damaged_away(self, number: int) -> Path | None:
         with self._serving.write:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded")
             self._loading[number] = self._deltas.last or 0, Progress("drop")  # so that nobody loads it meanwhile
         try:
-            files.remove_tree(self.where.version(number).root)
+            trash = files.discard(self.where.version(number).root)
             del self.damaged[number]
+            return trash
         finally:
             with self._serving.write:
                 del self._loading[number]
 
     # --- background
 
-    def _keep_house(self) -> None:
+    def _prune_log(self) -> None:
         with self._serving.write:
             self._record.settle()
             # one that serves though it is stale goes on from where the log begins
@@ -284,25 +295,33 @@ class Keeping(Switching):
             needed += [delta_seq for delta_seq, _ in self._loading.values()]
             if needed:
                 self._deltas.prune(min(needed), min_age_s=self._shared.settings.log_retention_s)
+
+    def _unless_switching(self, chore: Callable[[], None]) -> None:
         if not self._switch.acquire(blocking=False):
-            return  # a switch is going on; this comes round again
+            return  # it comes round again
         try:
-            self._drop_surplus()
-            self._catch_up_kept()
+            chore()
         finally:
             self._switch.release()
 
     def _drop_surplus(self) -> None:
+        trash: list[Path | None] = []
+        self._unless_switching(lambda: trash.extend(map(self._take_away, self._surplus())))
+        for path in trash:
+            if path is not None:
+                log.info("model %s: drops a version older than those kept: %s", self.name, path.name)
+                files.remove_leftover(path)
+
+    def _surplus(self) -> list[int]:
+        """Versions that are older than those that are to be kept, and that nobody uses."""
         active = self.active_version
         older = [
             number
             for number in self.versions
             if active is not None and number < active and number not in self._loading and number != self.canary_number
         ]
-        for number in older[: max(0, len(older) - self._shared.settings.keep_versions)]:
-            if not self._keeper.is_retiring(number):
-                self.drop(number)
-                log.info("model %s: dropped version %d, older than those kept", self.name, number)
+        surplus = older[: max(0, len(older) - self._shared.settings.keep_versions)]
+        return [number for number in surplus if not self._keeper.is_retiring(number)]
 
     def _catch_up_kept(self) -> None:
         """A kept version never falls far behind, so that rollback is quick. One that is damaged keeps no other from it."""

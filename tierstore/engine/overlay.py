@@ -39,7 +39,7 @@ class OverlayTable:
     def _take(self, spec: TableSpec, keys: Keys, index: overlay_index.Index, rows: Rows, deleted: np.ndarray) -> None:
         self.spec, self.keys, self.index, self.rows, self.deleted = spec, keys, index, rows, deleted
         self._answering = overlay_index.Answering(index, keys, rows, deleted, spec.dtype, spec.dim)
-        self.nbytes = keys.nbytes * 3 + rows.nbytes + deleted.nbytes  # the index is about two words a key
+        self.nbytes = keys.nbytes + index.nbytes + rows.nbytes + deleted.nbytes
 
     def lookup(self, keys: Keys, out: Vectors, state: States, default: np.ndarray) -> None:
         """Answer the keys with state PENDING that are in this overlay: OVERLAY, or ABSENT where deleted."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierstore.config import Settings
@@ -71,7 +71,9 @@ def ignore(progress: Progress) -> None:
 class Switching:
     """The versions of one model, and the verbs by which they come to serve. `name` and `where` are constant."""
 
-    def __init__(self, name: str, where: ModelDirectory, shared: Shared, keep_house: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, where: ModelDirectory, shared: Shared, chores: Mapping[str, Callable[[], None]]
+    ) -> None:
         self.name, self.where = name, where
         self._shared = shared
         self._deltas, self._record = DeltaLog(where), Record(where)
@@ -86,7 +88,7 @@ class Switching:
         )
         if shared.settings.workers == 1:  # else others answer, with interpreter locks of their own
             watch(self._serving.publisher)
-        self._keeper = Keeper(self._serving, self._freed, keep_house)
+        self._keeper = Keeper(self._serving, self._freed, chores)
         self._switch = SwitchLock()
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served

@@ -322,10 +322,11 @@ def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
 
 
 def _allow_descriptors(more: int) -> None:
-    """Raise this process's own limit of open files, within what it may have, if so many more would not fit into half."""
+    """Raise this process's own limit of open files, within what it may have, if with so many more half of it were taken."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and more > soft // 2:
-        wanted = soft + 2 * more
+    held = len(os.listdir("/proc/self/fd"))
+    if soft != resource.RLIM_INFINITY and held + more > soft // 2:
+        wanted = soft + 2 * (held + more)
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
