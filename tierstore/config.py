@@ -108,6 +108,21 @@ class Settings(BaseSettings):
     load_memory: Size = Field(
         ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together"
     )
+    # after a start
+    warm_rate: int = Field(
+        200_000,
+        gt=0,
+        description="rows a second, at most, that are read into memory after a start, beside requests, all models together",
+    )
+    ready_warm_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of those rows that must be in memory before the service reports ready; it answers from the start",
+    )
+    hot_keys_every_s: float = Field(
+        600.0, ge=0, description="seconds between two savings of the keys that are hot; 0: only at a clean end"
+    )
     # threads and processes
     threads: int = Field(
         default_factory=cores,

@@ -3,6 +3,7 @@
     TierstoreError
     ├── InvalidInput (ValueError)      the caller sent something wrong; nothing was changed
     │   ├── SnapshotError              a snapshot that may not be loaded: names file, row and reason
+    │   │   └── LoadCancelled          a load that was told to stop
     │   ├── DeltaError                 a delta that may not be applied
     │   └── ConfigError                a setting that is unknown or has no meaning
     ├── NotFound (LookupError)         no such model, version, feature, job
@@ -30,6 +31,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def explained(error: BaseException) -> str:
+    """The message of an error, with the notes that were added on its way."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 class TierstoreError(Exception):
     """Root of the tree; catch it to catch all of tierstore's own errors.
 
@@ -54,6 +60,10 @@ class SnapshotError(InvalidInput):
         self.reason, self.file, self.row = reason, file, row
         where = "" if file is None else f"{file}: " if row is None else f"{file}, row {row}: "
         super().__init__(where + reason)
+
+
+class LoadCancelled(SnapshotError):
+    """A load that its caller has told to stop."""
 
 
 class DeltaError(InvalidInput):

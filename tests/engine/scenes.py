@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,26 @@ def vector(table: str, stamp: int, key: int) -> np.ndarray:
 def vectors(table: str, stamp: int, keys: Iterable[int]) -> np.ndarray:
     keys = np.asarray(list(keys), np.int64)
     return np.repeat(((stamp % 16) * 64 + keys % 64).astype(np.float32)[:, None], DIM[table], axis=1)
+
+
+def warmed(store: tierstore.Store) -> tierstore.Store:
+    """The store, once what was hot before its start is in memory."""
+    eventually(lambda: store.warming() is None, "it is warm")
+    return store
+
+
+def swept(store: tierstore.Store) -> tierstore.Store:
+    """The store, once it has removed what crashes have left."""
+    store._sweeping.join(30)
+    assert not store._sweeping.is_alive()
+    return store
+
+
+def eventually(happened: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < until, f"never: {what}"
+        time.sleep(0.002)
 
 
 def write_snapshot(

@@ -159,7 +159,7 @@ def test_what_is_lost_below_the_watermark_keeps_nothing_from_serving(open_store,
     assert holds(store, 1, 2, 3, 4, 5)
     settled(store)
     store.drop("ctr", 1)
-    store.model("ctr")._keep_house()
+    store.model("ctr")._keeper.keep_house()
     assert "delta 2" in (store.model("ctr").problem or ""), "as long as entries from before are kept"
     store.model("ctr")._deltas.prune(5)
     assert store.model("ctr").problem is None
@@ -187,7 +187,7 @@ def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_ta
             store.rollback("ctr", force=True)
         store.label("ctr", "best", 2)
         store.unlabel("ctr", "best")
-        store.model("ctr")._keep_house()
+        store.model("ctr")._keeper.keep_house()
         store.close()
     if log.is_dir():
         shutil.rmtree(log)

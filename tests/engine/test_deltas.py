@@ -10,7 +10,9 @@ import pytest
 
 from tests.engine import scenes
 from tests.engine.test_store import settled
+from tierstore.engine.overlay import OverlayTable
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, SnapshotError, TooLarge
+from tierstore.types import KeyType, StorageDtype, TableSpec
 
 
 def first(store, feature: str, key: int) -> float:
@@ -241,7 +243,7 @@ def test_the_log_is_pruned_below_every_watermark_after_its_retention(open_store,
     for seq in range(1, 11):
         store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
     settled(store)
-    store.model("ctr")._keep_house()
+    store.model("ctr")._keeper.keep_house()
     assert store.status()["models"]["ctr"]["log"] == {"start": 10, "last": 10, "entries": 0}
     assert not list(Path(tmp_path, "data/models/ctr/log").glob("*.arrow"))
     store.close()
@@ -285,3 +287,11 @@ def test_four_readers_see_whole_deltas_and_nothing_stale_after_an_acknowledgemen
     assert not wrong
     settled(store)
     assert first(store, "item_id", 3) == scenes.vector("item", 1000, 3)[0]
+
+
+@pytest.mark.parametrize("keys", [1, 1000, 65_537])
+def test_the_bytes_of_an_overlay_are_those_that_it_takes(keys):
+    spec = TableSpec("item", KeyType.INT64, 8, StorageDtype.FLOAT16)
+    table = OverlayTable(spec, np.arange(keys), np.zeros((keys, 16), np.uint8), np.zeros(keys, np.bool_))
+    parts = (table.keys, table.index, table.rows, table.deleted)
+    assert table.nbytes == sum(part.nbytes for part in parts)

@@ -357,7 +357,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         shared = self.store._shared
         kept = shared.settings
         shared.settings = kept.model_copy(update={"log_retention_s": 0.0})
-        self.store.model("ctr")._keep_house()
+        self.store.model("ctr")._keeper.keep_house()
         shared.settings = kept
         assert stale == {number for number in self.versions if number != self.active and self._stale(number)}
         assert (self.start or 0) <= (self.last or 0)

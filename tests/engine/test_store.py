@@ -150,7 +150,7 @@ def test_reopening_serves_what_was_active_with_hot_keys_warm(open_store, tmp_pat
     store.close()
     with pytest.raises(Closed):
         store.model("ctr")
-    again = open_store()
+    again = scenes.warmed(open_store())
     np.testing.assert_array_equal(
         again.model("ctr").lookup("user_id", np.arange(100, 200)), scenes.vectors("user", 0, range(100, 200))
     )
@@ -205,7 +205,7 @@ def test_only_as_many_older_versions_stay_as_are_kept(store, tmp_path):
     with publisher.changed:
         assert publisher.changed.wait_for(lambda: not ctr._keeper._retiring, timeout=20)
     with ctr._switch:  # after the keeper, if it is at it just now
-        ctr._keep_house()
+        ctr._keeper.keep_house()
     assert ctr.versions == [3, 4]
 
 

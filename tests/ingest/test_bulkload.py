@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from tierstore.errors import Corruption, SnapshotError, StorageError
 from tierstore.formats.keys import as_codes
 from tierstore.formats.snapshot import open_snapshot
 from tierstore.formats.writers import SnapshotWriter
-from tierstore.ingest import bulkload
+from tierstore.ingest import bulkload, plan
 from tierstore.ingest.bulkload import BaseBuild, BulkLoad
 from tierstore.ingest.helpers import NICENESS, Helpers
 from tierstore.tiers.disk import DiskTier, ReaderPool, file_xxh3, write_sst
 from tierstore.tiers.sealed import BASES, base_record
+from tierstore.tiers.sealed_file import write_sealed
 from tierstore.types import BaseKind, KeyType, Progress
 
 MEMORY = 64 << 20
@@ -111,8 +114,17 @@ def one_table(root: Path, keys: Any, vectors: np.ndarray, *, shards: int = 1, na
 
 @pytest.mark.parametrize(("rows", "workers", "shards"), [(300_000, 2, 3), (300_000, 1, 1), (5, 2, 2)])
 def test_every_row_comes_out_once_in_files_that_overlap_nowhere(
-    tmp_path: Path, out: Path, readers: ReaderPool, base: BaseKind, rows: int, workers: int, shards: int
+    tmp_path: Path,
+    out: Path,
+    readers: ReaderPool,
+    monkeypatch: pytest.MonkeyPatch,
+    base: BaseKind,
+    rows: int,
+    workers: int,
+    shards: int,
 ) -> None:
+    monkeypatch.setattr(plan, "_FILE_BYTES", 3 << 20)
+    monkeypatch.setattr(plan, "MAX_FAN_IN", 2)
     rng = np.random.default_rng(rows + workers)
     limits = np.iinfo(np.int64)
     keys = np.unique(np.concatenate([rng.integers(limits.min, limits.max, rows), [limits.min, -1, 0, limits.max]]))
@@ -405,12 +417,84 @@ def test_what_was_ingested_is_read_back_and_compared(tmp_path: Path, out: Path, 
     with BulkLoad(open_snapshot(root), out, memory_bytes=MEMORY, workers=1, base=base) as bulk:
         ingested(bulk.build(), db, readers).close()
         bulk.read_back(db)
-        disk = BASES[base].open(db, block_cache_bytes=1 << 20, reader=readers)
-        other = np.zeros((1, 16), np.uint8)  # as many entries as before, one row another
-        disk.ingest([write_sst(tmp_path / "other.sst", tables=[(1, keys[7:8], other, None)], delta=True)])
-        disk.close()
+        other = np.zeros((3000, 16), np.uint8)  # as many rows as before, whole files, and not what was built
+        if base == "sealed":
+            path, (_, merged) = db / "base/base-item-0000.sealed", bulk._written[0]
+            path.unlink()
+            exchanged = write_sealed(path, 1, keys, other)
+            bulk._written[0] = bulk._written[0][0], replace(merged, xxh3=exchanged.xxh3)
+        else:
+            disk = BASES[base].open(db, block_cache_bytes=1 << 20, reader=readers)
+            disk.ingest([write_sst(tmp_path / "other.sst", tables=[(1, keys, other, None)], delta=True)])
+            disk.close()
         with pytest.raises(Corruption, match=r"base-item-0000\.(sst|sealed)"):
             bulk.read_back(db)
+
+
+def test_what_was_ingested_is_dropped_from_the_cache_and_then_read(
+    tmp_path: Path, out: Path, readers: ReaderPool, base: BaseKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, db = tmp_path / "snapshot", tmp_path / "db"
+    one_table(root, np.arange(3000), np.ones((3000, 4), np.float32))
+    dropped: list[Path] = []
+    with BulkLoad(open_snapshot(root), out, memory_bytes=MEMORY, workers=1, base=base) as bulk:
+        ingested(bulk.build(), db, readers).close()
+        run = Helpers.run
+
+        def noted(self: Helpers, tasks: Any, tick: Any) -> list[Any]:
+            kept = {db / "base/base-item-0000.sealed"} if base == "sealed" else set(db.glob("*.sst"))
+            assert kept <= set(dropped)
+            return run(self, tasks, tick)
+
+        monkeypatch.setattr(Helpers, "run", noted)
+        monkeypatch.setattr(bulkload, "drop_from_cache", dropped.append)
+        bulk.read_back(db)
+    assert dropped
+
+
+@contextmanager
+def own_device(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """(a file system's root, the image that its device is): what is written to the image is not seen by its cache."""
+    image, where = tmp_path / "image", tmp_path / "mounted"
+    image.touch()
+    os.truncate(image, 64 << 20)
+    where.mkdir()
+    tools = ("mkfs.ext4", "mount", "umount", "filefrag")
+    if os.geteuid() or any(shutil.which(tool) is None for tool in tools):
+        pytest.skip("needs root, mkfs.ext4 and filefrag to have a device of its own")
+    subprocess.run(["mkfs.ext4", "-q", "-b", "4096", image], check=True, capture_output=True)
+    if subprocess.run(["mount", "-o", "loop", image, where], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a loop device")
+    try:
+        yield where, image
+    finally:
+        subprocess.run(["umount", where], check=True, capture_output=True)
+
+
+def test_damage_on_the_device_is_found_though_the_cache_has_what_was_written(
+    tmp_path: Path, readers: ReaderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_table(tmp_path / "s", np.arange(50_000), np.ones((50_000, 8), np.float32))
+    with (
+        own_device(tmp_path) as (where, image),
+        BulkLoad(open_snapshot(tmp_path / "s"), where / "build", memory_bytes=MEMORY, workers=1, base="sealed") as bulk,
+    ):
+        ingested(bulk.build(), where / "db", readers).close()
+        path = where / "db/base/base-item-0000.sealed"
+        extents = subprocess.run(["filefrag", "-v", path], check=True, capture_output=True, text=True).stdout
+        first = next(line for line in extents.splitlines() if line.split(":")[0].strip() == "0")
+        block = int(first.split(":")[2].split("..")[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(bulkload, "drop_from_cache", lambda path: None)
+            with open(image, "r+b") as device:
+                device.seek((block + 20) * 4096 + 100)
+                device.write(b"\xff" * 64)
+                device.flush()
+                os.fsync(device.fileno())
+            assert b"\xff" * 64 not in path.read_bytes(), "the cache has what was written"
+            bulk.read_back(where / "db")
+        with pytest.raises(Corruption, match=r"base-item-0000\.sealed: block 19"):
+            bulk.read_back(where / "db")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor cannot be shared out")

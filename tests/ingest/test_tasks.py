@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from tierstore.errors import SnapshotError
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.snapshot import Batch, Snapshot
-from tierstore.ingest.bulkload import _quantiles
-from tierstore.ingest.tasks import MergeRuns, SortShards, merge_runs, run_keys, sort_shards
+from tierstore.ingest.runs import Run, RunWriter, merged, quantiles, run_keys
+from tierstore.ingest.tasks import JoinRuns, Merged, MergeRuns, SortShards, join_runs, merge_runs, sort_shards
 from tierstore.ingest.worker import _describe
-from tierstore.types import Keys
+from tierstore.kernels.digest import digest_rows
+from tierstore.types import BaseKind, Keys
 
 
 class FakeSnapshot(Snapshot):
@@ -55,13 +57,44 @@ def silent(rows: int) -> None:
     pass
 
 
+def merge(
+    snapshot: FakeSnapshot,
+    directory: Path,
+    runs: list[Run],
+    low: int | None = None,
+    high: int | None = None,
+    base: BaseKind = "rocksdb",
+    step_bytes: int = 64,
+) -> Merged:
+    listed = directory / "runs.json"
+    listed.write_text(json.dumps(runs))
+    return merge_runs(
+        snapshot, MergeRuns("t", 1, str(listed), low, high, str(directory / f"out-{low}"), base, step_bytes), silent
+    )
+
+
 _codes = st.lists(st.integers(-1000, 1000), min_size=1, max_size=60, unique=True)
 
 
 @settings(deadline=None, max_examples=40)
-@given(codes=_codes, cut=st.integers(0, 60), run_rows=st.integers(1, 20), ranges=st.integers(1, 7))
-def test_runs_and_ranges_of_any_size_hold_every_row_once(
-    tmp_path_factory: pytest.TempPathFactory, codes: list[int], cut: int, run_rows: int, ranges: int
+@given(
+    codes=_codes,
+    cut=st.integers(0, 60),
+    run_rows=st.integers(1, 20),
+    ranges=st.integers(1, 7),
+    base=st.sampled_from(["sealed", "rocksdb"]),
+    step_bytes=st.integers(1, 400),
+    joined=st.integers(0, 4),
+)
+def test_runs_steps_and_ranges_of_any_size_hold_every_row_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    codes: list[int],
+    cut: int,
+    run_rows: int,
+    ranges: int,
+    base: BaseKind,
+    step_bytes: int,
+    joined: int,
 ) -> None:
     directory = tmp_path_factory.mktemp("runs")
     snapshot = FakeSnapshot.of(directory, [[(c, "") for c in codes[:cut]], [(c, "") for c in codes[cut:]]])
@@ -73,37 +106,65 @@ def test_runs_and_ranges_of_any_size_hold_every_row_once(
         assert (np.diff(run_keys(path, count)) > 0).all()
     np.testing.assert_allclose(np.sum(sorted_.sums, axis=0), [sum(codes), -sum(codes)])
 
-    limits = [None, *_quantiles(sorted_.runs, ranges), None]
+    runs = sorted_.runs
+    if joined:
+        some = runs[:joined]
+        result = join_runs(snapshot, JoinRuns("t", some, str(directory / "joined"), step_bytes), silent)
+        runs = [result.run, *runs[joined:]]
+        assert not any(Path(path).exists() for path, _ in some)
+    limits = [None, *quantiles(runs, 8, ranges), None]
     assert len(limits) <= ranges + 1
-    merged = [
-        merge_runs(
-            snapshot,
-            MergeRuns("t", 1, sorted_.runs, limits[i], limits[i + 1], str(directory / f"{i}.sst"), "rocksdb"),
-            silent,
-        )
-        for i in range(len(limits) - 1)
+    parts = [merge(snapshot, directory, runs, low, high, base, step_bytes) for low, high in pairwise(limits)]
+    wanted = [
+        [c for c in sorted(codes) if (low is None or low <= c) and (high is None or c < high)]
+        for low, high in pairwise(limits)
     ]
-    assert sum(part.rows for part in merged) == len(codes)
-    assert [part.rows for part in merged] == [
-        sum((low is None or low <= c) and (high is None or c < high) for c in codes) for low, high in pairwise(limits)
-    ]
+    assert [part.rows for part in parts] == list(map(len, wanted))
+    for part, keys in zip(parts, wanted, strict=True):
+        rows = np.array([[c, -float(c)] for c in keys], np.float32).reshape(-1, 2).view(np.uint8)
+        assert part.digest == digest_rows(np.array(keys, np.int64), np.ascontiguousarray(rows))
 
 
-def merge_all(snapshot: FakeSnapshot, directory: Path) -> None:
+def written(path: Path, keys: np.ndarray) -> Run:
+    """A run of these keys, each with itself as its row."""
+    with RunWriter(str(path), len(keys), 8) as run:
+        for part in np.array_split(keys, 3):
+            run.add(part, part.view(np.uint8).reshape(-1, 8))
+    return str(path), len(keys)
+
+
+@pytest.mark.parametrize("shape", ["alike", "one after the other", "one long"])
+def test_a_merge_holds_one_step_however_many_and_long_its_runs_are(tmp_path: Path, shape: str) -> None:
+    rng, rows = np.random.default_rng(1), 20_000
+    runs = []
+    for number in range(20):
+        keys = np.sort(rng.choice(10**9, rows if shape != "one long" or not number else 50, replace=False))
+        runs.append(written(tmp_path / f"r{number}", keys + (number * 10**9 if shape == "one after the other" else 0)))
+    everything = np.sort(np.concatenate([run_keys(*run) for run in runs]))
+    step_bytes = 16 * 5_000
+    steps = list(merged(runs, 8, None, None, step_bytes))
+    assert max(len(keys) for keys, _ in steps) <= 5_000
+    np.testing.assert_array_equal(np.concatenate([keys for keys, _ in steps]), everything)
+    np.testing.assert_array_equal(np.concatenate([rows for _, rows in steps]).view(np.int64).ravel(), everything)
+    assert len(steps) < 40 * len(everything) // 5_000
+
+
+def merge_all(snapshot: FakeSnapshot, directory: Path, base: BaseKind = "rocksdb") -> None:
     shards = list(range(len(snapshot.manifest.tables[0].shards)))
     runs = sort_shards(snapshot, SortShards("t", shards, str(directory / "r"), 64, 1024), silent).runs
-    merge_runs(snapshot, MergeRuns("t", 1, runs, None, None, str(directory / "out.sst"), "rocksdb"), silent)
+    merge(snapshot, directory, runs, base=base)
 
 
-def test_two_strings_of_one_hash_are_refused_naming_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["rocksdb", "sealed"])
+def test_two_strings_of_one_hash_are_refused_naming_both(tmp_path: Path, base: BaseKind) -> None:
     shards = [[(1, "a"), (2, "b"), (3, "c"), (4, "d")], [(5, "e"), (6, "f"), (7, "g"), (8, "h"), (2, "z")]]
     with pytest.raises(SnapshotError) as failure:
-        merge_all(FakeSnapshot.of(tmp_path, shards, key="string"), tmp_path)
+        merge_all(FakeSnapshot.of(tmp_path, shards, key="string"), tmp_path, base)
     assert (failure.value.file, failure.value.row) == ("part-1.arrow", 4)
     assert (
         failure.value.reason == "keys 'z' and 'b' (part-0.arrow, row 1) have the same 64-bit hash: rename one of them"
     )
-    assert not (tmp_path / "out.sst").exists()
+    assert not (tmp_path / "out-None").exists()
 
 
 def test_one_string_given_twice_is_called_a_duplicate(tmp_path: Path) -> None:
@@ -113,22 +174,23 @@ def test_one_string_given_twice_is_called_a_duplicate(tmp_path: Path) -> None:
     assert str(failure.value) == "part-1.arrow, row 1: duplicate key 'b': it is also in part-0.arrow, row 1"
 
 
+@pytest.mark.parametrize("step_bytes", [1, 32, 1 << 20])
 @pytest.mark.parametrize("run_bytes", [16, 64, 1 << 20])
-def test_a_number_given_twice_is_found_within_a_run_and_across_runs(tmp_path: Path, run_bytes: int) -> None:
+def test_a_number_given_twice_is_found_within_a_run_and_across_runs(
+    tmp_path: Path, run_bytes: int, step_bytes: int
+) -> None:
     snapshot = FakeSnapshot.of(tmp_path, [[(9, ""), (5, ""), (1, ""), (7, ""), (5, "")]])
     runs = sort_shards(snapshot, SortShards("t", [0], str(tmp_path / "r"), run_bytes, 1024), silent).runs
     with pytest.raises(SnapshotError, match=r"part-0.arrow, row 4: duplicate key 5.*row 1"):
-        merge_runs(snapshot, MergeRuns("t", 1, runs, None, None, str(tmp_path / "out.sst"), "rocksdb"), silent)
+        merge(snapshot, tmp_path, runs, base="sealed", step_bytes=step_bytes)
 
 
 def test_quantiles_weigh_runs_by_their_rows(tmp_path: Path) -> None:
     """A short run among long ones must not pull the cuts towards its keys."""
     runs = []
     for number, keys in enumerate((np.arange(100_000), np.arange(10**6, 10**6 + 50))):
-        path = tmp_path / f"r{number}"
-        path.write_bytes(keys.tobytes())
-        runs.append((str(path), len(keys)))
-    cuts = np.array(_quantiles(runs, 4))
+        runs.append(written(tmp_path / f"r{number}", keys))
+    cuts = np.array(quantiles(runs, 8, 4))
     assert len(cuts) == 3
     np.testing.assert_allclose(cuts, [25_000, 50_000, 75_000], atol=5_000)
 

@@ -167,6 +167,12 @@ class FakeStore:
     def models(self) -> list[str]:
         return sorted(self._models)
 
+    def warming(self) -> None:
+        return None
+
+    def warm_share(self) -> float:
+        return 1.0
+
     def model(self, name: str) -> FakeModel:
         if name not in self._models:
             raise NotFound(f"no model {name!r}")

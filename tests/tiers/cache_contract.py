@@ -208,6 +208,12 @@ class CacheTierContract:
         np.testing.assert_array_equal(out, vectors_of(there))
         assert cache.capacity_rows * 0.9 < cache.rows_resident <= cache.capacity_rows
 
+    def test_warming_with_what_was_read_before_a_fold_lets_nothing_in(self, cache: CacheTier) -> None:
+        keys = np.arange(10, dtype=np.int64)
+        cache.raise_floor(5)
+        assert cache.warm(keys, rows_of(keys), 4) == 0
+        assert cache.warm(keys, rows_of(keys), 5) == 10
+
     def test_a_stream_larger_than_the_cache_stays_within_it(self, cache: CacheTier) -> None:
         everything = np.arange(4 * cache.capacity_rows, dtype=np.int64)
         for keys in np.array_split(everything, 50):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, get, some_rows
 from tierstore.errors import Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
+from tierstore.tiers import sealed
 from tierstore.tiers.changed import ChangedKeys
 from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
 from tierstore.tiers.sealed import SealedTier, base_record
@@ -479,3 +480,22 @@ def test_an_error_that_is_kept_keeps_no_tier_open(tier: SealedTier, readers: Rea
     tier.close()
     DiskTier.open(tier.path, block_cache_bytes=CACHE, reader=readers).close()  # its lock is free
     assert kept.value.__traceback__ is not None
+
+
+def test_the_first_keys_of_blocks_are_in_memory_once(tier: SealedTier) -> None:
+    (table,) = tier._base.values()
+    assert len(table.files) == 2
+    assert all(np.shares_memory(file.fences, table.fences) for file in table.files)
+    assert tier.stats()["base_index_memory_bytes"] == sum(file.fences.nbytes for file in table.files)
+
+
+@pytest.mark.parametrize(("held", "raised"), [(10, False), (40, True)])
+def test_files_that_the_process_has_open_already_count_for_its_limit(
+    monkeypatch: pytest.MonkeyPatch, held: int, raised: bool
+) -> None:
+    limits: list[Any] = []
+    monkeypatch.setattr(sealed.resource, "getrlimit", lambda what: (100, 10_000))
+    monkeypatch.setattr(sealed.resource, "setrlimit", lambda what, limit: limits.append(limit))
+    monkeypatch.setattr(sealed.os, "listdir", lambda path: [""] * held)
+    sealed._allow_descriptors(20)
+    assert limits == ([(220, 10_000)] if raised else [])

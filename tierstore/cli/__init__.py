@@ -14,7 +14,7 @@ import os
 import sys
 from typing import NoReturn
 
-from tierstore.errors import ConfigError, TierstoreError
+from tierstore.errors import ConfigError, TierstoreError, explained
 
 
 def main() -> NoReturn:
@@ -38,6 +38,6 @@ def main() -> NoReturn:
 
 def fail(error: Exception, code: int) -> NoReturn:
     """Say in one line what went wrong, and exit."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(explained(error).split()) or type(error).__name__
     sys.stderr.write(f"tierstore: {text}\n")
     sys.exit(code)

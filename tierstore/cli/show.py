@@ -85,6 +85,8 @@ def _versions(versions: list[dict[str, Any]]) -> Table:
         state = entry["state"]
         if state == "loading":
             state += f": {entry.get('phase', '')} {_percent(entry.get('done'), entry.get('total'))}"
+        if warming := entry.get("warming"):
+            state += f", warming {_percent(warming['done'], warming['total'])}"
         labels = escape(", ".join(entry.get("labels", ())))
         table.add_row(
             str(entry["version"]), state, labels, _text(entry.get("watermark")), _text(entry.get("created_at"))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from tierstore.errors import Overloaded, TooLarge
@@ -59,10 +60,20 @@ class HostBudget:
         self.total = total
         self._lock = threading.Lock()
         self._holders: list[Holder] = []
+        self._awaited = 0
 
     @property
     def used(self) -> int:
         return sum(holder.host_reserved_bytes for holder in self._holders)
+
+    @contextmanager
+    def awaiting(self, need_bytes: int) -> Iterator[None]:
+        """In the block versions that need so much in all come, in any order: each gets its share as if all were there."""
+        self._awaited = need_bytes
+        try:
+            yield
+        finally:
+            self._awaited = 0
 
     def admit(self, holder: Holder, replacing: Holder | None, *others_leaving: Holder) -> None:
         """Make room for `holder` and attach its host tables. `others_leaving` go with the one that it replaces."""
@@ -72,7 +83,9 @@ class HostBudget:
             others = [h for h in self._holders if h not in leaving]
             if replacing is None:
                 fraction = 1.0
-                final = min(need, int(self.total * need / max(1, need + sum(h.host_need_bytes for h in others))))
+                self._awaited = max(0, self._awaited - need)
+                needs = need + self._awaited + sum(h.host_need_bytes for h in others)
+                final = min(need, int(self.total * need / max(1, needs)))
             else:
                 fraction = 0.5
                 final = min(need, self.total - sum(h.host_reserved_bytes for h in others))

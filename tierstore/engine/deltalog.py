@@ -198,7 +198,7 @@ class DeltaLog:
         newest_allowed = time.time() - min_age_s
         drop = []
         for seq, digest in self._entries.items():
-            if seq > upto or self._where.log_entry(seq, digest).stat().st_mtime > newest_allowed:
+            if seq > upto or _changed_s(self._where.log_entry(seq, digest)) > newest_allowed:
                 break
             drop.append(seq)
         if drop:
@@ -245,6 +245,14 @@ def _how_to_begin(found: list[tuple[int, str, Path]]) -> str:
     known = seqs == list(range(seqs[0], seqs[-1] + 1)) if seqs else True
     write = f', or have it say {{"start": {start}}} if all that was acknowledged is there' if known else ""
     return f"restore it{write}, and start again; or load a snapshot that holds every delta"
+
+
+def _changed_s(path: Path) -> float:
+    """When a file was written last; long ago for one that somebody has removed, which is not needed any more."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _remove(path: Path) -> None:

@@ -1,14 +1,14 @@
-"""The background thread of a model: folds overlays, closes what was replaced, keeps the log and the disk short.
+"""The background threads of a model: one folds overlays and closes what was replaced, one keeps the log and the disk short.
 
-Whatever fails here is reported by `problem` and tried again: look-ups go on, and the log holds what is not folded.
+Whatever fails here is tried again, each thing by itself, and reported by `problem` until it succeeds: look-ups go on, and the
+log holds what is not folded.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tierstore.engine.serving import Serving
 from tierstore.engine.version import Version
@@ -17,31 +17,50 @@ log = logging.getLogger(__name__)
 
 HOUSE_KEEPING_S = 30.0
 MAX_BACKOFF_S = 30.0
+FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
 
 
 class Keeper:
-    """One thread. `freed` is called with each version that nobody reads any more; `keep_house` now and then."""
+    """`freed` is called with each version that nobody reads any more, each of `chores` now and then.
 
-    def __init__(self, serving: Serving, freed: Callable[[Version], None], keep_house: Callable[[], None]) -> None:
-        self._serving, self._freed, self._keep_house = serving, freed, keep_house
+    Chores are known by what is said when they fail.
+    """
+
+    def __init__(
+        self, serving: Serving, freed: Callable[[Version], None], chores: Mapping[str, Callable[[], None]]
+    ) -> None:
+        self._serving, self._freed, self._chores = serving, freed, chores
         self._changed = serving.publisher.changed
-        self._house_kept_s = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=f"tierstore-keeper-{serving.name}", daemon=True)
-        self.problem: str | None = None
+        name = serving.name
+        self._thread = threading.Thread(target=self._run, name=f"tierstore-keeper-{name}", daemon=True)
+        self._house = threading.Thread(target=self._run_chores, name=f"tierstore-house-{name}", daemon=True)
+        self._chores_due = threading.Event()
+        self._keeping = threading.Lock()  # held while chores are done
+        # replaced whole, guarded by _reporting
+        self._reporting = threading.Lock()
+        self._problems: dict[str, str] = {}
         # guarded by the publisher's condition
         self._retiring: list[Version] = []
         self._stopping = False
 
+    @property
+    def problem(self) -> str | None:
+        """What has failed and was not done since."""
+        return "; ".join(f"{what}: {why}" for what, why in self._problems.items()) or None
+
     def start(self) -> None:
         self._thread.start()
+        self._house.start()
 
     def stop(self) -> list[Version]:
-        """Stop the thread. Returns versions that are retired and still open."""
+        """Stop the threads. Returns versions that are retired and still open."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._chores_due.set()
+        for thread in (self._thread, self._house):
+            if thread.is_alive():
+                thread.join()
         return self._retiring
 
     def retire(self, version: Version) -> None:
@@ -61,6 +80,33 @@ class Keeper:
         with self._changed:
             return any(version.number == number for version in self._retiring)
 
+    def keep_house(self) -> None:
+        """Do every chore. What fails keeps no other from being done, and becomes a `problem`."""
+        with self._keeping:
+            for what, chore in self._chores.items():
+                self._try(what, chore)
+
+    def _try(self, what: str, work: Callable[[], None]) -> bool:
+        why: str | None = None
+        try:
+            work()
+        except Exception as error:
+            why = str(error)
+            if self._problems.get(what) != why:
+                log.exception("model %s: %s", self._serving.name, what)
+        with self._reporting:
+            others = {key: known for key, known in self._problems.items() if key != what}
+            self._problems = others if why is None else {**others, what: why}
+        return why is None
+
+    def _run_chores(self) -> None:
+        while True:
+            self._chores_due.wait(HOUSE_KEEPING_S)
+            self._chores_due.clear()
+            if self._stopping:
+                return
+            self.keep_house()
+
     def _run(self) -> None:
         backoff_s = 0.0
         while True:
@@ -71,17 +117,12 @@ class Keeper:
                     self._changed.wait_for(lambda: self._stopping or self._due(), timeout=HOUSE_KEEPING_S)
                 if self._stopping:
                     return
-            try:
-                self._free_retired()
-                self._serving.fold_oldest(lambda: self._stopping or self._may_free())
-                if time.monotonic() - self._house_kept_s >= HOUSE_KEEPING_S:
-                    self._house_kept_s = time.monotonic()
-                    self._keep_house()
-                backoff_s, self.problem = 0.0, None
-            except Exception as error:
-                backoff_s = min(MAX_BACKOFF_S, max(0.5, backoff_s * 2))
-                self.problem = f"deltas are not folded: {error}"
-                log.exception("model %s: background work failed; next try in %.1f s", self._serving.name, backoff_s)
+            closed = self._try(CLOSING, self._free_retired)
+            folded = self._try(FOLDING, self._fold_oldest)
+            backoff_s = 0.0 if closed and folded else min(MAX_BACKOFF_S, max(0.5, backoff_s * 2))
+
+    def _fold_oldest(self) -> None:
+        self._serving.fold_oldest(lambda: self._stopping or self._may_free())
 
     def _due(self) -> bool:
         return self._serving.fold_due() or self._may_free()
@@ -99,4 +140,4 @@ class Keeper:
                 self._retiring.remove(version)
                 self._changed.notify_all()
         if idle:
-            self._house_kept_s = 0.0  # what was replaced may have left versions that are not to be kept
+            self._chores_due.set()  # what was replaced may have left versions that are not to be kept

@@ -1,7 +1,7 @@
 """The versions of a model on disk: found at start, loaded, kept in step with the log, dropped. See `switching.py` for what serves.
 
-Loads and drops: any thread, one switch or drop at a time (`_switch`), beside deltas and look-ups. `_keep_house` is for the
-background thread.
+Loads and drops: any thread, one switch or drop at a time (`_switch`), beside deltas and look-ups. Chores are for the
+background thread (`keeper.py`).
 
 After a crash: a version is there if its record is; what a load, a drop or a fold has left otherwise goes at the next start.
 """
@@ -10,13 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tierstore.engine.replay import catch_up
 from tierstore.engine.served import Served
 from tierstore.engine.switching import DRAIN_S, Shared, Switching
 from tierstore.engine.version import Version, VersionInfo
-from tierstore.errors import Conflict, Corruption, DeltaError, NotFound, SnapshotError, StorageError, TierstoreError
+from tierstore.errors import (
+    Conflict,
+    Corruption,
+    DeltaError,
+    LoadCancelled,
+    NotFound,
+    SnapshotError,
+    StorageError,
+    TierstoreError,
+)
 from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import ModelDirectory
@@ -31,8 +41,14 @@ class Keeping(Switching):
     """Those of one model, and the way they come and go."""
 
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
-        super().__init__(name, where, shared, self._keep_house)
+        chores = {
+            "the delta log is not pruned": self._prune_log,
+            "versions older than those kept are not dropped": self._drop_surplus,
+            "kept versions are not caught up": lambda: self._unless_switching(self._catch_up_kept),
+        }
+        super().__init__(name, where, shared, chores)
         self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
+        self.leftovers: list[Path] = []  # of crashes, which nobody needs; known from `find` on
 
     # --- what there is
 
@@ -54,25 +70,19 @@ class Keeping(Switching):
 
     # --- start and stop
 
-    def start(self) -> None:
-        """Find the versions on disk, open the active one, replay the log onto it, and begin to serve.
-
-        A version that cannot be opened is reported by `problem`, and the model waits for another.
-        """
-        try:
-            files.sweep(self.where.root)
-        except StorageError as error:  # a helper of a killed process may still be writing there; the next start sweeps
-            log.warning("model %s: %s", self.name, error)
+    def find(self) -> None:
+        """Find the versions on disk, and what crashes have left beside them. Comes before `start`."""
+        self._look_for_leftovers(self.where.root)
         infos = {}
         for number in self.where.versions_on_disk():
             where = self.where.version(number)
             try:
                 if not files.exists(where.record):
-                    files.remove_tree(where.root)  # a load that was cut off
+                    self._discard(where.root)  # a load that was cut off
                     continue
-                files.remove_tree(where.build)  # a fold that was
+                self._discard(where.build)  # a fold that was
                 for folder in (where.root, where.hot_keys):
-                    files.sweep(folder)
+                    self._look_for_leftovers(folder)
                 infos[number] = VersionInfo(where)
                 if infos[number].number != number:
                     raise Corruption(f"{where.record} is of version {infos.pop(number).number}: expected {number}")
@@ -81,6 +91,32 @@ class Keeping(Switching):
                     self.damaged[number] = str(error)
                 log.error("model %s: version %d is damaged: %s", self.name, number, error)
         self._infos = infos
+
+    def _look_for_leftovers(self, folder: Path) -> None:
+        try:
+            self.leftovers += files.leftovers(folder)
+        except StorageError as error:  # the next start tries again
+            log.warning("model %s: %s", self.name, error)
+
+    def _discard(self, folder: Path) -> None:
+        trash = files.discard(folder)
+        if trash is not None:
+            self.leftovers.append(trash)
+
+    @property
+    def host_need_bytes(self) -> int:
+        """Memory for the host tier that the version to be served at the start could use."""
+        with contextlib.suppress(TierstoreError):
+            current = self._record.current()
+            if current in self._infos:
+                return sum(self._infos[current].host_needs())
+        return 0
+
+    def start(self) -> None:
+        """Open the active version, replay the log onto it, and begin to serve; it is warmed by and by.
+
+        A version that cannot be opened is reported by `problem`, and the model waits for another.
+        """
         for why in self._deltas.damage:
             log.error("model %s: %s", self.name, why)
         try:
@@ -104,8 +140,9 @@ class Keeping(Switching):
             with publisher.changed:
                 publisher.changed.wait_for(lambda: not any(map(publisher.reads, open_)), timeout=DRAIN_S)
             for version in serving:
-                with contextlib.suppress(StorageError):  # they only make the next start warmer
-                    version.save_hot_keys()
+                if self._shared.warmer.of(version) is None:  # else what was saved last says more than what is in memory
+                    with contextlib.suppress(StorageError):  # they only make the next start warmer
+                        version.save_hot_keys()
             for version in open_:
                 self._freed(version)
             self._resting.end()
@@ -144,7 +181,8 @@ class Keeping(Switching):
     def loading(self, number: int, delta_seq: int) -> Iterator[ProgressFn]:
         """Reserve a version's directory, and the log from `delta_seq` on, for a load; on an error nothing of it stays.
 
-        But for what serves meanwhile; and where the model was closed, the directory may be another process's by now.
+        But for what is loaded and could only not be switched to; and for what serves meanwhile. Where the model was
+        closed, the directory may be another process's by now.
         """
         with self._serving.write:
             if number in self._loading:
@@ -174,7 +212,10 @@ class Keeping(Switching):
             files.remove_tree(where.root)
             files.make_dir(where.root)
             yield note
-        except BaseException:
+        except BaseException as error:
+            if number in self._infos and (not isinstance(error, SnapshotError) or isinstance(error, LoadCancelled)):
+                error.add_note(f"version {number} of {self.name!r} is loaded all the same, and kept; it is not active")
+                raise
             # one that is complete may be on its way to be served for somebody else's sake
             with self._switch if number in self._infos else contextlib.nullcontext():
                 if not (self._closed or number in self.served.versions or self._keeper.is_retiring(number)):
@@ -198,13 +239,18 @@ class Keeping(Switching):
 
     def drop(self, number: int) -> None:
         """Delete a version that is not served, a damaged one as well. Its memory and disk come back."""
+        trash = self._take_away(number)
+        if trash is not None:
+            files.remove_leftover(trash)  # which may take long: nobody waits for it but who asked
+
+    def _take_away(self, number: int) -> Path | None:
+        """Forget a version, and take its directory's name. Returns what is left to be removed."""
         with self._switch:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded")
             self.check_open()
             if number in self.damaged:
-                self._drop_damaged(number)
-                return
+                return self._take_damaged_away(number)
             info = self._info(number)
             if number == self.active_version:
                 raise Conflict(f"version {number} of {self.name!r} is active; activate another one first")
@@ -215,28 +261,29 @@ class Keeping(Switching):
                 self._record.settle()  # CURRENT must not go on naming it
             self._resting.close(number)
             try:
-                files.remove_tree(info.where.root)
+                return files.discard(info.where.root)
             finally:
                 if not files.exists(
                     info.where.record
                 ):  # what is left of it has lost its name, and goes at the next start
                     self._forget(number)
 
-    def _drop_damaged(self, number: int) -> None:
+    def _take_damaged_away(self, number: int) -> Path | None:
         with self._serving.write:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded")
             self._loading[number] = self._deltas.last or 0, Progress("drop")  # so that nobody loads it meanwhile
         try:
-            files.remove_tree(self.where.version(number).root)
+            trash = files.discard(self.where.version(number).root)
             del self.damaged[number]
+            return trash
         finally:
             with self._serving.write:
                 del self._loading[number]
 
     # --- background
 
-    def _keep_house(self) -> None:
+    def _prune_log(self) -> None:
         with self._serving.write:
             self._record.settle()
             # one that serves though it is stale goes on from where the log begins
@@ -248,25 +295,33 @@ class Keeping(Switching):
             needed += [delta_seq for delta_seq, _ in self._loading.values()]
             if needed:
                 self._deltas.prune(min(needed), min_age_s=self._shared.settings.log_retention_s)
+
+    def _unless_switching(self, chore: Callable[[], None]) -> None:
         if not self._switch.acquire(blocking=False):
-            return  # a switch is going on; this comes round again
+            return  # it comes round again
         try:
-            self._drop_surplus()
-            self._catch_up_kept()
+            chore()
         finally:
             self._switch.release()
 
     def _drop_surplus(self) -> None:
+        trash: list[Path | None] = []
+        self._unless_switching(lambda: trash.extend(map(self._take_away, self._surplus())))
+        for path in trash:
+            if path is not None:
+                log.info("model %s: drops a version older than those kept: %s", self.name, path.name)
+                files.remove_leftover(path)
+
+    def _surplus(self) -> list[int]:
+        """Versions that are older than those that are to be kept, and that nobody uses."""
         active = self.active_version
         older = [
             number
             for number in self.versions
             if active is not None and number < active and number not in self._loading and number != self.canary_number
         ]
-        for number in older[: max(0, len(older) - self._shared.settings.keep_versions)]:
-            if not self._keeper.is_retiring(number):
-                self.drop(number)
-                log.info("model %s: dropped version %d, older than those kept", self.name, number)
+        surplus = older[: max(0, len(older) - self._shared.settings.keep_versions)]
+        return [number for number in surplus if not self._keeper.is_retiring(number)]
 
     def _catch_up_kept(self) -> None:
         """A kept version never falls far behind, so that rollback is quick. One that is damaged keeps no other from it."""

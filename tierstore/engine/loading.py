@@ -1,7 +1,8 @@
 """Loading a snapshot beside what serves: build, ingest, verify, record, and then, if asked, activate.
 
 Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. Until the record is published
-a crash leaves a directory that the next start removes; on an error it is removed at once.
+a crash leaves a directory that the next start removes; on an error it is removed at once. From then on the version is kept,
+whether or not it comes to serve; but for a snapshot that turns out to be bad when it is to serve.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from tierstore.engine.model import Model
 from tierstore.engine.switching import Shared
 from tierstore.engine.version import VersionInfo, watermark_record, write_record
-from tierstore.errors import InvalidInput, SnapshotError, StorageError
+from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import REQUEST_SUFFIX, VersionDirectory
 from tierstore.formats.requests import read_request
@@ -47,7 +48,7 @@ def load(
 
         def tell(step: Progress) -> None:
             if cancelled is not None and cancelled.is_set():
-                raise SnapshotError("the load was cancelled")
+                raise LoadCancelled("the load was cancelled")
             note(step)
             progress(step)
 

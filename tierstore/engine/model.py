@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tierstore.engine.keeping import Keeping
 from tierstore.engine.publisher import Lease, Publisher
 from tierstore.engine.served import STABLE
+from tierstore.engine.version import Version
 from tierstore.engine.view import View
 from tierstore.formats.delta import Delta
 from tierstore.predict.signature import Signature
@@ -223,6 +224,11 @@ class Model(Keeping):
         """Of the newest delta applied since the start, ISO 8601."""
         event = self._serving.last_event
         return None if event is None else event.isoformat()
+
+    def warming(self, version: Version) -> dict[str, int] | None:
+        """How far the warm-up of a version is that serves after a start: `done`, `total` in keys; None where it is over."""
+        warm_up = self._shared.warmer.of(version)
+        return None if warm_up is None else {"done": warm_up.done, "total": warm_up.total}
 
     def resting_status(self) -> dict[str, int] | None:
         """What rests of the version that was left last: `version`, `memory_bytes`."""

@@ -26,8 +26,9 @@ class OverlayTable:
 
     def __init__(self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
         self.spec, self.keys, self.rows, self.deleted = spec, keys, rows, deleted
-        self._answering = overlay_index.Answering(overlay_index.build(keys), keys, rows, deleted, spec.dtype, spec.dim)
-        self.nbytes = keys.nbytes * 3 + rows.nbytes + deleted.nbytes  # the index is about two words a key
+        index = overlay_index.build(keys)
+        self._answering = overlay_index.Answering(index, keys, rows, deleted, spec.dtype, spec.dim)
+        self.nbytes = keys.nbytes + index.nbytes + rows.nbytes + deleted.nbytes
 
     @property
     def words(self) -> np.ndarray:

@@ -13,6 +13,7 @@ import os
 import threading
 import urllib.parse
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,18 +27,24 @@ from tierstore.engine.epochs import Epochs
 from tierstore.engine.loading import load
 from tierstore.engine.model import Model
 from tierstore.engine.observer import Observer
+from tierstore.engine.publisher import Publisher
 from tierstore.engine.status import model_status
 from tierstore.engine.switching import Shared, ignore
+from tierstore.engine.warming import Warmer
 from tierstore.errors import Closed, DeltaError, Locked, NotFound, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot import open_snapshot
 from tierstore.predict.runtime import Runtime
+from tierstore.tiers.background import give_way
 from tierstore.tiers.disk import ReaderPool
 from tierstore.types import DeltaResult, ProgressFn, VerifyReport
 
 log = logging.getLogger(__name__)
+
+START_THREADS = 8  # models that start at once
+SWEEP_S = 5.0  # that `close` waits for the removal of a leftover
 
 
 def open_store(path: str | Path | None = None, *, config: str | Path | None = None, **settings: Any) -> Store:
@@ -67,29 +74,52 @@ class Store:
                 OverlayBudget(settings.overlay_budget),
                 Runtime(settings),
                 Devices(settings),
+                Warmer(self._publishers, settings.warm_rate, settings.hot_keys_every_s),
             )
             self._models_lock = threading.Lock()
             self._models: dict[str, Model] = {}
             self._loads: Counter[str] = Counter()  # under way, by model; guarded by _models_lock
             self._closed = False
+            self._sweeping = threading.Thread(target=self._sweep, name="tierstore-sweeper", daemon=True)
             try:
-                for name in self.root.models_on_disk():
-                    self._models[name] = self._start_model(name)
+                self._start_models()
             except BaseException:
                 self._close_models()
                 raise
+            self._shared.warmer.start()
+            self._sweeping.start()
         except BaseException:
             _unlock(self._lock_file)
             raise
 
-    def _start_model(self, name: str) -> Model:
-        model = Model(name, self.root.model(name), self._shared)
-        try:
-            model.start()
-        except BaseException:
-            model.close()
-            raise
-        return model
+    def _start_models(self) -> None:
+        """Side by side: each waits for its own files most of the time."""
+        for name in self.root.models_on_disk():
+            self._models[name] = Model(name, self.root.model(name), self._shared)
+        models = list(self._models.values())
+        with ThreadPoolExecutor(max(1, min(START_THREADS, len(models))), "tierstore-start") as threads:
+            for _ in threads.map(Model.find, models):
+                pass
+            with self._shared.host_budget.awaiting(sum(model.host_need_bytes for model in models)):
+                for _ in threads.map(Model.start, models):
+                    pass
+
+    def _sweep(self) -> None:
+        """Remove what crashes have left; beside what serves, since it may be as large as a version."""
+        give_way()
+        for model in list(self._models.values()):
+            for path in model.leftovers:
+                if self._closed:
+                    return
+                try:
+                    files.remove_leftover(path)
+                except (
+                    StorageError
+                ) as error:  # a helper of a killed process may still be writing there; the next start sweeps
+                    log.warning("model %s: %s", model.name, error)
+
+    def _publishers(self) -> list[Publisher]:
+        return [model.publisher for model in list(self._models.values())]
 
     @property
     def observers(self) -> list[Observer]:
@@ -132,7 +162,8 @@ class Store:
         With `activate` False the version is only kept. `progress` is called as it goes; once it switches, changing
         versions from within that is a Conflict. Set `cancelled` to stop it.
         `model` is the name that is expected. Raises SnapshotError (file, row, reason) for a bad snapshot and Conflict
-        for a version that is there already; whatever fails, nothing that served changes.
+        for a version that is there already; whatever fails, nothing that served changes. Where only the switch fails, or is
+        cancelled, the version is kept, and the error's notes say so.
         """
         self._check_open()
         refuse_inside()  # it would do all its work before it is
@@ -169,7 +200,14 @@ class Store:
         where = self.root.model(name)
         try:
             files.make_dir(where.log)
-            self._models[name] = self._start_model(name)
+            model = Model(name, where, self._shared)
+            try:
+                model.find()
+                model.start()
+            except BaseException:
+                model.close()
+                raise
+            self._models[name] = model
         except BaseException:
             with contextlib.suppress(StorageError):
                 files.remove_tree(where.root)
@@ -247,6 +285,16 @@ class Store:
         refuse_inside()
         return verify_store([self._models[name] for name in self.models()], guarded(progress or ignore))
 
+    def warm_share(self) -> float:
+        """How much of what a start reads into memory is there, 0 to 1; 1 where nothing is to be read."""
+        progress = self._shared.warmer.progress()
+        return 1.0 if progress is None else progress[0] / max(1, progress[1])
+
+    def warming(self) -> dict[str, int] | None:
+        """How far the warm-up after the start is: `{"done", "total"}` in keys; None where it is over."""
+        progress = self._shared.warmer.progress()
+        return None if progress is None else dict(zip(("done", "total"), progress, strict=True))
+
     def status(self, model: str | None = None) -> dict[str, Any]:
         """The status document: `{"models": {name: …}}`, with the store's own bounds beside it."""
         self._check_open()
@@ -255,6 +303,7 @@ class Store:
         shared.epochs.collect()
         return {
             "models": {name: model_status(self._models[name]) for name in names},
+            "warming": self.warming(),
             "host_budget": {"used": shared.host_budget.used, "total": shared.host_budget.total},
             "overlay_budget": {"used": shared.overlay_budget.used, "total": shared.overlay_budget.total},
             "device_budget": {"used": shared.devices.budget.used, "total": shared.devices.budget.total},
@@ -273,6 +322,9 @@ class Store:
             _unlock(self._lock_file)
 
     def _close_models(self) -> None:
+        self._shared.warmer.close()
+        if self._sweeping.ident is not None:
+            self._sweeping.join(SWEEP_S)  # what it leaves, the next start removes
         with contextlib.ExitStack() as stack:  # one that fails keeps no other from being closed
             stack.callback(self._shared.readers.close)
             stack.callback(self._shared.devices.close)

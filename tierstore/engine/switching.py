@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierstore.config import Settings
@@ -36,11 +36,12 @@ from tierstore.engine.serving import Serving
 from tierstore.engine.table import LookupCounts
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
+from tierstore.engine.warming import Warmer
 from tierstore.errors import Closed, Conflict, Corruption, DiskFull, NotFound, Overloaded, TierstoreError, TooLarge
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.runtime import Runtime
 from tierstore.tiers.background import in_background, watch
-from tierstore.tiers.disk import ReaderPool
+from tierstore.tiers.disk import ReaderPool, open_records
 from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Shared:
     overlay_budget: OverlayBudget
     dense: Runtime
     devices: Devices
+    warmer: Warmer
     observers: list[Observer] = field(default_factory=list)
     epochs: Epochs = field(default_factory=Epochs)
 
@@ -70,7 +72,9 @@ def ignore(progress: Progress) -> None:
 class Switching:
     """The versions of one model, and the verbs by which they come to serve. `name` and `where` are constant."""
 
-    def __init__(self, name: str, where: ModelDirectory, shared: Shared, keep_house: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, where: ModelDirectory, shared: Shared, chores: Mapping[str, Callable[[], None]]
+    ) -> None:
         self.name, self.where = name, where
         self._shared = shared
         self._deltas, self._record = DeltaLog(where), Record(where)
@@ -84,7 +88,7 @@ class Switching:
             shared.epochs,
         )
         watch(self._serving.publisher)
-        self._keeper = Keeper(self._serving, self._freed, keep_house)
+        self._keeper = Keeper(self._serving, self._freed, chores)
         self._switch = SwitchLock()
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served
@@ -144,8 +148,11 @@ class Switching:
     def _open(self, info: VersionInfo) -> Version:
         resting = self._resting.take(info.number)
         version = Version.open(info, self._shared.settings, self._shared.readers, self._counts_of, resting)
-        self._deltas.seen(version.watermark, from_log=version.watermark > info.manifest.delta_seq)
+        self._have_seen(info)
         return version
+
+    def _have_seen(self, info: VersionInfo) -> None:
+        self._deltas.seen(info.watermark, from_log=info.watermark > info.manifest.delta_seq)
 
     def _freed(self, version: Version) -> None:
         """Give back what a version held that was served, or was to be."""
@@ -169,7 +176,7 @@ class Switching:
         """A version opened, caught up but for the last step, and warm; closed if the block fails. Holds `_switch`.
 
         It makes its room in memory at the cost of `leaving` first, the active version first of them. At a `start` it
-        may lack what a full disk does not take.
+        is warmed once it serves, and may lack what a full disk does not take.
         """
         self.check_open()
         progress = guarded(progress)
@@ -186,7 +193,10 @@ class Switching:
             self._shared.devices.admit(version, leaving, self._serving.publisher)
             with contextlib.suppress(*may_lack):
                 catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force, progress=progress)
-            self._warm(version, like, progress)
+            if start:
+                self._shared.warmer.add(version, self._serving.publisher)
+            else:
+                self._warm(version, like, progress)
             self.dense.open(version, lenient=force)
             progress(Progress("switch"))
             with contextlib.suppress(*may_lack):
@@ -505,7 +515,10 @@ class Switching:
             return Routes(active)
 
     def _learn_watermark(self, info: VersionInfo) -> None:
+        """Of a version that is only kept: its records are read, and nothing of its base."""
         try:
-            self._open(info).close()
+            with contextlib.closing(open_records(info.where.db, self._shared.readers)) as disk:
+                info.learn(disk)
+            self._have_seen(info)
         except TierstoreError as error:  # `verify` says so too; the others serve
             log.error("model %s: version %d cannot be opened: %s", self.name, info.number, error)

@@ -7,7 +7,7 @@ Nothing here survives a crash: the tiers and the delta log do.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,25 @@ class Table:
             if cache is not None:
                 self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
 
+    def warm_beside(self, keys: Keys, at: int, overlays: Sequence[OverlayTable], seq: int) -> None:
+        """Read one batch of hot keys, which `at` hotter ones came before, into the tier that has their place.
+
+        For a version that serves: `overlays` and `seq` are those of a view that the caller holds. As in every promotion,
+        keys in its overlays are left out, and no delta newer than the view is folded meanwhile.
+        """
+        cache = self.host if self.device is None or at >= self.device.capacity_rows else self.device
+        if cache is None:
+            return
+        keys = np.unique(keys)
+        if overlays:
+            fresh, nothing = np.zeros(len(keys), np.uint8), np.empty((len(keys), self.spec.dim), np.float32)
+            for overlay in overlays:
+                overlay.lookup(keys, nothing, fresh, self.default)
+            keys = keys[fresh == _PENDING]
+        rows, _, there = self._read(keys)
+        rest()
+        cache.warm(keys[there], rows[there], seq)
+
     def _warm(self, cache: DeviceCache | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
         step = SHORT_BATCH if gives_way() else READ_BATCH
         for begin in range(0, len(keys), step):
@@ -206,6 +225,14 @@ class Table:
     def hot_keys(self, limit: int) -> Keys:
         """At most `limit` keys that the caches hold, hottest first; one that both hold comes twice."""
         return np.concatenate([_NONE, *(cache.hot_keys(limit) for cache in self.caches)])[:limit]
+
+    def hot_keys_by_part(self) -> Iterator[list[Keys]]:
+        """All keys that the caches hold, a part at a time: by degree of heat, hottest first; the device's before all others."""
+        if self.device is not None:
+            yield [self.device.hot_keys(self.device.capacity_rows)]
+        if self.host is not None:
+            for part in self.host.hot_keys_by_part():
+                yield [_NONE, *part]
 
     def raise_floor(self, seq: int) -> None:
         """A delta of `seq` is about to be folded; see `CacheTier`."""

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ import numpy as np
 from tierstore.config import Settings
 from tierstore.engine.budget import Holder, deal
 from tierstore.engine.dense_files import dense_to_come, settle_dense
+from tierstore.engine.hot_keys import load_keys, save_keys
 from tierstore.engine.overlay import Overlay
 from tierstore.engine.table import LookupCounts, Table
-from tierstore.errors import Corruption
+from tierstore.errors import Closed, Corruption
 from tierstore.formats import files
 from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest
@@ -91,17 +92,6 @@ def _read_asked(path: Path) -> int:
     return int(content)
 
 
-def _load_keys(path: Path) -> list[Keys]:
-    """The keys in a file, or nothing: they only say what to warm, so a bad file is no reason not to serve."""
-    try:
-        return [np.load(path, allow_pickle=False).astype(np.int64, copy=False).reshape(-1)]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, EOFError) as error:
-        log.warning("%s is passed over: %s", path, error)
-        return []
-
-
 def _distinct(sources: Sequence[Keys], limit: int) -> Keys:
     """The first `limit` distinct keys of all sources, in their order, found in short steps where requests are served beside."""
     kept = _NONE
@@ -150,6 +140,29 @@ class VersionInfo:
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
         self.asked_upto = self._asked_kept = _read_asked(where.asked)
 
+    def learn(self, disk: DiskTier) -> None:
+        """Take over what the records in its disk tier say. Corruption if they make no sense."""
+        watermark = disk.watermark()
+        if watermark is None:
+            raise Corruption(
+                f"version {self.number}: {self.where.db} has no watermark; drop the version and load its snapshot again"
+            )
+        self.watermark = watermark
+        self.passed_over = settle_dense(self.where, disk)
+        self.has_dense = self.where.dense.exists()
+
+    def host_needs(self) -> list[int]:
+        """Bytes of the host tier with which every row would be resident, table by table."""
+        # 16 bytes of bookkeeping a row at most, and a quarter of slack so that sets seldom overflow
+        return [
+            max(
+                MIN_TABLE_BUDGET,
+                least_budget(spec),  # few wide rows are less than a set
+                int(self.tables[name]["rows"] * (spec.row_bytes + 16) * 1.25),
+            )
+            for name, spec in self.specs.items()
+        ]
+
     def keep_asked(self) -> None:
         """Have `asked_upto` be known after a restart, for a version that is to serve no more; mostly nothing to do."""
         if self.asked_upto > max(self.watermark, self._asked_kept):
@@ -180,14 +193,8 @@ class Version:
             for name, feature in info.features.items()
             if feature.padding_key is not None
         }
-        watermark = disk.watermark()
-        if watermark is None:
-            raise Corruption(
-                f"version {self.number}: {info.where.db} has no watermark; drop the version and load its snapshot again"
-            )
-        self.watermark = info.watermark = watermark
-        info.passed_over = settle_dense(info.where, disk)
-        info.has_dense = info.where.dense.exists()
+        info.learn(disk)
+        self.watermark = info.watermark
         self.host_fraction = 1.0
         self._host_reserved = 0
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
@@ -221,24 +228,13 @@ class Version:
     @property
     def host_need_bytes(self) -> int:
         """Bytes with which every row of every table would be resident."""
-        return sum(self._table_needs())
+        return sum(self.info.host_needs())
 
     @property
     def host_reserved_bytes(self) -> int:
         # a table of few, large sets cannot always be halved as far as is asked
         used = sum(host.bytes_in_use for table in self.tables.values() if (host := table.host) is not None)
         return max(used, math.ceil(self._host_reserved * self.host_fraction))
-
-    def _table_needs(self) -> list[int]:
-        # 16 bytes of bookkeeping a row at most, and a quarter of slack so that sets seldom overflow
-        return [
-            max(
-                MIN_TABLE_BUDGET,
-                least_budget(table.spec),  # few wide rows are less than a set
-                int(table.rows * (table.spec.row_bytes + 16) * 1.25),
-            )
-            for table in self.tables.values()
-        ]
 
     def weights(self, needs: Sequence[int], like: Version | None) -> list[float]:
         """What a budget is dealt to the tables by: the traffic on the version `like` where there is some, else size."""
@@ -252,7 +248,7 @@ class Version:
 
     def attach_host(self, budget_bytes: int, fraction: float, like: Holder | None) -> None:
         """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size."""
-        needs = self._table_needs()
+        needs = self.info.host_needs()
         weights = self.weights(needs, like if isinstance(like, Version) else None)
         for table, share in zip(self.tables.values(), deal(budget_bytes, needs, weights), strict=True):
             if share * fraction >= MIN_TABLE_BUDGET / 2:
@@ -280,7 +276,7 @@ class Version:
             sources = []
             if like is not None and name in like.tables and like.specs[name].key == table.spec.key:
                 sources.append(like.tables[name].hot_keys(table.capacity_rows))
-            sources += [*_load_keys(self.info.where.hot(name)), *_load_keys(self.info.where.warmup(name))]
+            sources += self.kept_hot_keys(name)
             if sources:
                 plans.append((table, _distinct(sources, table.capacity_rows)))
         total, done = sum(len(keys) for _, keys in plans), 0
@@ -288,14 +284,25 @@ class Version:
             table.warm(keys, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
             done += len(keys)
 
-    def save_hot_keys(self) -> None:
-        """Remember what is resident, hottest first, for the next start."""
+    def kept_hot_keys(self, table: str) -> list[Keys]:
+        """What to warm a table with, best first: the keys that were hot when last served, then the snapshot's own."""
+        return [*load_keys(self.info.where.hot(table)), *load_keys(self.info.where.warmup(table))]
+
+    def save_hot_keys(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Remember what is resident, hottest first, for the next start; beside look-ups and folds. StorageError.
+
+        `give_up` is asked again and again; once it is true, Closed.
+        """
+
+        def parts(table: Table) -> Iterator[list[Keys]]:
+            for part in table.hot_keys_by_part():
+                if give_up():
+                    raise Closed("hot keys are not saved: the store is being closed")
+                yield part
+
         for name, table in self.tables.items():
             if any(cache.rows_resident for cache in table.caches):
-                path = self.info.where.hot(name)
-                files.make_dir(path.parent)
-                with files.publish(path) as file:
-                    np.save(file, table.hot_keys(table.capacity_rows), allow_pickle=False)
+                save_keys(self.info.where.hot(name), parts(table))
 
     # deltas
 

@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
@@ -208,11 +208,34 @@ def fsync_dir(path: str | Path) -> None:
         _file_system.fsync_dir(path)
 
 
+def sync(file: BinaryIO, path: str | Path) -> None:
+    """Make what was written to `file`, open at `path`, durable."""
+    with _translated("write", Path(path)):
+        _file_system.fsync(file)
+
+
 def fsync_file(path: str | Path) -> None:
     """Make the content of a file that something else wrote durable."""
     path = Path(path)
     with _translated("fsync", path), open(path, "rb+") as file:
         _file_system.fsync(file)
+
+
+def drop_from_cache(path: str | Path) -> None:
+    """Have the next reads of a file come from the drive: what was written is flushed, and the system's cache of it given up."""
+    path = Path(path)
+    with _translated("drop from the cache", path), open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rename_all(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """`rename` of many files; each directory is made durable once, when all have their new names."""
+    for old, new in pairs:
+        with _translated(f"rename {old} to", new):
+            _file_system.rename(old, new)
+    for folder in dict.fromkeys([new.parent for _, new in pairs] + [old.parent for old, _ in pairs]):
+        fsync_dir(folder)
 
 
 def make_dir(path: str | Path) -> Path:
@@ -255,30 +278,47 @@ def remove_tree(path: str | Path) -> None:
 
     It loses its name first, so a crash midway leaves rubbish for `sweep` and never half a directory.
     """
+    trash = discard(path)
+    if trash is not None:
+        remove_leftover(trash)
+
+
+def discard(path: str | Path) -> Path | None:
+    """Take a directory's name away, durably, and leave its content for `remove_leftover`. Returns where; None if it is gone."""
     path = Path(path)
     trash = path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}")
     with _translated("remove", path):
         try:
             _file_system.rename(path, trash)
         except FileNotFoundError:
-            return
+            return None
         _file_system.fsync_dir(path.parent)
-        _file_system.rmtree(trash)
+    return trash
+
+
+def leftovers(directory: str | Path) -> list[Path]:
+    """What crashed writers and removals left in `directory` (not below it).
+
+    Only for whoever owns the directory, before anything else writes there: what is being published counts too.
+    """
+    directory = Path(directory)
+    with _translated("look through", directory):
+        found = list(os.scandir(directory)) if directory.is_dir() else []
+    return [Path(entry.path) for entry in found if is_scratch(entry.name)]
+
+
+def remove_leftover(path: Path) -> None:
+    """Remove one of the `leftovers`, a file or a directory. One that is gone already is fine."""
+    with _translated("remove", path), contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            _file_system.rmtree(path)
+        else:
+            _file_system.unlink(path)
 
 
 def sweep(directory: str | Path) -> int:
-    """Remove what crashed writers and removals left in `directory` (not below it). Returns how many.
-
-    Only for whoever owns the directory: a file that another thread is publishing there would go too.
-    """
-    directory = Path(directory)
-    swept = 0
-    with _translated("sweep", directory):
-        for entry in list(os.scandir(directory)) if directory.is_dir() else []:
-            if is_scratch(entry.name):
-                if entry.is_dir(follow_symlinks=False):
-                    _file_system.rmtree(Path(entry.path))
-                else:
-                    _file_system.unlink(Path(entry.path))
-                swept += 1
-    return swept
+    """Remove the `leftovers` in `directory`. Returns how many."""
+    found = leftovers(directory)
+    for path in found:
+        remove_leftover(path)
+    return len(found)

@@ -1,9 +1,9 @@
 """Bulk load: a snapshot to the files of a new version's disk tier, and the proof that they arrived there.
 
-Four phases over all tables. "read": shards are checked, encoded and left as sorted runs. "write": every
-table is cut into key ranges that fit in memory, and each range is merged from all runs into one file.
-"ingest": the disk tier is made of the files. "verify": every range is read back and its digest compared.
-All are done by helper processes (`helpers.py`); this module plans, and adds up what they report.
+Phases over all tables. "read": shards are checked, encoded and left as sorted runs. "join", of very large tables:
+runs are merged into fewer. "write": every table is cut into key ranges, and each range is merged from all runs into one
+file. "ingest": the disk tier is made of the files. "verify": they are read back, from the drive, and their digests
+compared. All are done by helper processes (`helpers.py`), as `plan.py` says how; this module adds up what they report.
 
 Any thread may load, several at once into different directories; the interpreter lock is hardly held.
 A crash leaves a directory that nothing refers to.
@@ -11,6 +11,7 @@ A crash leaves a directory that nothing refers to.
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -24,26 +25,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Corruption, SnapshotError, StorageError
-from tierstore.formats.files import make_dir, remove_tree
+from tierstore.errors import Corruption, LoadCancelled, StorageError
+from tierstore.formats.files import drop_from_cache, make_dir, remove_tree
 from tierstore.formats.manifest import TableEntry
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.helpers import Helpers
-from tierstore.ingest.tasks import KEY_CODE_BYTES, Ingest, Merged, MergeRuns, ReadBack, Sorted, SortShards, run_keys
+from tierstore.ingest.plan import TablePlan, plan_load
+from tierstore.ingest.runs import Run, quantiles
+from tierstore.ingest.tasks import Ingest, JoinRuns, Merged, MergeRuns, ReadBack, ReadFile, Sorted, SortShards
+from tierstore.tiers.sealed import BASE
 from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import SstFile
-from tierstore.types import BaseKind, Keys, Progress, ProgressFn
+from tierstore.types import BaseKind, Progress, ProgressFn
 
 _RUNS = "runs"
 _HELPERS = "helpers"
 _RECORDS = "records.sst"
-_MIN_RANGE_BYTES = 4 << 20  # below it another file costs more than a second helper gains
-_MAX_RANGE_BYTES = 256 << 20
-_MAX_BATCH_BYTES = 16 << 20
-_SAMPLES_A_RANGE = 16
 _REPORT_EVERY_S = 0.06
-_OVERHEAD = 16  # bytes a row that lengths, indexes and checksums take, generously
-_UNUSED = 7  # of rows' bytes, at most one in so many is what they leave free in a block
+_READERS_A_HELPER = 4  # parts of a base of RocksDB's that are read back
+
+
+_Written = tuple[MergeRuns, Merged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class BulkLoad:
 
     With `aside` helpers keep to half of the processors: something else serves meanwhile.
 
-    All steps raise StorageError when the disk or a helper fails, and SnapshotError when `cancelled` is
+    All steps raise StorageError when the disk or a helper fails, and LoadCancelled when `cancelled` is
     set. Once the block has raised, `out_dir` is gone.
     """
 
@@ -97,12 +99,11 @@ class BulkLoad:
         self._snapshot, self._aside = snapshot, aside
         self._tables = snapshot.manifest.tables
         self._out_dir = Path(out_dir).absolute()
-        self._workers = max(1, workers)
         self._base: BaseKind = base
-        self._share = max(8 << 20, memory_bytes // self._workers)  # of one helper
+        self.plan = plan_load(self._tables, base=base, memory_bytes=memory_bytes, workers=workers)
         self._report = _Reporter(progress, cancelled)
         self._helpers: Helpers | None = None
-        self._written: list[tuple[MergeRuns, Merged]] = []
+        self._written: list[_Written] = []
 
     def __enter__(self) -> BulkLoad:
         return self
@@ -122,14 +123,15 @@ class BulkLoad:
         self._check_room()
         total = sum(table.rows for table in self._tables)
         began = time.monotonic()
-        reads = [task for table in self._tables for task in self._plan_reads(table)]
+        reads = [task for plan in self.plan.tables for task in self._plan_reads(plan)]
         self._helpers = helpers = Helpers(
-            self._snapshot, self._helper_count(reads), self._out_dir / _HELPERS, aside=self._aside
+            self._snapshot, self.plan.helpers, self._out_dir / _HELPERS, aside=self._aside
         )
         self._report.phase("read", total)
         sorted_ = self._gather(reads, helpers.run(reads, self._report.tick))
+        runs = self._join(helpers, {name: result.runs for name, result in sorted_.items()})
         between = time.monotonic()
-        merges = [task for table in self._tables for task in self._plan_merges(table, sorted_[table.name].runs)]
+        merges = [task for plan in self.plan.tables for task in self._plan_merges(plan, runs[plan.table])]
         self._report.phase("write", total)
         merged = helpers.run(merges, self._report.tick)
         self._report.finish()
@@ -151,70 +153,89 @@ class BulkLoad:
         self._helpers.run([Ingest(str(db), self._base, files, texts, scratch)], self._report.tick)
 
     def read_back(self, db: Path) -> None:
-        """Compare what the disk tier in `db` holds with what was built. Raises Corruption."""
+        """Compare what the disk tier in `db` holds, as the drive gives it, with what was built. Raises Corruption."""
         assert self._helpers is not None
-        lengths = {table.name: table.spec().row_bytes for table in self._tables}
-        tasks = [ReadBack(str(db), m.table_id, lengths[m.table], m.low, m.high, m.base) for m, _ in self._written]
         self._report.phase("verify", sum(table.rows for table in self._tables))
-        found = self._helpers.run(tasks, self._report.tick)
+        for path in [*db.glob("*.sst"), *(db / BASE).glob("*")]:
+            drop_from_cache(path)
+            self._report.tick(0)
+        parts = self._parts_to_read(db)
+        found = self._helpers.run([task for task, _ in parts], self._report.tick)
         self._report.finish()
-        for (merge, built), content in zip(self._written, found, strict=True):
-            if (content.rows, content.deleted, content.digest) != (built.rows, 0, built.digest):
+        for (_, written), content in zip(parts, found, strict=True):
+            rows = sum(built.rows for _, built in written)
+            digest = sum(built.digest for _, built in written) % 2**64
+            if (content.rows, content.deleted, content.digest) != (rows, 0, digest):
+                merge = written[0][0]
                 raise Corruption(
                     f"table {merge.table!r}, {Path(merge.out).name}: {content.rows} rows with digest {content.digest:016x} were read "
-                    f"back, {built.rows} with {built.digest:016x} were built: the disk under {db} is not to be trusted"
+                    f"back, {rows} with {digest:016x} were built: the disk under {db} is not to be trusted"
                 )
+
+    def _parts_to_read(self, db: Path) -> list[tuple[ReadFile | ReadBack, list[_Written]]]:
+        """Tasks that together read everything, and what each of them should find."""
+        written = [(merge, built) for merge, built in self._written if built.xxh3 is not None]
+        if self._base == "sealed":
+            return [
+                (ReadFile(str(db / BASE / Path(merge.out).name), str(built.xxh3), built.bytes), [(merge, built)])
+                for merge, built in written
+            ]
+        parts: list[tuple[ReadFile | ReadBack, list[_Written]]] = []
+        for plan in self.plan.tables:  # each task opens all of RocksDB, so they are few
+            mine = [(merge, built) for merge, built in self._written if merge.table == plan.table]
+            at_once = -(-len(mine) // (_READERS_A_HELPER * self.plan.workers))
+            for begin in range(0, len(mine), max(1, at_once)):
+                part = mine[begin : begin + at_once]
+                first, last = part[0][0], part[-1][0]
+                parts.append((ReadBack(str(db), first.table_id, plan.row_bytes, first.low, last.high), part))
+        return parts
 
     def _check_room(self) -> None:
         """Raise StorageError now rather than after an hour."""
-        rows = sum(table.rows * (2 * _record_bytes(table) + _overhead(table)) for table in self._tables)
-        free = shutil.disk_usage(self._out_dir).free
-        if free < rows:
+        needed, free = self.plan.disk_bytes, shutil.disk_usage(self._out_dir).free
+        if free < needed:
             raise StorageError(
-                f"the disk under {self._out_dir} has {free >> 20} MiB free, this load needs about {rows >> 20} MiB: free some space and try again"
+                f"the disk under {self._out_dir} has {free >> 20} MiB free, this load needs about {needed >> 20} MiB: free some space and try again"
             )
 
-    def _helper_count(self, reads: list[SortShards]) -> int:
-        """As many as have something to do that is worth the start of a process."""
-        ranges = sum(self._range_count(table) for table in self._tables)
-        size = sum(table.rows * _record_bytes(table) for table in self._tables)
-        return min(self._workers, max(len(reads), ranges), 1 + size // _MIN_RANGE_BYTES)
-
-    def _plan_reads(self, table: TableEntry) -> list[SortShards]:
-        """Small shards are read in one task, as many as fill a run."""
-        run_bytes = self._share // 2
-        groups: list[list[int]] = []
-        room = 0
-        for number, shard in enumerate(table.shards):
-            wanted = shard.rows * _record_bytes(table)
-            if not groups or wanted > room:
-                groups.append([])
-                room = min(run_bytes, self._even_share(table))
-            groups[-1].append(number)
-            room -= wanted
-        batch_bytes = min(_MAX_BATCH_BYTES, self._share // 8)
-        prefix = str(self._out_dir / _RUNS / table.name)
+    def _plan_reads(self, plan: TablePlan) -> list[SortShards]:
+        prefix = str(self._out_dir / _RUNS / plan.table)
         return [
-            SortShards(table.name, shards, f"{prefix}-{number}", run_bytes, batch_bytes)
-            for number, shards in enumerate(groups)
+            SortShards(plan.table, list(shards), f"{prefix}-{number}", plan.run_bytes, plan.batch_bytes)
+            for number, shards in enumerate(plan.groups)
         ]
 
-    def _even_share(self, table: TableEntry) -> int:
-        return max(_MIN_RANGE_BYTES, table.rows * _record_bytes(table) // self._workers)
+    def _join(self, helpers: Helpers, runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
+        """Fewer runs, of the tables that have too many of them to merge at once."""
+        tasks: list[JoinRuns] = []
+        for plan in self.plan.tables:
+            of = runs[plan.table]
+            at_once = plan.join(len(of))
+            for begin in range(0, len(of) if at_once > 1 else 0, at_once):
+                out = str(self._out_dir / _RUNS / f"{plan.table}.joined-{begin}")
+                tasks.append(JoinRuns(plan.table, of[begin : begin + at_once], out, plan.step_bytes))
+        if not tasks:
+            return runs
+        self._report.phase("join", sum(rows for task in tasks for _, rows in task.runs))
+        joined = helpers.run(tasks, self._report.tick)
+        tables = {task.table for task in tasks}
+        runs = {table: [] if table in tables else of for table, of in runs.items()}
+        for task, result in zip(tasks, joined, strict=True):
+            runs[task.table].append(tuple(result.run))
+        return runs
 
-    def _range_count(self, table: TableEntry) -> int:
-        size = table.rows * _record_bytes(table)
-        fits = max(1 << 20, min(_MAX_RANGE_BYTES, self._share // 4))  # twice that is held while it is merged
-        return max(-(-size // fits), min(self._workers, -(-size // _MIN_RANGE_BYTES)))
-
-    def _plan_merges(self, table: TableEntry, runs: list[tuple[str, int]]) -> list[MergeRuns]:
+    def _plan_merges(self, plan: TablePlan, runs: list[Run]) -> list[MergeRuns]:
         if not runs:
             return []
-        limits = [None, *_quantiles(runs, self._range_count(table)), None]
-        out, suffix = self._out_dir / f"base-{table.name}", "sealed" if self._base == "sealed" else "sst"
-        table_id = 1 + [other.name for other in self._tables].index(table.name)
+        listed = self._out_dir / _RUNS / f"{plan.table}.json"
+        listed.write_text(json.dumps(runs))
+        limits = [None, *quantiles(runs, plan.row_bytes, plan.files), None]
+        out, suffix = self._out_dir / f"base-{plan.table}", "sealed" if self._base == "sealed" else "sst"
+        table_id = 1 + [other.name for other in self._tables].index(plan.table)
         return [
-            MergeRuns(table.name, table_id, runs, low, high, f"{out}-{number:04}.{suffix}", self._base)
+            MergeRuns(
+                plan.table, table_id, str(listed), low, high, f"{out}-{number:04}.{suffix}", self._base, plan.step_bytes
+            )
             for number, (low, high) in enumerate(pairwise(limits))
         ]
 
@@ -238,32 +259,6 @@ class BulkLoad:
         return TableBuild(rows, (mean / max(1, rows)).astype(np.float32), sum(part.digest for part in mine) % 2**64)
 
 
-def _record_bytes(table: TableEntry) -> int:
-    return table.spec().row_bytes + KEY_CODE_BYTES
-
-
-def _overhead(table: TableEntry) -> int:
-    return _OVERHEAD + table.spec().row_bytes // _UNUSED
-
-
-def _quantiles(runs: list[tuple[str, int]], ranges: int) -> list[int]:
-    """Ascending keys that cut the rows of all runs into about equal ranges, at most `ranges` of them."""
-    if ranges <= 1:
-        return []
-    samples: list[Keys] = []
-    weights: list[npt.NDArray[np.float64]] = []
-    for path, count in runs:
-        step = max(1, count // (_SAMPLES_A_RANGE * ranges))
-        sample = np.array(run_keys(path, count)[step // 2 :: step])
-        samples.append(sample)
-        weights.append(np.full(len(sample), count / len(sample)))
-    keys = np.concatenate(samples)
-    order = np.argsort(keys, kind="stable")
-    reached = np.cumsum(np.concatenate(weights)[order])
-    cuts = np.searchsorted(reached, reached[-1] * np.arange(1, ranges) / ranges)
-    return np.unique(keys[order][cuts]).tolist()  # type: ignore[no-any-return]
-
-
 class _Reporter:
     """Turns ticks into calls of `progress`, and `cancelled` into an error."""
 
@@ -281,7 +276,7 @@ class _Reporter:
 
     def tick(self, rows: int) -> None:
         if self._cancelled is not None and self._cancelled.is_set():
-            raise SnapshotError("the load was cancelled")
+            raise LoadCancelled("the load was cancelled")
         self._done += rows
         if time.monotonic() >= self._next:
             self._say()

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tierstore.errors import SnapshotError, StorageError, TierstoreError
+from tierstore.errors import Corruption, SnapshotError, StorageError, TierstoreError
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.tasks import RESULTS, Task
 from tierstore.tiers.background import hand_over
@@ -208,6 +208,8 @@ def _keep_aside(pid: int) -> None:
 def _error(answer: dict[str, Any]) -> TierstoreError:
     if answer["error"] == "snapshot":
         return SnapshotError(answer["reason"], file=answer["file"], row=answer["row"])
+    if answer["error"] == "corruption":
+        return Corruption(answer["message"])
     if answer["error"] == "storage":
         return StorageError(answer["message"])
     return StorageError(f"a load helper failed, which is a defect of tierstore: {answer['message']}")

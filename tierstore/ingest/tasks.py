@@ -1,11 +1,11 @@
 """The work of a bulk load's helper: shards to sorted runs, runs to one file a key range, and reading it back.
 
-    shards --sort_shards--> runs --merge_runs--> base-<table>-<nnnn>.<kind> --ingest--> disk tier --read_back--> digest
+    shards --sort_shards--> runs --(join_runs)--> fewer runs
+           --merge_runs--> base-<table>-<nnnn>.<kind> --ingest--> disk tier --read_file, read_back--> digest
 
-A run is a scratch file of rows that fit in memory, sorted: n key codes (int64), then n rows in the
-storage dtype. A merge takes the same key range out of every run, so that its output is one file that
-overlaps no other. Memory is bounded by `run_bytes` in the first step and by the size of the key range
-in the second, not by the table.
+A run is a scratch file of rows that fit in memory, sorted (`runs.py`). A merge takes the same key range out of every
+run, so that its output is one file that overlaps no other. Memory is bounded by `run_bytes` and by `step_bytes`, not by
+the table, its files, or the number of runs (but for files of RocksDB's kind, which are held as a whole).
 
 Runs in a helper process, one task at a time, on its main thread. Whatever a crash leaves lies in the
 load's own directory, which is removed whole.
@@ -13,27 +13,31 @@ load's own directory, which is removed whole.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tierstore.errors import SnapshotError, StorageError
+from tierstore.errors import SnapshotError
 from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.plan import KEY_CODE_BYTES
+from tierstore.ingest.runs import Run, RunWriter, in_order, merged
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.disk import ReaderPool, SstFile, TableContent, write_sst
+from tierstore.tiers.disk import DiskTier, ReaderPool, SstFile, TableContent, write_sst
 from tierstore.tiers.sealed import BASES, base_record
-from tierstore.tiers.sealed_file import SealedFile, write_sealed
+from tierstore.tiers.sealed_file import SealedFile, open_sealed, read_blocks, write_sealed_parts
 from tierstore.types import BaseKind, Keys, KeyType, Rows, TableSpec
 
-KEY_CODE_BYTES = 8
 _BLOCK_ROWS = 1 << 16
 _MIN_BATCH_ROWS = 256
 _BLOCK_CACHE_BYTES = 8 << 20
+_READ_BYTES = 4 << 20
 
 Tell = Callable[[int], None]  # how many more rows are done
 
@@ -50,16 +54,27 @@ class SortShards:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinRuns:
+    """Make one run `out` of these, and remove them."""
+
+    table: str
+    runs: list[Run]
+    out: str
+    step_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MergeRuns:
     """Take the keys in [low, high) (None: no limit) out of every run into the file `out`."""
 
     table: str
     table_id: int
-    runs: list[tuple[str, int]]  # path, rows
+    runs: str  # a file that lists them, as JSON
     low: int | None
     high: int | None
     out: str
     base: BaseKind
+    step_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +89,38 @@ class Ingest:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Sum up a sealed file."""
+
+    path: str
+    xxh3: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadBack:
-    """Sum up the keys in [low, high) of a table in the disk tier `db`, which nobody writes."""
+    """Sum up the keys in [low, high) of a table in the disk tier `db`, all of RocksDB, which nobody writes."""
 
     db: str
     table_id: int
     row_bytes: int
     low: int | None
     high: int | None
-    base: BaseKind
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
     """What SortShards made. `sums` are the sums of the vectors, one list a shard."""
 
-    runs: list[tuple[str, int]]
+    runs: list[Run]
     sums: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What JoinRuns made."""
+
+    run: Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +141,34 @@ class Ingested:
     files: int
 
 
-Task = SortShards | MergeRuns | Ingest | ReadBack
-TASKS: dict[str, Any] = {"SortShards": SortShards, "MergeRuns": MergeRuns, "Ingest": Ingest, "ReadBack": ReadBack}
-RESULTS: dict[str, Any] = {"SortShards": Sorted, "MergeRuns": Merged, "Ingest": Ingested, "ReadBack": TableContent}
+Task = SortShards | JoinRuns | MergeRuns | Ingest | ReadFile | ReadBack
+Result = Sorted | Joined | Merged | Ingested | TableContent
+TASKS: dict[str, Any] = {kind.__name__: kind for kind in (SortShards, JoinRuns, MergeRuns, Ingest, ReadFile, ReadBack)}
+RESULTS: dict[str, Any] = {
+    "SortShards": Sorted,
+    "JoinRuns": Joined,
+    "MergeRuns": Merged,
+    "Ingest": Ingested,
+    "ReadFile": TableContent,
+    "ReadBack": TableContent,
+}
 
 
-def run_task(snapshot: Snapshot, task: Task, tell: Tell) -> Sorted | Merged | Ingested | TableContent:
+def run_task(snapshot: Snapshot, task: Task, tell: Tell) -> Result:
     """Do a task. Raises SnapshotError for a snapshot that may not be loaded, StorageError and OSError for the disk."""
-    if isinstance(task, SortShards):
-        return sort_shards(snapshot, task, tell)
-    if isinstance(task, MergeRuns):
-        return merge_runs(snapshot, task, tell)
-    if isinstance(task, Ingest):
-        return ingest(task)
-    return read_back(task, tell)
+    match task:
+        case SortShards():
+            return sort_shards(snapshot, task, tell)
+        case JoinRuns():
+            return join_runs(snapshot, task, tell)
+        case MergeRuns():
+            return merge_runs(snapshot, task, tell)
+        case Ingest():
+            return ingest(task)
+        case ReadFile():
+            return read_file(task, tell)
+        case ReadBack():
+            return read_back(task, tell)
 
 
 def sort_shards(snapshot: Snapshot, task: SortShards, tell: Tell) -> Sorted:
@@ -160,7 +204,7 @@ class _Buffer:
     """Rows gathered in memory until there are enough for a run."""
 
     def __init__(self, prefix: str, capacity: int, row_bytes: int) -> None:
-        self.runs: list[tuple[str, int]] = []
+        self.runs: list[Run] = []
         self._prefix = prefix
         self._keys = np.empty(capacity, np.int64)
         self._rows = np.empty((capacity, row_bytes), np.uint8)
@@ -183,34 +227,74 @@ class _Buffer:
         keys = self._keys[: self._filled]
         order = np.argsort(keys, kind="stable")
         path = f"{self._prefix}.{len(self.runs)}"
-        with open(path, "xb", buffering=0) as file:
-            _write(file, keys[order])
+        with RunWriter(path, self._filled, self._rows.shape[1]) as run:
             for start in range(0, len(order), _BLOCK_ROWS):
-                _write(file, _take(self._rows, order[start : start + _BLOCK_ROWS]))
+                part = order[start : start + _BLOCK_ROWS]
+                run.add(keys[part], in_order(self._rows, part))
         self.runs.append((path, self._filled))
         self._filled = 0
+
+
+def join_runs(snapshot: Snapshot, task: JoinRuns, tell: Tell) -> Joined:
+    """Merge whole runs into one."""
+    row_bytes = snapshot.manifest.table(task.table).spec().row_bytes
+    total = sum(rows for _, rows in task.runs)
+    with RunWriter(task.out, total, row_bytes) as run:
+        for keys, rows in merged(task.runs, row_bytes, None, None, task.step_bytes):
+            run.add(keys, rows)
+            tell(len(keys))
+            del keys, rows
+    for path, _ in task.runs:
+        os.unlink(path)
+    return Joined((task.out, total))
 
 
 def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
     """Merge one key range of all runs and write it as one file, of the kind that the base is made of."""
     spec = snapshot.manifest.table(task.table).spec()
-    keys, rows, pieces = _read_range(task, spec.row_bytes)
-    if not len(keys):
+    runs = [(path, rows) for path, rows in json.loads(Path(task.runs).read_bytes())]
+    steps = _distinct(snapshot, spec, merged(runs, spec.row_bytes, task.low, task.high, task.step_bytes))
+    count = digest = 0
+
+    def counted() -> Iterator[tuple[Keys, Rows]]:
+        nonlocal count, digest
+        for keys, rows in steps:
+            count, digest = count + len(keys), (digest + digest_rows(keys, rows)) % 2**64
+            yield keys, rows
+            tell(len(keys))
+            del keys, rows
+
+    parts = counted()
+    head = list(islice(parts, 1))
+    if not head:
         return Merged(0, 0, None, 0, 0)
-    if pieces > 1:
-        order = np.argsort(keys, kind="stable")
-        keys = keys[order]
-        rows = _take(rows, order)
-    same = np.flatnonzero(keys[1:] == keys[:-1])
-    if len(same):
-        raise duplicate(snapshot, spec, int(keys[same[0]]))
+    out = Path(task.out)
     built: SealedFile | SstFile
     if task.base == "sealed":
-        built = write_sealed(Path(task.out), task.table_id, keys, rows)
+        built = write_sealed_parts(out, task.table_id, spec.row_bytes, _then(head, parts))
     else:
-        built = write_sst(Path(task.out), tables=[(task.table_id, keys, rows, None)], delta=False)
-    tell(len(keys))
-    return Merged(len(keys), digest_rows(keys, rows), built.xxh3, built.bytes, built.entries)
+        keys, rows = (np.concatenate(column) for column in zip(*_then(head, parts), strict=True))
+        built = write_sst(out, tables=[(task.table_id, keys, rows, None)], delta=False)
+    return Merged(count, digest, built.xxh3, built.bytes, built.entries)
+
+
+def _then(head: list[tuple[Keys, Rows]], parts: Iterator[tuple[Keys, Rows]]) -> Iterator[tuple[Keys, Rows]]:
+    """What is in `head`, which lets go of it, and then the others."""
+    while head:
+        yield head.pop()
+    yield from parts
+
+
+def _distinct(snapshot: Snapshot, spec: TableSpec, steps: Iterator[tuple[Keys, Rows]]) -> Iterator[tuple[Keys, Rows]]:
+    """The steps, as long as no key comes twice; else the error that says where it stands."""
+    last: int | None = None
+    for keys, rows in steps:
+        same = np.flatnonzero(keys[1:] == keys[:-1])
+        if len(same) or (last is not None and int(keys[0]) == last):
+            raise duplicate(snapshot, spec, int(keys[same[0]]) if len(same) else int(keys[0]))
+        last = int(keys[-1])
+        yield keys, rows
+        del keys, rows
 
 
 def ingest(task: Ingest) -> Ingested:
@@ -231,41 +315,31 @@ def ingest(task: Ingest) -> Ingested:
     return Ingested(len(files))
 
 
+def read_file(task: ReadFile, tell: Tell) -> TableContent:
+    """Read one file of what was ingested, every block against its checksum."""
+    file = open_sealed(Path(task.path), xxh3=task.xxh3, size=task.bytes)
+    try:
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        at_once = max(1, _READ_BYTES // file.block_bytes)
+        count, digest, floor = 0, 0, None
+        for block in range(0, len(file.fences), at_once):
+            keys, rows = read_blocks(file, block, min(block + at_once, len(file.fences)), floor)
+            count, digest, floor = count + len(keys), (digest + digest_rows(keys, rows)) % 2**64, int(keys[-1])
+            tell(len(keys))
+        return TableContent(count, 0, digest)
+    finally:
+        os.close(file.fd)
+
+
 def read_back(task: ReadBack, tell: Tell) -> TableContent:
-    """Read what was ingested, every block against its checksum."""
+    """Read a range of what was ingested, every block against its checksum."""
     reader = ReaderPool(1)
-    disk = BASES[task.base].open(Path(task.db), block_cache_bytes=_BLOCK_CACHE_BYTES, reader=reader, read_only=True)
+    disk = DiskTier.open(Path(task.db), block_cache_bytes=_BLOCK_CACHE_BYTES, reader=reader, read_only=True)
     try:
         return disk.sum_up(task.table_id, task.row_bytes, task.low, task.high, tell=tell)
     finally:
         disk.close()
         reader.close()
-
-
-def run_keys(path: str, count: int) -> Keys:
-    """The sorted key codes of a run, mapped from its file."""
-    return np.memmap(path, np.int64, "r", shape=(count,)) if count else np.empty(0, np.int64)
-
-
-def _read_range(task: MergeRuns, row_bytes: int) -> tuple[Keys, Rows, int]:
-    pieces: list[tuple[str, int, int, int]] = []
-    for path, count in task.runs:
-        run = run_keys(path, count)
-        first = 0 if task.low is None else int(np.searchsorted(run, task.low))
-        last = count if task.high is None else int(np.searchsorted(run, task.high))
-        if last > first:
-            pieces.append((path, count, first, last))
-    total = sum(last - first for _, _, first, last in pieces)
-    keys = np.empty(total, np.int64)
-    rows = np.empty((total, row_bytes), np.uint8)
-    at = 0
-    for path, count, first, last in pieces:
-        end = at + last - first
-        with open(path, "rb", buffering=0) as file:
-            _read(file, first * KEY_CODE_BYTES, keys[at:end])
-            _read(file, count * KEY_CODE_BYTES + first * row_bytes, rows[at:end])
-        at = end
-    return keys, rows, len(pieces)
 
 
 def duplicate(snapshot: Snapshot, spec: TableSpec, code: int) -> SnapshotError:
@@ -300,24 +374,3 @@ def _occurrences(snapshot: Snapshot, spec: TableSpec, code: int) -> Iterator[tup
             for at in np.flatnonzero(keys == code).tolist():
                 yield shard.path, first_row + at, shown
             first_row += len(keys)
-
-
-def _take(rows: Rows, order: npt.NDArray[np.int64]) -> Rows:
-    whole = rows.view(f"V{rows.shape[1]}").ravel()  # one item a row, so that each is copied at once
-    return whole[order].view(np.uint8).reshape(len(order), rows.shape[1])
-
-
-def _write(file: Any, array: npt.NDArray[Any]) -> None:
-    left = np.ascontiguousarray(array).data.cast("B")
-    while left:
-        left = left[file.write(left) :]
-
-
-def _read(file: Any, offset: int, into: npt.NDArray[Any]) -> None:
-    file.seek(offset)
-    left = into.data.cast("B")
-    while left:
-        got = file.readinto(left)
-        if not got:
-            raise StorageError(f"{file.name} is shorter than it was written")
-        left = left[got:]

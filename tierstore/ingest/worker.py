@@ -6,7 +6,7 @@ It reads JSON lines from stdin and answers on what was stdout when it started:
          {"task": "SortShards", …fields}          one at a time
     out  {"rows": 65536}                          rows done since the last such line
          {"done": {…}, "peak_bytes": …}           the task's result
-         {"error": kind, …}                       kind: snapshot, storage or internal; the helper goes on
+         {"error": kind, …}                       kind: snapshot, storage, corruption or internal; the helper goes on
 
 When stdin ends, which it does when the parent dies however it dies, the helper exits at once, in the
 middle of a task if need be. It runs on one thread, beside the one that watches stdin.
@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from tierstore.errors import SnapshotError, StorageError, TierstoreError
+from tierstore.errors import Corruption, SnapshotError, StorageError, TierstoreError
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.tasks import TASKS, run_task
@@ -107,6 +107,8 @@ def _describe(error: Exception) -> dict[str, Any]:
         return {"error": "snapshot", "reason": error.reason, "file": error.file, "row": error.row}
     if isinstance(error, MemoryError):
         return {"error": "storage", "message": "not enough memory for a load helper; lower load_memory or load_workers"}
+    if isinstance(error, Corruption):
+        return {"error": "corruption", "message": str(error)}
     if isinstance(error, StorageError):
         return {"error": "storage", "message": str(error)}
     if isinstance(error, OSError) and not isinstance(error, TierstoreError):

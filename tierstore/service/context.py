@@ -55,13 +55,14 @@ class Watch(Part, Protocol):
 
 
 class Service:
-    """The members, constant after construction, except `ready`: cleared by the event loop when draining begins."""
+    """The members, constant after construction, except `draining`: set by the event loop when that begins."""
 
     def __init__(self, store: Any, settings: Settings) -> None:
         self.store = store
         self.settings = settings
         self.started_s = time.time()
-        self.ready = True
+        self.draining = False
+        self._warm = not settings.ready_warm_share  # as far as that asks; once it is, it stays so
         self.dataplane = DataPlane(store, max_response=settings.max_response)
         self.shed = Shed()
         self.lookups = WorkerPool(
@@ -89,6 +90,13 @@ class Service:
         self.grpc: Part | None = None  # where gRPC is served
         self._closing = threading.Lock()
         store.observers.append(self.freshness)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the service asks for requests. It answers them in any case, as long as it runs. Any thread."""
+        if not self._warm:
+            self._warm = self.store.warm_share() >= self.settings.ready_warm_share
+        return self._warm and not self.draining
 
     def parts(self) -> list[Part]:
         """The parts that there are."""

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
 GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
+WARM_POLL_S = 0.1
 
 
 def check_settings(settings: Settings) -> None:
@@ -155,18 +156,33 @@ class HttpService:
                 loop.add_signal_handler(number, self._drain, self._settings.drain_s)
         if self._settings.watch is not None:
             self.service.watcher = Watcher(self.service.store, self._settings.watch, max_delta=self._settings.max_delta)
+        warming: asyncio.Future[None] | None = None
         serving = asyncio.ensure_future(self._server.serve(sockets=[]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
             if self._grpc is not None:
                 self._grpc.start()
+                warming = asyncio.ensure_future(self._tell_when_warm(self._grpc))
             self._socket.listen(BACKLOG)
             self._reactors.start(self._socket, self._handover)
             self.service.store.publish_words()
             started()
         await serving
         await self._finish()
+        if warming is not None:
+            warming.cancel()
+
+    async def _tell_when_warm(self, grpc: GrpcServer) -> None:
+        """gRPC's health is told to those who watch it, so it has to change as soon as the service is ready."""
+        serving = True
+        while not self.service.ready:
+            if serving:
+                grpc.tell_health(serving=False)
+                serving = False
+            await asyncio.sleep(WARM_POLL_S)
+        if not serving:
+            grpc.tell_health(serving=True)
 
     async def _finish(self) -> None:
         """Wait until the reactors have answered what had begun."""
@@ -179,7 +195,7 @@ class HttpService:
         if self._draining:
             drain_s = 0.0
         self._draining = True
-        self.service.ready = False
+        self.service.draining = True
         if self._grpc is not None:
             self._grpc.drain()
         if drain_s > 0:

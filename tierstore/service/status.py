@@ -20,6 +20,7 @@ from tierstore.errors import (
     StorageError,
     TierstoreError,
     TooLarge,
+    explained,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def retry_after(error: BaseException) -> bytes | None:
 def message_of(error: BaseException) -> str:
     """What a client is told. Details of a defect go to the log alone."""
     if isinstance(error, TierstoreError):
-        return str(error)
+        return explained(error)
     return "internal error; the server's log has the details"
 
 

@@ -63,8 +63,8 @@ class CacheTier(Protocol):
     def update(self, keys: Keys, rows: Rows, deleted: npt.NDArray[np.bool_]) -> None:
         """Bring what is held of distinct keys up to a delta. Lets no key in."""
 
-    def warm(self, keys: Keys, rows: Rows) -> int:
-        """Fill free room with distinct keys, hottest first. Returns rows let in."""
+    def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
+        """Fill free room with distinct keys, hottest first; none if `seq` is below the floor. Returns rows let in."""
 
     def hot_keys(self, limit: int) -> Keys:
         """At most `limit` resident keys, distinct, hottest first."""

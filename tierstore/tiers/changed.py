@@ -1,8 +1,7 @@
 """Which keys of a table deltas may have changed: a Bloom filter that grows, so that the others need not be asked for.
 
-One writer at a time adds; any thread asks. Nothing is kept on disk: it is filled again from the deltas' keys when a
-tier is opened. A key that was added is never denied; about one in a hundred that were not is not denied either, and
-costs a look-up of RocksDB.
+One writer at a time adds; any thread asks. `changed_file.py` keeps what was added on disk. A key that was added is never
+denied; about one in a hundred that were not is not denied either, and costs a look-up of RocksDB.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tierstore.kernels.codec import address_of
 from tierstore.types import Keys
 
 BITS_A_KEY = 12
-_SMALLEST = 1 << 14  # keys of a first layer
+SMALLEST = 1 << 14  # keys of a first layer
 
 
 @dataclass(slots=True)
@@ -37,18 +36,23 @@ class ChangedKeys:
         self.place = np.zeros(1, np.int64)
         self._told: list[npt.NDArray[np.int64]] = []  # all of them are kept: they are few and small
 
-    def add(self, keys: Keys) -> None:
-        """Put `keys` (int64 [n]) in. Whoever begins to ask after this has returned finds them."""
+    def add(self, keys: Keys) -> Keys:
+        """Put `keys` (int64 [n]) in. Whoever begins to ask after this has returned finds them. Returns those that were denied."""
         keys = np.ascontiguousarray(keys)
         perhaps = self.perhaps(keys)
         new = keys if perhaps is None else keys[~perhaps]  # what is there, or seems to be, is not denied anyway
+        self.put(new)
+        return new
+
+    def put(self, new: Keys) -> None:
+        """`add`, for keys that are denied: in the same order they give the same filter to the bit."""
         layers = self._layers
         if layers and (room := layers[-1].capacity - layers[-1].held) > 0:
             part, new = new[:room], new[room:]
             bloom.add(layers[-1].words, part)
             layers[-1].held += len(part)
         if len(new):
-            capacity = max(_SMALLEST, len(new), 2 * layers[-1].capacity if layers else 0)
+            capacity = max(SMALLEST, len(new), 2 * layers[-1].capacity if layers else 0)
             layer = _Layer(bloom.empty(capacity, BITS_A_KEY), capacity, len(new))
             bloom.add(layer.words, new)
             self._layers = (*layers, layer)

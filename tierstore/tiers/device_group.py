@@ -147,9 +147,9 @@ class DeviceCache:
     def insert_absent(self, keys: Keys, seq: int) -> int:
         return self._count(keys, lambda part, at: part.insert_absent(keys[at], seq))
 
-    def warm(self, keys: Keys, rows: Rows) -> int:
+    def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
         rows = check_rows(self.spec, keys, rows)
-        return self._count(keys, lambda part, at: part.warm(keys[at], rows[at]))
+        return self._count(keys, lambda part, at: part.warm(keys[at], rows[at], seq))
 
     def raise_floor(self, seq: int) -> None:
         for part in self.parts:

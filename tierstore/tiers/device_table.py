@@ -291,11 +291,14 @@ class DeviceTable:
                 ws, end, "update", runs, ws.at(0), ws.at(rows_at), ws.at(deleted_at), ws.at(runs_at), np.int64(runs)
             )
 
-    def warm(self, keys: Keys, rows: Rows) -> int:
-        """Fill free places with distinct keys, hottest first; nobody is put out. Returns rows let in."""
+    def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
+        """Fill free places with distinct keys, hottest first; nobody is put out. Returns rows let in.
+
+        Once the version serves, `seq` is that of the view they were read under; dropped if it is below the floor.
+        """
         keys, rows = np.ascontiguousarray(keys), check_rows(self.spec, keys, rows)
         with self._lock:
-            if self._table is None:
+            if self._table is None or (seq is not None and seq < self._floor_seq):
                 return 0
             try:
                 return self._insert(keys, rows, evict=False, keep=False)[0]

@@ -52,12 +52,23 @@ from tierstore.tiers.sst import (
 )
 from tierstore.types import Keys, Rows, States, Tier
 
-__all__ = ["META_TABLE", "DiskTier", "ReaderPool", "SstFile", "TableContent", "file_xxh3", "sst_keys", "write_sst"]
+__all__ = [
+    "META_TABLE",
+    "DiskTier",
+    "ReaderPool",
+    "SstFile",
+    "TableContent",
+    "file_xxh3",
+    "open_records",
+    "sst_keys",
+    "write_sst",
+]
 
 log = logging.getLogger(__name__)
 
 WATERMARK = "watermark"
 _RECORDS = 2048  # read at a time
+_RECORDS_CACHE_BYTES = 1 << 20
 _DIGEST_BLOCK = 65536
 _L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
 _MERGE_POLL_S = 0.01
@@ -408,6 +419,11 @@ class DiskTier:
             cursor.iterator = None
             with self._gate:
                 self._cursors.discard(cursor)
+
+
+def open_records(path: Path, reader: ReaderPool) -> DiskTier:
+    """The tier in `path`, of whichever kind, for its records alone: its base is not opened, and nothing is written."""
+    return DiskTier.open(path, block_cache_bytes=_RECORDS_CACHE_BYTES, reader=reader, read_only=True)
 
 
 def has_failed(db: rocksdict.Rdict) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +41,7 @@ _MAX_DEPTH = 6  # halvings: the table can go down to 1/64
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
 _CHUNK_BYTES = 1 << 18  # and of sets, their bytes
 _SCANNED = 512  # sets that are looked through before others have their turn
+_PART = 64 * _SCANNED  # sets whose keys are listed as one: 15 MB of them
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
 _FLOAT32 = np.dtype(np.float32)
 _NO_WEIGHTS = np.empty(0, np.float32)
@@ -78,8 +80,21 @@ class _Layout:
         )  # fmt: skip
 
 
-def _steps(sets: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(first + _SCANNED, sets)) for first in range(0, sets, _SCANNED))
+def _ranked(areas: Areas, begin: int, end: int, limit: int) -> list[Keys]:
+    """At most `limit` resident keys of the sets [begin, end): one array for each degree of heat, hottest first."""
+    steps = [(first, min(first + _SCANNED, end)) for first in range(begin, end, _SCANNED)]
+    counts = np.zeros(setresize.RANKS, np.int64)
+    for first, last in steps:
+        setresize.count_ranks(areas, first, last, counts)
+        rest()
+    stop = np.minimum(counts[::-1].cumsum(), limit)[::-1].copy()
+    start = np.append(stop[1:], 0)
+    at = start.copy()
+    out = np.empty(stop[0], np.int64)
+    for first, last in steps:
+        setresize.list_keys(areas, first, last, out, at, stop)
+        rest()
+    return [out[start[rank] : at[rank]] for rank in reversed(range(setresize.RANKS))]
 
 
 def least_budget(spec: TableSpec) -> int:
@@ -306,13 +321,16 @@ class HostTable:
                 end = min(len(keys), begin + _CHUNK)
                 setwrite.update(self._areas, keys, address_of(rows), deleted, begin, end, self._counters)
 
-    def warm(self, keys: Keys, rows: Rows) -> int:
-        """Fill free places with distinct keys, hottest first; nobody is put out. Returns rows let in."""
+    def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
+        """Fill free places with distinct keys, hottest first; nobody is put out. Returns rows let in.
+
+        Once the version serves, `seq` is that of the view they were read under; dropped if it is below the floor.
+        """
         keys, rows = np.ascontiguousarray(keys), self._check_rows(keys, rows)
         admitted = 0
         for begin in range(0, len(keys), _CHUNK):
             with self._lock:
-                if self._areas is None:
+                if self._areas is None or (seq is not None and seq < self._floor_seq):
                     return admitted
                 chunk = keys[begin : begin + _CHUNK]
                 admitted += int(setwrite.insert(self._areas, chunk, address_of(rows[begin:]), False, self._counters))
@@ -334,18 +352,24 @@ class HostTable:
                 return np.empty(0, np.int64)
             all_sets = self._layout.sets_per_region << self._depth
             sets = all_sets if sets is None else min(sets, all_sets)
-            counts = np.zeros(setresize.RANKS, np.int64)
-            for first, last in _steps(sets):
-                setresize.count_ranks(areas, first, last, counts)
-                rest()
-            end = np.minimum(counts[::-1].cumsum(), limit)[::-1].copy()
-            start = np.append(end[1:], 0)
-            begin = start.copy()
-            out = np.empty(end[0], np.int64)
-            for first, last in _steps(sets):
-                setresize.list_keys(areas, first, last, out, begin, end)
-                rest()
-        return np.concatenate([out[start[rank] : begin[rank]] for rank in reversed(range(setresize.RANKS))])
+            return np.concatenate(_ranked(areas, 0, sets, limit))
+
+    def hot_keys_by_part(self) -> Iterator[list[Keys]]:
+        """All resident keys, one part of the table after the other: for each, int64 arrays by degree of heat, hottest first.
+
+        Takes memory for one part alone, and lets everything else go on between two. Beside a `resize` a key may be
+        missing or come twice.
+        """
+        first = 0
+        while True:
+            with self._resize_lock:
+                areas = self._areas
+                sets = 0 if areas is None else self._layout.sets_per_region << self._depth
+                if areas is None or first >= sets:
+                    return
+                part = _ranked(areas, first, min(first + _PART, sets), sys.maxsize)
+            yield part
+            first += _PART
 
     def resize(self, fraction: float) -> None:
         """Use `fraction` (1, 1/2, 1/4 … 1/64) of the mapping, keeping the hottest rows; what is above goes back.

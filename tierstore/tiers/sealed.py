@@ -3,7 +3,7 @@
 A key is looked for in RocksDB only if a filter in memory says that a delta may have changed it; all others are read
 from the base by kernels (`kernels/sealed.py`), without the interpreter lock and without an object a row. RocksDB's
 record `base` says which files the base is made of, so that one that is missing, cut off or exchanged is refused when
-the tier is opened.
+the tier is opened. The filter is kept in a file (`changed_file.py`), and filled from RocksDB where that file is not up to date.
 
 Threads and crashes: as `disk.py` says. The base never changes after a load.
 
@@ -22,6 +22,7 @@ filter filled after the ingest, a look-up in between would pass by a row that an
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 from collections.abc import Iterator, Sequence
@@ -32,15 +33,19 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Corruption, StorageError
-from tierstore.formats.files import make_dir, rename
+from tierstore.formats.files import make_dir, rename_all
 from tierstore.kernels.codec import address_of
+from tierstore.tiers import changed_file
 from tierstore.tiers.changed import ChangedKeys
-from tierstore.tiers.disk import DiskTier, Resting, close_rocksdb, has_failed
+from tierstore.tiers.changed_file import ChangedFile
+from tierstore.tiers.disk import WATERMARK, DiskTier, Resting, close_rocksdb, has_failed
 from tierstore.tiers.readers import ReaderPool
 from tierstore.tiers.sealed_file import Opened, SealedFile, open_sealed, read_blocks
 from tierstore.tiers.sealed_table import SealedTable, scatter
 from tierstore.tiers.sst import SstFile
 from tierstore.types import BaseKind, Keys, Rows, States, Tier
+
+log = logging.getLogger(__name__)
 
 BASE = "base"
 
@@ -62,6 +67,7 @@ class SealedTier(DiskTier):
         self._base: dict[int, SealedTable] = {}
         self._changed: dict[int, ChangedKeys] = {}
         self._words: dict[int, npt.NDArray[np.int64]] = {}  # for kernels, by table
+        self._changed_file: ChangedFile | None = None  # of the writer
 
     @classmethod
     def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
@@ -69,12 +75,40 @@ class SealedTier(DiskTier):
         tier = cls._open(path, block_cache_bytes, reader, read_only=read_only)
         tier._open_base()
         try:
-            for table_id, keys in tier._table_keys():
-                tier._changed_in(table_id).add(keys)
+            tier._fill_changed(keep=not read_only)
         except BaseException:
             tier.close()
             raise
         return tier
+
+    def _fill_changed(self, *, keep: bool) -> None:
+        """Fill the filters: from their file, or else from RocksDB's keys. `keep` that file from now on."""
+        path, watermark = self.path / changed_file.NAME, self.watermark()
+        known = None if watermark is None else changed_file.replay(path, watermark)
+        size: int | None = None
+        if known is not None:
+            self._changed, size = known
+        elif keep and watermark is not None:
+            try:
+                size = changed_file.write_anew(path, self._entries_anew(watermark))
+            except StorageError as error:
+                log.warning("%s; the next start fills the filters anew", error)
+        if size is None:
+            self._changed = {}
+            for table_id, keys in self._table_keys():
+                self._changed_in(table_id).add(keys)
+        elif keep:
+            self._changed_file = ChangedFile(path, size)
+        self._have_filters()
+
+    def _have_filters(self) -> None:
+        """A filter for each table of the base, before anybody else may ask: only the writer adds to what there is."""
+        self._changed = {table_id: ChangedKeys() for table_id in self._base} | self._changed
+
+    def _entries_anew(self, watermark: int) -> Iterator[bytes]:
+        for table_id, keys in self._table_keys():
+            yield changed_file.entry(-1, {table_id: self._changed_in(table_id).add(keys)})
+        yield changed_file.entry(watermark, {})
 
     def _open_base(self) -> None:
         try:
@@ -85,8 +119,7 @@ class SealedTier(DiskTier):
 
     def _take_base(self) -> None:
         self._base = _open_tables(self.path, self.record(BASE))
-        # before anybody else may ask: only the writer adds to what there is
-        self._changed = {table_id: ChangedKeys() for table_id in self._base} | self._changed
+        self._have_filters()
 
     def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
         """Take in the base's files, once, with the `base_record` of them; or a delta, as DiskTier does.
@@ -100,18 +133,23 @@ class SealedTier(DiskTier):
         for file in sorted_files:
             if not isinstance(file, SstFile) or file.keys is None:
                 raise ValueError(f"{file}: expected a file of a delta with its keys")
-            for table_id, keys in file.keys:  # before the rows are there: see the module's docstring
-                self._changed_in(table_id).add(keys)
+            self._change(
+                file.keys, file.records.get(WATERMARK)
+            )  # before the rows are there: see the module's docstring
         super().ingest(sorted_files)
         if sealed:
             self._take_base()
+
+    def _change(self, keys: Sequence[tuple[int, Keys]], watermark: bytes | None) -> None:
+        new = {table_id: self._changed_in(table_id).add(changed) for table_id, changed in keys}
+        if self._changed_file is not None:
+            self._changed_file.add(int(watermark) if watermark is not None and watermark.isdigit() else -1, new)
 
     def _move_in(self, sealed: list[SealedFile]) -> None:
         if self._base or self.record(BASE) is not None:
             raise ValueError(f"{self.path} has its base already; load another version")
         folder = make_dir(self.path / BASE)
-        for file in sealed:
-            rename(file.path, folder / file.path.name)
+        rename_all([(file.path, folder / file.path.name) for file in sealed])
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """As DiskTier.get. A table whose rows are of another length than `rows` is Corruption, for all keys."""
@@ -174,6 +212,8 @@ class SealedTier(DiskTier):
         """As DiskTier.close, and close the base."""
         super().close()  # waits for calls under way: none uses a descriptor after this
         self._close_base()
+        if self._changed_file is not None:
+            self._changed_file.close()
 
     def _close_base(self) -> None:
         base, self._base = self._base, {}
@@ -187,7 +227,8 @@ class SealedTier(DiskTier):
         if not self._end():
             return None
         self._close_base()
-        return _Resting(self.path, self._db, self._cache, self._changed)
+        changed_file, self._changed_file = self._changed_file, None
+        return _Resting(self.path, self._db, self._cache, self._changed, changed_file)
 
     def _base_bytes(self) -> int:
         return sum(file.size for table in self._base.values() for file in table.files)
@@ -245,9 +286,11 @@ class SealedTier(DiskTier):
 class _Resting:
     """RocksDB, and which keys deltas may have changed; the base's files are closed."""
 
-    def __init__(self, path: Path, db: Any, cache: Any, changed: dict[int, ChangedKeys]) -> None:
+    def __init__(
+        self, path: Path, db: Any, cache: Any, changed: dict[int, ChangedKeys], file: ChangedFile | None
+    ) -> None:
         cache.set_capacity(0)
-        self._parts, self._changed = (path, db, cache), changed
+        self._parts, self._changed, self._changed_file = (path, db, cache), changed, file
 
     def wake(self, *, block_cache_bytes: int, reader: ReaderPool) -> SealedTier:
         """The tier again. Where RocksDB has failed it is opened anew: it would go on refusing what comes in."""
@@ -257,6 +300,7 @@ class _Resting:
             return SealedTier.open(path, block_cache_bytes=block_cache_bytes, reader=reader)
         cache.set_capacity(block_cache_bytes)
         tier = SealedTier(path, db, cache, reader)
+        tier._changed_file = self._changed_file  # closed with the tier if the base cannot be opened
         tier._open_base()
         tier._changed = self._changed
         return tier
@@ -264,6 +308,8 @@ class _Resting:
     def close(self) -> None:
         """Close RocksDB as well."""
         path, db, _ = self._parts
+        if self._changed_file is not None:
+            self._changed_file.close()
         close_rocksdb(path, db)
 
     def memory_bytes(self) -> int:
@@ -295,10 +341,11 @@ def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
 
 
 def _allow_descriptors(more: int) -> None:
-    """Raise this process's own limit of open files, within what it may have, if so many more would not fit into half."""
+    """Raise this process's own limit of open files, within what it may have, if with so many more half of it were taken."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and more > soft // 2:
-        wanted = soft + 2 * more
+    held = len(os.listdir("/proc/self/fd"))
+    if soft != resource.RLIM_INFINITY and held + more > soft // 2:
+        wanted = soft + 2 * (held + more)
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 

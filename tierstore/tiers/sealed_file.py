@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,22 +77,58 @@ def write_sealed(path: Path, table_id: int, keys: Keys, rows: Rows) -> SealedFil
     Raises ValueError when keys are out of order or there are none, StorageError when the disk fails or is
     full; no file is left then.
     """
-    if not len(keys) or len(keys) != len(rows) or not np.all(keys[1:] > keys[:-1]):
-        raise ValueError(f"{path.name}: expected one row for each of one or more ascending, distinct keys")
-    block_bytes, per_block = block_shape(rows.shape[1])
-    header = _HEADER.pack(_MAGIC, FORMAT, table_id, rows.shape[1], block_bytes, per_block).ljust(HEADER_BYTES, b"\0")
-    fences = np.ascontiguousarray(keys[::per_block])
-    at_once = max(1, _PACK_BYTES // block_bytes)
+    return write_sealed_parts(path, table_id, rows.shape[1], [(keys, rows)])
+
+
+def write_sealed_parts(path: Path, table_id: int, row_bytes: int, parts: Iterable[tuple[Keys, Rows]]) -> SealedFile:
+    """`write_sealed`, of rows that come in parts of any length, of which one is held at a time."""
+    block_bytes, per_block = block_shape(row_bytes)
+    header = _HEADER.pack(_MAGIC, FORMAT, table_id, row_bytes, block_bytes, per_block).ljust(HEADER_BYTES, b"\0")
+    fences: list[Keys] = []
+    count = blocks = 0
+    last_key: int | None = None
+    rest: tuple[Keys, Rows] = np.empty(0, np.int64), np.empty((0, row_bytes), np.uint8)  # less than a block
     with files.publish(path) as file:
+
+        def put(keys: Keys, rows: Rows) -> None:
+            nonlocal blocks
+            at_once = max(1, _PACK_BYTES // block_bytes) * per_block
+            for begin in range(0, len(keys), at_once):
+                part = slice(begin, begin + at_once)
+                file.write(pack(keys[part], rows[part], per_block, block_bytes, blocks).data)
+                fences.append(keys[part][::per_block].copy())
+                blocks += len(fences[-1])
+
         file.write(header)
-        for block in range(0, len(fences), at_once):
-            part = slice(block * per_block, (block + at_once) * per_block)
-            file.write(pack(keys[part], rows[part], per_block, block_bytes, block).data)
-        file.write(fences.data)
-        trailer = _trailer(header, fences, len(keys), int(keys[-1]))
+        for keys, rows in parts:
+            if (
+                len(keys) != len(rows)
+                or not np.all(keys[1:] > keys[:-1])
+                or (len(keys) and last_key is not None and last_key >= keys[0])
+            ):
+                raise ValueError(f"{path.name}: expected one row for each of one or more ascending, distinct keys")
+            if not len(keys):
+                continue
+            count, last_key = count + len(keys), int(keys[-1])
+            begin = min(len(keys), -len(rest[0]) % per_block)  # what fills the block that was begun
+            rest = np.concatenate([rest[0], keys[:begin]]), np.concatenate([rest[1], rows[:begin]])
+            if len(rest[0]) == per_block:
+                put(*rest)
+                rest = rest[0][:0], rest[1][:0]
+            end = begin + (len(keys) - begin) // per_block * per_block
+            put(keys[begin:end], rows[begin:end])
+            if end < len(keys):
+                rest = keys[end:].copy(), rows[end:].copy()
+            del keys, rows
+        put(*rest)
+        if last_key is None:
+            raise ValueError(f"{path.name}: expected one row for each of one or more ascending, distinct keys")
+        all_fences = np.concatenate(fences)
+        file.write(all_fences.data)
+        trailer = _trailer(header, all_fences, count, last_key)
         file.write(trailer)
         size = file.tell()
-    return SealedFile(path, _checksum(trailer), size, len(keys))
+    return SealedFile(path, _checksum(trailer), size, count)
 
 
 def open_sealed(path: Path, *, xxh3: str, size: int) -> Opened:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,6 @@ class SealedTable:
     """The base files of one table, whose keys ascend from file to file."""
 
     def __init__(self, files: list[Opened]) -> None:
-        self.files = files
         one = files[0]
         for before, after in pairwise(files):
             if (after.row_bytes, after.block_bytes) != (one.row_bytes, one.block_bytes):
@@ -36,8 +36,13 @@ class SealedTable:
             if before.last_key >= int(after.fences[0]):
                 raise Corruption(f"{after.path}: its keys begin before those of {before.path} end")
         self.row_bytes, self.per_block, self.block_bytes = one.row_bytes, one.per_block, one.block_bytes
-        self.fences: Keys = np.concatenate([file.fences for file in files])
         ends = np.cumsum([len(file.fences) for file in files], dtype=np.int64)
+        self.fences: Keys = one.fences if len(files) == 1 else np.concatenate([file.fences for file in files])
+        # in memory once: the files' own are parts of it
+        self.files = [
+            replace(file, fences=self.fences[end - len(file.fences) : end])
+            for file, end in zip(files, ends.tolist(), strict=True)
+        ]
         self._numbers = (
             ends,
             np.array([file.rows for file in files], np.int64),

@@ -44,15 +44,19 @@ _READ_BYTES = 1 << 20
 Entries = tuple[int, Keys, Rows, npt.NDArray[np.bool_] | None]
 
 
+Records = Mapping[str, bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class SstFile:
-    """A finished file. `xxh3` is the XXH3-64 (16 hex digits) of its bytes as built, `keys` are those of a delta's tables."""
+    """A finished file. `xxh3` is the XXH3-64 (16 hex digits) of its bytes as built; of a delta, `keys` of its tables and its records."""
 
     path: Path
     xxh3: str
     bytes: int
     entries: int
     keys: Sequence[tuple[int, Keys]] | None = field(default=None, repr=False, compare=False)
+    records: Records = field(default_factory=dict, repr=False, compare=False)
 
 
 def pack_keys(table_id: int, keys: Keys) -> npt.NDArray[np.void]:
@@ -91,7 +95,7 @@ def record_key(name: str) -> bytes:
 def write_sst(
     path: Path,
     *,
-    records: Mapping[str, bytes] | None = None,
+    records: Records | None = None,
     tables: Sequence[Entries] = (),
     delta: bool,
 ) -> SstFile:
@@ -118,16 +122,14 @@ def write_sst(
                 raise ValueError("nothing to write: a sorted file needs at least one record or row")
             writer.finish()  # a millisecond of the interpreter lock, as ingesting the file takes
         changed = [(table_id, keys) for table_id, keys, _, _ in tables] if delta else None
-        return SstFile(path, file_xxh3(path), path.stat().st_size, entries, changed)
+        return SstFile(path, file_xxh3(path), path.stat().st_size, entries, changed, records or {})
     except BaseException:
         del writer
         path.unlink(missing_ok=True)
         raise
 
 
-def _blocks(
-    records: Mapping[str, bytes], tables: Sequence[Entries], block: int
-) -> Iterator[tuple[list[bytes], list[bytes]]]:
+def _blocks(records: Records, tables: Sequence[Entries], block: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
     if records:
         named = sorted((record_key(name), value) for name, value in records.items())
         yield [key for key, _ in named], [value for _, value in named]

@@ -226,7 +226,16 @@ class _ServiceCollector(Collector):
             fresh.add_metric([model], histogram.buckets(), histogram.total)
         yield from (times, fresh)
         yield from _predictions(service)
-        yield _gauge("tierstore_ready", "1 while the service is ready, 0 while it drains.", float(service.ready))
+        yield _gauge(
+            "tierstore_ready",
+            "1 while the service is ready, 0 while it drains or is not warm enough.",
+            float(service.ready),
+        )
+        yield _gauge(
+            "tierstore_warm_share",
+            "Share of the keys that were hot before the start that has been read into memory.",
+            service.store.warm_share(),
+        )
         yield from service.shed.families()
         yield from service.batches.families()
         yield from self._bounds()

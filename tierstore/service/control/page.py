@@ -67,7 +67,8 @@ function model(m,rate){const card=el("div",{class:"card"},el("h2",{},m.model));
     card.append(el("h3",{},"Tables"),t,el("div",{class:"legend"},...TIERS.map(k=>el("span",{},el("i",{style:`background:var(--${k})`}),k))))}
   return card}
 function show(now){const d=now.doc,s=d.service,r=rates(now);
-  $("state").textContent=s.ready?"ready":"stopping";$("state").className="pill "+(s.ready?"ready":"stale");$("version").textContent=`${s.version} · up ${num(s.uptime_s)} s`;
+  const w=d.warming&&`warming ${pct(d.warming.done,d.warming.total)}`;
+  $("state").textContent=w?(s.ready?`ready, ${w}`:w):s.ready?"ready":"stopping";$("state").className="pill "+(s.ready?"ready":"stale");$("version").textContent=`${s.version} · up ${num(s.uptime_s)} s`;
   const keys=Object.values(r.tables).reduce((a,b)=>a+b.keys,0);
   const tiles=[tile("requests/s",r.requests==null?"–":num(r.requests)),tile("keys/s",last?num(keys):"–"),
     tile("look-ups waiting",`${s.lookup_queue.used} / ${s.lookup_queue.total}`),tile("look-ups in flight",size(s.inflight_bytes.used))];

@@ -61,7 +61,7 @@ class OipHttp(HttpFace):
                 return json_response(documents.server_metadata(shared_memory=self._service.regions.kinds))
             case ["health", ("live" | "ready") as kind]:
                 allow(method, "GET")
-                return Response(200 if kind == "live" or self._service.ready else 400)
+                return self._health(kind)
             case ["models", "stats"]:
                 allow(method, "GET")
                 return await self._statistics(None, None)
@@ -83,6 +83,13 @@ class OipHttp(HttpFace):
             case [("systemsharedmemory" | "cudasharedmemory") as kind, ("status" | "unregister") as verb]:
                 return await self._region(method, kind.removesuffix("sharedmemory"), None, verb, body, headers)
         raise NotFound(f"no such path: /v2/{shown('/'.join(parts))[1:-1]}")
+
+    def _health(self, kind: str) -> Response:
+        if kind == "live":
+            return Response(200)
+        ready, warming = self._service.ready, self._service.store.warming()
+        status = 200 if ready else 400
+        return Response(status) if warming is None else json_response({"ready": ready, "warming": warming}, status)
 
     async def _model(self, method: str, rest: list[str]) -> Response:
         verb = ""

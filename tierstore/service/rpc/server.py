@@ -81,6 +81,10 @@ class GrpcServer:
         if self._direct is not None:
             self._direct.start()
 
+    def tell_health(self, *, serving: bool) -> None:
+        """What health says from now on, until `drain`."""
+        self._health.tell(serving)
+
     def drain(self) -> None:
         """Health says not to serve; calls are answered as before."""
         self._health.drain()

@@ -1,7 +1,8 @@
 """Health checking and reflection, as gRPC's own tools ask for them (grpc.health.v1, grpc.reflection.v1alpha).
 
-Health is known of the server as a whole and of each service: serving, until the server begins to drain. Whether a
-model answers is ModelReady's to say. Methods run on the pools' threads; `Health.drain` may be called from any thread.
+Health is known of the server as a whole and of each service: serving, from when the server is ready until it begins to
+drain. Whether a model answers is ModelReady's to say. Methods run on the pools' threads; `Health.drain` may be called
+from any thread.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Health:
 
     def __init__(self, services: Sequence[str]) -> None:
         self._health = health.HealthServicer()
-        for name in (health.OVERALL_HEALTH, *services):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._names = (health.OVERALL_HEALTH, *services)
+        self.tell(True)
         self._lock = threading.Lock()
         self._watching: set[Context] = set()  # guarded by _lock
         self.servicer = Servicer(health.SERVICE_NAME, STANDARD, controls={"Check": self._check})
@@ -55,6 +56,12 @@ class Health:
             request_deserializer=health_pb2.HealthCheckRequest.FromString,
             response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
         )
+
+    def tell(self, serving: bool) -> None:
+        """What is said from now on; nothing changes once it drains. Any thread."""
+        states = health_pb2.HealthCheckResponse
+        for name in self._names:
+            self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     def drain(self) -> None:
         """Not serving from now on. Returns at once: those who watch are told by a thread, in case one does not listen."""

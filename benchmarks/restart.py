@@ -1,0 +1,169 @@
+"""How long a service is away when it starts again: after a clean end, and after a kill.
+
+    python -m benchmarks.restart [--rows 20_000_000] [--budget 512MiB] [--changed 1_000_000] [--warm-rate 200_000] [--json FILE]
+
+A model is loaded, its cache filled, and so many keys changed by deltas. Then a process opens the data directory, serves it
+over HTTP, and looks keys up every 20 ms, changed ones among them, until the cache is warm; the clock begins when its modules are
+imported and their kernels compiled. Before each start the system's cache of the data directory is dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+import tierstore
+from benchmarks import report
+from benchmarks.machine import describe
+from benchmarks.ten_million import BATCH, keys_of, write
+from tierstore.config import load_settings
+from tierstore.engine.store import Store
+from tierstore.service.server import ServerThread
+
+DIM = 16
+DELTAS = 10
+SHOWN = 64  # keys of one request
+PAUSE_S = 0.02  # between two requests
+CHANGED = 3.0  # what every number of a changed row is
+
+
+def prepare(root: Path, rows: int, budget: str, changed: int) -> dict[str, Any]:
+    """Load, fill the cache, and change so many keys."""
+    write(root / "snapshot", rows, DIM, "float16")
+    with tierstore.open(root / "data", host_budget=budget, fold_grace_s=0.0) as store:
+        began = time.perf_counter()
+        store.load_snapshot(root / "snapshot")
+        loaded_s = time.perf_counter() - began
+        shutil.rmtree(root / "snapshot")
+        model = store.model("bench")
+        for seq, part in enumerate(np.array_split(np.arange(changed) * (rows // changed), DELTAS), 1):
+            where = root / "delta.arrow"
+            with tierstore.DeltaWriter(where, model="bench", seq=seq, event_time=datetime.now(UTC)) as writer:
+                writer.upsert("item", np.sort(keys_of(part)), np.full((len(part), DIM), CHANGED, np.float32))
+            store.apply_delta(where)
+        with model.view() as view:
+            host = view.holder.tables["item"].host
+            assert host is not None
+            capacity = host.capacity_rows
+        for first in range(0, min(rows, int(capacity * 1.1)), BATCH):
+            model.lookup("item_id", keys_of(np.arange(first, min(first + BATCH, rows))))
+        while store.status()["models"]["bench"]["overlays"]:
+            time.sleep(0.05)
+        return {"load_s": loaded_s, "cache_rows": host.rows_resident, "cache_bytes": host.bytes_in_use}
+
+
+def drop_cache(root: Path) -> None:
+    for path in root.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def child(args: argparse.Namespace) -> None:
+    """One start, until it is warm; then an end."""
+    began = time.perf_counter()
+    settings = load_settings(None, data=args.child, host_budget=args.budget, warm_rate=args.warm_rate, port=0, grpc_port="off")  # fmt: skip
+    store = Store(settings)
+    opened_s = time.perf_counter() - began
+    rng = np.random.default_rng(3)
+    step = args.rows // args.changed
+    failed = wrong = asked = 0
+    first_s, took = 0.0, []
+    with ServerThread(store, settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        listening_s = time.perf_counter() - began
+        while True:
+            numbers = rng.integers(0, args.rows, SHOWN)
+            numbers[::2] = rng.integers(0, args.changed, SHOWN // 2) * step
+            keys = keys_of(numbers)
+            inputs = [{"name": "item_id", "datatype": "INT64", "shape": [SHOWN], "data": keys.tolist()}]
+            at = time.perf_counter()
+            answer = http.post("/v2/models/bench/infer", json={"inputs": inputs})
+            took.append(time.perf_counter() - at)
+            asked += 1
+            if answer.status_code != 200:
+                failed += 1
+                continue
+            rows = np.array(answer.json()["outputs"][0]["data"], np.float32).reshape(SHOWN, DIM)
+            wrong += int(not (rows[::2] == CHANGED).all() or (rows[1::2] == 0).all(axis=1).any())
+            first_s = first_s or time.perf_counter() - began
+            if store.warming() is None:
+                break
+            time.sleep(PAUSE_S)
+        warm_s = time.perf_counter() - began
+    result = {
+        "open_s": opened_s, "listening_s": listening_s, "first_answer_s": first_s, "warm_s": warm_s, "requests": asked, "failed": failed,
+        "wrong": wrong, "p50_ms": float(np.percentile(took, 50)) * 1e3, "p99_ms": float(np.percentile(took, 99)) * 1e3,
+    }  # fmt: skip
+    print(json.dumps(result), flush=True)
+    if args.end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.close()
+
+
+def start(root: Path, args: argparse.Namespace, end: str) -> dict[str, Any]:
+    drop_cache(root / "data")
+    command = [sys.executable, "-m", "benchmarks.restart", "--child", str(root / "data"), "--end", end]
+    command += ["--rows", str(args.rows), "--budget", args.budget, "--changed", str(args.changed)]
+    done = subprocess.run([*command, "--warm-rate", str(args.warm_rate)], capture_output=True, text=True, timeout=1800)
+    if not done.stdout:
+        raise SystemExit(done.stderr)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=20_000_000)
+    parser.add_argument("--budget", default="512MiB")
+    parser.add_argument("--changed", type=int, default=1_000_000)
+    parser.add_argument("--warm-rate", type=int, default=200_000)
+    parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it runs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--end", default="clean", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tiny:
+        args.rows, args.budget, args.changed = 20_000, "1MiB", 1000
+    if args.child:
+        child(args)
+        return 0
+    root = Path(tempfile.mkdtemp(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")))
+    try:
+        prepared = prepare(root, args.rows, args.budget, args.changed)
+        results = [
+            {"after": "a clean end", **start(root, args, "kill")},
+            {"after": "a kill", **start(root, args, "clean")},
+        ]
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    marks = [report.headline(f"first right answer after {r['after']}", "the start", r["first_answer_s"], at_most=1.0, unit="s") for r in results]  # fmt: skip
+    document = {
+        "benchmark": "restart",
+        "machine": describe(),
+        **{name: getattr(args, name) for name in ("rows", "budget", "changed", "warm_rate")},
+        **prepared,
+        "headlines": marks,
+        "results": results,
+    }
+    print(report.markdown(document))
+    if args.json:
+        report.write(args.json, document)
+    return 0 if not any(r["failed"] or r["wrong"] for r in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""A start serves first and warms beside: hottest first, in its bounds, ended by `close`, and no row older than a delta."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tierstore
+from tests.engine import quick_build, scenes
+from tests.engine.scenes import eventually
+from tests.engine.test_store import settled
+from tierstore.engine import hot_keys, warming
+from tierstore.engine.model import Model
+from tierstore.errors import StorageError
+from tierstore.formats import files
+from tierstore.formats.files import FileSystem
+from tierstore.tiers import sealed
+from tierstore.types import Tier
+
+BATCH = 16
+
+
+@pytest.fixture(autouse=True)
+def _quick_loads() -> Iterator[None]:
+    with quick_build.in_process():
+        yield
+
+
+@pytest.fixture
+def left(open_store: Callable[..., tierstore.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data directory whose version 1 was served and ended cleanly; items 400 to 499 were hot. Returns the model's."""
+    monkeypatch.setattr(warming, "SHORT_BATCH", BATCH)
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    for _ in range(4):
+        ctr.lookup("item_id", np.arange(400, 500))
+    ctr.lookup("item_id", np.arange(600, 700))
+    ctr.lookup("user_id", np.arange(100))
+    store.close()
+    return tmp_path / "data/models/ctr"
+
+
+def resident(store: tierstore.Store, table: str = "item") -> set[int]:
+    with store.model("ctr").view() as view:
+        host = view.holder.tables[table].host
+        return set(host.hot_keys(100_000).tolist())
+
+
+def sources(store: tierstore.Store, keys: np.ndarray) -> list[int]:
+    """By which tier each item is answered."""
+    with store.model("ctr").view() as view:
+        table = view.holder.tables["item"]
+        out, state = np.empty((len(keys), 8), np.float32), np.zeros(len(keys), np.uint8)
+        table.lookup([o.tables["item"] for o in view.overlays if "item" in o.tables], view.seq, keys, out, state)
+        return state.tolist()
+
+
+# --- serving first
+
+
+def test_a_start_serves_before_it_is_warm_and_says_how_far_it_is(open_store, left):
+    store = open_store(warm_rate=1)
+    row = store.model("ctr").lookup("item_id", [5])
+    assert row[0, 0] == scenes.vector("item", 0, 5)[0]
+    how_far = store.status()["warming"]
+    assert 0 <= how_far["done"] <= BATCH
+    assert how_far["total"] >= 300
+    assert store.warm_share() == how_far["done"] / how_far["total"]
+    entry = store.status()["models"]["ctr"]["versions"][0]
+    assert entry["warming"]["total"] == how_far["total"]
+
+
+def test_once_it_is_warm_what_was_hot_is_in_memory(open_store, left):
+    store = scenes.warmed(open_store())
+    assert store.warm_share() == 1
+    assert store.status()["models"]["ctr"]["versions"][0]["warming"] is None
+    assert {*range(400, 500), *range(600, 700)} <= resident(store)
+    assert set(range(100)) <= resident(store, "user")
+
+
+def test_the_hottest_come_first_and_the_rate_is_a_bound(open_store, left):
+    store = open_store(warm_rate=BATCH)  # a batch a second
+    eventually(lambda: bool(resident(store)), "the first batch")
+    assert resident(store) <= set(range(400, 500))
+    assert len(resident(store)) <= 2 * BATCH
+
+
+def test_tables_are_warmed_side_by_side(open_store, left):
+    store = open_store()
+    with store.model("ctr").view() as view:
+        warm_up = warming.WarmUp(view.holder, store.model("ctr").publisher)
+        while not warm_up.over:
+            assert warm_up.step(view, BATCH)
+            shares = [plan.done / plan.total for plan in warm_up._plans]
+            assert max(shares) - min(shares) <= BATCH / min(plan.total for plan in warm_up._plans)
+        assert warm_up.step(view, BATCH) == 0
+
+
+def test_closing_ends_a_warm_up_and_keeps_what_was_saved_before(open_store, left):
+    saved = (left / "1/hot/item.npy").read_bytes()
+    store = open_store(warm_rate=1)
+    store.close()
+    assert not store._shared.warmer._thread.is_alive()
+    assert (left / "1/hot/item.npy").read_bytes() == saved
+
+
+def test_a_version_that_is_left_is_warmed_no_more(open_store, left, tmp_path):
+    store = open_store(warm_rate=BATCH)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2))
+    eventually(lambda: store.warming() is None, "nothing is left to warm")
+    assert store.model("ctr")._keeper.wait_retired(1, 30)
+
+
+def test_what_the_disk_does_not_give_ends_no_warm_up(open_store, left, monkeypatch):
+    read, failed = sealed.SealedTier.get, []
+
+    def failing(self, table_id, keys, rows, state):
+        if threading.current_thread().name == "tierstore-warmer" and not failed:
+            failed.append(1)
+            raise StorageError("injected failure")
+        read(self, table_id, keys, rows, state)
+
+    monkeypatch.setattr(sealed.SealedTier, "get", failing)
+    store = scenes.warmed(open_store())
+    assert failed
+    assert len(resident(store)) > 100
+
+
+def test_a_disk_that_gives_nothing_ends_it(open_store, left, monkeypatch):
+    def failing(self, table_id, keys, rows, state):
+        raise StorageError("injected failure")
+
+    monkeypatch.setattr(sealed.SealedTier, "get", failing)
+    store = scenes.warmed(open_store())
+    assert not resident(store)
+
+
+@pytest.mark.parametrize("content", [b"", b"no numpy file", b"\x93NUMPY\x01\x00"])
+def test_a_bad_file_of_hot_keys_is_passed_over(open_store, left, content):
+    (left / "1/hot/item.npy").write_bytes(content)
+    store = scenes.warmed(open_store())
+    assert set(range(100)) <= resident(store, "user")
+    assert set(range(32)) <= resident(store), "the snapshot's own"
+
+
+# --- beside deltas
+
+
+def test_a_key_in_an_overlay_is_left_out(open_store, left):
+    store = open_store(warm_rate=1, fold_grace_s=60)
+    store.apply_delta(scenes.stamped(1, {"item": range(400, 450)}))
+    with store.model("ctr").view() as view:
+        table = view.holder.tables["item"]
+        table.warm_beside(np.arange(400, 500), 0, view.overlays_of("item"), view.seq)
+    assert resident(store) & set(range(400, 450)) <= set(range(400, 400 + BATCH)), "but for the first batch"
+    assert set(range(450, 500)) <= resident(store)
+
+
+def test_what_was_read_under_an_older_view_does_not_come_after_a_fold(open_store, left):
+    """The fold waits for the view; were it not to, the floor would still keep the row out."""
+    store = open_store(warm_rate=1)
+    with store.model("ctr").view() as view:
+        seq, table = view.seq, view.holder.tables["item"]
+    store.apply_delta(scenes.stamped(1, {"item": [999]}))
+    settled(store)
+    table.warm_beside(np.array([999]), 0, [], seq)
+    assert 999 not in resident(store)
+
+
+def test_deltas_beside_a_warm_up_are_never_hidden(open_store, left):
+    store = open_store(warm_rate=20_000, fold_grace_s=0.0)
+    keys = np.arange(400, 500)
+    for seq in range(1, 40):
+        store.apply_delta(scenes.stamped(seq, {"item": keys}))
+        rows = store.model("ctr").lookup("item_id", keys)
+        np.testing.assert_array_equal(rows, scenes.vectors("item", seq, keys))
+    scenes.warmed(store)
+    settled(store)
+    np.testing.assert_array_equal(store.model("ctr").lookup("item_id", keys), scenes.vectors("item", 39, keys))
+    assert set(sources(store, keys)) <= {Tier.HOST, Tier.DISK}
+
+
+# --- saving
+
+
+def test_hot_keys_are_saved_from_time_to_time(open_store, left):
+    scenes.warmed(open_store()).close()
+    store = scenes.warmed(open_store(hot_keys_every_s=0.01))
+    for _ in range(4):
+        store.model("ctr").lookup("item_id", np.arange(800, 850))
+    file = left / "1/hot/item.npy"
+    eventually(lambda: set(range(800, 850)) <= set(np.load(file).tolist()), "they are in the file")
+
+
+def test_what_is_not_warm_yet_is_not_saved(open_store, left):
+    saved = (left / "1/hot/item.npy").read_bytes()
+    store = open_store(warm_rate=1)
+    store._shared.warmer._save()
+    assert (left / "1/hot/item.npy").read_bytes() == saved
+
+
+def test_they_are_saved_part_by_part_hottest_first(open_store, left, monkeypatch):
+    """Of a table that is listed in many parts, the file is as if it were one."""
+    monkeypatch.setattr("tierstore.tiers.host._PART", 1)
+    store = scenes.warmed(open_store(host_budget="16MiB"))
+    ctr = store.model("ctr")
+    ctr.lookup("item_id", np.arange(1000))
+    for _ in range(4):
+        ctr.lookup("item_id", np.arange(0, 1000, 10))
+    with ctr.view() as view:
+        table = view.holder.tables["item"]
+        assert len(list(table.hot_keys_by_part())) > 4
+        view.holder.save_hot_keys()
+        kept = np.load(left / "1/hot/item.npy")
+        assert kept.dtype == np.int64
+        assert sorted(kept) == sorted(table.hot_keys(10_000))
+    assert set(kept[:50]) <= set(range(0, 1000, 10)) | set(range(400, 500))
+
+
+def test_saving_gives_up_when_it_is_told_to(open_store, left):
+    store = scenes.warmed(open_store())
+    saved = (left / "1/hot/item.npy").read_bytes()
+    with store.model("ctr").view() as view, pytest.raises(tierstore.TierstoreError, match="being closed"):
+        view.holder.save_hot_keys(lambda: True)
+    assert (left / "1/hot/item.npy").read_bytes() == saved
+    assert sorted(path.name for path in (left / "1/hot").iterdir()) == ["item.npy", "user.npy"]
+
+
+def test_keys_in_the_file_are_mapped_where_they_are_many(tmp_path):
+    parts = [[np.array([1]), np.arange(200_000)], [np.array([2])]]
+    hot_keys.save_keys(tmp_path / "hot/keys.npy", parts)
+    (keys,) = hot_keys.load_keys(tmp_path / "hot/keys.npy")
+    assert isinstance(keys, np.memmap)
+    assert keys[:3].tolist() == [1, 2, 0]
+    assert [path.name for path in (tmp_path / "hot").iterdir()] == ["keys.npy"]
+
+
+# --- the rest of a start
+
+
+def test_models_start_side_by_side(open_store, left, tmp_path, monkeypatch):
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, model="other"))
+    store.close()
+    both = threading.Barrier(2, timeout=30)
+    start = Model.start
+
+    def together(model):
+        both.wait()
+        start(model)
+
+    monkeypatch.setattr(Model, "start", together)
+    assert open_store().models() == ["ctr", "other"]
+
+
+def test_leftovers_are_removed_once_it_serves(open_store, left):
+    (left / "7/db").mkdir(parents=True)
+    go_on = threading.Event()
+
+    class Slow(FileSystem):
+        def rmtree(self, path):
+            assert go_on.wait(30)
+            super().rmtree(path)
+
+    with files.use(Slow()):
+        store = open_store()
+        assert store.model("ctr").lookup("item_id", [5])[0, 0] == scenes.vector("item", 0, 5)[0]
+        assert any(path.name.startswith(".trash-7") for path in left.iterdir())
+        go_on.set()
+        scenes.swept(store)
+    assert not any(path.name.startswith(".trash-") for path in left.iterdir())
+
+
+def test_of_a_kept_version_only_the_records_are_read(open_store, left, tmp_path, monkeypatch):
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2))
+    store.apply_delta(scenes.stamped(1, {"item": [1]}))
+    settled(store)
+    store.close()
+    opened = []
+    tables = sealed._open_tables
+    monkeypatch.setattr(sealed, "_open_tables", lambda path, record: opened.append(path) or tables(path, record))
+    store = open_store()
+    assert opened == [left / "2/db"]
+    assert {info.number: info.watermark for info in store.model("ctr").infos()} == {1: 0, 2: 1}
+    store.rollback("ctr")
+    assert store.model("ctr").lookup("item_id", [1])[0, 0] == scenes.vector("item", 1, 1)[0]
+
+
+def test_at_a_start_each_model_gets_its_share_whoever_comes_first(open_store, left, tmp_path):
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, model="other", rows={"user": 50, "item": 100}))
+    store.close()
+    store = open_store(host_budget="1MiB")
+    budgets = {}
+    for name in ("ctr", "other"):
+        with store.model(name).view() as view:
+            budgets[name] = view.holder.host_reserved_bytes
+            assert view.holder.host_fraction == 1
+    assert budgets["ctr"] / budgets["other"] == pytest.approx(
+        sum(store.model("ctr").infos()[0].host_needs()) / sum(store.model("other").infos()[0].host_needs()), rel=0.01
+    )

@@ -1,0 +1,176 @@
+"""Sorted runs of a bulk load: scratch files of rows by key, and the merge of many of them, a step at a time.
+
+    n key codes (int64), ascending | n rows in the storage dtype | the codes of some rows, evenly spaced (int64)
+
+A merge holds one step of rows, however long the runs and however many they are. A helper's main thread, or the caller's for
+`quantiles`. Runs lie in the load's own directory; a crash leaves them to whoever removes that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import StorageError
+from tierstore.ingest.plan import KEY_CODE_BYTES, SAMPLES
+from tierstore.types import Keys, Rows
+
+Run = tuple[str, int]  # path, rows
+
+
+class RunWriter:
+    """A new run of `rows` rows, which come in order, in any number of parts. A context manager."""
+
+    def __init__(self, path: str, rows: int, row_bytes: int) -> None:
+        self._rows, self._row_bytes = rows, row_bytes
+        self._samples = _sampled(rows)
+        self._sampled = np.empty(len(self._samples), np.int64)
+        self._at = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def add(self, keys: Keys, rows: Rows) -> None:
+        """The next rows: int64 [n], uint8 [n, row_bytes]. OSError."""
+        at, end = self._at, self._at + len(keys)
+        _write(self._fd, keys, at * KEY_CODE_BYTES)
+        _write(self._fd, rows, self._rows * KEY_CODE_BYTES + at * self._row_bytes)
+        first, last = np.searchsorted(self._samples, (at, end))
+        self._sampled[first:last] = keys[self._samples[first:last] - at]
+        self._at = end
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                assert self._at == self._rows
+                _write(self._fd, self._sampled, self._rows * (KEY_CODE_BYTES + self._row_bytes))
+        finally:
+            os.close(self._fd)
+
+
+def merged(
+    runs: Sequence[Run], row_bytes: int, low: int | None, high: int | None, step_bytes: int
+) -> Iterator[tuple[Keys, Rows]]:
+    """(keys, rows) of all runs with keys in [low, high) (None: no limit), ascending; at most `step_bytes` of them at a time.
+
+    As much again is held while a step is put in order. Let go of one step before the next is asked for.
+    """
+    with ExitStack() as stack:
+        cursors = [_Cursor(run, row_bytes, low, high, stack) for run in runs]
+        cursors = [cursor for cursor in cursors if cursor.left]
+        rows_a_step = max(1, step_bytes // (row_bytes + KEY_CODE_BYTES))
+        while cursors:
+            for cursor in cursors:
+                cursor.look_ahead(max(1, rows_a_step // len(cursors)))
+            # beyond this key a run may have some that are not seen yet
+            sure = min((int(cursor.ahead[-1]) for cursor in cursors if cursor.has_more), default=None)
+            counts = [len(c.ahead) if sure is None else int(np.searchsorted(c.ahead, sure, "right")) for c in cursors]
+            ends = np.cumsum(counts)
+            keys, rows = np.empty(ends[-1], np.int64), np.empty((ends[-1], row_bytes), np.uint8)
+            for cursor, count, end in zip(cursors, counts, ends.tolist(), strict=True):
+                cursor.take(keys[end - count : end], rows[end - count : end])
+            if np.count_nonzero(counts) > 1:
+                order = np.argsort(keys, kind="stable")
+                keys, rows = keys[order], in_order(rows, order)
+            yield keys, rows
+            del keys, rows
+            cursors = [cursor for cursor in cursors if cursor.left]
+
+
+class _Cursor:
+    """What is left of one run in a key range."""
+
+    def __init__(self, run: Run, row_bytes: int, low: int | None, high: int | None, stack: ExitStack) -> None:
+        path, self._rows = run
+        self._path, self._row_bytes = path, row_bytes
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, self._fd)
+        keys = run_keys(path, self._rows)
+        self._at = 0 if low is None else int(np.searchsorted(keys, low))
+        self._end = self._rows if high is None else int(np.searchsorted(keys, high))
+        self.ahead: Keys = np.empty(0, np.int64)  # the next keys
+
+    @property
+    def left(self) -> int:
+        return max(0, self._end - self._at)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are keys beyond those ahead."""
+        return self.left > len(self.ahead)
+
+    def look_ahead(self, wanted: int) -> None:
+        more = min(wanted, self.left) - len(self.ahead)
+        if more > 0:
+            keys = np.empty(more, np.int64)
+            self._read(keys, (self._at + len(self.ahead)) * KEY_CODE_BYTES)
+            self.ahead = np.concatenate([self.ahead, keys])
+
+    def take(self, keys: Keys, rows: Rows) -> None:
+        """Fill these with the next keys, which are ahead, and their rows."""
+        if len(keys):
+            keys[:] = self.ahead[: len(keys)]
+            self._read(rows, self._rows * KEY_CODE_BYTES + self._at * self._row_bytes)
+            self.ahead = self.ahead[len(keys) :].copy()
+            self._at += len(keys)
+
+    def _read(self, into: npt.NDArray[Any], offset: int) -> None:
+        left = into.data.cast("B")
+        while left:
+            got = os.preadv(self._fd, [left], offset)
+            if not got:
+                raise StorageError(f"{self._path} is shorter than it was written")
+            left, offset = left[got:], offset + got
+
+
+def run_keys(path: str, count: int) -> Keys:
+    """The sorted key codes of a run, mapped from its file."""
+    return np.memmap(path, np.int64, "r", shape=(count,)) if count else np.empty(0, np.int64)
+
+
+def quantiles(runs: Sequence[Run], row_bytes: int, ranges: int) -> list[int]:
+    """Ascending keys that cut the rows of all runs into about equal ranges, at most `ranges` of them.
+
+    Takes memory for `SAMPLES` keys a run.
+    """
+    if ranges <= 1:
+        return []
+    samples: list[Keys] = []
+    weights: list[npt.NDArray[np.float64]] = []
+    for path, count in runs:
+        held = len(_sampled(count))
+        sample = np.fromfile(path, np.int64, held, offset=count * (KEY_CODE_BYTES + row_bytes))
+        if len(sample) != held:
+            raise StorageError(f"{path} is shorter than it was written")
+        samples.append(sample)
+        weights.append(np.full(held, count / max(1, held)))
+    keys = np.concatenate(samples)
+    order = np.argsort(keys, kind="stable")
+    reached = np.cumsum(np.concatenate(weights)[order])
+    cuts = np.searchsorted(reached, reached[-1] * np.arange(1, ranges) / ranges)
+    return np.unique(keys[order][cuts]).tolist()  # type: ignore[no-any-return]
+
+
+def in_order(rows: Rows, order: npt.NDArray[np.int64]) -> Rows:
+    """rows[order], one item a row copied at once."""
+    whole = rows.view(f"V{rows.shape[1]}").ravel()
+    return whole[order].view(np.uint8).reshape(len(order), rows.shape[1])
+
+
+def _sampled(rows: int) -> npt.NDArray[np.int64]:
+    """Which rows of a run its samples are of."""
+    count = min(rows, SAMPLES)
+    return (np.arange(count) * rows + rows // 2) // max(1, count)
+
+
+def _write(fd: int, array: npt.NDArray[Any], offset: int) -> None:
+    left = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
+    while left:
+        written = os.pwrite(fd, left, offset)
+        left, offset = left[written:], offset + written
