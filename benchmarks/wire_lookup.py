@@ -322,13 +322,17 @@ def headlines(document: dict[str, object]) -> list[dict[str, object]]:
             made.append(headline(name, "echo plus numpy.take", row["cpu_over_echo_and_take"], at_most=1.3))
         elif row["server"] == "http 1" and row["connections"] > 1:
             made.append(headline(name, "one reactor thread over two", row["cpu_over_http"], at_least=0.9))
-    for row in document["latency"]:  # type: ignore[attr-defined]
-        if row["keys"] == 64:
-            made.append(headline("p99 of 64 keys, one connection", "p50", row["ratio"], at_most=3))
-    for row in document["cold"]:  # type: ignore[attr-defined]
-        made.append(
-            headline(f"{row['keys']:,} cold keys over HTTP, a second", "in process", row["ratio"], at_least=0.9)
+    made += [
+        headline("p99 of 64 keys, one connection", "p50", row["ratio"], at_most=3)
+        for row in document["latency"]  # type: ignore[attr-defined]
+        if row["keys"] == 64
+    ]
+    made += [
+        headline(
+            f"{row['keys']:,} cold keys over HTTP, keys a CPU second", "in process", row["cpu_ratio"], at_least=0.9
         )
+        for row in document["cold"]  # type: ignore[attr-defined]
+    ]
     return made
 
 
@@ -351,10 +355,11 @@ def latency(port: int, rows: int, n: int, requests: int) -> dict[str, object]:
     return result
 
 
-def cold(port: int, data: Path, rows: int, n: int, rounds: int, requests: int) -> dict[str, object]:
-    """Rows that are read from files: requests a second over HTTP and in process, by two callers each.
+def cold(pid: int, port: int, data: Path, rows: int, n: int, rounds: int, requests: int) -> dict[str, object]:
+    """Rows that are read from files, over HTTP and in process: requests a second of two callers, and the CPU of one.
 
-    The store in process is over a copy of the service's data, so that both read files of the same kind.
+    The store in process is over a copy of the service's data, so that both read files of the same kind. Over HTTP the
+    clients take the same processors; CPU is the server's alone.
     """
     rng = np.random.default_rng(5)
     batches = [keys_of(rng.integers(0, rows, n)) for _ in range(requests)]
@@ -367,33 +372,42 @@ def cold(port: int, data: Path, rows: int, n: int, rounds: int, requests: int) -
 
         def over_wire(mine: list[np.ndarray]) -> None:
             with connect(port) as link:
-                space = memoryview(bytearray(n * ROW_BYTES + 4096))
-                for i, keys in enumerate(mine):
+                space, size = memoryview(bytearray(n * ROW_BYTES + 4096)), 0
+                for keys in mine:
                     link.sendall(http_request(keys))
-                    if i == 0:
-                        head, body = read_http(link)
-                        np.testing.assert_array_equal(
-                            np.frombuffer(body[-n * ROW_BYTES :], np.float32).reshape(-1, DIM), vectors_of(keys)
-                        )
-                        size = len(head) + 4 + len(body)
-                    else:
+                    if size:
                         read_exactly(link, space[:size])
+                        continue
+                    head, body = read_http(link)
+                    rows = np.frombuffer(body[-n * ROW_BYTES :], np.float32).reshape(-1, DIM)
+                    np.testing.assert_array_equal(rows, vectors_of(keys))
+                    size = len(head) + 4 + len(body)
 
-        ratios, rates = [], {in_process: [], over_wire: []}
+        clocks = {in_process: time.process_time, over_wire: lambda: cpu_s(pid)}
+        rates: dict[object, list[float]] = {way: [] for way in clocks}
+        used: dict[object, list[float]] = {way: [] for way in clocks}
         for _ in range(rounds):
-            for way, seen in rates.items():
+            for way, clock in clocks.items():
                 with ThreadPoolExecutor(2) as callers:
-                    began = time.perf_counter()
+                    began, before = time.perf_counter(), clock()
                     list(callers.map(way, (batches[::2], batches[1::2])))
-                    seen.append(requests / (time.perf_counter() - began))
-            ratios.append(rates[over_wire][-1] / rates[in_process][-1])
+                    rates[way].append(requests / (time.perf_counter() - began))
+                    used[way].append((clock() - before) / requests * 1e6)
     result = {
         "keys": n,
         "in_process": statistics.median(rates[in_process]),
         "over_http": statistics.median(rates[over_wire]),
-        "ratio": statistics.median(ratios),
+        "ratio": statistics.median(a / b for a, b in zip(rates[over_wire], rates[in_process], strict=True)),
+        "in_process_cpu_us": statistics.median(used[in_process]),
+        "over_http_cpu_us": statistics.median(used[over_wire]),
+        "cpu_ratio": statistics.median(a / b for a, b in zip(used[in_process], used[over_wire], strict=True)),
     }
-    print("| {keys:,} | {in_process:.0f} | {over_http:.0f} | {ratio:.2f} |".format(**result), flush=True)
+    print(
+        "| {keys:,} | {in_process:.0f} | {over_http:.0f} | {ratio:.2f} | {in_process_cpu_us:.0f} | {over_http_cpu_us:.0f} | {cpu_ratio:.2f} |".format(
+            **result
+        ),
+        flush=True,
+    )
     return result
 
 
@@ -544,22 +558,26 @@ def main() -> None:
             print("\ntritonclient, one request at a time, from keys to rows:\n")
             print("| keys | http, µs | shared memory, µs | ratio |\n|---|---|---|---|")
             clients = [with_tritonclient(port, rows, n, rounds, requests // 4) for n in options.keys]
-        print("\nrows that are not in memory, requests a second:\n")
-        print("| keys | in process | over HTTP | ratio |\n|---|---|---|---|")
-        _, port, where = service("store", "--cold")
+        print("\nrows that are not in memory, requests a second, and CPU of one:\n")
+        print(
+            "| keys | in process | over HTTP | ratio | in process, µs | over HTTP, µs | ratio |\n|---|---|---|---|---|---|---|"
+        )
+        pid, port, where = service("store", "--cold")
         shutil.copytree(where / "data", where / "copy", ignore=shutil.ignore_patterns("LOCK"))
-        chilled = [cold(port, where / "copy", rows, n, rounds, max(20, requests // 8)) for n in options.keys]
+        chilled = [cold(pid, port, where / "copy", rows, n, rounds, max(20, requests // 8)) for n in options.keys]
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    document = {
+    document: dict[str, object] = {
+        "benchmark": "wire_lookup",
         "machine": describe(),
         "rows": rows,
         "rounds": rounds,
-        "skipped": skipped,
+        "skipped": [f"{name}: {why}" for name, why in skipped.items()],
         "results": results,
         "latency": seen,
         "tritonclient": clients,
         "cold": chilled,
     }
+    document["headlines"] = headlines(document)
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -70,8 +70,8 @@ def compile_all(processes: int, say: Callable[[str], None] = lambda _: None) -> 
 
 def compile_share(share: int, shares: int) -> None:
     """Compile one share of the kernels into the cache. For a process of its own: no kernel is compiled by import here."""
-    found: list[tuple[Any, list[Any]]] = []
-    decorate = numba.njit
+    found: list[tuple[Any, Callable[[], object]]] = []
+    decorate, decorate_c = numba.njit, numba.cfunc
 
     def collect(*arguments: Any, **options: Any) -> Any:
         if not arguments or (callable(arguments[0]) and not hasattr(arguments[0], "return_type")):
@@ -80,12 +80,22 @@ def compile_share(share: int, shares: int) -> None:
 
         def later(function: Callable[..., Any]) -> Any:
             dispatcher = decorate(**options)(function)
-            found.append((dispatcher, list(signatures)))
+            found.append((dispatcher, lambda: [dispatcher.compile(signature) for signature in signatures]))
             return dispatcher
 
         return later
 
-    numba.njit = collect
+    def collect_c(*arguments: Any, **options: Any) -> Any:
+        """Of what is called by address: nobody asks for that here."""
+
+        def later(function: Callable[..., Any]) -> Any:
+            dispatcher = decorate()(function)
+            found.append((dispatcher, lambda: decorate_c(*arguments, **options)(function)))
+            return dispatcher
+
+        return later
+
+    numba.njit, numba.cfunc = collect, collect_c
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
     # identities differ from process to process, the order and the sizes do not: all come to the same shares
@@ -94,9 +104,8 @@ def compile_share(share: int, shares: int) -> None:
         if i not in mine:
             dispatcher._cache = NullCache()  # compiled where one of ours calls it, and kept by its own process
     for i in sorted(mine):
-        dispatcher, signatures = found[i]
-        for signature in signatures:
-            dispatcher.compile(signature)
+        _, build = found[i]
+        build()
 
 
 def _share(needs: list[dict[int, int]], share: int, shares: int) -> set[int]:
