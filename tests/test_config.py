@@ -187,8 +187,8 @@ def test_kubernetes_service_links_set_nothing(variables: dict[str, str], monkeyp
         monkeypatch.setenv(name, value)
     settings = load_settings()
     assert (settings.port, settings.grpc_port) == (8000, None)
-    monkeypatch.setenv("TIERSTORE_WORKERS", "3")
-    assert load_settings().workers == 3, "all else still counts"
+    monkeypatch.setenv("TIERSTORE_THREADS", "3")
+    assert load_settings().threads == 3, "all else still counts"
     monkeypatch.setenv("TIERSTORE_PORT", "9000")
     assert load_settings().port == 9000
     monkeypatch.setenv("TIERSTORE_SERVICE", "10.0.0.7")

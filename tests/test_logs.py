@@ -1,4 +1,4 @@
-"""The log: lines for a person, or an object a line, from the service and from its workers."""
+"""The log: lines for a person, or an object a line, from the library and from a service."""
 
 from __future__ import annotations
 
@@ -62,10 +62,9 @@ def test_less_than_the_level_is_not_told(capsys: pytest.CaptureFixture[str]) -> 
     assert [json.loads(line)["level"] for line in logged(capsys)] == ["error"]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_all_that_a_service_logs_is_of_the_form(tmp_path: Path, workers: str) -> None:
+def test_all_that_a_service_logs_is_of_the_form(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
-    env |= {"TIERSTORE_LOG_FORMAT": "json", "TIERSTORE_WORKERS": workers, "PYTHONPATH": str(ROOT)}
+    env |= {"TIERSTORE_LOG_FORMAT": "json", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tierstore", "serve", "--port", "0", "--grpc-port", "off", "--data", "d"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=env | {"TIERSTORE_DRAIN_S": "0.01"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE

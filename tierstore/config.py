@@ -240,6 +240,7 @@ class Settings(BaseSettings):
 
 _SHOWN_DEFAULTS = {  # of those that depend on the machine
     "host_budget": "4GiB, at most half of the memory",
+    "threads": "as many as processors",
     "lookup_threads": "as many as processors, at least 2",
     "load_workers": "as many as processors, at most 4",
     "source_root": "the working directory",

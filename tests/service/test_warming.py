@@ -72,11 +72,10 @@ def test_grpc_says_the_same(scene):
         assert next(watch).status == states.SERVING
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_service_that_starts_again_answers_while_it_warms(tmp_path, monkeypatch, workers):
+def test_a_service_that_starts_again_answers_while_it_warms(tmp_path, monkeypatch):
     monkeypatch.setattr(warming, "SHORT_BATCH", 8)
-    settings = settings_for(tmp_path, warm_rate=1, ready_warm_share=1.0, workers=workers)
-    with tierstore.open(**settings.model_dump(exclude={"workers"})) as store:
+    settings = settings_for(tmp_path, warm_rate=1, ready_warm_share=1.0)
+    with tierstore.open(**settings.model_dump()) as store:
         store.load_snapshot(write_snapshot(tmp_path))
         for _ in range(3):
             store.model("ctr").lookup("item_id", list(range(100)))
