@@ -73,6 +73,9 @@ for _place, _name in enumerate(_NAMES.tolist()):
         _slot = (_slot + 1) & (_SLOTS - 1)
     _SLOT_NAMES[_slot], _SLOT_NUMBERS[_slot] = _name, _place
 _IGNORED_FROM = len(READ)
+# how they are spelled, so that no name made to have the hash of another passes for it
+_SPELLED = np.frombuffer("".join((*READ, *IGNORED)).encode(), np.uint8)
+_SPELLED_FROM = np.cumsum([0, *(len(name) for name in (*READ, *IGNORED))])
 
 
 def _table(text: str) -> np.ndarray:
@@ -144,6 +147,18 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
     return end + _VERSION.size
 
 
+@nb.njit(inline="always")
+def _is_spelled(number, at, size):  # type: ignore[no-untyped-def]
+    """Whether the name of `size` bytes of _IN_NAME at an address is the one of a number, in any case."""
+    spelled = _SPELLED_FROM[number]
+    if _SPELLED_FROM[number + 1] - spelled != size:
+        return False
+    for i in range(size):  # noqa: SIM110 - for the compiler
+        if load_u8(at, i) | nb.uint8(32) != _SPELLED[spelled + i]:
+            return False
+    return True
+
+
 @nb.njit
 def _line(at, n, begin):  # type: ignore[no-untyped-def]
     """(header's number, where its value begins, where it ends) of the line at `begin`; the number may be -CUT or -FOREIGN."""
@@ -161,6 +176,7 @@ def _line(at, n, begin):  # type: ignore[no-untyped-def]
         return -CUT, 0, 0
     if load_u8(at, i) != _COLON or i == begin:
         return -FOREIGN, 0, 0
+    name_bytes = i - begin
     i += 1
     while i < n and load_u8(at, i) == _SPACE:
         i += 1
@@ -173,7 +189,7 @@ def _line(at, n, begin):  # type: ignore[no-untyped-def]
         return -FOREIGN, 0, 0
     slot = nb.int64(hashed & _U64(_SLOTS - 1))
     while _SLOT_NUMBERS[slot] >= 0:
-        if _SLOT_NAMES[slot] == hashed:
+        if _SLOT_NAMES[slot] == hashed and _is_spelled(_SLOT_NUMBERS[slot], at + begin, name_bytes):
             return _SLOT_NUMBERS[slot], value, i
         slot = (slot + 1) & (_SLOTS - 1)
     return -FOREIGN, 0, 0

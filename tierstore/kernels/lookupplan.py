@@ -55,9 +55,9 @@ TOKEN, HEAD_AT, HEAD_BYTES, DATE_AT, ANSWER_BYTES, CALLS, COUNTS, KEYS = range(8
 VARIANT_WORDS = 8
 (
     TABLE, KEYS_AT, KEYS_N, KIND, OUT_AT, OUT_CODE, FOUND_AT, COMBINER, STARTS_AT, BAGS, BAG_KEYS, WEIGHTS_AT, PADDED, PADDING,
-    TABLE_COUNTS,
-) = range(15)  # fmt: skip
-CALL_WORDS = 15
+    TABLE_COUNTS, NO_NEGATIVE,
+) = range(16)  # fmt: skip
+CALL_WORDS = 16  # NO_NEGATIVE: keys came in the integer type that is not the table's; those below 0 are of one alone
 ROWS, BAGS_OF_ROWS, FOUND_ALONE = range(3)  # of KIND
 NOWHERE = -1  # of FOUND_AT, STARTS_AT, WEIGHTS_AT
 
@@ -171,6 +171,14 @@ def _set_padding(call, keys, n, state, out, row_bytes):  # type: ignore[no-untyp
                 clear_bytes(out + i * row_bytes, row_bytes)
             padded += 1
     return padded
+
+
+@nb.njit
+def _any_negative(keys, n):  # type: ignore[no-untyped-def]
+    signs = nb.int64(0)
+    for i in range(n):
+        signs |= word(keys, i)
+    return signs < 0
 
 
 @nb.njit
@@ -325,6 +333,8 @@ def run(variant: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: A
         table = view + 8 * (VIEW_WORDS + TABLE_WORDS * word(call, TABLE))
         keys, n, kind = tail + word(call, KEYS_AT), word(call, KEYS_N), word(call, KIND)
         out = answer + word(call, OUT_AT)
+        if word(call, NO_NEGATIVE) != 0 and _any_negative(keys, n):
+            return DOUBTFUL
         if kind == BAGS_OF_ROWS:
             came = _run_bags(call, table, keys, n, state, tail, out, scratch)
             if came == DOUBTFUL:

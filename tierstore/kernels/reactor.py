@@ -78,7 +78,8 @@ FREE, READING, AWAY, SENDING = range(4)
     FLAGS, LOST, BEGAN_NS, JOB,
 ) = range(17)  # fmt: skip
 CONNECTION_WORDS = 24
-MAY_READ, CLOSES = 1, 2  # of FLAGS: bytes may be waiting in the socket; no request is read after this answer
+# of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
+MAY_READ, CLOSES, ENDED = 1, 2, 4
 
 # words of `shared`, a cache line each, as some are written often
 (
@@ -254,9 +255,11 @@ def _take_in(me, fd, now):  # type: ignore[no-untyped-def]
         if relaxed_i64(_line_at(me, other, LOAD)) < relaxed_i64(_line_at(me, owner, LOAD)):
             owner = other
     row = me.conns[fd]
-    row[STATE], row[OWNER], row[FLAGS], row[LOST] = READING, owner, 0, 0
+    row[OWNER], row[FLAGS], row[LOST] = owner, 0, 0
     row[NEEDED] = row[BEGAN_NS] = row[JOB] = 0
     row[DEADLINE_NS] = now + me.limits[IDLE_NS]
+    # last: the reactor that owned the row before may be looking at it just now, to end those that are late
+    release_i64(nb.int64(row.ctypes.data) + 8 * STATE, READING)
     raise_at(_shared_at(me, HIGHEST), fd)
     add_at(_line_at(me, owner, LOAD), 1)
     add_at(_shared_at(me, OPEN), 1)
@@ -540,7 +543,11 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     form = httphead.parse_at(at, size, found)
     if form == httphead.CUT and size < httphead.MOST_HEAD_BYTES:
         return 0
-    if form != httphead.PLAIN or found[httphead.BODY_BYTES] > limits[MOST_BODY]:
+    if (
+        form != httphead.PLAIN
+        or found[httphead.HEAD_BYTES] > httphead.MOST_HEAD_BYTES
+        or found[httphead.BODY_BYTES] > limits[MOST_BODY]
+    ):
         row[STATE] = FREE
         return 0
     whole = found[httphead.HEAD_BYTES] + found[httphead.BODY_BYTES]
@@ -599,10 +606,12 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
             got = receive(fd, base + have, room - have)
             if got == -EINTR:
                 continue
-            if got == 0 or (got < 0 and got != -EAGAIN):
+            if got < 0 and got != -EAGAIN:
                 _close(me, fd, False)
                 return
-            if got < room - have:
+            if got == 0:
+                row[FLAGS] |= ENDED
+            if got <= 0 or (got < room - have and row[FLAGS] & ENDED == 0):  # the end itself comes after the last bytes
                 row[FLAGS] &= ~MAY_READ
             have += max(got, 0)
         at = 0
@@ -635,7 +644,7 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
                 row[BEGAN_NS] = now
                 row[DEADLINE_NS] = now + me.limits[ARRIVAL_NS]
             if row[FLAGS] & MAY_READ == 0:
-                if left == 0 and me.shared[MODE] != RUN:
+                if row[FLAGS] & ENDED or (left == 0 and me.shared[MODE] != RUN):
                     _close(me, fd, False)
                 return
         elif row[STATE] == AWAY:
@@ -687,6 +696,8 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
     state = row[STATE]
     if mask & (READABLE | HALF_CLOSED | FAILED | HUNG_UP):
         row[FLAGS] |= MAY_READ
+    if mask & HALF_CLOSED:
+        row[FLAGS] |= ENDED
     if state == READING:
         return row[FLAGS] & MAY_READ != 0
     if state == AWAY:
@@ -696,8 +707,6 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
     if mask & (FAILED | HUNG_UP):
         _close(me, fd, True)
         return False
-    if mask & HALF_CLOSED:
-        row[FLAGS] |= CLOSES
     return mask & WRITABLE != 0 and _go_on_sending(me, fd, now)
 
 

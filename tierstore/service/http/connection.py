@@ -35,7 +35,9 @@ class _JoiningTransport:
         self._head: bytes | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        if self._head is not None:
+        if self._transport.is_closing():  # by what came behind the request that is answered
+            self._head = None
+        elif self._head is not None:
             head, self._head = self._head, None
             self._transport.writelines((head, data))
         elif (
@@ -52,7 +54,8 @@ class _JoiningTransport:
     def flush(self) -> None:
         if self._head is not None:
             head, self._head = self._head, None
-            self._transport.write(head)
+            if not self._transport.is_closing():
+                self._transport.write(head)
 
     def close(self) -> None:
         self.flush()
@@ -91,6 +94,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._beside_bytes = 0  # of a chunked body that came since the last of what it carries: sizes, trailers
         self._in_head = True
+        self._in_request = False  # of a head some bytes may be with the parser alone
         self._patience_s = float(self.timeout_keep_alive)
 
     def is_lost(self) -> bool:
@@ -131,7 +135,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return (
             self._served is True
             and not self.pipeline
-            and self._in_head
+            and not self._in_request
             and not self._head_bytes
             and not self.transport.is_closing()
             and not self.transport.get_write_buffer_size()
@@ -191,6 +195,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
             raise BufferError(f"more than {PIPELINED} requests were sent ahead of their answers")
         super().on_message_begin()
+        self._in_request = True
         self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._in_head = True
 
@@ -209,4 +214,4 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_head = True
+        self._in_head, self._in_request = True, False

@@ -23,7 +23,7 @@ from tierstore.kernels.codec import address_of
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.pool import combiner_code
 from tierstore.service.oip.codec import HEADER_LENGTH, InBody, InferRequest, Layout
-from tierstore.service.plane.plan import Call, Plan, Request
+from tierstore.service.plane.plan import KEY_DATATYPES, Call, Plan, Request
 from tierstore.service.reactor.counts import CountRows, Counts
 from tierstore.types import KeyType, Tier
 
@@ -262,4 +262,5 @@ def _call_words(
         table, begin(call.keys), n, kind, max(place(call.rows), 0), int(half), place(call.found),
         0 if call.combiner is None else combiner_code(call.combiner), begin(call.offsets), call.shape[0], a_bag,
         begin(call.weights), int(padding is not None), 0 if padding is None else int(padding), counts,
+        int(call.spec.datatype != KEY_DATATYPES[call.table.key][0]),
     ]  # fmt: skip

@@ -1,0 +1,330 @@
+"""Look-ups by plan, over a view of real tables and overlays, beside NumPy.
+
+The words are made by the code that makes them for the service, from requests as a client writes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tierstore.engine.epochs import Epochs
+from tierstore.engine.overlay import OverlayTable
+from tierstore.engine.words import ServedWords
+from tierstore.kernels import codec, lookupplan
+from tierstore.kernels.codec import address_of
+from tierstore.kernels.lookupplan import ANSWERED, COLD, DOUBTFUL
+from tierstore.service.oip.codec import Layout, parse_request
+from tierstore.service.plane.plan import Plan, Request
+from tierstore.service.plane.planning import make_plan
+from tierstore.service.reactor.plans import _call_words, _tail_bytes
+from tierstore.tiers.host import HostTable
+from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, Tier
+
+run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(lookupplan.run.address)
+COMBINERS = ["sum", "mean", "sqrtn"]
+HELD = 400  # keys 0 … of each table are in memory, those up to ABSENT are known to be absent, others are cold
+ABSENT = 500
+
+
+class Disk:
+    """Without a sealed base."""
+
+    def words_at(self, *_: object) -> int:
+        return 0
+
+
+class Table:
+    """What `ServedWords` takes of a table, and what it answers: `rows` by key, `default` elsewhere."""
+
+    def __init__(self, name: str, dim: int, dtype: StorageDtype, key: KeyType, seed: int, overlaid: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.spec = TableSpec(name=name, dim=dim, dtype=dtype, key=key)
+        self.default = rng.standard_normal(dim).astype(np.float32)
+        self.host = HostTable(self.spec, 1 << 20, default_vector=self.default)
+        self.disk, self.table_id, self.epochs_id = Disk(), 0, None
+        self.device = self.offer = None
+        self.rows: dict[int, np.ndarray] = {}  # as they are stored; None where a key was deleted
+        self.known = set(range(ABSENT))
+        stored = codec.encode(rng.standard_normal((HELD, dim)).astype(np.float32), dtype)
+        held = np.arange(HELD, dtype=np.int64)
+        assert self.host.insert(held, stored, 0) == HELD
+        assert self.host.insert_absent(np.arange(HELD, ABSENT, dtype=np.int64), 0) == ABSENT - HELD
+        self.rows.update(zip(held.tolist(), stored, strict=True))
+        self.overlays: list[OverlayTable] = []
+        for _ in range(overlaid):
+            keys = np.sort(rng.choice(ABSENT + 100, 60, replace=False)).astype(np.int64)
+            changed = codec.encode(rng.standard_normal((60, dim)).astype(np.float32), dtype)
+            deleted = rng.random(60) < 0.3
+            self.overlays.insert(0, OverlayTable(self.spec, keys, changed, deleted))  # the newest is the first
+            for key, row, gone in zip(keys.tolist(), changed, deleted.tolist(), strict=True):
+                self.known.add(key)
+                self.rows.pop(key, None)
+                if not gone:
+                    self.rows[key] = row
+
+    def vectors(self, keys: np.ndarray, out: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(vectors, found) of keys that are all known."""
+        vectors = np.tile(self.default.astype(out), (len(keys), 1))
+        found = np.array([int(key) in self.rows for key in keys], bool)
+        if found.any():
+            rows = np.stack([self.rows[int(key)] for key in keys[found]])
+            decoded = np.empty((len(rows), self.spec.dim), out)
+            codec.decode(rows, self.spec.dtype, decoded)
+            vectors[found] = decoded
+        return vectors, found
+
+
+class View:
+    """What plans and words take of a view; it is its own `holder`."""
+
+    version, seq = 1, 7
+    predictor = unserved = None
+    dense_elsewhere = False
+
+    def __init__(self, *, overlaid: int) -> None:
+        self.holder = self
+        kinds = [("item", 16, StorageDtype.FLOAT32, KeyType.INT64), ("half", 5, StorageDtype.FLOAT16, KeyType.INT64),
+                 ("big", 33, StorageDtype.FLOAT32, KeyType.UINT64), ("small", 7, StorageDtype.INT8, KeyType.INT64)]  # fmt: skip
+        self.tables = {kind[0]: Table(*kind, seed, overlaid) for seed, kind in enumerate(kinds)}
+        self.features = {
+            name: FeatureSpec(name, table, None if combiner is None else Combiner(combiner), padding)
+            for name, table, combiner, padding in [
+                ("item", "item", None, None), ("half", "half", None, 3), ("big", "big", None, None),
+                ("clicked", "item", "mean", None), ("padded", "half", "sum", 0), ("scaled", "small", "sqrtn", None),
+            ]
+        }  # fmt: skip
+        self.padding = {"half": 3, "padded": 0}
+
+    def table_of(self, feature: str) -> TableSpec:
+        return self.tables[self.features[feature].table].spec
+
+    def overlays_of(self, name: str) -> list[OverlayTable]:
+        return self.tables[name].overlays
+
+
+class Asked:
+    """A request of binary tensors, made step by step."""
+
+    def __init__(self) -> None:
+        self.inputs: list[dict[str, Any]] = []
+        self.outputs: list[dict[str, Any]] = []
+        self.tail = b""
+
+    def give(self, name: str, array: np.ndarray, datatype: str) -> None:
+        size = {"binary_data_size": array.nbytes}
+        self.inputs.append({"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": size})
+        self.tail += array.tobytes()
+
+    def want(self, name: str, **parameters: Any) -> None:
+        self.outputs.append({"name": name, "parameters": {"binary_data": True, **parameters}})
+
+
+class Ran:
+    """What came of a request: the outcome, the outputs by name, the tier of each key."""
+
+    def __init__(self, view: View, asked: Asked) -> None:
+        served = type("Served", (), {"active": view, "canary": None, "share": 0.0})()
+        words = ServedWords(served, lambda _: 1, Epochs())
+        document = json.dumps({"inputs": asked.inputs, "outputs": asked.outputs}).encode()
+        request = parse_request(memoryview(document), len(asked.tail))
+        assert isinstance(request.request, Request)
+        plan: Plan = make_plan(view, request.request)  # type: ignore[arg-type]
+        layout = Layout(request, "m", plan)
+        assert _tail_bytes(request, plan, layout) == len(asked.tail)
+        assert layout.tail_bytes is not None
+        order = list(view.tables)
+        calls = [
+            _call_words(call, request, plan, layout.places, order.index(call.table.name), 0, view)
+            for call in plan.calls
+        ]
+        variant = np.array([1, 0, 0, 0, layout.tail_bytes, len(calls), 0, plan.keys, *chain(*calls)], np.int64)
+        # nothing is aligned, and what lies around an answer is not touched
+        tail = np.frombuffer(b"?" + asked.tail, np.uint8).copy()
+        answer = np.full(layout.tail_bytes + 128, 0xA5, np.uint8)
+        states = np.full(plan.keys + 64, 0xA5, np.uint8)
+        scratch = np.full(lookupplan.SCRATCH_BYTES, 0xFF, np.uint8)
+        active = int(np.frombuffer(words._words, np.int64)[lookupplan.ACTIVE])
+        places = (
+            variant,
+            active,
+            address_of(tail) + 1,
+            address_of(answer) + 61,
+            address_of(states),
+            address_of(scratch),
+        )
+        self.came = run(address_of(variant), *places[1:])
+        assert (answer[:61] == 0xA5).all()
+        assert (answer[61 + layout.tail_bytes :] == 0xA5).all()
+        assert (states[plan.keys :] == 0xA5).all()
+        self.states = states[: plan.keys]
+        self.outputs: dict[str, np.ndarray] = {}
+        for spec, place in zip(plan.specs, layout.places, strict=True):
+            assert place is not None
+            data = answer[61 + place : 61 + place + spec.nbytes].tobytes()
+            self.outputs[spec.name] = np.frombuffer(data, spec.dtype).reshape(spec.shape)
+
+
+def pooled(
+    vectors: np.ndarray, starts: list[int], weights: np.ndarray | None, counts: np.ndarray, combiner: str
+) -> np.ndarray:
+    """Bags in float32, each product rounded before it is added."""
+    out = np.zeros((len(starts), vectors.shape[1]), np.float32)
+    for bag, (begin, end) in enumerate(pairwise([*starts, len(vectors)])):
+        total = np.float32(0)
+        for i in range(begin, end):
+            if not counts[i]:
+                continue
+            weight = np.float32(1) if weights is None else weights[i]
+            out[bag] += weight * vectors[i]
+            total += weight * weight if combiner == "sqrtn" else weight
+        if combiner != "sum":
+            divisor = np.sqrt(total) if combiner == "sqrtn" else total
+            out[bag] = 0 if total == 0 else out[bag] / divisor
+    return out
+
+
+@pytest.fixture(scope="module", params=[0, 1, 3], ids=["bare", "an overlay", "overlays"])
+def view(request: pytest.FixtureRequest) -> View:
+    return View(overlaid=request.param)
+
+
+def ask(rng: np.random.Generator, view: View, names: list[str], asked: Asked) -> dict[str, np.ndarray]:
+    """Ask for features at random; the answer that is expected."""
+    expected: dict[str, np.ndarray] = {}
+    for name in names:
+        feature = view.features[name]
+        table, bags = view.tables[feature.table], feature.combiner is not None
+        shape = (
+            (int(rng.integers(0, 9)), int(rng.integers(0, 9)))
+            if rng.random() < 0.4
+            else (int(rng.choice([0, 1, 17, 70])),)
+        )
+        keys = rng.choice(np.array(sorted(table.known), np.int64), shape)
+        datatype = "UINT64" if table.spec.key is KeyType.UINT64 else "INT64"
+        asked.give(name, keys, datatype)
+        flat, starts, weights = keys.reshape(-1), None, None
+        if bags and len(shape) == 1 and rng.random() < 0.6:
+            starts = sorted([0, *rng.integers(0, len(flat) + 1, 4).tolist()])
+            asked.give(f"{name}.offsets", np.array(starts, np.int64), "INT64")
+        if bags and rng.random() < 0.5:
+            weights = rng.choice([0.0, 1.0, -0.5, 2.25, 0.1], flat.shape).astype(np.float32)
+            asked.give(f"{name}.weights", weights.reshape(shape), "FP32")
+        half = rng.random() < 0.4
+        out = np.float16 if half else np.float32
+        ragged = bags and (starts is not None or weights is not None or len(shape) == 2)
+        vectors, found = table.vectors(flat, np.float32 if ragged else out)
+        padding = view.padding.get(name)
+        counts = np.ones(len(flat), bool) if padding is None else flat != padding
+        vectors[~counts], found[~counts] = 0, False
+        combiner = str(rng.choice(COMBINERS))
+        if ragged:
+            lead = shape[:1] if starts is None else (len(starts),)
+            starts = (
+                starts
+                if starts is not None
+                else [bag * (shape[1] if len(shape) == 2 else 1) for bag in range(shape[0])]
+            )
+            vectors = pooled(vectors, starts, weights, counts, combiner).astype(out)
+        else:
+            lead = shape
+        for which in rng.permutation(["rows", "found"])[: rng.integers(1, 3)].tolist():
+            if which == "rows":
+                expected[name] = vectors.reshape(*lead, table.spec.dim)
+                asked.want(name, dtype="FP16" if half else "FP32", **({"combiner": combiner} if bags else {}))
+            elif not (ragged and name not in expected and (starts is not None or weights is not None)):
+                expected[f"{name}.found"] = found.reshape(shape)
+                asked.want(f"{name}.found")
+        if not expected.keys() & {name, f"{name}.found"}:
+            expected[name] = vectors.reshape(*lead, table.spec.dim)
+            asked.want(name, dtype="FP16" if half else "FP32", **({"combiner": combiner} if bags else {}))
+    return expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_and_bags_are_those_of_numpy(view: View, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        names = rng.permutation(list(view.features))[: rng.integers(1, 5)].tolist()
+        asked = Asked()
+        expected = ask(rng, view, names, asked)
+        ran = Ran(view, asked)
+        assert ran.came == ANSWERED
+        assert ran.outputs.keys() == expected.keys()
+        for name, values in expected.items():
+            assert ran.outputs[name].dtype == values.dtype
+            assert ran.outputs[name].tobytes() == values.tobytes(), (name, asked.inputs, asked.outputs)
+        assert not (ran.states == Tier.PENDING).any()
+
+
+@pytest.mark.parametrize("name", ["item", "half", "clicked", "padded", "scaled", "big"])
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "found alone"])
+def test_one_key_that_memory_lacks_makes_it_cold(view: View, name: str, *, rows: bool) -> None:
+    table = view.tables[view.features[name].table]
+    missing = next(key for key in range(10_000) if key not in table.known)
+    for keys in ([1, missing, 2], [missing], [0, 3, missing, missing]):
+        asked = Asked()
+        asked.give("item", np.arange(4, dtype=np.int64), "INT64")
+        asked.want("item")
+        if name != "item":
+            array = np.array([keys], np.int64) if rows else np.array(keys, np.int64)
+            asked.give(name, array, "UINT64" if name == "big" else "INT64")
+            asked.want(name if rows else f"{name}.found")
+        else:
+            asked = Asked()
+            asked.give("item", np.array(keys, np.int64), "INT64")
+            asked.want("item" if rows else "item.found")
+        ran = Ran(view, asked)
+        assert ran.came == COLD
+        if name not in ("clicked", "scaled", "padded") or not rows:  # else they are looked up again with their bags
+            of_it = ran.states[-len(keys) :]
+            assert (of_it == Tier.PENDING).tolist() == [key == missing for key in keys]
+
+
+@pytest.mark.parametrize("starts", [[1, 2], [0, 5, 3], [0, 6], [-1, 0], [0, 1 << 62], [0, -1], [1 << 63 - 1]])
+@pytest.mark.parametrize("name", ["clicked", "padded"])
+def test_starts_that_are_none_are_for_the_full_check(view: View, name: str, starts: list[int]) -> None:
+    asked = Asked()
+    asked.give(name, np.arange(5, dtype=np.int64), "INT64")
+    asked.give(f"{name}.offsets", np.array(starts, np.int64), "INT64")
+    asked.want(name)
+    assert Ran(view, asked).came == DOUBTFUL
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_no_bags_hold_no_keys(view: View, n: int) -> None:
+    asked = Asked()
+    asked.give("clicked", np.arange(n, dtype=np.int64), "INT64")
+    asked.give("clicked.offsets", np.empty(0, np.int64), "INT64")
+    asked.want("clicked")
+    assert Ran(view, asked).came == (DOUBTFUL if n else ANSWERED)
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf, -np.nan])
+@pytest.mark.parametrize("place", [0, 4])
+def test_weights_that_are_no_numbers_are_for_the_full_check(view: View, weight: float, place: int) -> None:
+    weights = np.full(5, 3.0e38, np.float32)  # their sum is beyond float32, which is fine
+    for value, came in ((1.0, ANSWERED), (weight, DOUBTFUL)):
+        weights[place] = value
+        asked = Asked()
+        asked.give("scaled", np.arange(5, dtype=np.int64), "INT64")
+        asked.give("scaled.weights", weights, "FP32")
+        asked.want("scaled")
+        assert Ran(view, asked).came == came
+
+
+@pytest.mark.parametrize(("name", "datatype"), [("item", "UINT64"), ("clicked", "UINT64"), ("big", "INT64")])
+def test_keys_in_the_other_integer_type_are_for_the_full_check_where_they_do_not_fit(
+    view: View, name: str, datatype: str
+) -> None:
+    for keys, came in (([1, 2, 3], ANSWERED), ([1, -2, 3], DOUBTFUL), ([-(1 << 63)], DOUBTFUL)):
+        for wanted in (name, f"{name}.found"):
+            asked = Asked()
+            asked.give(name, np.array(keys, np.int64), datatype)
+            asked.want(wanted)
+            assert Ran(view, asked).came == came
