@@ -39,7 +39,7 @@ import uvloop
 import tierstore
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
-from tierstore.kernels import reactor as kernel
+from tierstore.kernels import reactor_words as kernel
 from tierstore.service.server import ServerThread
 
 ROWS = 20_000  # of the large table, more than its memory takes

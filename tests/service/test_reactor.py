@@ -19,7 +19,7 @@ import pytest
 
 import tierstore
 from tierstore.engine.store import Store
-from tierstore.kernels import reactor as kernel
+from tierstore.kernels import reactor_words as kernel
 from tierstore.service.http import call as calling
 from tierstore.service.http.face import HttpFace
 from tierstore.service.http.infer import InferCall

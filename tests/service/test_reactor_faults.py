@@ -23,7 +23,7 @@ import tierstore
 from tests.engine.quick_build import in_process
 from tierstore.engine.store import Store
 from tierstore.errors import NotFound
-from tierstore.kernels import reactor as kernel
+from tierstore.kernels import reactor_words as kernel
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.errors import TierstoreError
-from tierstore.kernels import reactor as kernel
+from tierstore.kernels import reactor_words as kernel
 from tierstore.service.bounds.jobs import Jobs
 from tierstore.service.bounds.pool import ByteBudget, WorkerPool
 from tierstore.service.bounds.shed import Shed, Waits
@@ -107,7 +107,7 @@ class Service:
         self.store.epochs.collect()
 
     def absorb(self, version: tuple[str, int], new: Any, highest: Any) -> None:
-        """Count what reactors have answered (`kernels/reactor.py` has the words). Any thread."""
+        """Count what reactors have answered (`kernels/reactor_words.py` has the counts). Any thread."""
         seconds = Histogram(REQUEST_BOUNDS_S)
         seconds.absorb(new[kernel.BUCKETS_FROM :].tolist(), int(new[kernel.SUCCESS_NS]) / 1e9)
         self.request_times.absorb("oip_http", "ok", seconds)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tierstore.config import Settings
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, MissingExtra, TierstoreError
-from tierstore.kernels import reactor as kernel
+from tierstore.kernels import reactor_words as kernel
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.control.watch import Watcher

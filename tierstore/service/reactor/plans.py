@@ -18,7 +18,7 @@ from tierstore.engine.epochs import Epochs
 from tierstore.engine.table import LookupCounts
 from tierstore.engine.words import can_be_read
 from tierstore.kernels import lookupplan as layout
-from tierstore.kernels import reactor as kernel
+from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.pool import combiner_code

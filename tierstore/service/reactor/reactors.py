@@ -32,9 +32,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tierstore.config import Settings
 from tierstore.engine.epochs import Epochs
 from tierstore.errors import ConfigError
-from tierstore.kernels import coldread, httphead, lookupplan, sysio
+from tierstore.kernels import coldread, httphead, lookupplan, reactor, sysio
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import reactor as kernel
+from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.tuning import take_short_turns
 from tierstore.types import Tier
@@ -378,7 +378,7 @@ class Reactors:
 
 def _serve(here: kernel.Here) -> None:
     take_short_turns()
-    kernel.serve(here)
+    reactor.serve(here)
 
 
 class Promoter(threading.Thread):
@@ -439,7 +439,7 @@ def _memory_bytes() -> int:
 
 def _register(epoll: int, fd: int, mask: int, data: int) -> None:
     """`epoll_ctl` with 64 bits of data, which the standard library does not offer."""
-    failed = kernel.watch(epoll, fd, mask, data)
+    failed = reactor.watch(epoll, fd, mask, data)
     if failed:
         raise OSError(-failed, os.strerror(-failed))
 

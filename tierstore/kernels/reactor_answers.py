@@ -1,0 +1,246 @@
+"""How a reactor answers a request: by its plan from memory, or with a job for the readers of cold rows. See `reactor.py`.
+
+Kernels for the thread of one reactor.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+
+from tierstore.kernels import coldread, httphead, lookupplan
+from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, release_i64
+from tierstore.kernels.raw import call_at, load_u64, store_u64
+from tierstore.kernels.reactor_connections import allow_to_leave, end, send_first, tell
+from tierstore.kernels.reactor_words import (
+    ANNOUNCED,
+    ANSWERED,
+    ANSWERS,
+    ANY_HOST,
+    BEGAN_NS,
+    BOUNDS,
+    BUCKETS_FROM,
+    COUNT_WORDS,
+    DATE_S,
+    DICE,
+    FOR_PYTHON,
+    HANDED,
+    HEAD_ROOM,
+    HOSTS_AT,
+    IN_AT,
+    INFER_NS,
+    INFLIGHT,
+    INPUT_NS,
+    JOB,
+    LAST_MS,
+    LOST,
+    MADE_A_JOB,
+    MODE,
+    MODELS_AT,
+    MOST_INFLIGHT,
+    NEEDED,
+    OTHER_INFLIGHT,
+    OUT_AT,
+    OUT_BASE,
+    OUT_BYTES,
+    OUTPUT_NS,
+    PIECES,
+    PLAN_SLOTS,
+    PLANS_AT,
+    REQUEST,
+    RUN,
+    SENDING,
+    SERIAL,
+    STATE,
+    SUCCESS_NS,
+    SUCCESSES,
+    TABLE_COUNT_WORDS,
+    shared_at,
+)
+from tierstore.kernels.sysio import (
+    allocate,
+    monotonic_ns,
+    release,
+    same_bytes,
+    write,
+)
+
+# --- requests
+
+
+@nb.njit
+def knows_host(me, at, size):  # type: ignore[no-untyped-def]
+    """Whether the value of Host has passed the guard before: a number, and so many times (address, bytes)."""
+    if me.shared[ANY_HOST] != 0:
+        return size > 0
+    hosts = acquire_i64(shared_at(me, HOSTS_AT))
+    for i in range(nb.int64(load_u64(hosts, 0))):
+        there = nb.int64(load_u64(hosts, 1 + 2 * i))
+        if nb.int64(load_u64(hosts, 2 + 2 * i)) == size and same_bytes(there, at, size) != 0:
+            return True
+    return False
+
+
+@nb.njit
+def roll(me):  # type: ignore[no-untyped-def]
+    """32 random bits (xorshift64, Marsaglia 2003)."""
+    x = nb.uint64(me.lines[me.number, DICE])
+    x ^= x << nb.uint64(13)
+    x ^= x >> nb.uint64(7)
+    x ^= x << nb.uint64(17)
+    me.lines[me.number, DICE] = nb.int64(x)
+    return nb.int64(x >> nb.uint64(32))
+
+
+@nb.njit
+def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-def]
+    at = me.counts + 8 * COUNT_WORDS * lookupplan.word(variant, lookupplan.COUNTS)
+    took = sent - began
+    bucket = 0
+    while bucket < BOUNDS.size and took > BOUNDS[bucket]:
+        bucket += 1
+    for which, more in (
+        (SUCCESSES, 1),
+        (SUCCESS_NS, took),
+        (INPUT_NS, planned - began),
+        (INFER_NS, ran - planned),
+        (OUTPUT_NS, sent - ran),
+        (BUCKETS_FROM + bucket, 1),
+    ):
+        store_u64(at, which, load_u64(at, which) + nb.uint64(more))
+    store_u64(at, LAST_MS, nb.uint64(me.lines[me.number, DATE_S] * 1000))
+
+
+@nb.njit
+def make_job(me, fd, variant, view, began, planned):  # type: ignore[no-untyped-def]
+    """Leave an answer that lacks rows to the readers. It is theirs once the request's bytes have their place."""
+    if me.free_jobs[0] == 0:
+        return FOR_PYTHON
+    head, data = lookupplan.word(variant, lookupplan.HEAD_BYTES), lookupplan.word(variant, lookupplan.ANSWER_BYTES)
+    keys = lookupplan.word(variant, lookupplan.KEYS)
+    block = allocate(head + data + keys)
+    if block == 0:
+        return FOR_PYTHON
+    copy_bytes(block + head, me.answer + HEAD_ROOM, data)
+    copy_bytes(block + head + data, me.states, keys)
+    add_at(shared_at(me, INFLIGHT), head + data)
+    number = me.free_jobs[me.free_jobs[0]]
+    me.free_jobs[0] -= 1
+    job = me.jobs + 8 * coldread.JOB_WORDS * number
+    found = me.found
+    for which, value in (
+        (coldread.FD, fd), (coldread.SERIAL, me.conns[fd, SERIAL]), (coldread.VARIANT, variant), (coldread.VIEW, view),
+        (coldread.BLOCK, block), (coldread.HEAD_BYTES, head), (coldread.DATA_BYTES, data),
+        (coldread.STATES, block + head + data), (coldread.REACTOR, me.number), (coldread.BEGAN_NS, began),
+        (coldread.PLANNED_NS, planned), (coldread.TAIL, found[httphead.HEAD_BYTES] + found[httphead.JSON_BYTES]),
+    ):  # fmt: skip
+        store_u64(job, which, nb.uint64(value))
+    release_i64(job + 8 * coldread.ANNOUNCED, me.lines[me.number, ANNOUNCED])  # before the reactor's own is cleared
+    me.conns[fd, JOB] = number + 1
+    return MADE_A_JOB
+
+
+@nb.njit
+def submit(me, fd):  # type: ignore[no-untyped-def]
+    """Give a connection's job to the readers. Its request stays where it is until they are done."""
+    row = me.conns[fd]
+    number = row[JOB] - 1
+    job = me.jobs + 8 * coldread.JOB_WORDS * number
+    store_u64(job, coldread.TAIL, nb.uint64(row[IN_AT] + lookupplan.word(job, coldread.TAIL)))
+    at = me.date + 64
+    store_u64(at, 0, nb.uint64(number))
+    if write(me.job_outbox, at, 8) != 8:  # there is room for all of them
+        store_u64(job, coldread.OUTCOME, nb.uint64(coldread.FOR_PYTHON))
+        take_back(me, number)
+
+
+@nb.njit
+def take_back(me, number):  # type: ignore[no-untyped-def]
+    """A job that readers are done with. Returns its connection if there is an answer to be sent, or -1."""
+    job = me.jobs + 8 * coldread.JOB_WORDS * number
+    fd, variant = lookupplan.word(job, coldread.FD), lookupplan.word(job, coldread.VARIANT)
+    row = me.conns[fd]
+    block, size = (
+        lookupplan.word(job, coldread.BLOCK),
+        lookupplan.word(job, coldread.HEAD_BYTES) + lookupplan.word(job, coldread.DATA_BYTES),
+    )
+    answered = lookupplan.word(job, coldread.OUTCOME) == coldread.DONE
+    if answered:
+        began, planned = lookupplan.word(job, coldread.BEGAN_NS), lookupplan.word(job, coldread.PLANNED_NS)
+        tail, states = lookupplan.word(job, coldread.TAIL), lookupplan.word(job, coldread.STATES)
+        lookupplan.copy_head(variant, me.date, block)
+        lookupplan.count_keys(variant, tail, states, me.table_counts, TABLE_COUNT_WORDS)
+        now = monotonic_ns()
+        count(me, variant, began, planned, now, now)
+        me.lines[me.number, ANSWERS] += 1
+    release_i64(job + 8 * coldread.ANNOUNCED, 0)
+    me.free_jobs[0] += 1
+    me.free_jobs[me.free_jobs[0]] = number
+    row[JOB] = 0
+    if not answered:
+        release(block)
+        add_at(shared_at(me, INFLIGHT), -size)
+        me.lines[me.number, HANDED] += 1
+        if row[LOST] != 0 or not tell(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
+            end(me, fd, True)
+        return -1
+    row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES], row[STATE] = block, block, size, 0, SENDING
+    if row[LOST] != 0:
+        end(me, fd, True)
+        return -1
+    allow_to_leave(me, fd, size)
+    return fd
+
+
+@nb.njit
+def answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
+    """Answer the look-up of `whole` bytes at `at`, whose head is in `found`, if a plan is known.
+
+    Returns ANSWERED; MADE_A_JOB where rows must be read, then the connection's row has its number; or else nothing was
+    done, and the request is one FOR_PYTHON.
+    """
+    found = me.found
+    head = found[httphead.HEAD_BYTES]
+    text_bytes = found[httphead.JSON_BYTES]
+    tail_bytes = found[httphead.BODY_BYTES] - text_bytes
+    if text_bytes <= 0 or tail_bytes < 0 or found[httphead.UNUSUAL] & ~httphead.ROUTED != 0 or me.shared[MODE] != RUN:
+        return FOR_PYTHON
+    timeout_ns = found[httphead.TIMEOUT_MS] * 1_000_000
+    if timeout_ns > 0 and me.conns[fd, BEGAN_NS] > 0 and began - me.conns[fd, BEGAN_NS] >= timeout_ns:
+        return FOR_PYTHON
+    if not knows_host(me, at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]):
+        return FOR_PYTHON
+    plan = lookupplan.find_plan(
+        acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
+        found[httphead.PATH_BYTES], at + head, text_bytes, tail_bytes,
+    )  # fmt: skip
+    if plan == 0:
+        return FOR_PYTHON
+    served = acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
+    if served == 0:
+        return FOR_PYTHON
+    if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
+        return FOR_PYTHON
+    variant, view = lookupplan.choose(plan, served, roll(me))
+    if variant == 0:
+        return FOR_PYTHON
+    data = lookupplan.word(variant, lookupplan.ANSWER_BYTES)
+    held = acquire_i64(shared_at(me, INFLIGHT)) + acquire_i64(shared_at(me, OTHER_INFLIGHT))
+    if held + data + whole > me.limits[MOST_INFLIGHT]:
+        return FOR_PYTHON
+    planned = monotonic_ns()
+    tail = at + head + text_bytes
+    came = call_at(me.run, variant, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
+    if came == lookupplan.COLD:
+        return make_job(me, fd, variant, view, began, planned)
+    if came != lookupplan.ANSWERED:
+        return FOR_PYTHON
+    ran = monotonic_ns()
+    store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
+    before = lookupplan.word(variant, lookupplan.HEAD_BYTES)
+    target = me.answer + HEAD_ROOM - before
+    lookupplan.copy_head(variant, me.date, target)
+    lookupplan.count_keys(variant, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
+    count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
+    me.lines[me.number, ANSWERS] += 1
+    send_first(me, fd, target, before + data)
+    return ANSWERED

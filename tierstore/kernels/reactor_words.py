@@ -1,0 +1,121 @@
+"""What reactors work with: the words of their memory, and what each may touch. See `reactor.py`.
+
+Constants, and the addresses of words for kernels. Python makes the memory and reads the counts (`service/reactor/`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
+
+# a connection's row
+FREE, READING, AWAY, SENDING = range(4)
+(
+    STATE, SERIAL, OWNER, IN_AT, IN_ROOM, IN_BYTES, NEEDED, OUT_AT, OUT_BYTES, OUT_BASE, PIECES_AT, PIECES, DEADLINE_NS,
+    FLAGS, LOST, BEGAN_NS, JOB,
+) = range(17)  # fmt: skip
+CONNECTION_WORDS = 24
+# of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
+MAY_READ, CLOSES, ENDED = 1, 2, 4
+
+# words of `shared`, a cache line each, as some are written often
+(
+    MODE, GENERATION_AT, PLANS_AT, PLAN_SLOTS, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, HOSTS_AT,
+    ANY_HOST,
+) = range(0, 12 * 8, 8)  # fmt: skip
+SHARED_WORDS = 12 * 8
+RUN, FINISH, STOP = range(3)  # of MODE: answer; answer what has begun, then close; end now
+
+# words of `limits`
+(
+    MOST_CONNECTIONS, MOST_BODY, MOST_ANSWER, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS,
+    MOST_DESCRIPTORS,
+) = range(10)  # fmt: skip
+LIMIT_WORDS = 10
+
+# words of a reactor's line in `lines`
+ANNOUNCED, LOAD, EPOLL, ANSWERS, HANDED, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(10)
+LINE_WORDS = 16
+
+# messages to Python and back: MESSAGE_WORDS int64 each, the first is kind + fd * 256
+REQUEST, CONNECTION, REFUSED, SENT = range(4)
+ANSWER, COME_BACK, DROP, WAKE = range(4)
+MESSAGE_WORDS = 4
+
+# a version's counts, int64 words; then the buckets of its latencies
+SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS = range(6)
+BUCKETS_FROM = 6
+BOUNDS_NS = (100_000, 250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000, 25_000_000, 50_000_000, 100_000_000,
+             250_000_000, 500_000_000, 1_000_000_000, 2_500_000_000, 5_000_000_000, 10_000_000_000)  # fmt: skip
+COUNT_WORDS = BUCKETS_FROM + len(BOUNDS_NS) + 1
+TABLE_COUNT_WORDS = 8  # one a tier
+
+# what comes of a request
+ANSWERED, MADE_A_JOB, FOR_PYTHON = range(3)
+
+EVENTS = 256  # of one turn
+ACCEPTED = 64  # connections of one turn
+PIPELINED = 16  # requests of one connection, before others have their turn
+JOBS = 256  # of one reactor, that readers are at or have before them
+AGAIN_WORDS = 1024  # connections that have their next turn at once
+MESSAGES = 64  # of Python, of one turn
+LISTENER, INBOX, JOB_INBOX = (k - (1 << 32) for k in range(3))  # the data of their events: no serial is so high
+BUFFER_BYTES = 1 << 17
+HEAD_ROOM = 4096  # before the answer's data
+SWEEP_NS = 1_000_000_000
+
+SERIALS = 0x7FFFFFFF
+BOUNDS = np.array(BOUNDS_NS, np.int64)
+INTEREST = READABLE | WRITABLE | HALF_CLOSED | EDGE
+
+
+class Here(NamedTuple):
+    """What one reactor works with. Addresses are of memory that Python keeps while the reactor runs."""
+
+    number: int
+    listener: int  # descriptors
+    inbox: int
+    outbox: int
+    shared: npt.NDArray[np.int64]
+    limits: npt.NDArray[np.int64]
+    lines: npt.NDArray[np.int64]  # [reactors, LINE_WORDS]
+    conns: npt.NDArray[np.int64]  # [descriptors, CONNECTION_WORDS]
+    found: npt.NDArray[np.int64]  # what a head says
+    again: npt.NDArray[np.int64]  # connections that have more to be answered
+    free_jobs: npt.NDArray[np.int64]  # how many, and which
+    job_outbox: int  # descriptors of pipes: jobs for readers, and those that they are done with
+    job_inbox: int
+    jobs: int  # addresses: of all reactors' jobs
+    run: int  # of `lookupplan.run`
+    counts: int  # of versions' counts
+    table_counts: int
+    events: int
+    messages: int
+    buffer: int  # BUFFER_BYTES of what comes
+    answer: int  # HEAD_ROOM and the largest answer, aligned
+    states: int  # a byte a key
+    scratch: int
+    date: int  # 29 bytes of today's date, and a message
+
+
+_WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
+HERE = types.NamedTuple(
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 13),
+    Here,
+)
+
+
+@nb.njit(inline="always")
+def shared_at(me, which):  # type: ignore[no-untyped-def]
+    return nb.int64(me.shared.ctypes.data) + 8 * which
+
+
+@nb.njit(inline="always")
+def line_at(me, reactor, which):  # type: ignore[no-untyped-def]
+    return nb.int64(me.lines.ctypes.data) + 8 * (reactor * LINE_WORDS + which)
