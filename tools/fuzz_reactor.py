@@ -665,21 +665,22 @@ class Side:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made, data = self._socket, b""
         sending = asyncio.ensure_future(self._send(made, exchange.packets, exchange.pause_s))
+        receiving: asyncio.Future[bytes] | None = None
         until = time.monotonic() + PATIENCE_S
         behind = b"behind-%d'" % exchange.number
         try:
             while True:
-                try:
-                    async with asyncio.timeout(QUIET_S):
-                        more = await loop.sock_recv(made, 1 << 18)
-                except TimeoutError:
+                # never cancelled while it may have taken bytes from the socket
+                receiving = receiving or asyncio.ensure_future(loop.sock_recv(made, 1 << 18))
+                await asyncio.wait((receiving,), timeout=QUIET_S)
+                if not receiving.done():
                     ahead = other is not None and (other.end == "open" or len(other.answers) != len(seen.answers))
                     if not sending.done() or ((ahead or len(seen.answers) < least) and time.monotonic() < until):
                         continue
                     seen.end = "waiting"
                     break
-                except OSError:
-                    more = b""
+                more = b"" if receiving.exception() else receiving.result()
+                receiving = None
                 data += more
                 data = _take(seen, data, ended=not more)
                 if not more:
@@ -690,8 +691,9 @@ class Side:
                     break
         finally:
             sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sending
+            if receiving is not None:
+                receiving.cancel()
+            await asyncio.wait((sending, *(() if receiving is None else (receiving,))))
         if data:
             seen.answers.append((0, (), data))
 
