@@ -1,6 +1,6 @@
 """How long a service is away when it starts again: after a clean end, and after a kill.
 
-    python -m benchmarks.restart [--rows 20_000_000] [--budget 512MiB] [--changed 1_000_000] [--warm-rate 200_000] [--json FILE]
+    python -m benchmarks.restart [--rows 5000000] [--budget 128MiB] [--changed 200000] [--warm-rate 200000] [--full] [--json FILE]
 
 A model is loaded, its cache filled, and so many keys changed by deltas. Then a process opens the data directory, serves it
 over HTTP, and looks keys up every 20 ms, changed ones among them, until the cache is warm; the clock begins when its modules are
@@ -119,7 +119,7 @@ def start(root: Path, args: argparse.Namespace, end: str) -> dict[str, Any]:
     drop_cache(root / "data")
     command = [sys.executable, "-m", "benchmarks.restart", "--child", str(root / "data"), "--end", end]
     command += ["--rows", str(args.rows), "--budget", args.budget, "--changed", str(args.changed)]
-    done = subprocess.run([*command, "--warm-rate", str(args.warm_rate)], capture_output=True, text=True, timeout=1800)
+    done = subprocess.run([*command, "--warm-rate", str(args.warm_rate)], capture_output=True, text=True, timeout=3600)
     if not done.stdout:
         raise SystemExit(done.stderr)
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -127,10 +127,11 @@ def start(root: Path, args: argparse.Namespace, end: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20_000_000)
-    parser.add_argument("--budget", default="512MiB")
-    parser.add_argument("--changed", type=int, default=1_000_000)
+    parser.add_argument("--rows", type=int, default=5_000_000)
+    parser.add_argument("--budget", default="128MiB")
+    parser.add_argument("--changed", type=int, default=200_000)
     parser.add_argument("--warm-rate", type=int, default=200_000)
+    parser.add_argument("--full", action="store_true", help="a cache of 4 GiB and a million changed keys; an hour")
     parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -138,6 +139,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.tiny:
         args.rows, args.budget, args.changed = 20_000, "1MiB", 1000
+    if args.full:
+        args.rows, args.budget, args.changed = 100_000_000, "4GiB", 1_000_000
     if args.child:
         child(args)
         return 0
