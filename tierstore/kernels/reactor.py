@@ -38,7 +38,7 @@ from tierstore.kernels import httphead
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, fence_all, relaxed_i64, release_i64
 from tierstore.kernels.httpdate import write_date_at
 from tierstore.kernels.raw import load_u32, load_u64
-from tierstore.kernels.reactor_answers import answer, submit, take_back
+from tierstore.kernels.reactor_answers import answer, drop_job, submit, take_back
 from tierstore.kernels.reactor_connections import (
     accept_new,
     allow_to_leave,
@@ -230,6 +230,8 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
             answered += 1
         left = have - at
         if (row[IN_AT] != 0 or left > 0) and not _keep(me, fd, base, at, left):
+            if row[JOB] != 0:
+                drop_job(me, fd)
             end(me, fd, True)
             return
         if row[STATE] == READING:

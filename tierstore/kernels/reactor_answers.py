@@ -244,3 +244,18 @@ def answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
     me.lines[me.number, ANSWERS] += 1
     send_first(me, fd, target, before + data)
     return ANSWERED
+
+
+@nb.njit
+def drop_job(me, fd):  # type: ignore[no-untyped-def]
+    """Take a job back that no reader was given: its request cannot be kept."""
+    row = me.conns[fd]
+    number = row[JOB] - 1
+    row[JOB] = 0
+    job = me.jobs + 8 * coldread.JOB_WORDS * number
+    size = lookupplan.word(job, coldread.HEAD_BYTES) + lookupplan.word(job, coldread.DATA_BYTES)
+    release(lookupplan.word(job, coldread.BLOCK))
+    add_at(shared_at(me, INFLIGHT), -size)
+    release_i64(job + 8 * coldread.ANNOUNCED, 0)
+    me.free_jobs[0] += 1
+    me.free_jobs[me.free_jobs[0]] = number

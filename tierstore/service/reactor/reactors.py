@@ -152,6 +152,7 @@ class Reactors:
         self._epolls: list[select.epoll] = []
         self._pipes: list[int] = []
         self._inboxes: list[int] = []
+        self._inbox_ends: list[int] = []
         self._outbox = -1
 
     # --- from start to end
@@ -167,6 +168,7 @@ class Reactors:
         for number in range(self.threads):
             inbox, far = self._pipe()
             self._inboxes.append(far)
+            self._inbox_ends.append(inbox)
             epoll = select.epoll()
             self._epolls.append(epoll)
             line = self._lines[number]
@@ -205,6 +207,8 @@ class Reactors:
         self.conns[:, kernel.STATE] = kernel.FREE
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._outbox)
+        for inbox in self._inbox_ends:
+            self._close_left(inbox)
         for epoll in self._epolls:
             epoll.close()
         for fd in self._pipes:
@@ -214,6 +218,15 @@ class Reactors:
             sent()
         self.sending.clear()
         self._workers.clear()
+
+    @staticmethod
+    def _close_left(inbox: int) -> None:
+        """Close connections that were to come back to a reactor that has ended."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(inbox, _READ_BYTES // _MESSAGE.size * _MESSAGE.size):
+                for what, *_ in _MESSAGE.iter_unpack(data):
+                    if what & 255 == kernel.COME_BACK:
+                        os.close(what >> 8)
 
     @property
     def idle(self) -> bool:
@@ -228,8 +241,13 @@ class Reactors:
     def _pipe(self) -> tuple[int, int]:
         ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._pipes += ends
-        with contextlib.suppress(OSError):  # a user may have no more of it left: then it holds fewer messages
+        with contextlib.suppress(OSError):  # a user may have no more of it left
             fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        # a connection has at most a request, an answer that has left and itself under way in one pipe
+        fit = int(fcntl.fcntl(ends[1], fcntl.F_GETPIPE_SZ)) // _MESSAGE.size // 4
+        if fit < self._limits[kernel.MOST_CONNECTIONS]:
+            logger.warning("pipes are short: %d HTTP connections may be open", fit)
+            self._limits[kernel.MOST_CONNECTIONS] = fit
         return ends
 
     def _start_readers(self) -> int:
