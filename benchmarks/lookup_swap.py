@@ -7,6 +7,9 @@ from when a request was due to the last byte of its answer.
 
 Every state has a number, which all rows that are asked for hold: an answer of two states, or of another version than it
 says, is `mixed`. `failed` are answers that are not of status 200.
+
+"waking up alone" is a process that does nothing but wake up as often: what the processors and the kernel take of the time
+of anybody.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +118,19 @@ def ask(port: int, out: Path) -> None:
     np.save(out, np.array(seen))
 
 
+def tick(out: Path) -> None:
+    """Wake up as often as somebody asks, until standard input ends; then write (due, awake) of each time."""
+    take_short_turns()
+    over, seen = threading.Event(), []
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    due = time.perf_counter()
+    while not over.is_set():
+        due += 1 / RATE
+        time.sleep(max(0.0, due - time.perf_counter()))
+        seen.append((due, time.perf_counter()))
+    np.save(out, np.array(seen))
+
+
 # --- measuring
 
 
@@ -153,23 +170,35 @@ def measure(where: Path, rows: int, quiet_s: float, rounds: int) -> dict[str, An
     with tierstore.open(data, host_budget="256MiB", load_workers=1) as store:
         store.load_snapshot(sources[0])
     with Served(data, host_budget="256MiB", source_root=where, keep_versions=2) as served:
-        command = [sys.executable, "-m", "benchmarks.lookup_swap", "--ask", str(served.port), str(where / "seen.npy")]
-        asker = subprocess.Popen(command, stdin=subprocess.PIPE)
+        command = [sys.executable, "-m", "benchmarks.lookup_swap"]
+        asker = subprocess.Popen([*command, "--ask", str(served.port), str(where / "seen.npy")], stdin=subprocess.PIPE)
+        ticker = subprocess.Popen([*command, "--tick", str(where / "ticks.npy")], stdin=subprocess.PIPE)
         time.sleep(3 + quiet_s)
         began = time.perf_counter()
         admin = Admin(served)
         change(admin, sources[1:], 120.0)
         ended = time.perf_counter()
         time.sleep(quiet_s)
-        assert asker.stdin is not None
-        asker.stdin.close()
-        asker.wait(60)
-    seen = np.load(where / "seen.npy")
+        for process in (asker, ticker):
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)
+        slow = slow_inside(served.port)
+    seen, ticks = np.load(where / "seen.npy"), np.load(where / "ticks.npy")
     seen = seen[seen[:, 0] > seen[0, 0] + 1.0]  # the first second meets cold code and rows
-    return result(seen, admin, began, ended)
+    return result(seen, ticks, admin, began, ended) | slow
 
 
-def result(seen: np.ndarray, admin: Admin, began: float, ended: float) -> dict[str, Any]:
+def slow_inside(port: int) -> dict[str, Any]:
+    """How many look-ups took longer than a millisecond by the service's own clock, from their bytes to their answer."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = re.findall(r'tierstore_request_seconds_bucket\{le="([^"]+)",outcome="ok",protocol="oip_http"\} (\S+)', text)
+    counts = {bound: float(count) for bound, count in found}
+    return {"look_ups_beyond_1_ms_by_the_services_own_clock": counts["+Inf"] - counts["0.001"]}
+
+
+def result(seen: np.ndarray, ticks: np.ndarray, admin: Admin, began: float, ended: float) -> dict[str, Any]:
     due, answered, status, mixed = seen.T
     during = (answered >= began) & (due <= ended)
 
@@ -189,6 +218,11 @@ def result(seen: np.ndarray, admin: Admin, began: float, ended: float) -> dict[s
         for a, b in of:
             which |= (answered >= a) & (due <= b)
         rows.append(row(kind, which, len(of)))
+    late = (ticks[:, 1] - ticks[:, 0]) * 1e3
+    busy = (ticks[:, 1] >= began) & (ticks[:, 0] <= ended)
+    for name, which in (("waking up alone, quiet", ~busy), ("waking up alone, all changes", busy)):
+        p50, p99, most = np.quantile(late[which], (0.5, 0.99, 1.0))
+        rows.append({"while": name, "requests": int(which.sum()), "p50_ms": p50, "p99_ms": p99, "max_ms": most})
     return {
         "headlines": [
             report.headline("look-ups that failed", "all", float((status != 200).sum()), at_most=0, unit="requests"),
@@ -211,7 +245,11 @@ def main() -> None:
     parser.add_argument("--quiet", type=float, default=12.0, help="seconds before, and after")
     parser.add_argument("--json", type=Path, default=Path("build/lookup_swap.json"))
     parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--tick", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.tick:
+        tick(Path(options.tick))
+        return
     if options.ask:
         ask(int(options.ask[0]), Path(options.ask[1]))
         return
