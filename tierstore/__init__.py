@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tierstore import onnx, torch
+    from tierstore import onnx as onnx
+    from tierstore import torch as torch
     from tierstore.client import AsyncClient, Client, RemoteModel
     from tierstore.engine.model import Model
     from tierstore.engine.store import Store
@@ -88,9 +89,7 @@ __all__ = [
     "View",
     "import_table",
     "import_tables",
-    "onnx",
     "open",
-    "torch",
 ]
 _HOMES = {
     "AsyncClient": ("tierstore.client", "AsyncClient"),

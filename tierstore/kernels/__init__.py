@@ -71,7 +71,7 @@ def _is_ours(place: Path) -> bool:
 
 def _can_write(place: Path) -> bool:
     with suppress(OSError):
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may read what root has compiled
         tempfile.TemporaryFile(dir=place).close()
         return True
     return False

@@ -15,6 +15,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,12 +49,13 @@ def compile_all(processes: int, say: Callable[[str], None] = lambda _: None) -> 
         return 0.0
     begun_s = time.monotonic()
     say(f"compiling kernels with {processes} processes: once for each version and machine, for 10 to 60 s")
-    command = [sys.executable, "-m", __name__ if __name__ != "__main__" else "tierstore.kernels.ahead"]
-    running = [
-        subprocess.Popen([*command, str(i), str(processes)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        for i in range(processes)
-    ]
+    command = [sys.executable, "-m", "tierstore.kernels.ahead"]
+    running: list[subprocess.Popen[bytes]] = []
+    ours, theirs = os.pipe()  # each ends when this does: a signal may end this process between any two lines
     try:
+        for i in range(processes):
+            share = [*command, str(i), str(processes)]
+            running.append(subprocess.Popen(share, stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
         for process in running:
             _, error = process.communicate(timeout=_LIMIT_S)
             if process.returncode:
@@ -62,6 +64,8 @@ def compile_all(processes: int, say: Callable[[str], None] = lambda _: None) -> 
         for process in running:
             process.kill()
             process.wait()
+        os.close(ours)
+        os.close(theirs)
     kernels.set_complete()
     seconds = time.monotonic() - begun_s
     say(f"kernels are compiled ({seconds:.1f} s), and kept in {kernels.directory()}")
@@ -134,5 +138,11 @@ def _needs(dispatcher: Any, needs: dict[int, int]) -> dict[int, int]:
     return needs
 
 
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     compile_share(int(sys.argv[1]), int(sys.argv[2]))
