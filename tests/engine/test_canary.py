@@ -228,7 +228,8 @@ def test_a_delta_that_does_not_fit_the_canary_is_refused_whole_and_says_why(open
     store.apply_delta(scenes.stamped(1, {"user": [1]}, base_version=1))
 
 
-def test_a_canary_ahead_of_the_log_waits_for_it_and_is_promoted_as_in_a_switch(store, tmp_path):
+def test_a_canary_ahead_of_the_log_waits_for_it_and_is_promoted_as_in_a_switch(open_store, tmp_path):
+    store = open_store(keep_versions=2)
     store.load_snapshot(scenes.write_snapshot(tmp_path, 1, stamp=1))
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2, stamp=2, delta_seq=3), activate=False)
     store.canary("ctr", 2)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine import scenes
 from tests.engine.test_store import settled
+from tierstore.kernels import overlay_index
 from tierstore.engine.overlay import OverlayTable
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, SnapshotError, TooLarge
 from tierstore.types import KeyType, StorageDtype, TableSpec
@@ -293,5 +294,5 @@ def test_four_readers_see_whole_deltas_and_nothing_stale_after_an_acknowledgemen
 def test_the_bytes_of_an_overlay_are_those_that_it_takes(keys):
     spec = TableSpec("item", KeyType.INT64, 8, StorageDtype.FLOAT16)
     table = OverlayTable(spec, np.arange(keys), np.zeros((keys, 16), np.uint8), np.zeros(keys, np.bool_))
-    parts = (table.keys, table.index, table.rows, table.deleted)
+    parts = (table.keys, overlay_index.build(table.keys), table.rows, table.deleted)
     assert table.nbytes == sum(part.nbytes for part in parts)

@@ -115,6 +115,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if first:
             self.data_received(first)
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Who has sent a whole request and ends only his side is answered still."""
+        if self.cycle is None or self.cycle.response_complete or not self._in_head or self.pipeline:
+            return None
+        self.cycle.keep_alive = False
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._unset_keepalive_if_required()
