@@ -25,6 +25,7 @@ import numpy as np
 
 import tierstore
 from benchmarks.machine import describe
+from benchmarks.ready import SETTINGS
 from benchmarks.report import headline, markdown, write
 from tierstore.client import Client
 from tierstore.config import load_settings
@@ -95,7 +96,7 @@ def serve(where: Path, rows: int, dim: int, widths: tuple[int, ...]) -> None:
     with tierstore.open(data, host_budget=budget) as store:
         store.load_snapshot(source)
     logging.disable(logging.INFO)
-    settings = load_settings(None, data=data, host_budget=budget, port=0, drain_s=0)
+    settings = load_settings(None, data=data, host_budget=budget, port=0, drain_s=0, **SETTINGS)
     run(settings, announce=lambda url, *_: print(url, flush=True))
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import tierstore
+from benchmarks.ready import SETTINGS, wait_until_warm
 
 DIM = 16
 ROWS = 50_000
@@ -83,7 +84,7 @@ class Served:
 
     def __init__(self, data: Path, **settings: object) -> None:
         environment = dict(os.environ) | {"TIERSTORE_HOST_BUDGET": "64MiB", "TIERSTORE_DRAIN_S": "0"}
-        environment |= {f"TIERSTORE_{name.upper()}": str(value) for name, value in settings.items()}
+        environment |= {f"TIERSTORE_{name.upper()}": str(value) for name, value in (SETTINGS | settings).items()}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tierstore", "serve", "--data", str(data), "--port", "0"],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
@@ -101,6 +102,7 @@ class Served:
             if found is None:
                 raise SystemExit(f"the service did not say where its gRPC listens, but: {said!r}")
             self.grpc_port = int(found[1])
+        wait_until_warm(self.port)
 
     def __enter__(self) -> Served:
         return self

@@ -28,6 +28,7 @@ import grpc
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.ready import wait_until_warm
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.service.rpc.core import GOES_ON, Core, Outcome, core_of, receive_close, receive_message, send
 from tierstore.service.rpc.messages import message
@@ -189,6 +190,7 @@ def main() -> None:
     with ExitStack() as stack:
         where = stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-"))
         pid, (http, rpc) = stack.enter_context(child(*python, "store", "--where", where, "--rows", str(rows)))
+        wait_until_warm(http)
         servers: list[Server | GrpcServer] = [Server("http", pid, http, over_http(http, checked=True))]
         servers.append(GrpcServer("grpc", pid, rpc, checked=True))
         for name in ("grpc echo", "core echo"):

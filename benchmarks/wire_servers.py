@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import tierstore
+from benchmarks.ready import SETTINGS
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.config import load_settings
 from tierstore.service.tuning import tune_allocator
@@ -66,7 +67,14 @@ def serve_store(where: Path, rows: int, shared_memory: bool, threads: int, warm:
     with tierstore.open(data, host_budget=budget) as store:
         store.load_snapshot(source)
     settings = load_settings(
-        None, data=data, host_budget=budget, port=0, drain_s=0, allow_client_shm=shared_memory, threads=threads or None
+        None,
+        data=data,
+        host_budget=budget,
+        port=0,
+        drain_s=0,
+        allow_client_shm=shared_memory,
+        threads=threads or None,
+        **SETTINGS,
     )
     logging.disable(logging.INFO)
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine import scenes
 from tests.engine.test_store import settled
-from tierstore.kernels import overlay_index
 from tierstore.engine.overlay import OverlayTable
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, SnapshotError, TooLarge
+from tierstore.kernels import overlay_index
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
 
