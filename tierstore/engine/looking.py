@@ -124,7 +124,8 @@ class BagLookup:
                 self._table.count(state[done], self._settled - rest.settled)
             state[rest.positions] = rest.lookup.state
         if self._pooled is not self._answer:
-            self._answer[:] = self._pooled
+            with np.errstate(over="ignore"):  # what is beyond float16 is infinite there
+                self._answer[:] = self._pooled
         return self._answer
 
 
