@@ -13,7 +13,7 @@ import pytest
 
 import tierstore
 from tierstore.engine.store import Store
-from tierstore.service.http import call as calling
+from tierstore.service.plane import short
 from tierstore.service.plane.known import KNOWN_REQUESTS
 from tierstore.service.server import ServerThread
 
@@ -88,7 +88,7 @@ def test_the_pool_is_for_what_is_not_in_memory_or_not_small(own: Own, pooled: li
     for _ in range(5):
         vectors(infer(http, {"item_id": keys}))
     assert not pooled
-    vectors(infer(http, {"item_id": np.ones(calling.DIRECT_KEYS + 1, np.int64)}))
+    vectors(infer(http, {"item_id": np.ones(short.DIRECT_KEYS + 1, np.int64)}))
     assert len(pooled) == 1
     document = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}]}
     assert http.post("/v2/models/ctr/infer", json=document).status_code == 200

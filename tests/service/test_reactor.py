@@ -20,9 +20,9 @@ import pytest
 import tierstore
 from tierstore.engine.store import Store
 from tierstore.kernels import reactor_words as kernel
-from tierstore.service.http import call as calling
 from tierstore.service.http.face import HttpFace
 from tierstore.service.http.infer import InferCall
+from tierstore.service.plane import short
 from tierstore.service.plane.dataplane import DataPlane
 from tierstore.service.server import ServerThread
 
@@ -231,7 +231,7 @@ def test_a_large_request_that_is_known_opens_its_view_once(ctr: Own, monkeypatch
     monkeypatch.setattr(
         DataPlane, "open", lambda self, *asked, **more: (opened.append(1), view(self, *asked, **more))[1]
     )
-    monkeypatch.setattr(calling, "DIRECT_WORK_BYTES", 1)
+    monkeypatch.setattr(short, "DIRECT_WORK_BYTES", 1)
     tensor = {"name": "item_id", "datatype": "INT64", "shape": [2], "parameters": {"binary_data_size": 16}}
     header = json.dumps({"inputs": [tensor]}).encode()
     for expected in (2, 3, 4):  # the first time it is tried on the loop

@@ -20,22 +20,16 @@ from tierstore.service.figures import Timings
 from tierstore.service.http.messages import Headers, Response, compress, decode_body, wanted_coding
 from tierstore.service.plane.dataplane import Asked, Inference
 from tierstore.service.plane.plan import Plan
+from tierstore.service.plane.short import is_short
 from tierstore.service.plane.tensors import Elements
 
 # What is tried on the loop: a fraction of a millisecond's work.
 DIRECT_BODY_BYTES = 64 << 10
 DIRECT_JSON_BYTES = 8 << 10  # elements in JSON, either way, cost far more a byte
-DIRECT_KEYS = 8192
-DIRECT_WORK_BYTES = 1 << 20  # of rows
 REQUEST_ID = b"x-request-id"  # requests of one id get one version
 
 A = TypeVar("A")  # a body, parsed
 Coming: TypeAlias = "asyncio.Future[Response]"  # an answer that a thread is at
-
-
-def is_short(plan: Plan) -> bool:
-    """Whether what it comes to is little enough for the loop."""
-    return plan.dense is None and plan.work_bytes <= DIRECT_WORK_BYTES and plan.keys <= DIRECT_KEYS
 
 
 class HttpCall(Generic[A]):

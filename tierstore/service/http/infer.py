@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tierstore.errors import InvalidInput
-from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, Coming, HttpCall, is_short
+from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, Coming, HttpCall
 from tierstore.service.http.messages import Headers, Response
 from tierstore.service.oip.codec import (
     HEADER_LENGTH,
@@ -24,6 +24,7 @@ from tierstore.service.plane.dataplane import Asked, Inference
 from tierstore.service.plane.joining import Joint, Part, joint_of
 from tierstore.service.plane.known import KNOWN_BYTES
 from tierstore.service.plane.plan import Plan, Request
+from tierstore.service.plane.short import is_short
 from tierstore.service.plane.tensors import Elements, shown
 
 _BINARY = b"application/octet-stream"

@@ -15,14 +15,13 @@ from tierstore.service.bounds.pool import Holding
 from tierstore.service.context import Service
 from tierstore.service.figures import Timings
 from tierstore.service.plane.dataplane import Asked, Inference
-from tierstore.service.plane.plan import Plan, Request
+from tierstore.service.plane.plan import Request
+from tierstore.service.plane.short import is_short
 from tierstore.service.plane.tensors import Elements
 
 # What is tried where the message was received: a fraction of a millisecond's work.
 DIRECT_BYTES = 64 << 10  # of a message
 DIRECT_META_BYTES = 8 << 10  # of it, beside raw tensors: elements one by one cost far more a byte
-DIRECT_KEYS = 8192
-DIRECT_WORK_BYTES = 1 << 20  # of rows
 
 Metadata: TypeAlias = Sequence[Any]  # of (key, value), as grpcio has them
 
@@ -95,7 +94,7 @@ class Answering:
             call = self._received()
             if call.short and self._understood(call).short and not _is_known_as_long(call):
                 inference = self._opened(call, began_ns)
-                if _is_short(inference.plan):
+                if is_short(inference.plan):
                     if self._begun(call, inference, began_ns):
                         return self._finished(call, inference)
                 else:
@@ -191,11 +190,7 @@ def answer(service: Service, receive: Receive, message: bytes, metadata: Metadat
         answering.close()
 
 
-def _is_short(plan: Plan) -> bool:
-    return plan.dense is None and plan.work_bytes <= DIRECT_WORK_BYTES and plan.keys <= DIRECT_KEYS
-
-
 def _is_known_as_long(call: RpcCall) -> bool:
     """Whether it can be told without a view that it is not short. May miss some."""
     plan = None if call.request is None else call.request.plan
-    return plan is not None and not _is_short(plan)
+    return plan is not None and not is_short(plan)

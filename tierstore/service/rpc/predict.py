@@ -11,9 +11,9 @@ from tierstore.service.bounds.pool import Holding
 from tierstore.service.context import Service
 from tierstore.service.plane.dataplane import Asked, Inference
 from tierstore.service.plane.plan import Request, View
+from tierstore.service.plane.short import DIRECT_KEYS
 from tierstore.service.plane.tensors import Elements
 from tierstore.service.rpc.calls import parsed
-from tierstore.service.rpc.lookups import DIRECT_KEYS
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of
 from tierstore.service.tfs.request import request_of, room_for
