@@ -10,7 +10,7 @@ alike; figures are medians over the rounds, ratios medians of each round's ratio
 under any look-up. CPU is the server process's own clock. The client is one thread which sends on all connections and
 then reads them all; it decodes nothing but the first answer, which it checks.
 
-Then, apart: what one connection sees, request by request (p50, p99); and rows that are not in memory, over HTTP and in
+Then, apart: what one connection sees of "http" and of "echo", request by request (p50, p99); and rows that are not in memory, over HTTP and in
 process, from the same files. For gRPC see `wire_grpc`.
 """
 
@@ -326,7 +326,7 @@ def headlines(document: dict[str, object]) -> list[dict[str, object]]:
     made += [
         headline("p99 of 64 keys, one connection", "p50", row["ratio"], at_most=3)
         for row in document["latency"]  # type: ignore[attr-defined]
-        if row["keys"] == 64
+        if row["keys"] == 64 and row["server"] == "http"
     ]
     made += [
         headline(
@@ -337,23 +337,29 @@ def headlines(document: dict[str, object]) -> list[dict[str, object]]:
     return made
 
 
-def latency(port: int, rows: int, n: int, requests: int) -> dict[str, object]:
-    """What one connection sees: µs from the request's first byte to the answer's last."""
+def latency(ports: dict[str, int], rows: int, n: int, rounds: int, requests: int) -> list[dict[str, object]]:
+    """What one connection sees of each server, in turns: µs from the request's first byte to the answer's last."""
     rng = np.random.default_rng(4)
-    frames = over_http(port, checked=True)(0, [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)])
-    space, took = memoryview(bytearray(frames[0][1])), np.empty(requests)
-    with connect(port) as link:
-        for i in range(-50, requests):
-            request, size, _ = frames[i % VARIANTS]
-            began = time.perf_counter()
-            link.sendall(request)
-            read_exactly(link, space[:size])
-            if i >= 0:
-                took[i] = time.perf_counter() - began
-    p50, p99 = np.percentile(took * 1e6, (50, 99))
-    result = {"keys": n, "p50_us": float(p50), "p99_us": float(p99), "ratio": float(p99 / p50)}
-    print("| {keys:,} | {p50_us:.0f} | {p99_us:.0f} | {ratio:.1f} |".format(**result), flush=True)
-    return result
+    batches = [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)]
+    frames = {name: over_http(port, checked=name != "echo")(0, batches) for name, port in ports.items()}
+    took: dict[str, list[float]] = {name: [] for name in ports}
+    for _ in range(rounds):
+        for name, port in ports.items():
+            space = memoryview(bytearray(frames[name][0][1]))
+            with connect(port) as link:
+                for i in range(-50, requests):
+                    request, size, _ = frames[name][i % VARIANTS]
+                    began = time.perf_counter()
+                    link.sendall(request)
+                    read_exactly(link, space[:size])
+                    if i >= 0:
+                        took[name].append(time.perf_counter() - began)
+    results: list[dict[str, object]] = []
+    for name, seconds in took.items():
+        p50, p99 = np.percentile(np.array(seconds) * 1e6, (50, 99))
+        results.append({"keys": n, "server": name, "p50_us": float(p50), "p99_us": float(p99), "ratio": p99 / p50})
+        print("| {keys:,} | {server} | {p50_us:.0f} | {p99_us:.0f} | {ratio:.1f} |".format(**results[-1]), flush=True)
+    return results
 
 
 def cold(pid: int, port: int, data: Path, rows: int, n: int, rounds: int, requests: int) -> dict[str, object]:
@@ -553,8 +559,11 @@ def main() -> None:
             "|---|---|---|---|---|---|---|---|---|---|"
         )
         results = measure(servers, rows, options.keys, rounds, requests)
-        print("\none connection, request by request:\n\n| keys | p50, µs | p99, µs | p99 / p50 |\n|---|---|---|---|")
-        seen = [latency(port, rows, n, 10 * requests) for n in options.keys]
+        print(
+            "\none connection, request by request:\n\n| keys | server | p50, µs | p99, µs | p99 / p50 |\n|---|---|---|---|---|"
+        )
+        ports = {server.name: server.port for server in servers if server.name in ("echo", "http")}
+        seen = [row for n in options.keys for row in latency(ports, rows, n, rounds, requests)]
         clients: list[dict[str, object]] = []
         if shared and importlib.util.find_spec("tritonclient") is not None:
             print("\ntritonclient, one request at a time, from keys to rows:\n")

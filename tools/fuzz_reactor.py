@@ -197,8 +197,8 @@ def _is_overtaken(few: Seen, all_of_them: Seen) -> bool:
         return True
     if few.end != "closed" or all_of_them.end != "closed":
         return False
-    last = [answer for answer in few.answers if _ends(answer)]
-    return last == [answer for answer in all_of_them.answers if _ends(answer)] and _begins_alike(few, all_of_them)
+    last = [answer[0] for answer in few.answers if _ends(answer)]
+    return last == [answer[0] for answer in all_of_them.answers if _ends(answer)] and _begins_alike(few, all_of_them)
 
 
 def _begins_alike(few: Seen, all_of_them: Seen) -> bool:
@@ -356,7 +356,8 @@ class Fuzzer:
         """Two differed: what the full server says to the same requests one by one.
 
         It reads ahead, and an answer that ends the connection overtakes those that are at work, so some may be missing
-        before it. A wish for another protocol it passes over only where a packet begins with that head; else it closes.
+        before it. Whether a head is first found too long or wrong depends on how its bytes come.
+        A wish for another protocol it passes over only where a packet begins with that head; else it closes.
         A head whose body has not come it may refuse at once.
         """
         data = b"".join(exchange.messages)

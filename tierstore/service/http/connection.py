@@ -20,6 +20,7 @@ from tierstore.service.http.messages import CONNECTION
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
+_BEGUN = re.compile(rb"(?i)\r(\n(u(p(g(r(a(de?)?)?)?)?)?)?)?\Z")
 
 
 class _JoiningTransport:
@@ -73,7 +74,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, or the trailers of whose
     chunked body do (they are read and dropped, as RFC 9110, 6.5.1, allows), which sends more than PIPELINED requests ahead,
-    or which sends nothing for as long as an idle one is kept, in the middle of a request too.
+    or which sends nothing for as long as an idle one is kept, in the middle of a request too. What comes behind a request
+    that ends its connection is dropped (RFC 9112, 9.6).
 
     `first` are bytes that came before; `back` takes the descriptor of a connection that is to go back.
     """
@@ -92,6 +94,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._served: bool | None = None
         self._lost = False
         self._head_bytes = 0
+        self._held = b""  # of a head
         self._beside_bytes = 0  # of a chunked body that came since the last of what it carries: sizes, trailers
         self._in_head = True
         self._in_request = False  # of a head some bytes may be with the parser alone
@@ -160,19 +163,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
         self._back(fd)
 
+    def _has_last(self) -> bool:
+        """Whether the request that ends the connection is here."""
+        return self.cycle is not None and not self._in_request and not self.cycle.keep_alive
+
     def data_received(self, data: bytes) -> None:
+        if self._has_last():
+            return
         # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.
         if not self._in_head:
             self._beside_bytes += len(data)
         else:
             self._head_bytes += len(data)
-            # A server may pass over a wish for another protocol (RFC 9110, 7.8), such as the one for HTTP/2 that Java's client
-            # has by default; the parser would take the body for that protocol.
-            end = data.find(b"\r\n\r\n")
-            if (wish := _UPGRADE.search(data, 0, len(data) if end < 0 else end)) is not None:
-                at = wish.start() + 2
-                data = b"x-".join((data[:at], data[at:]))
+            data = self._without_wish(data)
         super().data_received(data)
+        if self._has_last():
+            return
         if not self.transport.is_closing():
             if self._in_head:
                 if self._head_bytes > HEAD_BYTES:
@@ -182,8 +188,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
             self._be_patient()  # of a request that has begun to arrive the next bytes are waited for no longer
 
+    def _without_wish(self, data: bytes) -> bytes:
+        """Bytes of a head without its wish for another protocol, such as the one for HTTP/2 that Java's client has by default.
+
+        A server may pass over it (RFC 9110, 7.8); the parser would take the body for that protocol. What may be the
+        beginning of a wish stays here until more comes.
+        """
+        data, self._held = self._held + data, b""
+        end = data.find(b"\r\n\r\n")
+        if (wish := _UPGRADE.search(data, 0, len(data) if end < 0 else end)) is not None:
+            at = wish.start() + 2
+            data = b"x-".join((data[:at], data[at:]))
+        elif end < 0 and (begun := _BEGUN.search(data)) is not None:
+            data, self._held = data[: begun.start()], begun[0]
+        return data
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._has_last():
+            super().send_400_response(msg)
+
     def _unsupported_upgrade_warning(self) -> None:
-        """A wish for another protocol that came in pieces: the body would be taken for the next request."""
+        """A wish for another protocol behind another request: the body would be taken for the next one."""
         self.transport.close()
 
     def _be_patient(self) -> None:
@@ -198,6 +223,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
+        if self._has_last():
+            raise BufferError("the request before ends the connection")
         if len(self.pipeline) >= PIPELINED:
             self.transport.abort()
             raise BufferError(f"more than {PIPELINED} requests were sent ahead of their answers")
