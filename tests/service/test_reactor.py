@@ -282,6 +282,24 @@ def test_a_wish_for_another_protocol_is_passed_over(ctr: Own) -> None:
             assert answer(made) == expected, cut
 
 
+def test_requests_may_be_cut_anywhere(ctr: Own) -> None:
+    """Behind the body of another one too, on a connection that the reactors do not read."""
+    _, server, _ = ctr
+    odd = request(OIP, KEYS[OIP]).replace(b"\r\n", b"\r\nX-Unheard-Of: 1\r\n", 1)
+    live = request("/v2/health/live")
+    with connection(server) as made:
+        made.sendall(odd)
+        expected = answer(made)
+    for cut in range(len(live) - 5, len(live)):
+        with connection(server) as made:
+            made.sendall(odd[:-3])
+            time.sleep(0.005)
+            made.sendall(odd[-3:] + live[:cut])
+            assert answer(made) == expected
+            made.sendall(live[cut:])
+            assert answer(made)[0].startswith(b"HTTP/1.1 200"), cut
+
+
 def test_what_comes_behind_a_request_that_ends_its_connection_is_dropped(ctr: Own) -> None:
     _, server, _ = ctr
     head, _, body = request(OIP, KEYS[OIP]).partition(b"\r\n\r\n")

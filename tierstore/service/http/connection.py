@@ -20,7 +20,7 @@ from tierstore.service.http.messages import CONNECTION
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
-_BEGUN = re.compile(rb"(?i)\r(\n(u(p(g(r(a(de?)?)?)?)?)?)?)?\Z")
+_BEGUN = re.compile(rb"(?i)\r\nu(p(g(r(a(de?)?)?)?)?)?\Z")
 
 
 class _JoiningTransport:
@@ -94,7 +94,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._served: bool | None = None
         self._lost = False
         self._head_bytes = 0
-        self._held = b""  # of a head
+        self._held = b""  # of a head: it may begin a wish for another protocol
+        self._before = b""  # the last bytes that the parser has
         self._beside_bytes = 0  # of a chunked body that came since the last of what it carries: sizes, trailers
         self._in_head = True
         self._in_request = False  # of a head some bytes may be with the parser alone
@@ -176,6 +177,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._head_bytes += len(data)
             data = self._without_wish(data)
+        self._before = (self._before + data[-3:])[-3:]
         super().data_received(data)
         if self._has_last():
             return
@@ -194,13 +196,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         A server may pass over it (RFC 9110, 7.8); the parser would take the body for that protocol. What may be the
         beginning of a wish stays here until more comes.
         """
-        data, self._held = self._held + data, b""
-        end = data.find(b"\r\n\r\n")
-        if (wish := _UPGRADE.search(data, 0, len(data) if end < 0 else end)) is not None:
-            at = wish.start() + 2
-            data = b"x-".join((data[:at], data[at:]))
-        elif end < 0 and (begun := _BEGUN.search(data)) is not None:
-            data, self._held = data[: begun.start()], begun[0]
+        before, data, self._held = self._before, self._held + data, b""
+        text = before + data
+        end = text.find(b"\r\n\r\n")
+        if (wish := _UPGRADE.search(text, 0, len(text) if end < 0 else end)) is not None:
+            if (at := wish.start() + 2 - len(before)) >= 0:
+                data = b"x-".join((data[:at], data[at:]))
+        elif end < 0 and (begun := _BEGUN.search(text)) is not None and (at := begun.start() + 2 - len(before)) >= 0:
+            data, self._held = data[:at], data[at:]
         return data
 
     def send_400_response(self, msg: str) -> None:
