@@ -23,7 +23,8 @@ def digest(text: str) -> int:
 def family(count: int, salt: str = "a") -> list[str]:
     """`count` strings (at most 26) of 576 bytes that all have one hash, which `salt`, a letter, decides."""
     texts = [
-        (salt * 56 + chr(97 + i) + "kk\xc1:&L" + "k" * 440 + chr(122 - i) + "kkk\u0374Y1" + "k" * 64) for i in range(count)
+        (salt * 56 + chr(97 + i) + "kk\xc1:&L" + "k" * 440 + chr(122 - i) + "kkk\u0374Y1" + "k" * 64)
+        for i in range(count)
     ]
     assert len({digest(text) for text in texts}) == 1
     return texts

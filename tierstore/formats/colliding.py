@@ -22,6 +22,7 @@ from tierstore.kernels.xxh3 import hash_strings
 from tierstore.types import Keys
 
 RECORD = "colliding_keys"
+_FEW = 16  # up to which comparing with each is faster than searching
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 
 
@@ -45,7 +46,7 @@ class CollidingKeys:
 
     def codes_of(self, strings: pa.Array, hashes: Keys) -> Keys:
         """Codes of any keys of the table: large_string[n] without nulls, and their hashes int64[n], which are not changed."""
-        at = np.flatnonzero(np.isin(hashes, self._hashes))
+        at = _where(hashes, self._hashes)
         if not at.size:
             return hashes
         place, known = self._find(strings.take(pa.array(at)))
@@ -65,7 +66,7 @@ class CollidingKeys:
         twice = hashes[1:][hashes[1:] == hashes[:-1]]
         if not twice.size and not len(self):
             return hashes, self
-        at = np.flatnonzero(np.isin(hashes, np.concatenate([self._hashes, self._codes, twice])))
+        at = _where(hashes, np.unique(np.concatenate([self._hashes, self._codes, twice])))
         if not at.size:
             return hashes, self
         strings = strings_at(at)
@@ -83,9 +84,8 @@ class CollidingKeys:
 
     def _find(self, strings: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """(which of these keys each string is, whether it is one)."""
-        place = pc.index_in(strings, value_set=self._strings)
-        known = place.is_valid().to_numpy(zero_copy_only=False)
-        return pc.fill_null(place, 0).to_numpy(zero_copy_only=False), known
+        place = pc.index_in(strings, value_set=self._strings).fill_null(-1).to_numpy()
+        return place, place >= 0
 
 
 def free_code(near: int, is_taken: Callable[[int], bool], low: int = _LOWEST, high: int = _HIGHEST) -> int:
@@ -123,6 +123,17 @@ def from_record(value: bytes | None) -> dict[str, CollidingKeys]:
         }
     except (AttributeError, TypeError, OverflowError, ValueError) as error:
         raise ValueError(f"its record {RECORD!r} makes no sense: {error}") from error
+
+
+def _where(hashes: Keys, ascending: Keys) -> npt.NDArray[np.int64]:
+    """The positions of hashes that are one of some, which are few: mostly two or three, so that every step counts."""
+    if len(ascending) > _FEW:
+        at = np.minimum(np.searchsorted(ascending, hashes), len(ascending) - 1)
+        return np.flatnonzero(ascending[at] == hashes)
+    one_of_them = np.zeros(len(hashes), np.bool_)
+    for each in ascending:
+        one_of_them |= hashes == each
+    return np.flatnonzero(one_of_them)
 
 
 def _is_in(ascending: Keys, code: int) -> bool:

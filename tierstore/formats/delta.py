@@ -59,7 +59,7 @@ class DeltaTable:
     vectors: Vectors
     deleted: npt.NDArray[np.bool_]
     dim: int | None
-    given: tuple[pa.Array, npt.NDArray[np.int64]] | None = None  # of string keys, those that came and which of them they are
+    given: tuple[pa.Array, npt.NDArray[np.int64]] | None = None  # of string keys: what came, and which of it these are
 
     def strings_at(self, positions: npt.NDArray[np.int64]) -> pa.Array:
         """large_string: the keys at some positions of a table with string keys."""

@@ -98,7 +98,9 @@ def set_apart(
         if (first := found.setdefault(each.key, each)) is not each:
             raise given_twice(first, each)
     if len(codes) > _MOST:
-        raise SnapshotError(f"table {spec.name}: {len(codes)} hashes or more are shared by several keys, which is no accident")
+        raise SnapshotError(
+            f"table {spec.name}: {len(codes)} hashes or more are shared by several keys, which is no accident"
+        )
     held = [run_keys(path, rows) for path, rows in runs]
     taken: set[int] = set()
 
@@ -116,7 +118,7 @@ def set_apart(
         taken.add(code)
         entries.append((each.key, code))
     order = sorted(range(len(entries)), key=lambda i: entries[i][1])
-    vectors = np.stack([each.vector for each in found.values() if each.vector is not None])
+    vectors = np.stack([np.asarray(each.vector, np.float32) for each in found.values()])
     with RunWriter(out, len(entries), spec.row_bytes) as run:
         run.add(np.array([entries[i][1] for i in order], np.int64), encode(vectors[order], spec.dtype))
     return (out, len(entries)), entries
@@ -124,12 +126,14 @@ def set_apart(
 
 def duplicate(snapshot: Snapshot, spec: TableSpec, code: int) -> SnapshotError:
     """The error for a number that is a key twice. Reads the shards again."""
-    first = None
+    first: Occurrence | None = None
     for each in occurrences(snapshot, spec, np.array([code])):
         if first is not None:
             return given_twice(first, each)
         first = each
-    return SnapshotError(f"table {spec.name}: the shards changed while they were read", file=first and first.file)
+    return SnapshotError(
+        f"table {spec.name}: the shards changed while they were read", file=None if first is None else first.file
+    )
 
 
 def given_twice(first: Occurrence, again: Occurrence) -> SnapshotError:
