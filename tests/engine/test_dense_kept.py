@@ -274,13 +274,13 @@ def test_folds_that_fail_leave_one_dense_part_on_its_way_at_most(open_store, tmp
         raise StorageError("injected failure")
 
     overlay = encode_delta(
-        read_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0))), version.specs, for_this_version=True
+        read_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0))), version.specs, {}, for_this_version=True
     )
     with monkeypatch.context() as patch:
         patch.setattr("tierstore.tiers.sealed.SealedTier.ingest", refuse)
         for seq in range(1, 4):
             if seq > 1:
-                overlay = overlay.merged(encode_delta(read_delta(rows(seq)), version.specs, for_this_version=True))
+                overlay = overlay.merged(encode_delta(read_delta(rows(seq)), version.specs, {}, for_this_version=True))
             with pytest.raises(StorageError, match="injected"):
                 version.fold(overlay)
     on_its_way = [path.name for path in (tmp_path / "data/models/ctr/1").glob("dense-*")]

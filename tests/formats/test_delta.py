@@ -14,9 +14,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.collisions import digest, pair
 from tests.formats.disks import FailingDisk
 from tierstore.errors import DeltaError, InvalidInput, StorageError
-from tierstore.formats import delta as delta_module
 from tierstore.formats import files
 from tierstore.formats.delta import DeltaTable, read_delta
 from tierstore.formats.delta_writer import DeltaWriter
@@ -253,18 +253,17 @@ def test_metadata_that_is_not_utf8_is_refused() -> None:
         read_delta(data)
 
 
-def test_two_strings_with_one_hash_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No such pair of short strings is known for XXH3-64, so the hash is made worse."""
-    real = delta_module.key_column
-
-    def worse(array: pa.Array, key_type: KeyType) -> Any:
-        codes, strings = real(array, key_type)
-        return codes % 7, strings
-
-    monkeypatch.setattr(delta_module, "key_column", worse)
-    names = [f"user-{i}" for i in range(8)]
-    with pytest.raises(DeltaError, match=r"table 'user': keys 'user-[0-7]' and 'user-[0-7]' have one XXH3-64 hash"):
-        read_delta(stream([("user", rows(names, [[1.0]] * 8))]))
+def test_of_two_strings_with_one_hash_the_last_rows_of_both_are_there() -> None:
+    (a, b), (other, _) = pair(0), pair(1)
+    names = [a, other, b, a, b, other, a]
+    given = [[1.0], [2.0], [3.0], None, [5.0], None, [7.0]]
+    table = read_delta(stream([("user", rows(names[:4], given[:4])), ("user", rows(names[4:], given[4:]))])).tables[
+        "user"
+    ]
+    assert table.keys.tolist() == sorted([digest(a), digest(b), digest(other)])
+    names = table.strings_at(np.arange(3)).to_pylist()
+    assert dict(zip(names, table.deleted.tolist(), strict=True)) == {a: False, b: False, other: True}
+    assert dict(zip(names, table.vectors[:, 0].tolist(), strict=True)) == {a: 7.0, b: 5.0, other: 0.0}
     assert len(read_delta(stream([("user", rows(["a", "a"], [[1.0], [2.0]]))])).tables["user"].keys) == 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from tierstore.ingest.runs import Run, RunWriter, merged, quantiles, run_keys
 from tierstore.ingest.tasks import JoinRuns, Merged, MergeRuns, SortShards, join_runs, merge_runs, sort_shards
 from tierstore.ingest.worker import _describe
 from tierstore.kernels.digest import digest_rows
+from tierstore.tiers.sealed_file import open_sealed, read_blocks
 from tierstore.types import BaseKind, Keys
 
 
@@ -149,21 +152,85 @@ def test_a_merge_holds_one_step_however_many_and_long_its_runs_are(tmp_path: Pat
     assert len(steps) < 40 * len(everything) // 5_000
 
 
-def merge_all(snapshot: FakeSnapshot, directory: Path, base: BaseKind = "rocksdb") -> None:
+def merge_all(snapshot: FakeSnapshot, directory: Path, base: BaseKind = "rocksdb") -> Merged:
     shards = list(range(len(snapshot.manifest.tables[0].shards)))
     runs = sort_shards(snapshot, SortShards("t", shards, str(directory / "r"), 64, 1024), silent).runs
-    merge(snapshot, directory, runs, base=base)
+    return merge(snapshot, directory, runs, base=base)
+
+
+def keys_and_rows(path: Path, xxh3: str) -> dict[int, float]:
+    """Each code in a sealed file, with the first number of its row."""
+    opened = open_sealed(path, xxh3=xxh3, size=path.stat().st_size)
+    try:
+        keys, rows = read_blocks(opened, 0, len(opened.fences), None)
+    finally:
+        os.close(opened.fd)
+    return dict(zip(keys.tolist(), rows.view(np.float32)[:, 0].tolist(), strict=True))
+
+
+_weak = st.lists(
+    st.tuples(st.integers(-20, 20), st.text("abc", max_size=3)), min_size=1, max_size=40, unique_by=lambda key: key[1]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    keys=_weak,
+    cut=st.integers(0, 40),
+    run_rows=st.integers(1, 20),
+    ranges=st.integers(1, 3),
+    step_bytes=st.integers(1, 400),
+)
+def test_every_string_gets_a_code_of_its_own_however_weak_the_hash(
+    tmp_path_factory: pytest.TempPathFactory,
+    keys: list[tuple[int, str]],
+    cut: int,
+    run_rows: int,
+    ranges: int,
+    step_bytes: int,
+) -> None:
+    """The hash is given, and far apart (the real one leaves as much room): each row must be where its string says."""
+    directory = tmp_path_factory.mktemp("runs")
+    keys = [(code << 40, text) for code, text in keys]
+    told: list[int] = []
+    snapshot = FakeSnapshot.of(directory, [keys[:cut], keys[cut:]], key="string")
+    runs = sort_shards(snapshot, SortShards("t", [0, 1], str(directory / "r"), run_rows * 16, 1024), silent).runs
+    listed = directory / "runs.json"
+    listed.write_text(json.dumps(runs))
+    found: dict[int, float] = {}
+    apart: dict[str, int] = {}
+    for low, high in pairwise([None, *quantiles(runs, 8, ranges), None]):
+        out = directory / f"out-{low}"
+        task = MergeRuns("t", 1, str(listed), low, high, str(out), "sealed", step_bytes)
+        result = merge_runs(snapshot, task, told.append)
+        apart |= dict(result.colliding)
+        if result.xxh3 is not None:
+            here = keys_and_rows(out, result.xxh3)
+            assert len(here) == result.rows
+            assert all((low is None or low <= code) and (high is None or code < high) for code in here)
+            found |= here
+    shared = {code for code, texts in Counter(code for code, _ in keys).items() if texts > 1}
+    assert apart.keys() == {text for code, text in keys if code in shared}
+    assert not shared & found.keys()
+    assert found == {apart.get(text, code): float(np.float32(code)) for code, text in keys}
+    assert sum(told) == len(keys)
+    assert not list(directory.glob("*.colliding"))
 
 
 @pytest.mark.parametrize("base", ["rocksdb", "sealed"])
-def test_two_strings_of_one_hash_are_refused_naming_both(tmp_path: Path, base: BaseKind) -> None:
-    shards = [[(1, "a"), (2, "b"), (3, "c"), (4, "d")], [(5, "e"), (6, "f"), (7, "g"), (8, "h"), (2, "z")]]
-    with pytest.raises(SnapshotError) as failure:
-        merge_all(FakeSnapshot.of(tmp_path, shards, key="string"), tmp_path, base)
-    assert (failure.value.file, failure.value.row) == ("part-1.arrow", 4)
-    assert (
-        failure.value.reason == "keys 'z' and 'b' (part-0.arrow, row 1) have the same 64-bit hash: rename one of them"
-    )
+def test_a_code_is_taken_that_no_run_has(tmp_path: Path, base: BaseKind) -> None:
+    shards = [[(1, "a"), (2, "b"), (3, "c"), (4, "d")], [(5, "e"), (6, "f"), (7, "g"), (9, "h"), (2, "z")]]
+    result = merge_all(FakeSnapshot.of(tmp_path, shards, key="string"), tmp_path, base)
+    assert (result.rows, result.colliding) == (9, [("b", 8), ("z", 10)])
+
+
+def test_more_shared_hashes_than_any_accident_makes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstore.ingest.colliding._MOST", 3)
+    shards = [[(code, f"{code}-{which}") for code in range(0, 50, 10) for which in range(2)]]
+    with pytest.raises(SnapshotError, match="4 hashes or more are shared by several keys"):
+        merge_all(FakeSnapshot.of(tmp_path, shards, key="string"), tmp_path)
     assert not (tmp_path / "out-None").exists()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tierstore.engine.model import Model
 from tierstore.engine.switching import Shared
-from tierstore.engine.version import VersionInfo, watermark_record, write_record
+from tierstore.engine.version import VersionInfo, first_records, write_record
 from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import REQUEST_SUFFIX, VersionDirectory
@@ -65,7 +65,7 @@ def load(
             cancelled=cancelled,
         ) as bulk:
             build = bulk.build()
-            bulk.ingest(build, where.db, watermark_record(manifest.delta_seq))
+            bulk.ingest(build, where.db, first_records(manifest, build))
             bulk.read_back(where.db)
         _keep_the_rest(snapshot, where)
         files.remove_tree(where.build)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierstore.errors import DeltaError
+from tierstore.formats.colliding import NONE, CollidingKeys
 from tierstore.formats.delta import Delta, DeltaTable
 from tierstore.kernels import codec, overlay_index
 from tierstore.predict.session import DenseSession
@@ -49,13 +50,17 @@ class OverlayTable:
 
 @dataclass(slots=True, eq=False)
 class Overlay:
-    """The deltas `lo` … `hi`, visible and not folded yet. `born_s` is on the monotonic clock."""
+    """The deltas `lo` … `hi`, visible and not folded yet. `born_s` is on the monotonic clock.
+
+    `colliding`: of the tables in which they brought more of these keys, all that there are then.
+    """
 
     lo: int
     hi: int
     tables: Mapping[str, OverlayTable]
     dense: bytes | None = field(default=None, repr=False)
     predictor: DenseSession | None = None  # of `dense`; None where it cannot be served here
+    colliding: Mapping[str, CollidingKeys] = field(default_factory=dict)
     passed_over: str | None = None  # of catch-ups alone: the newest dense part that does not fit the version, and why
     born_s: float = field(default_factory=time.monotonic)
 
@@ -69,7 +74,8 @@ class Overlay:
         for name, table in newer.tables.items():
             tables[name] = tables[name].merged(table) if name in tables else table
         of = newer if newer.dense is not None else self
-        return Overlay(self.lo, newer.hi, tables, of.dense, of.predictor, born_s=self.born_s)
+        colliding = {**self.colliding, **newer.colliding}
+        return Overlay(self.lo, newer.hi, tables, of.dense, of.predictor, colliding, born_s=self.born_s)
 
 
 def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None) -> tuple[Overlay, ...]:
@@ -84,18 +90,35 @@ def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None
     return (new, *rest)
 
 
-def encode_delta(delta: Delta, specs: Mapping[str, TableSpec], *, for_this_version: bool) -> Overlay:
+def encode_delta(
+    delta: Delta, specs: Mapping[str, TableSpec], colliding: Mapping[str, CollidingKeys], *, for_this_version: bool
+) -> Overlay:
     """Turn a delta into an overlay in the storage dtypes of `specs`, or raise DeltaError naming table and row.
 
+    `colliding` are the keys that collide in the version, table by table, with all deltas before this one.
     A delta that is for another version becomes an empty overlay, which moves the watermark on.
     """
     if not for_this_version:
         return Overlay(delta.seq, delta.seq, {})
-    tables = {name: _encode_table(delta.seq, name, table, specs) for name, table in delta.tables.items()}
-    return Overlay(delta.seq, delta.seq, {name: t for name, t in tables.items() if len(t.keys)}, delta.dense)
+    tables: dict[str, OverlayTable] = {}
+    more: dict[str, CollidingKeys] = {}
+    for name, table in delta.tables.items():
+        spec, rows = _encode_rows(delta.seq, name, table, specs)
+        keys, deleted = table.keys, table.deleted
+        if table.given is not None:
+            known = colliding.get(name, NONE)
+            keys, now = known.changed(keys, table.strings_at)
+            if now is not known:
+                more[name] = now
+            if keys is not table.keys:
+                order = np.argsort(keys)
+                keys, rows, deleted = keys[order], rows[order], deleted[order]
+        if len(keys):
+            tables[name] = OverlayTable(spec, keys, rows, deleted)
+    return Overlay(delta.seq, delta.seq, tables, delta.dense, colliding=more)
 
 
-def _encode_table(seq: int, name: str, table: DeltaTable, specs: Mapping[str, TableSpec]) -> OverlayTable:
+def _encode_rows(seq: int, name: str, table: DeltaTable, specs: Mapping[str, TableSpec]) -> tuple[TableSpec, Rows]:
     spec = specs.get(name)
     if spec is None:
         raise DeltaError(
@@ -104,12 +127,11 @@ def _encode_table(seq: int, name: str, table: DeltaTable, specs: Mapping[str, Ta
     if table.key != spec.key:
         raise DeltaError(f"delta {seq}: table {name!r} has {spec.key.value} keys, the delta brings {table.key.value}")
     if table.dim is None:  # deletions only
-        return OverlayTable(spec, table.keys, np.zeros((len(table.keys), spec.row_bytes), np.uint8), table.deleted)
+        return spec, np.zeros((len(table.keys), spec.row_bytes), np.uint8)
     if table.dim != spec.dim:
         raise DeltaError(f"delta {seq}: table {name!r} has vectors of {spec.dim} numbers, the delta brings {table.dim}")
     try:
-        rows = codec.encode(table.vectors, spec.dtype)
+        return spec, codec.encode(table.vectors, spec.dtype)
     except codec.BadRow as error:
         key = table.keys[error.row]
         raise DeltaError(f"delta {seq}: table {name!r}, key {key}: {error.reason}") from error
-    return OverlayTable(spec, table.keys, rows, table.deleted)

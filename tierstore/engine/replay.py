@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tierstore.engine.deltalog import DeltaLog
 from tierstore.engine.dense import DenseParts
@@ -15,6 +15,7 @@ from tierstore.engine.overlay import Overlay, encode_delta, stack
 from tierstore.engine.version import Version
 from tierstore.engine.view import View
 from tierstore.errors import DeltaError, TooLarge
+from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.delta import Delta, read_delta
 from tierstore.tiers.background import hand_over, hurrying
 from tierstore.types import Progress, ProgressFn
@@ -77,12 +78,14 @@ def _gather(
 ) -> tuple[Overlay, list[tuple[Delta, bytes]]]:
     """The deltas above `held`, up to `last` or until they have `limit` bytes, as one; dense parts apart."""
     overlays: tuple[Overlay, ...] = ()
+    colliding = dict(version.colliding)
     brought: list[tuple[Delta, bytes]] = []
     while held < last and _bytes(overlays, brought) < limit:
         held += 1
         hand_over()
         delta = read_delta(deltas.read(held))
-        new = _overlay(version, delta, lenient)
+        new = _overlay(version, delta, colliding, lenient)
+        colliding |= new.colliding
         if new.dense is not None:
             brought.append((delta, new.dense))
             new.dense = None
@@ -124,9 +127,10 @@ def _bring_dense(
         return
 
 
-def _overlay(version: Version, delta: Delta, lenient: bool) -> Overlay:
+def _overlay(version: Version, delta: Delta, colliding: Mapping[str, CollidingKeys], lenient: bool) -> Overlay:
     try:
-        return encode_delta(delta, version.specs, for_this_version=delta.base_version in (None, version.number))
+        for_it = delta.base_version in (None, version.number)
+        return encode_delta(delta, version.specs, colliding, for_this_version=for_it)
     except DeltaError:
         if not lenient:
             raise

@@ -92,7 +92,7 @@ class Serving:
             base = delta.base_version
             if base is not None and served.numbered(base) is None and (specs := specs_of(base)) is not None:
                 # that version would choke on it at catch-up, when it is too late to refuse it
-                encode_delta(delta, specs, for_this_version=True)
+                encode_delta(delta, specs, {}, for_this_version=True)
                 if delta.dense is not None:
                     dense.check(delta.seq, delta.dense, base)
             for view, overlay in zip(views, new, strict=True):
@@ -132,7 +132,8 @@ class Serving:
 
     def _encode(self, delta: Delta, view: View, served: Served) -> Overlay:
         with _naming_the_canary(view, served):
-            return encode_delta(delta, view.holder.specs, for_this_version=delta.base_version in (None, view.version))
+            for_it = delta.base_version in (None, view.version)
+            return encode_delta(delta, view.holder.specs, view.colliding, for_this_version=for_it)
 
     def _session(self, delta: Delta, view: View, served: Served, dense: DenseParts) -> DenseSession | None:
         assert delta.dense is not None

@@ -48,13 +48,13 @@ def _document(model: Model, served: Served) -> dict[str, Any]:
             "dense": model.dense.counts.as_dict()
             | {"buffer_bytes": 0 if view.predictor is None else view.predictor.buffer_bytes},
             "disk": version.disk.stats(),
-            "tables": version.status(),
+            "tables": version.status(view.colliding),
         }
     return document
 
 
 def _canary(view: View, share: float) -> dict[str, Any]:
-    tables = view.holder.status()
+    tables = view.holder.status(view.colliding)
     return {
         "version": view.version,
         "share": share,
@@ -64,7 +64,7 @@ def _canary(view: View, share: float) -> dict[str, Any]:
         "overlay_bytes": sum(overlay.nbytes for overlay in view.overlays),
         # look-ups are counted over all versions of the model, so they are not repeated here
         "tables": {
-            name: {key: entry[key] for key in ("rows", "tier_bytes", "tier_budget_bytes")}
+            name: {key: entry[key] for key in ("rows", "colliding_keys", "tier_bytes", "tier_budget_bytes")}
             for name, entry in tables.items()
         },
     }

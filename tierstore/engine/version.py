@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from tierstore.engine.hot_keys import load_keys, save_keys
 from tierstore.engine.overlay import Overlay
 from tierstore.engine.table import LookupCounts, Table
 from tierstore.errors import Closed, Corruption
-from tierstore.formats import files
+from tierstore.formats import colliding, files
+from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.names import VersionDirectory
@@ -49,6 +50,12 @@ _NONE = np.empty(0, np.int64)
 def watermark_record(seq: int) -> dict[str, bytes]:
     """The store's own record by which a version knows its watermark."""
     return {WATERMARK: str(seq).encode()}
+
+
+def first_records(manifest: Manifest, build: BaseBuild) -> dict[str, bytes]:
+    """The store's own records of a version as it is loaded."""
+    tables = {name: CollidingKeys(table.colliding) for name, table in build.tables.items()}
+    return watermark_record(manifest.delta_seq) | colliding.to_record(tables)
 
 
 def default_vector(spec: TableSpec, mean: np.ndarray) -> np.ndarray:
@@ -135,6 +142,7 @@ class VersionInfo:
         self.specs: dict[str, TableSpec] = self.manifest.table_specs()
         self.features: dict[str, FeatureSpec] = self.manifest.feature_specs()
         self.watermark = self.manifest.delta_seq  # the owner moves it on
+        self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced whole
         self.has_dense = where.dense.exists()
         self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
@@ -147,6 +155,12 @@ class VersionInfo:
             raise Corruption(
                 f"version {self.number}: {self.where.db} has no watermark; drop the version and load its snapshot again"
             )
+        try:
+            self.colliding = colliding.from_record(disk.record(colliding.RECORD))
+        except ValueError as error:
+            raise Corruption(
+                f"version {self.number}: {self.where.db}: {error}; drop the version and load its snapshot again"
+            ) from error
         self.watermark = watermark
         self.passed_over = settle_dense(self.where, disk)
         self.has_dense = self.where.dense.exists()
@@ -222,6 +236,11 @@ class Version:
         except BaseException:
             disk.close()
             raise
+
+    @property
+    def colliding(self) -> Mapping[str, CollidingKeys]:
+        """The keys that collide as of the watermark, by table, where there are some."""
+        return self.info.colliding
 
     # host tier
 
@@ -317,6 +336,9 @@ class Version:
         if overlay.dense is not None:
             settle_dense(self.info.where, self.disk)  # a fold that failed may have had another name
         records = watermark_record(overlay.hi) | dense_to_come(self.info.where, overlay)
+        now_colliding = {**self.colliding, **overlay.colliding}
+        if overlay.colliding:
+            records |= colliding.to_record(now_colliding)
         files.make_dir(self.info.where.build)
         parts = sorted((self.tables[name].table_id, name) for name in overlay.tables)
         sst = write_sst(
@@ -331,6 +353,7 @@ class Version:
         except BaseException:
             sst.path.unlink(missing_ok=True)  # the next try may have another name
             raise
+        self.info.colliding = now_colliding
         if overlay.dense is not None:
             files.rename(self.info.where.dense_to_come(overlay.hi), self.info.where.dense)
             self.info.has_dense = True
@@ -366,8 +389,8 @@ class Version:
         self.predictor = None
         self.drop_caches()
 
-    def status(self) -> dict[str, Any]:
-        """Per table: rows as loaded, where keys were answered, bytes a tier holds and may hold."""
+    def status(self, colliding: Mapping[str, CollidingKeys]) -> dict[str, Any]:
+        """Per table: rows as loaded, keys that collide, where keys were answered, bytes a tier holds and may hold."""
         tables = {}
         on_disk = self.disk.bytes_on_disk()
         all_rows = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
@@ -378,6 +401,7 @@ class Version:
                 "dim": table.spec.dim,
                 "dtype": table.spec.dtype.value,
                 "rows": table.rows,
+                "colliding_keys": len(colliding.get(name, ())),
                 "lookup_keys": table.counts.as_dict(),
                 "tier_bytes": {
                     "device": device.bytes_in_use if device else 0,

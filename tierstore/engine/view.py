@@ -18,12 +18,13 @@ from tierstore.engine.predicting import predict
 from tierstore.engine.table import Table
 from tierstore.engine.version import Version
 from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
+from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.keys import as_codes
 from tierstore.kernels.pool import check_offsets
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device_lookup import Bags
-from tierstore.types import Combiner, FeatureSpec, TableSpec, Tier, Vectors
+from tierstore.types import Combiner, FeatureSpec, KeyType, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
 _ANSWER_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
@@ -34,11 +35,18 @@ _STATE = np.dtype(np.uint8)
 class View:
     """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
 
-    __slots__ = ("_by_table", "_version", "overlays", "predictor", "readers", "seq")
+    __slots__ = ("_by_table", "_padding", "_version", "colliding", "overlays", "predictor", "readers", "seq")
 
     def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
         self._version, self.overlays, self.seq = version, overlays, seq
         self._by_table = {name: tuple(o.tables[name] for o in overlays if name in o.tables) for name in version.specs}
+        self.colliding: Mapping[str, CollidingKeys] = version.colliding
+        for overlay in reversed(overlays):
+            if overlay.colliding:
+                self.colliding = {**self.colliding, **overlay.colliding}
+        self._padding = version.padding
+        if self.colliding:
+            self._padding = self._padding | _padding_among(self.colliding, version)
         # of the newest delta that brought one, else of the version
         newest = next((overlay for overlay in overlays if overlay.dense is not None), None)
         self.predictor: DenseSession | None = version.predictor if newest is None else newest.predictor
@@ -132,7 +140,7 @@ class View:
             answer = work.finish()
             return (answer, work.found) if return_found else answer
         # the same at once, because a look-up of few keys would notice the steps
-        codes = as_codes(keys, table.spec.key)
+        codes = as_codes(keys, table.spec.key, self.colliding.get(spec.table))
         answer = _answer((len(codes), table.spec.dim), dtype, out)
         state = np.zeros(len(codes), _STATE)
         table.lookup(self._by_table[spec.table], self.seq, codes, answer, state)
@@ -214,8 +222,8 @@ class View:
         Arguments and errors as for `lookup` and `lookup_bags`. The view must be held until `Lookup.finish`.
         """
         spec, table = self._feature(feature)
-        codes = as_codes(keys, table.spec.key)
-        padding = None if spec.padding_key is None else codes == self._version.padding[feature]
+        codes = as_codes(keys, table.spec.key, self.colliding.get(spec.table))
+        padding = None if spec.padding_key is None else codes == self._padding[feature]
         overlays = self._by_table[spec.table]
         if offsets is None:
             rows = _answer((len(codes), table.spec.dim), dtype, out)
@@ -260,7 +268,7 @@ class View:
         if out is not None:
             raise InvalidInput(f"out: an answer with device={device!r} is a new array; leave out away")
         spec, table = self._feature(feature)
-        codes = as_codes(keys, table.spec.key)
+        codes = as_codes(keys, table.spec.key, self.colliding.get(spec.table))
         wanted = _dtype(dtype)
         bags = None
         if bag.get("offsets") is not None:
@@ -270,7 +278,7 @@ class View:
                 None if weights is None else _weights(weights, len(codes)),
                 self._combiner(spec, bag["combiner"]),
             )
-        padding = None if spec.padding_key is None else codes == self._version.padding[feature]
+        padding = None if spec.padding_key is None else codes == self._padding[feature]
 
         def on_cpu() -> tuple[Vectors, np.ndarray]:
             work = self.begin(feature, keys, dtype=dtype, **bag)
@@ -292,6 +300,15 @@ class View:
         if known is None:
             raise InvalidInput(f"combiner {asked!r} is not known: use 'sum', 'mean' or 'sqrtn'")
         return known
+
+
+def _padding_among(colliding: Mapping[str, CollidingKeys], version: Version) -> dict[str, int]:
+    """The codes of padding keys of the tables in which keys collide."""
+    return {
+        name: int(as_codes([feature.padding_key], KeyType.STRING, colliding[feature.table])[0])
+        for name, feature in version.features.items()
+        if feature.padding_key is not None and feature.table in colliding
+    }
 
 
 def _dtype(dtype: str) -> Any:

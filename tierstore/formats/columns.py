@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tierstore.errors import InvalidInput
+from tierstore.formats.colliding import hash_arrow
 from tierstore.formats.keys import as_arrow_strings, as_codes
 from tierstore.types import Keys, KeyType, Vectors
 
@@ -65,7 +66,7 @@ def key_column(array: pa.Array, key_type: KeyType) -> tuple[Keys, pa.Array | Non
         if key_type is not KeyType.STRING:
             return as_codes(array, key_type), None
         strings = as_arrow_strings(array)
-        return as_codes(strings, key_type), strings
+        return hash_arrow(strings), strings
     except InvalidInput as error:
         raise Malformed(str(error), _first_invalid_utf8(array) if key_type is KeyType.STRING else None) from error
 

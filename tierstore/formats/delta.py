@@ -1,7 +1,7 @@
 """Reading a delta: concatenated Arrow IPC streams, validated whole.
 
 `read_delta` is a pure function; any thread may call it, with bytes that nobody changes meanwhile. Its
-result is immutable by convention and shares no memory with the bytes. Whatever the bytes are, it
+result is immutable by convention; of the bytes it may share those of string keys. Whatever the bytes are, it
 returns a delta or raises DeltaError, within the memory that it was allowed.
 """
 
@@ -49,8 +49,9 @@ _DECIMAL = re.compile(r"[0-9]{1,19}")
 class DeltaTable:
     """What a delta changes in one table.
 
-    key: the keys' type. keys int64[m]: codes, distinct, ascending. vectors float32 or float16 [m, dim],
-    zeros in deleted rows. deleted bool[m]. dim: None (and vectors [m, 0]) if every row is deleted.
+    key: the keys' type. keys int64[m]: codes, ascending and distinct; of strings their hashes, of which those of two keys
+    that collide are equal. vectors float32 or float16 [m, dim], zeros in deleted rows. deleted bool[m]. dim: None (and
+    vectors [m, 0]) if every row is deleted.
     """
 
     key: KeyType
@@ -58,6 +59,13 @@ class DeltaTable:
     vectors: Vectors
     deleted: npt.NDArray[np.bool_]
     dim: int | None
+    given: tuple[pa.Array, npt.NDArray[np.int64]] | None = None  # of string keys: what came, and which of it these are
+
+    def strings_at(self, positions: npt.NDArray[np.int64]) -> pa.Array:
+        """large_string: the keys at some positions of a table with string keys."""
+        assert self.given is not None
+        strings, rows = self.given
+        return strings.take(pa.array(rows[positions]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,33 +287,32 @@ class _Collected:
     def finish(self, max_bytes: int) -> DeltaTable:
         assert self.key is not None
         codes, kept = np.concatenate(self.codes), np.concatenate(self.kept)
-        self._refuse_collisions(codes)
         last = dedup_last(codes)
+        given = None
+        if self.key is KeyType.STRING:
+            strings = pa.concat_arrays(self.strings)
+            last = _last_of_each(strings, codes, last)
+            given = strings, last
         deleted = ~kept[last]
         dim = self.dim if not deleted.all() else None
         if dim is None:
-            return DeltaTable(self.key, codes[last], np.zeros((len(last), 0), np.float32), deleted, None)
+            return DeltaTable(self.key, codes[last], np.zeros((len(last), 0), np.float32), deleted, None, given)
         dtype = np.result_type(*self.vectors)
         if len(last) * dim * dtype.itemsize > max_bytes:
             raise DeltaError(
                 f"table {self.name!r}: its {len(last)} rows of {dim} numbers would take more than {max_bytes} bytes in memory: split the delta"
             )
-        given = np.concatenate(self.vectors)
+        came = np.concatenate(self.vectors)
         vectors = np.zeros((len(last), dim), dtype)
-        vectors[~deleted] = given[(np.cumsum(kept) - 1)[last[~deleted]]]
-        return DeltaTable(self.key, codes[last], vectors, deleted, dim)
+        vectors[~deleted] = came[(np.cumsum(kept) - 1)[last[~deleted]]]
+        return DeltaTable(self.key, codes[last], vectors, deleted, dim, given)
 
-    def _refuse_collisions(self, codes: Keys) -> None:
-        """Two strings with one hash would silently be one key."""
-        if self.key is not KeyType.STRING:
-            return
-        strings = pa.concat_arrays(self.strings)
-        order = np.argsort(codes, kind="stable")
-        equal = np.flatnonzero(codes[order[1:]] == codes[order[:-1]])
-        first, second = strings.take(pa.array(order[equal])), strings.take(pa.array(order[equal + 1]))
-        differ = pc.not_equal(first, second).to_numpy(zero_copy_only=False)
-        if differ.any():
-            at = int(np.argmax(differ))
-            raise DeltaError(
-                f"table {self.name!r}: keys {first[at].as_py()!r} and {second[at].as_py()!r} have one XXH3-64 hash: rename one"
-            )
+
+def _last_of_each(strings: pa.Array, codes: Keys, last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Which row is the last one of each string, by code; `last` of each code, which mostly is the same."""
+    order = np.argsort(codes, kind="stable")
+    equal = np.flatnonzero(codes[order[1:]] == codes[order[:-1]])
+    if not pc.any(pc.not_equal(strings.take(pa.array(order[equal])), strings.take(pa.array(order[equal + 1])))).as_py():
+        return last
+    last = dedup_last(strings.dictionary_encode().indices.to_numpy().astype(np.int64))
+    return last[np.argsort(codes[last], kind="stable")]

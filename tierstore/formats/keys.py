@@ -1,7 +1,7 @@
 """Keys as callers have them, and the int64 codes that the store works with.
 
 A *code* is the key itself (int64), its bit pattern (uint64), or the bit pattern of the XXH3-64 with
-seed 0 of its UTF-8 bytes (string). Pure functions; any thread may call them, with arrays that nobody
+seed 0 of its UTF-8 bytes (string); but for the few strings of a table that collide (`colliding.py`). Pure functions; any thread may call them, with arrays that nobody
 writes meanwhile. A result may share memory with the argument.
 """
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tierstore.errors import InvalidInput
+from tierstore.formats.colliding import CollidingKeys, hash_arrow
 from tierstore.kernels.xxh3 import hash_strings
 from tierstore.types import Keys, KeyType, check_sequence
 
@@ -34,12 +35,13 @@ _INT64 = np.dtype(np.int64)
 _DTYPE = {KeyType.INT64: np.dtype(np.int64), KeyType.UINT64: np.dtype(np.uint64)}
 
 
-def as_codes(keys: Any, key_type: KeyType) -> Keys:
+def as_codes(keys: Any, key_type: KeyType, colliding: CollidingKeys | None = None) -> Keys:
     """Codes of one-dimensional `keys`: int64[n], C-contiguous, possibly the argument's own memory.
 
     Integer tables take NumPy and Arrow integers of any width whose values fit, and sequences of int;
     string tables take sequences of str or (UTF-8) bytes, NumPy string, bytes and object arrays and
-    Arrow string and binary arrays, dictionary-encoded or not. Arrow arrays are hashed where they lie.
+    Arrow string and binary arrays, dictionary-encoded or not. Arrow arrays are hashed where they lie. `colliding` are those
+    of the table, if it has some.
     Raises InvalidInput for any other type (bool and float included), null, a value out of range,
     invalid UTF-8, or more than one dimension.
     """
@@ -48,7 +50,9 @@ def as_codes(keys: Any, key_type: KeyType) -> Keys:
     check_sequence(keys, key_type)
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
         array = _decoded(keys)
-        return _hash_arrow(array) if key_type is KeyType.STRING else _int_codes(_arrow_ints(array, key_type), key_type)
+        if key_type is KeyType.STRING:
+            return _string_codes(array, colliding)
+        return _int_codes(_arrow_ints(array, key_type), key_type)
     if not isinstance(keys, np.ndarray):
         if hasattr(keys, "detach"):
             keys = keys.detach().cpu().numpy()  # a tensor of PyTorch, which may lie on a GPU
@@ -66,7 +70,7 @@ def as_codes(keys: Any, key_type: KeyType) -> Keys:
     if len(keys) == 0:
         return np.empty(0, np.int64)
     if key_type is KeyType.STRING:
-        return _hash_arrow(as_arrow_strings(keys))
+        return _string_codes(as_arrow_strings(keys), colliding)
     return _int_codes(keys if isinstance(keys, np.ndarray) else _list_ints(keys, key_type), key_type)
 
 
@@ -211,12 +215,7 @@ def _checked_strings(array: pa.Array) -> pa.Array:
         raise InvalidInput(f"string keys must be UTF-8: {error}") from error
 
 
-def _hash_arrow(array: pa.Array) -> Keys:
-    """Hash from the array's own buffers, wherever a slice begins in them."""
+def _string_codes(array: pa.Array, colliding: CollidingKeys | None) -> Keys:
     strings = _checked_strings(array)
-    if len(strings) == 0:
-        return np.empty(0, np.int64)
-    _, offsets_buffer, data_buffer = strings.buffers()
-    offsets = np.frombuffer(offsets_buffer, np.int64)[strings.offset : strings.offset + len(strings) + 1]
-    data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8)
-    return hash_strings(data, offsets)
+    hashes = hash_arrow(strings)
+    return hashes if colliding is None else colliding.codes_of(strings, hashes)

@@ -50,11 +50,15 @@ _Written = tuple[MergeRuns, Merged]
 
 @dataclass(frozen=True, slots=True)
 class TableBuild:
-    """A built table. `mean` float32 [dim] of its vectors (zeros if it is empty); `digest` see `kernels/digest.py`."""
+    """A built table. `mean` float32 [dim] of its vectors (zeros if it is empty); `digest` see `kernels/digest.py`.
+
+    `colliding`: (string, code) of the keys that are not under their hash.
+    """
 
     rows: int
     mean: npt.NDArray[np.float32]
     digest: int
+    colliding: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,12 @@ class BulkLoad:
         mean = np.zeros(table.dim, np.float64)
         for shard in sorted_.sums:  # in the order of the manifest, so that a load gives the same mean each time
             mean += np.asarray(shard, np.float64)
-        return TableBuild(rows, (mean / max(1, rows)).astype(np.float32), sum(part.digest for part in mine) % 2**64)
+        return TableBuild(
+            rows,
+            (mean / max(1, rows)).astype(np.float32),
+            sum(part.digest for part in mine) % 2**64,
+            [(text, code) for part in mine for text, code in part.colliding],
+        )
 
 
 class _Reporter:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import numpy as np
 
 from tierstore.errors import SnapshotError
 from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.colliding import Repeated, distinct, duplicate, repeated, set_apart, without
 from tierstore.ingest.plan import KEY_CODE_BYTES
 from tierstore.ingest.runs import Run, RunWriter, in_order, merged
 from tierstore.kernels.codec import BadRow, encode
@@ -32,7 +33,7 @@ from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.disk import DiskTier, ReaderPool, SstFile, TableContent, write_sst
 from tierstore.tiers.sealed import BASES, base_record
 from tierstore.tiers.sealed_file import SealedFile, open_sealed, read_blocks, write_sealed_parts
-from tierstore.types import BaseKind, Keys, KeyType, Rows, TableSpec
+from tierstore.types import BaseKind, Keys, KeyType, Rows
 
 _BLOCK_ROWS = 1 << 16
 _MIN_BATCH_ROWS = 256
@@ -125,13 +126,17 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What MergeRuns made; `xxh3` is None if no key fell into the range and there is no file."""
+    """What MergeRuns made; `xxh3` is None if no key fell into the range and there is no file.
+
+    `colliding`: (string, code) of the keys that are not under their hash.
+    """
 
     rows: int
     digest: int
     xxh3: str | None
     bytes: int
     entries: int
+    colliding: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +258,33 @@ def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
     """Merge one key range of all runs and write it as one file, of the kind that the base is made of."""
     spec = snapshot.manifest.table(task.table).spec()
     runs = [(path, rows) for path, rows in json.loads(Path(task.runs).read_bytes())]
-    steps = _distinct(snapshot, spec, merged(runs, spec.row_bytes, task.low, task.high, task.step_bytes))
+
+    def steps(runs: list[Run]) -> Iterator[tuple[Keys, Rows]]:
+        return merged(runs, spec.row_bytes, task.low, task.high, task.step_bytes)
+
+    told = 0
+
+    def tell_once(rows: int) -> None:
+        nonlocal told
+        told += rows
+        tell(rows)
+
+    try:
+        return _write_merged(task, spec.row_bytes, distinct(steps(runs)), tell_once)
+    except Repeated as error:
+        if spec.key is not KeyType.STRING:
+            raise duplicate(snapshot, spec, error.code) from None
+    tell(-told)  # all of it again, without the keys that collide and with a run of them
+    codes = repeated(steps(runs))
+    run, colliding = set_apart(snapshot, spec, codes, runs, task.low, task.high, f"{task.out}.colliding")
+    try:
+        others = without(steps([*runs, run]), codes)
+        return replace(_write_merged(task, spec.row_bytes, distinct(others), tell), colliding=colliding)
+    finally:
+        os.unlink(run[0])
+
+
+def _write_merged(task: MergeRuns, row_bytes: int, steps: Iterator[tuple[Keys, Rows]], tell: Tell) -> Merged:
     count = digest = 0
 
     def counted() -> Iterator[tuple[Keys, Rows]]:
@@ -271,7 +302,7 @@ def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
     out = Path(task.out)
     built: SealedFile | SstFile
     if task.base == "sealed":
-        built = write_sealed_parts(out, task.table_id, spec.row_bytes, _then(head, parts))
+        built = write_sealed_parts(out, task.table_id, row_bytes, _then(head, parts))
     else:
         keys, rows = (np.concatenate(column) for column in zip(*_then(head, parts), strict=True))
         built = write_sst(out, tables=[(task.table_id, keys, rows, None)], delta=False)
@@ -283,18 +314,6 @@ def _then(head: list[tuple[Keys, Rows]], parts: Iterator[tuple[Keys, Rows]]) -> 
     while head:
         yield head.pop()
     yield from parts
-
-
-def _distinct(snapshot: Snapshot, spec: TableSpec, steps: Iterator[tuple[Keys, Rows]]) -> Iterator[tuple[Keys, Rows]]:
-    """The steps, as long as no key comes twice; else the error that says where it stands."""
-    last: int | None = None
-    for keys, rows in steps:
-        same = np.flatnonzero(keys[1:] == keys[:-1])
-        if len(same) or (last is not None and int(keys[0]) == last):
-            raise duplicate(snapshot, spec, int(keys[same[0]]) if len(same) else int(keys[0]))
-        last = int(keys[-1])
-        yield keys, rows
-        del keys, rows
 
 
 def ingest(task: Ingest) -> Ingested:
@@ -340,37 +359,3 @@ def read_back(task: ReadBack, tell: Tell) -> TableContent:
     finally:
         disk.close()
         reader.close()
-
-
-def duplicate(snapshot: Snapshot, spec: TableSpec, code: int) -> SnapshotError:
-    """The error for a code that occurs twice: a key given twice, or two strings of one hash. Reads the shards again."""
-    first: tuple[str, int, str] | None = None
-    for file, row, key in _occurrences(snapshot, spec, code):
-        if first is None:
-            first = file, row, key
-        elif key == first[2]:
-            return SnapshotError(f"duplicate key {key}: it is also in {first[0]}, row {first[1]}", file=file, row=row)
-        else:
-            return SnapshotError(
-                f"keys {key} and {first[2]} ({first[0]}, row {first[1]}) have the same 64-bit hash: rename one of them",
-                file=file,
-                row=row,
-            )
-    return SnapshotError(f"table {spec.name}: the shards changed while they were read", file=first and first[0])
-
-
-def _occurrences(snapshot: Snapshot, spec: TableSpec, code: int) -> Iterator[tuple[str, int, str]]:
-    """(file, row, key as text) of every row with this code."""
-    for number, shard in enumerate(snapshot.manifest.table(spec.name).shards):
-        if spec.key is KeyType.STRING:
-            for batch in snapshot.batches(spec.name, number):
-                assert batch.strings is not None
-                for at in np.flatnonzero(batch.keys == code).tolist():
-                    yield shard.path, batch.first_row + at, repr(batch.strings[at].as_py())
-            continue
-        shown = str(code if spec.key is KeyType.INT64 else code % 2**64)
-        first_row = 0
-        for keys in snapshot.shard_keys(spec.name, number):
-            for at in np.flatnonzero(keys == code).tolist():
-                yield shard.path, first_row + at, shown
-            first_row += len(keys)
