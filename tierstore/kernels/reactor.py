@@ -56,6 +56,7 @@ from tierstore.kernels.reactor_words import (
     ARRIVAL_NS,
     AWAY,
     BEGAN_NS,
+    BLOCK,
     BUFFER_BYTES,
     CLOSES,
     COME_BACK,
@@ -75,6 +76,7 @@ from tierstore.kernels.reactor_words import (
     IN_AT,
     IN_BYTES,
     IN_ROOM,
+    INFLIGHT,
     JOB,
     LISTENER,
     LOST,
@@ -87,6 +89,7 @@ from tierstore.kernels.reactor_words import (
     NEXT_SWEEP_NS,
     OTHER_OPEN,
     OUT_AT,
+    OUT_BASE,
     OUT_BYTES,
     OWNER,
     PAUSED,
@@ -326,21 +329,28 @@ def _on_message(me, at, now):  # type: ignore[no-untyped-def]
         add_at(shared_at(me, OTHER_OPEN), -1)
         return -1
     row = me.conns[fd]
+    value, size = nb.int64(load_u64(at, 2)), nb.int64(load_u64(at, 3))
     if kind == WAKE or row[STATE] != AWAY or row[SERIAL] != serial & SERIALS:
+        if kind == BLOCK:
+            release(value)
+            add_at(shared_at(me, INFLIGHT), -size)
         return -1
     if kind == DROP:
         end(me, fd, True)
         return -1
-    size = nb.int64(load_u64(at, 3))
-    row[PIECES_AT], row[PIECES], row[STATE] = nb.int64(load_u64(at, 2)), size & 0xFFFF, SENDING
-    row[OUT_AT] = nb.int64(load_u64(row[PIECES_AT], 0))
-    row[OUT_BYTES] = nb.int64(load_u64(row[PIECES_AT], 1))
+    row[STATE] = SENDING
+    if kind == BLOCK:
+        row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES] = value, value, size, 0
+    else:
+        row[PIECES_AT], row[PIECES] = value, size & 0xFFFF
+        row[OUT_AT], row[OUT_BYTES] = nb.int64(load_u64(value, 0)), nb.int64(load_u64(value, 1))
+        size >>= 16
     if serial > SERIALS:
         row[FLAGS] |= CLOSES
     if row[LOST] != 0:
         end(me, fd, True)
         return -1
-    allow_to_leave(me, fd, size >> 16)
+    allow_to_leave(me, fd, size)
     return fd if _go_on_sending(me, fd, now) else -1
 
 

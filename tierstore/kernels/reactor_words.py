@@ -34,10 +34,9 @@ RUN, FINISH, STOP = range(3)  # of MODE: answer; answer what has begun, then clo
 
 # words of `limits`
 (
-    MOST_CONNECTIONS, MOST_BODY, MOST_ANSWER, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS,
-    MOST_DESCRIPTORS,
-) = range(10)  # fmt: skip
-LIMIT_WORDS = 10
+    MOST_CONNECTIONS, MOST_BODY, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS, MOST_DESCRIPTORS,
+) = range(9)  # fmt: skip
+LIMIT_WORDS = 9
 
 # words of a reactor's line in `lines`
 ANNOUNCED, LOAD, EPOLL, ANSWERS, HANDED, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(10)
@@ -45,7 +44,9 @@ LINE_WORDS = 16
 
 # messages to Python and back: MESSAGE_WORDS int64 each, the first is kind + fd * 256
 REQUEST, CONNECTION, REFUSED, SENT = range(4)
-ANSWER, COME_BACK, DROP, WAKE = range(4)
+ANSWER, COME_BACK, DROP, WAKE, BLOCK = range(
+    5
+)  # an answer in Python's memory, or in a block that becomes the reactor's
 MESSAGE_WORDS = 4
 
 # a version's counts, int64 words; then the buckets of its latencies

@@ -22,7 +22,7 @@ from tierstore.service.reactor.reactors import Reactors, Reply
 
 logger = logging.getLogger(__name__)
 
-_JOINED_BYTES = 16 << 10  # answers up to here leave as one piece
+_JOINED_BYTES = 16 << 10  # answers up to here are copied
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 Head = list[tuple[bytes, bytes]]
 
@@ -46,7 +46,7 @@ class Handover:
     @property
     def busy(self) -> bool:
         """Whether a request is at work, or its answer has not left."""
-        return bool(self._tasks or self._reactors.sending)
+        return bool(self._tasks or self._reactors.sending or self._reactors.unsent_bytes)
 
     def connection(self, sock: socket.socket, data: bytes) -> None:
         self._host.adopt(sock, data, refused=False)
@@ -114,7 +114,8 @@ class Handover:
         pieces: list[bytes | memoryview] = [b"".join(head), *(chunk for chunk in chunks if len(chunk))]
         size = sum(map(len, pieces))
         if size <= _JOINED_BYTES:
-            pieces = [b"".join(pieces)]
+            reply.send_copy(b"".join(pieces), closes=self.ending)
+            return
         self._inflight.hold(size)  # until it has left, however long the client takes
         reply.send(pieces, self._release(size), closes=self.ending)
 
