@@ -32,7 +32,7 @@ from tierstore.service.http.serving import BACKLOG, FINISH_S, make_server
 from tierstore.service.reactor.handover import Handover
 from tierstore.service.reactor.plans import Plans
 from tierstore.service.reactor.reactors import Reactors, check_threads
-from tierstore.service.tuning import freeze_heap, take_short_turns, tune_allocator
+from tierstore.service.tuning import freeze_heap, tune_allocator
 
 if TYPE_CHECKING:
     from tierstore.service.rpc.server import GrpcServer
@@ -151,7 +151,6 @@ class HttpService:
 
     async def _serve(self, started: Callable[[], None], signals: bool) -> None:
         loop = self._loop = asyncio.get_running_loop()
-        take_short_turns()
         if signals:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._drain, self._settings.drain_s)

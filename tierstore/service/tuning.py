@@ -50,7 +50,6 @@ def freeze_heap() -> None:
 _SLICE_NS = 100_000  # the least that Linux allows
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _ATTRIBUTES = struct.Struct("<IIQiIQQQII")  # struct sched_attr
-_RESET_ON_FORK = 1  # threads that it starts have turns of the usual length
 
 
 def take_short_turns() -> None:
@@ -64,6 +63,6 @@ def take_short_turns() -> None:
     if number is None:
         return
     nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, _RESET_ON_FORK, nice, 0, _SLICE_NS, 0, 0, 0, 0)
+    attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, 0, nice, 0, _SLICE_NS, 0, 0, 0, 0)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).syscall(number, 0, attributes, 0)
