@@ -1,12 +1,13 @@
 """Loading a snapshot beside what serves: build, ingest, verify, record, and then, if asked, activate.
 
-Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. Until the record is published
-a crash leaves a directory that the next start removes; on an error it is removed at once. From then on the version is kept,
-whether or not it comes to serve; but for a snapshot that turns out to be bad when it is to serve.
+Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. A crash leaves a directory, and so does a
+load that is cancelled: one of the same snapshot goes on from there. On other errors it is removed at once. Once the record is
+published the version is kept, whether or not it comes to serve; but for a snapshot that turns out to be bad when it is to serve.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from pathlib import Path
@@ -26,6 +27,8 @@ from tierstore.predict.session import DenseCounts
 from tierstore.tiers.background import hand_over
 from tierstore.types import Progress, ProgressFn
 
+log = logging.getLogger(__name__)
+
 
 def load(
     model: Model,
@@ -44,7 +47,7 @@ def load(
     manifest = snapshot.manifest
     number = manifest.version
     _check_dense(snapshot, shared)
-    with model.loading(number, manifest.delta_seq) as note:
+    with model.loading(number, manifest.delta_seq, snapshot.identity()) as note:
 
         def tell(step: Progress) -> None:
             if cancelled is not None and cancelled.is_set():
@@ -52,6 +55,10 @@ def load(
             note(step)
             progress(step)
 
+        if number in model.versions:  # but for the switch it was loaded before
+            if activate:
+                model.activate(number, progress=tell)
+            return number
         where = model.where.version(number)
         settings = shared.settings
         with BulkLoad(
@@ -61,16 +68,19 @@ def load(
             workers=settings.load_workers,
             base=settings.base,
             aside=aside,
+            keep=settings.load_retention_s > 0,
             progress=tell,
             cancelled=cancelled,
         ) as bulk:
             build = bulk.build()
+            if any(build.kept_rows.values()):
+                log.info("model %s: version %d goes on: rows not done again: %s", model.name, number, build.kept_rows)
             bulk.ingest(build, where.db, watermark_record(manifest.delta_seq))
             bulk.read_back(where.db)
         _keep_the_rest(snapshot, where)
-        files.remove_tree(where.build)
         model.check_open()
         write_record(where, manifest, build)
+        files.remove_tree(where.build)  # not before: else a crash in between would cost the whole load
         model.adopt(VersionInfo(where), activate=activate, progress=tell)
     return number
 

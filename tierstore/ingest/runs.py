@@ -3,41 +3,46 @@
     n key codes (int64), ascending | n rows in the storage dtype | the codes of some rows, evenly spaced (int64)
 
 A merge holds one step of rows, however long the runs and however many they are. A helper's main thread, or the caller's for
-`quantiles`. Runs lie in the load's own directory; a crash leaves them to whoever removes that.
+`quantiles`. Runs lie in the load's own directory. Their digest, two XXH3-64 as 32 hex digits (of the codes in front, and of
+what follows), is known to whoever made them: after a crash it says which are whole.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tierstore.errors import StorageError
 from tierstore.ingest.plan import KEY_CODE_BYTES, SAMPLES
 from tierstore.types import Keys, Rows
 
 Run = tuple[str, int]  # path, rows
+_READ_BYTES = 1 << 20
 
 
 class RunWriter:
-    """A new run of `rows` rows, which come in order, in any number of parts. A context manager."""
+    """A new run of `rows` rows, which come in order, in any number of parts. A context manager; then `digest` is known."""
 
     def __init__(self, path: str, rows: int, row_bytes: int) -> None:
         self._rows, self._row_bytes = rows, row_bytes
         self._samples = _sampled(rows)
         self._sampled = np.empty(len(self._samples), np.int64)
         self._at = 0
+        self._digests = xxhash.xxh3_64(), xxhash.xxh3_64()  # of the keys, and of what follows them
+        self.digest = ""
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def add(self, keys: Keys, rows: Rows) -> None:
         """The next rows: int64 [n], uint8 [n, row_bytes]. OSError."""
         at, end = self._at, self._at + len(keys)
-        _write(self._fd, keys, at * KEY_CODE_BYTES)
-        _write(self._fd, rows, self._rows * KEY_CODE_BYTES + at * self._row_bytes)
+        self._put(0, keys, at * KEY_CODE_BYTES)
+        self._put(1, rows, self._rows * KEY_CODE_BYTES + at * self._row_bytes)
         first, last = np.searchsorted(self._samples, (at, end))
         self._sampled[first:last] = keys[self._samples[first:last] - at]
         self._at = end
@@ -49,9 +54,38 @@ class RunWriter:
         try:
             if kind is None:
                 assert self._at == self._rows
-                _write(self._fd, self._sampled, self._rows * (KEY_CODE_BYTES + self._row_bytes))
+                self._put(1, self._sampled, self._rows * (KEY_CODE_BYTES + self._row_bytes))
+                self.digest = "".join(part.hexdigest() for part in self._digests)
         finally:
             os.close(self._fd)
+
+    def _put(self, part: int, array: npt.NDArray[Any], offset: int) -> None:
+        left = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
+        self._digests[part].update(left)
+        while left:
+            written = os.pwrite(self._fd, left, offset)
+            left, offset = left[written:], offset + written
+
+
+def read_digest(path: str, rows: int, row_bytes: int, tell: Callable[[int], None]) -> str | None:
+    """The digest of a run as its file is now; None where there is none of that length. Tells of rows. OSError."""
+    keys = rows * KEY_CODE_BYTES
+    parts = keys, rows * row_bytes + len(_sampled(rows)) * KEY_CODE_BYTES
+    try:
+        if os.stat(path).st_size != sum(parts):
+            return None
+    except FileNotFoundError:
+        return None
+    digests = []
+    with open(path, "rb", buffering=0) as file:
+        for left in parts:
+            digest = xxhash.xxh3_64()
+            while left and (block := file.read(min(left, _READ_BYTES))):
+                digest.update(block)
+                left -= len(block)
+            digests.append(digest.hexdigest())
+    tell(rows)
+    return "".join(digests)
 
 
 def merged(
@@ -167,10 +201,3 @@ def _sampled(rows: int) -> npt.NDArray[np.int64]:
     """Which rows of a run its samples are of."""
     count = min(rows, SAMPLES)
     return (np.arange(count) * rows + rows // 2) // max(1, count)
-
-
-def _write(fd: int, array: npt.NDArray[Any], offset: int) -> None:
-    left = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
-    while left:
-        written = os.pwrite(fd, left, offset)
-        left, offset = left[written:], offset + written

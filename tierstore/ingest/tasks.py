@@ -7,12 +7,13 @@ A run is a scratch file of rows that fit in memory, sorted (`runs.py`). A merge 
 run, so that its output is one file that overlaps no other. Memory is bounded by `run_bytes` and by `step_bytes`, not by
 the table, its files, or the number of runs (but for files of RocksDB's kind, which are held as a whole).
 
-Runs in a helper process, one task at a time, on its main thread. Whatever a crash leaves lies in the
-load's own directory, which is removed whole.
+Runs in a helper process, one task at a time, on its main thread. Whatever a crash leaves lies in the load's own
+directory; `journal.py` says what of it is finished, and the tasks `Check…` whether it still is what it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -23,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.errors import SnapshotError
+from tierstore.errors import Corruption, SnapshotError
+from tierstore.formats.files import make_dir
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.plan import KEY_CODE_BYTES
-from tierstore.ingest.runs import Run, RunWriter, in_order, merged
+from tierstore.ingest.runs import Run, RunWriter, in_order, merged, read_digest
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.disk import DiskTier, ReaderPool, SstFile, TableContent, write_sst
+from tierstore.tiers.disk import DiskTier, ReaderPool, SstFile, TableContent, file_xxh3, write_sst
 from tierstore.tiers.sealed import BASES, base_record
 from tierstore.tiers.sealed_file import SealedFile, open_sealed, read_blocks, write_sealed_parts
 from tierstore.types import BaseKind, Keys, KeyType, Rows, TableSpec
@@ -52,15 +54,24 @@ class SortShards:
     run_bytes: int
     batch_bytes: int
 
+    @property
+    def key(self) -> str:
+        """By which the journal knows the task, as all that make files have one."""
+        return Path(self.prefix).name
+
 
 @dataclass(frozen=True, slots=True)
 class JoinRuns:
-    """Make one run `out` of these, and remove them."""
+    """Make one run `out` of these, which may go then."""
 
     table: str
     runs: list[Run]
     out: str
     step_bytes: int
+
+    @property
+    def key(self) -> str:
+        return Path(self.out).name
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,10 @@ class MergeRuns:
     base: BaseKind
     step_bytes: int
 
+    @property
+    def key(self) -> str:
+        return Path(self.out).name
+
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
@@ -85,7 +100,7 @@ class Ingest:
     base: BaseKind
     files: list[tuple[str, str, int, int]]
     records: dict[str, str]
-    scratch: str  # a file of that name comes and goes
+    scratch: str  # a directory of that name comes and goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +124,45 @@ class ReadBack:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckRun:
+    """Read a run that a load has left which was broken off."""
+
+    path: str
+    rows: int
+    row_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFile:
+    """Read a finished file that a load has left which was broken off; see `Merged`."""
+
+    path: str
+    base: BaseKind
+    rows: int
+    digest: int
+    xxh3: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Whether it is what it was when it was finished."""
+
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Sorted:
     """What SortShards made. `sums` are the sums of the vectors, one list a shard."""
 
     runs: list[Run]
     sums: list[list[float]]
+    digests: list[str]  # of the runs
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +170,11 @@ class Joined:
     """What JoinRuns made."""
 
     run: Run
+    digest: str
+
+    @property
+    def rows(self) -> int:
+        return self.run[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +195,18 @@ class Ingested:
     files: int
 
 
-Task = SortShards | JoinRuns | MergeRuns | Ingest | ReadFile | ReadBack
-Result = Sorted | Joined | Merged | Ingested | TableContent
-TASKS: dict[str, Any] = {kind.__name__: kind for kind in (SortShards, JoinRuns, MergeRuns, Ingest, ReadFile, ReadBack)}
+Making = SortShards | JoinRuns | MergeRuns  # make what may be used again
+Task = Making | CheckRun | CheckFile | Ingest | ReadFile | ReadBack
+Result = Sorted | Joined | Merged | Checked | Ingested | TableContent
+TASKS: dict[str, Any] = {
+    kind.__name__: kind for kind in (SortShards, JoinRuns, MergeRuns, CheckRun, CheckFile, Ingest, ReadFile, ReadBack)
+}
 RESULTS: dict[str, Any] = {
     "SortShards": Sorted,
     "JoinRuns": Joined,
     "MergeRuns": Merged,
+    "CheckRun": Checked,
+    "CheckFile": Checked,
     "Ingest": Ingested,
     "ReadFile": TableContent,
     "ReadBack": TableContent,
@@ -163,6 +222,10 @@ def run_task(snapshot: Snapshot, task: Task, tell: Tell) -> Result:
             return join_runs(snapshot, task, tell)
         case MergeRuns():
             return merge_runs(snapshot, task, tell)
+        case CheckRun():
+            return Checked(read_digest(task.path, task.rows, task.row_bytes, tell) == task.digest)
+        case CheckFile():
+            return check_file(task, tell)
         case Ingest():
             return ingest(task)
         case ReadFile():
@@ -197,7 +260,7 @@ def sort_shards(snapshot: Snapshot, task: SortShards, tell: Tell) -> Sorted:
             tell(len(batch.keys))
         sums.append(total.tolist())
     buffer.flush()
-    return Sorted(buffer.runs, sums)
+    return Sorted(buffer.runs, sums, buffer.digests)
 
 
 class _Buffer:
@@ -205,6 +268,7 @@ class _Buffer:
 
     def __init__(self, prefix: str, capacity: int, row_bytes: int) -> None:
         self.runs: list[Run] = []
+        self.digests: list[str] = []
         self._prefix = prefix
         self._keys = np.empty(capacity, np.int64)
         self._rows = np.empty((capacity, row_bytes), np.uint8)
@@ -232,6 +296,7 @@ class _Buffer:
                 part = order[start : start + _BLOCK_ROWS]
                 run.add(keys[part], in_order(self._rows, part))
         self.runs.append((path, self._filled))
+        self.digests.append(run.digest)
         self._filled = 0
 
 
@@ -244,9 +309,7 @@ def join_runs(snapshot: Snapshot, task: JoinRuns, tell: Tell) -> Joined:
             run.add(keys, rows)
             tell(len(keys))
             del keys, rows
-    for path, _ in task.runs:
-        os.unlink(path)
-    return Joined((task.out, total))
+    return Joined((task.out, total), run.digest)
 
 
 def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
@@ -300,11 +363,12 @@ def _distinct(snapshot: Snapshot, spec: TableSpec, steps: Iterator[tuple[Keys, R
 def ingest(task: Ingest) -> Ingested:
     """Make the disk tier and have it take in all files in one step. RocksDB would hold up a process that serves."""
     kind = SealedFile if task.base == "sealed" else SstFile
-    files = [kind(Path(path), xxh3, size, entries) for path, xxh3, size, entries in task.files]
+    scratch = make_dir(task.scratch)
+    files = [kind(_linked(Path(path), scratch), xxh3, size, entries) for path, xxh3, size, entries in task.files]
     records = {name: value.encode() for name, value in task.records.items()}
     if task.base == "sealed":
         records |= base_record(files)
-    last = write_sst(Path(task.scratch), records=records, delta=True)
+    last = write_sst(scratch / "records", records=records, delta=True)
     reader = ReaderPool(1)
     disk = BASES[task.base].create(Path(task.db), block_cache_bytes=_BLOCK_CACHE_BYTES, reader=reader)
     try:
@@ -312,7 +376,32 @@ def ingest(task: Ingest) -> Ingested:
     finally:
         disk.close()
         reader.close()
+    scratch.rmdir()
     return Ingested(len(files))
+
+
+def _linked(path: Path, folder: Path) -> Path:
+    """A second name of a file, for the disk tier to take: until the load is over, the first one stays to be found.
+
+    Where the file system has no links it is moved, and a load that is broken off from here on begins again.
+    """
+    with contextlib.suppress(OSError):
+        os.link(path, folder / path.name)
+        return folder / path.name
+    return path
+
+
+def check_file(task: CheckFile, tell: Tell) -> Checked:
+    """Read a whole finished file, and compare it with what was said of it when it was made."""
+    try:
+        if task.base == "sealed":
+            content = read_file(ReadFile(task.path, task.xxh3, task.bytes), tell)
+            return Checked((content.rows, content.digest) == (task.rows, task.digest))
+        whole = os.stat(task.path).st_size == task.bytes and file_xxh3(Path(task.path)) == task.xxh3
+    except (Corruption, FileNotFoundError):
+        return Checked(False)
+    tell(task.rows)
+    return Checked(whole)
 
 
 def read_file(task: ReadFile, tell: Tell) -> TableContent:
