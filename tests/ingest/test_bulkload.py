@@ -421,10 +421,10 @@ def test_what_was_ingested_is_read_back_and_compared(tmp_path: Path, out: Path, 
         bulk.read_back(db)
         other = np.zeros((3000, 16), np.uint8)  # as many rows as before, whole files, and not what was built
         if base == "sealed":
-            path, (_, merged) = db / "base/base-item-0000.sealed", bulk._written[0]
+            path, (_, merged) = db / "base/base-item-0000.sealed", bulk.written[0]
             path.unlink()
             exchanged = write_sealed(path, 1, keys, other)
-            bulk._written[0] = bulk._written[0][0], replace(merged, xxh3=exchanged.xxh3)
+            bulk.written[0] = bulk.written[0][0], replace(merged, xxh3=exchanged.xxh3)
         else:
             disk = BASES[base].open(db, block_cache_bytes=1 << 20, reader=readers)
             disk.ingest([write_sst(tmp_path / "other.sst", tables=[(1, keys, other, None)], delta=True)])

@@ -8,20 +8,16 @@ published the version is kept, whether or not it comes to serve; but for a snaps
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
-from pathlib import Path
-
-import numpy as np
 
 from tierstore.engine.model import Model
 from tierstore.engine.switching import Shared
 from tierstore.engine.version import VersionInfo, watermark_record, write_record
-from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError, StorageError
+from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
 from tierstore.formats import files
-from tierstore.formats.names import REQUEST_SUFFIX, VersionDirectory
 from tierstore.formats.requests import read_request
 from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.beside import keep_beside
 from tierstore.ingest.bulkload import BulkLoad
 from tierstore.predict.session import DenseCounts
 from tierstore.tiers.background import hand_over
@@ -77,7 +73,7 @@ def load(
                 log.info("model %s: version %d goes on: rows not done again: %s", model.name, number, build.kept_rows)
             bulk.ingest(build, where.db, watermark_record(manifest.delta_seq))
             bulk.read_back(where.db)
-        _keep_the_rest(snapshot, where)
+        keep_beside(snapshot, where)
         model.check_open()
         write_record(where, manifest, build)
         files.remove_tree(where.build)  # not before: else a crash in between would cost the whole load
@@ -98,33 +94,3 @@ def _check_dense(snapshot: Snapshot, shared: Shared) -> None:
         shared.dense.load(model, snapshot.manifest.feature_specs(), snapshot.manifest.table_specs(), DenseCounts())
     except InvalidInput as error:
         raise SnapshotError(str(error), file=name) from error
-
-
-def _keep_the_rest(snapshot: Snapshot, where: VersionDirectory) -> None:
-    dense = snapshot.dense_model()
-    if dense is not None:
-        hand_over()
-        files.publish_bytes(where.dense, dense)
-    for name in snapshot.manifest.warmup:
-        keys = snapshot.warmup_keys(name)
-        if keys is not None:
-            hand_over()
-            files.make_dir(where.warmup(name).parent)
-            with files.publish(where.warmup(name)) as file:
-                np.save(file, keys, allow_pickle=False)
-    requests = snapshot.request_paths()
-    if requests:
-        files.make_dir(where.requests)
-    for i, (_, path) in enumerate(requests):
-        _copy(path, where.requests / f"{i:05d}{REQUEST_SUFFIX}")
-
-
-def _copy(source: Path, target: Path) -> None:
-    hand_over()
-    try:
-        with open(source, "rb") as read, files.publish(target) as write:
-            shutil.copyfileobj(read, write)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise SnapshotError(f"cannot be read: {error.strerror or error}", file=source.name) from error

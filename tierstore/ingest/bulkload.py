@@ -29,9 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Corruption, DiskFull, LoadCancelled, SnapshotError, StorageError
+from tierstore.formats.built import BuiltManifest, BuiltSnapshot
 from tierstore.formats.files import drop_from_cache, make_dir, remove_leftover, remove_tree, tree_bytes
 from tierstore.formats.manifest import TableEntry
-from tierstore.formats.names import JOURNAL
+from tierstore.formats.names import BUILT_MANIFEST, JOURNAL
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.journal import Journal
@@ -41,6 +42,7 @@ from tierstore.ingest.tasks import (
     RESULTS,
     CheckFile,
     CheckRun,
+    CopyFile,
     Ingest,
     Joined,
     JoinRuns,
@@ -53,6 +55,7 @@ from tierstore.ingest.tasks import (
     SortShards,
 )
 from tierstore.tiers.sealed import BASE
+from tierstore.tiers.sealed_file import FORMAT as SEALED_FORMAT
 from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import SstFile
 from tierstore.types import BaseKind, Progress, ProgressFn
@@ -65,7 +68,7 @@ _REPORT_EVERY_S = 0.06
 _READERS_A_HELPER = 4  # parts of a base of RocksDB's that are read back
 
 
-_Written = tuple[MergeRuns, Merged]
+_Written = tuple[Any, Merged]  # what MergeRuns or CopyFile made
 
 
 def can_go_on(error: BaseException) -> bool:
@@ -122,6 +125,7 @@ class BulkLoad:
         base: BaseKind,
         aside: bool = False,
         keep: bool = True,
+        partitions: int = 1,
         progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
@@ -129,6 +133,10 @@ class BulkLoad:
         self._tables = snapshot.manifest.tables
         self._out_dir = Path(out_dir).absolute()
         self._base: BaseKind = base
+        self._partitions = partitions
+        self._built = snapshot if isinstance(snapshot, BuiltSnapshot) else None
+        if self._built is not None:
+            _check_suits(self._built, base)
         self.plan = plan_load(self._tables, base=base, memory_bytes=memory_bytes, workers=workers)
         self._report = _Reporter(progress, cancelled)
         self._helpers: Helpers | None = None
@@ -136,7 +144,8 @@ class BulkLoad:
         self._whole: set[str] = set()  # keys of tasks that an earlier load has done
         self._merged: set[str] = set()  # tables of which it has made all files
         self._kept_rows: dict[str, int] = {}
-        self._written: list[_Written] = []
+        self._seconds: dict[str, float] = {}
+        self.written: list[_Written] = []
 
     def __enter__(self) -> BulkLoad:
         return self
@@ -160,27 +169,37 @@ class BulkLoad:
         make_dir(self._out_dir / _RUNS)
         make_dir(self._out_dir / _HELPERS)
         self._check_room()
-        total = sum(table.rows for table in self._tables)
         began = time.monotonic()
         self._helpers = helpers = Helpers(
             self._snapshot, self.plan.helpers, self._out_dir / _HELPERS, aside=self._aside
         )
         if journal.done:
             self._check_leftovers()
+        tables = self._sort() if self._built is None else self._copy(self._built.built)
+        self._report.finish()
+        remove_tree(self._out_dir / _RUNS)
+        self._seconds["write"] = time.monotonic() - began - self._seconds.get("read", 0.0)
+        kind = SealedFile if self._base == "sealed" else SstFile
+        files = [kind(Path(task.out), of.xxh3, of.bytes, of.entries) for task, of in self.written if of.xxh3]
+        return BaseBuild(files, tables, self._base, self._seconds, helpers.peak_bytes, self._kept_rows)
+
+    def _sort(self) -> dict[str, TableBuild]:
+        """Make files of the snapshot's shards."""
+        began = time.monotonic()
+        total = sum(table.rows for table in self._tables)
         reads = [task for plan in self.plan.tables for task in self._plan_reads(plan)]
         sorted_ = self._gather(reads, self._make("read", reads, total))
         runs = self._join({name: result.runs for name, result in sorted_.items()})
-        between = time.monotonic()
+        self._seconds["read"] = time.monotonic() - began
         merges = [task for plan in self.plan.tables for task in self._plan_merges(plan, runs[plan.table])]
-        merged = self._make("write", merges, total)
-        self._report.finish()
-        remove_tree(self._out_dir / _RUNS)
-        self._written = list(zip(merges, merged, strict=True))
-        seconds = {"read": between - began, "write": time.monotonic() - between}
-        kind = SealedFile if self._base == "sealed" else SstFile
-        files = [kind(Path(m.out), r.xxh3, r.bytes, r.entries) for m, r in self._written if r.xxh3]
-        tables = {table.name: self._sum_up(table, sorted_[table.name]) for table in self._tables}
-        return BaseBuild(files, tables, self._base, seconds, helpers.peak_bytes, self._kept_rows)
+        self.written = list(zip(merges, self._make("write", merges, total), strict=True))
+        return {table.name: self._sum_up(table, sorted_[table.name]) for table in self._tables}
+
+    def _copy(self, built: BuiltManifest) -> dict[str, TableBuild]:
+        """Take files that are made already."""
+        copies = [task for plan in self.plan.tables for task in self._known_merges(plan)]
+        self.written = list(zip(copies, self._make("copy", copies, sum(of.rows for of in built.tables)), strict=True))
+        return {of.name: TableBuild(of.rows, np.array(of.mean, np.float32), int(of.digest, 16)) for of in built.tables}
 
     def ingest(self, build: BaseBuild, db: Path, records: Mapping[str, bytes]) -> None:
         """Make the disk tier in `db` of what was built, and of the store's own `records`. Raises StorageError."""
@@ -194,6 +213,8 @@ class BulkLoad:
     def read_back(self, db: Path) -> None:
         """Compare what the disk tier in `db` holds, as the drive gives it, with what was built. Raises Corruption."""
         assert self._helpers is not None
+        if self._built is not None:
+            return  # each file was read back when it was copied
         self._report.phase("verify", sum(table.rows for table in self._tables))
         for path in [*db.glob("*.sst"), *(db / BASE).glob("*")]:
             drop_from_cache(path)
@@ -213,7 +234,7 @@ class BulkLoad:
 
     def _parts_to_read(self, db: Path) -> list[tuple[ReadFile | ReadBack, list[_Written]]]:
         """Tasks that together read everything, and what each of them should find."""
-        written = [(merge, built) for merge, built in self._written if built.xxh3 is not None]
+        written = [(merge, built) for merge, built in self.written if built.xxh3 is not None]
         if self._base == "sealed":
             return [
                 (ReadFile(str(db / BASE / Path(merge.out).name), str(built.xxh3), built.bytes), [(merge, built)])
@@ -221,7 +242,7 @@ class BulkLoad:
             ]
         parts: list[tuple[ReadFile | ReadBack, list[_Written]]] = []
         for plan in self.plan.tables:  # each task opens all of RocksDB, so they are few
-            mine = [(merge, built) for merge, built in self._written if merge.table == plan.table]
+            mine = [(merge, built) for merge, built in self.written if merge.table == plan.table]
             at_once = -(-len(mine) // (_READERS_A_HELPER * self.plan.workers))
             for begin in range(0, len(mine), max(1, at_once)):
                 part = mine[begin : begin + at_once]
@@ -231,7 +252,9 @@ class BulkLoad:
 
     def _check_room(self) -> None:
         """Raise StorageError now rather than after an hour."""
-        needed = max(0, self.plan.disk_bytes - tree_bytes(self._out_dir))  # what is there of an earlier load is used
+        built = () if self._built is None else self._built.built.files
+        needed = self.plan.disk_bytes if self._built is None else sum(file.bytes for file in built)
+        needed = max(0, needed - tree_bytes(self._out_dir))  # what is there of an earlier load is used
         free = shutil.disk_usage(self._out_dir).free
         if free < needed:
             raise StorageError(
@@ -241,7 +264,9 @@ class BulkLoad:
     def _plan_reads(self, plan: TablePlan) -> list[SortShards]:
         prefix = str(self._out_dir / _RUNS / plan.table)
         return [
-            SortShards(plan.table, list(shards), f"{prefix}-{number}", plan.run_bytes, plan.batch_bytes)
+            SortShards(
+                plan.table, list(shards), f"{prefix}-{number}", plan.run_bytes, plan.batch_bytes, self._partitions
+            )
             for number, shards in enumerate(plan.groups)
         ]
 
@@ -253,6 +278,7 @@ class BulkLoad:
             "directory": str(self._out_dir),
             "base": self._base,
             "plan": asdict(self.plan),
+            "partitions": self._partitions,
         }
 
     def _make(self, phase: str, tasks: Sequence[Making], total: int) -> list[Any]:
@@ -366,6 +392,7 @@ class BulkLoad:
                 runs[begin : begin + at_once],
                 str(self._out_dir / _RUNS / f"{plan.table}.joined-{begin}"),
                 plan.step_bytes,
+                self._partitions,
             )
             for begin in range(0, len(runs) if at_once > 1 else 0, at_once)
         ]
@@ -375,21 +402,49 @@ class BulkLoad:
             return []
         if self._known.get(_ranges(plan)) is None:
             assert self._journal is not None
-            limits = [None, *quantiles(runs, plan.row_bytes, plan.files), None]
-            self._journal.note(_ranges(plan), {"limits": limits})
+            files, parts = -(-plan.files // self._partitions), range(self._partitions)
+            cuts = [quantiles(runs, plan.row_bytes, files, (part, self._partitions)) for part in parts]
+            self._journal.note(_ranges(plan), {"cuts": cuts})
         self._listed(plan).write_text(json.dumps(runs))
         return self._known_merges(plan)
 
-    def _known_merges(self, plan: TablePlan) -> list[MergeRuns]:
-        """Those of a table whose ranges are known."""
+    def _known_merges(self, plan: TablePlan) -> list[Any]:
+        """Tasks that make the files of a table whose ranges are known, or which is built already."""
+        if self._built is not None:
+            return self._plan_copies(self._built, plan.table)
         out, suffix = self._out_dir / f"base-{plan.table}", "sealed" if self._base == "sealed" else "sst"
         table_id = 1 + [other.name for other in self._tables].index(plan.table)
         listed = str(self._listed(plan))
         return [
             MergeRuns(
-                plan.table, table_id, listed, low, high, f"{out}-{number:04}.{suffix}", self._base, plan.step_bytes
+                plan.table,
+                table_id,
+                listed,
+                low,
+                high,
+                f"{out}-{f'{part:04}-' if self._partitions > 1 else ''}{number:04}.{suffix}",
+                self._base,
+                plan.step_bytes,
+                part,
+                self._partitions,
             )
-            for number, (low, high) in enumerate(pairwise(self._known.get(_ranges(plan), {"limits": []})["limits"]))
+            for part, cuts in enumerate(self._known.get(_ranges(plan), {"cuts": []})["cuts"])
+            for number, (low, high) in enumerate(pairwise([None, *cuts, None]))
+        ]
+
+    def _plan_copies(self, built: BuiltSnapshot, table: str) -> list[CopyFile]:
+        return [
+            CopyFile(
+                table,
+                str(built.path(file.name)),
+                str(self._out_dir / Path(file.name).name),
+                file.rows,
+                int(file.digest, 16),
+                file.xxh3,
+                file.bytes,
+            )
+            for file in built.built.files
+            if file.table == table
         ]
 
     def _listed(self, plan: TablePlan) -> Path:
@@ -404,7 +459,7 @@ class BulkLoad:
         return gathered
 
     def _sum_up(self, table: TableEntry, sorted_: Sorted) -> TableBuild:
-        mine = [merged for task, merged in self._written if task.table == table.name]
+        mine = [merged for task, merged in self.written if task.table == table.name]
         rows = sum(part.rows for part in mine)
         if rows != table.rows:
             raise StorageError(
@@ -414,6 +469,19 @@ class BulkLoad:
         for shard in sorted_.sums:  # in the order of the manifest, so that a load gives the same mean each time
             mean += np.asarray(shard, np.float64)
         return TableBuild(rows, (mean / max(1, rows)).astype(np.float32), sum(part.digest for part in mine) % 2**64)
+
+
+def _check_suits(snapshot: BuiltSnapshot, base: BaseKind) -> None:
+    if base != "sealed":
+        raise SnapshotError(
+            f"it was built for the base 'sealed', and the setting base is {base!r}: change that, or load the snapshot itself",
+            file=BUILT_MANIFEST,
+        )
+    if snapshot.built.sealed_format != SEALED_FORMAT:
+        raise SnapshotError(
+            f"expected sealed files of format {SEALED_FORMAT}, came {snapshot.built.sealed_format}: build it again with this release",
+            file=BUILT_MANIFEST,
+        )
 
 
 def _ranges(plan: TablePlan) -> str:

@@ -1,6 +1,6 @@
 """Sorted runs of a bulk load: scratch files of rows by key, and the merge of many of them, a step at a time.
 
-    n key codes (int64), ascending | n rows in the storage dtype | the codes of some rows, evenly spaced (int64)
+    n key codes (int64), by partition and then ascending | n rows in the storage dtype | the codes of some rows, evenly spaced (int64)
 
 A merge holds one step of rows, however long the runs and however many they are. A helper's main thread, or the caller's for
 `quantiles`. Runs lie in the load's own directory. Their digest, two XXH3-64 as 32 hex digits (of the codes in front, and of
@@ -10,6 +10,7 @@ what follows), is known to whoever made them: after a crash it says which are wh
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -19,10 +20,12 @@ import numpy.typing as npt
 import xxhash
 
 from tierstore.errors import StorageError
+from tierstore.formats.keys import partition_of
 from tierstore.ingest.plan import KEY_CODE_BYTES, SAMPLES
 from tierstore.types import Keys, Rows
 
 Run = tuple[str, int]  # path, rows
+Part = tuple[int, int]  # which of how many partitions of the keys
 _READ_BYTES = 1 << 20
 
 
@@ -89,14 +92,21 @@ def read_digest(path: str, rows: int, row_bytes: int, tell: Callable[[int], None
 
 
 def merged(
-    runs: Sequence[Run], row_bytes: int, low: int | None, high: int | None, step_bytes: int
+    runs: Sequence[Run],
+    row_bytes: int,
+    low: int | None,
+    high: int | None,
+    step_bytes: int,
+    part: Part = (0, 1),
 ) -> Iterator[tuple[Keys, Rows]]:
     """(keys, rows) of all runs with keys in [low, high) (None: no limit), ascending; at most `step_bytes` of them at a time.
+
+    Of the keys of one partition.
 
     As much again is held while a step is put in order. Let go of one step before the next is asked for.
     """
     with ExitStack() as stack:
-        cursors = [_Cursor(run, row_bytes, low, high, stack) for run in runs]
+        cursors = [_Cursor(run, row_bytes, low, high, part, stack) for run in runs]
         cursors = [cursor for cursor in cursors if cursor.left]
         rows_a_step = max(1, step_bytes // (row_bytes + KEY_CODE_BYTES))
         while cursors:
@@ -118,16 +128,19 @@ def merged(
 
 
 class _Cursor:
-    """What is left of one run in a key range."""
+    """What is left of one run in a key range of a partition."""
 
-    def __init__(self, run: Run, row_bytes: int, low: int | None, high: int | None, stack: ExitStack) -> None:
+    def __init__(
+        self, run: Run, row_bytes: int, low: int | None, high: int | None, part: Part, stack: ExitStack
+    ) -> None:
         path, self._rows = run
         self._path, self._row_bytes = path, row_bytes
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, self._fd)
         keys = run_keys(path, self._rows)
-        self._at = 0 if low is None else int(np.searchsorted(keys, low))
-        self._end = self._rows if high is None else int(np.searchsorted(keys, high))
+        first, end = _bounds(keys, part)
+        self._at = first if low is None else first + int(np.searchsorted(keys[first:end], low))
+        self._end = end if high is None else first + int(np.searchsorted(keys[first:end], high))
         self.ahead: Keys = np.empty(0, np.int64)  # the next keys
 
     @property
@@ -168,8 +181,28 @@ def run_keys(path: str, count: int) -> Keys:
     return np.memmap(path, np.int64, "r", shape=(count,)) if count else np.empty(0, np.int64)
 
 
-def quantiles(runs: Sequence[Run], row_bytes: int, ranges: int) -> list[int]:
-    """Ascending keys that cut the rows of all runs into about equal ranges, at most `ranges` of them.
+def order_of(keys: Keys, partitions: int) -> npt.NDArray[np.int64]:
+    """The order in which a run has these keys."""
+    if partitions == 1:
+        return np.argsort(keys, kind="stable")
+    return np.lexsort((keys, partition_of(keys, partitions)))
+
+
+def _bounds(keys: Keys, part: Part) -> tuple[int, int]:
+    """Where the keys of a partition begin and end among those of a run."""
+    number, partitions = part
+    if partitions == 1:
+        return 0, len(keys)
+
+    def partition_at(place: int) -> int:
+        return int(partition_of(keys[place : place + 1], partitions)[0])
+
+    places = range(len(keys))
+    return bisect_left(places, number, key=partition_at), bisect_right(places, number, key=partition_at)
+
+
+def quantiles(runs: Sequence[Run], row_bytes: int, ranges: int, part: Part = (0, 1)) -> list[int]:
+    """Ascending keys that cut a partition's rows of all runs into about equal ranges, at most `ranges` of them.
 
     Takes memory for `SAMPLES` keys a run.
     """
@@ -182,9 +215,14 @@ def quantiles(runs: Sequence[Run], row_bytes: int, ranges: int) -> list[int]:
         sample = np.fromfile(path, np.int64, held, offset=count * (KEY_CODE_BYTES + row_bytes))
         if len(sample) != held:
             raise StorageError(f"{path} is shorter than it was written")
+        weight = count / max(1, held)
+        if part[1] > 1:
+            sample = sample[partition_of(sample, part[1]) == part[0]]
         samples.append(sample)
-        weights.append(np.full(held, count / max(1, held)))
+        weights.append(np.full(len(sample), weight))
     keys = np.concatenate(samples)
+    if not len(keys):
+        return []
     order = np.argsort(keys, kind="stable")
     reached = np.cumsum(np.concatenate(weights)[order])
     cuts = np.searchsorted(reached, reached[-1] * np.arange(1, ranges) / ranges)

@@ -14,23 +14,25 @@ directory; `journal.py` says what of it is finished, and the tasks `Check…` wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from tierstore.errors import Corruption, SnapshotError
-from tierstore.formats.files import make_dir
+from tierstore.formats.files import drop_from_cache, make_dir, publish
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.plan import KEY_CODE_BYTES
-from tierstore.ingest.runs import Run, RunWriter, in_order, merged, read_digest
+from tierstore.ingest.runs import Run, RunWriter, in_order, merged, order_of, read_digest
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.kernels.digest import digest_rows
+from tierstore.kernels.sealed import HEADER_BYTES
 from tierstore.tiers.disk import DiskTier, ReaderPool, SstFile, TableContent, file_xxh3, write_sst
 from tierstore.tiers.sealed import BASES, base_record
 from tierstore.tiers.sealed_file import SealedFile, open_sealed, read_blocks, write_sealed_parts
@@ -40,6 +42,7 @@ _BLOCK_ROWS = 1 << 16
 _MIN_BATCH_ROWS = 256
 _BLOCK_CACHE_BYTES = 8 << 20
 _READ_BYTES = 4 << 20
+_COPY_BYTES = 8 << 20
 
 Tell = Callable[[int], None]  # how many more rows are done
 
@@ -53,6 +56,7 @@ class SortShards:
     prefix: str
     run_bytes: int
     batch_bytes: int
+    partitions: int = 1
 
     @property
     def key(self) -> str:
@@ -68,6 +72,7 @@ class JoinRuns:
     runs: list[Run]
     out: str
     step_bytes: int
+    partitions: int = 1
 
     @property
     def key(self) -> str:
@@ -76,7 +81,7 @@ class JoinRuns:
 
 @dataclass(frozen=True, slots=True)
 class MergeRuns:
-    """Take the keys in [low, high) (None: no limit) out of every run into the file `out`."""
+    """Take a partition's keys in [low, high) (None: no limit) out of every run into the file `out`."""
 
     table: str
     table_id: int
@@ -86,6 +91,26 @@ class MergeRuns:
     out: str
     base: BaseKind
     step_bytes: int
+    partition: int = 0
+    partitions: int = 1
+
+    @property
+    def key(self) -> str:
+        return Path(self.out).name
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFile:
+    """Copy a finished file of a built version to `out`; see `Merged`."""
+
+    table: str
+    source: str
+    out: str
+    rows: int
+    digest: int
+    xxh3: str
+    bytes: int
+    base: BaseKind = "sealed"
 
     @property
     def key(self) -> str:
@@ -195,16 +220,18 @@ class Ingested:
     files: int
 
 
-Making = SortShards | JoinRuns | MergeRuns  # make what may be used again
+Making = SortShards | JoinRuns | MergeRuns | CopyFile  # make what may be used again
 Task = Making | CheckRun | CheckFile | Ingest | ReadFile | ReadBack
 Result = Sorted | Joined | Merged | Checked | Ingested | TableContent
 TASKS: dict[str, Any] = {
-    kind.__name__: kind for kind in (SortShards, JoinRuns, MergeRuns, CheckRun, CheckFile, Ingest, ReadFile, ReadBack)
+    kind.__name__: kind
+    for kind in (SortShards, JoinRuns, MergeRuns, CopyFile, CheckRun, CheckFile, Ingest, ReadFile, ReadBack)
 }
 RESULTS: dict[str, Any] = {
     "SortShards": Sorted,
     "JoinRuns": Joined,
     "MergeRuns": Merged,
+    "CopyFile": Merged,
     "CheckRun": Checked,
     "CheckFile": Checked,
     "Ingest": Ingested,
@@ -222,6 +249,8 @@ def run_task(snapshot: Snapshot, task: Task, tell: Tell) -> Result:
             return join_runs(snapshot, task, tell)
         case MergeRuns():
             return merge_runs(snapshot, task, tell)
+        case CopyFile():
+            return copy_file(task, tell)
         case CheckRun():
             return Checked(read_digest(task.path, task.rows, task.row_bytes, tell) == task.digest)
         case CheckFile():
@@ -242,7 +271,7 @@ def sort_shards(snapshot: Snapshot, task: SortShards, tell: Tell) -> Sorted:
     rows_left = sum(entry.shards[number].rows for number in task.shards)
     capacity = min(rows_left, max(1, task.run_bytes // (row_bytes + KEY_CODE_BYTES)))
     batch_rows = max(_MIN_BATCH_ROWS, task.batch_bytes // (4 * spec.dim))
-    buffer = _Buffer(task.prefix, capacity, row_bytes)
+    buffer = _Buffer(task.prefix, capacity, row_bytes, task.partitions)
     sums = []
     for number in task.shards:
         path = entry.shards[number].path
@@ -266,10 +295,10 @@ def sort_shards(snapshot: Snapshot, task: SortShards, tell: Tell) -> Sorted:
 class _Buffer:
     """Rows gathered in memory until there are enough for a run."""
 
-    def __init__(self, prefix: str, capacity: int, row_bytes: int) -> None:
+    def __init__(self, prefix: str, capacity: int, row_bytes: int, partitions: int) -> None:
         self.runs: list[Run] = []
         self.digests: list[str] = []
-        self._prefix = prefix
+        self._prefix, self._partitions = prefix, partitions
         self._keys = np.empty(capacity, np.int64)
         self._rows = np.empty((capacity, row_bytes), np.uint8)
         self._filled = 0
@@ -289,7 +318,7 @@ class _Buffer:
         if not self._filled:
             return
         keys = self._keys[: self._filled]
-        order = np.argsort(keys, kind="stable")
+        order = order_of(keys, self._partitions)
         path = f"{self._prefix}.{len(self.runs)}"
         with RunWriter(path, self._filled, self._rows.shape[1]) as run:
             for start in range(0, len(order), _BLOCK_ROWS):
@@ -305,10 +334,12 @@ def join_runs(snapshot: Snapshot, task: JoinRuns, tell: Tell) -> Joined:
     row_bytes = snapshot.manifest.table(task.table).spec().row_bytes
     total = sum(rows for _, rows in task.runs)
     with RunWriter(task.out, total, row_bytes) as run:
-        for keys, rows in merged(task.runs, row_bytes, None, None, task.step_bytes):
-            run.add(keys, rows)
-            tell(len(keys))
-            del keys, rows
+        for number in range(task.partitions):
+            part = number, task.partitions
+            for keys, rows in merged(task.runs, row_bytes, None, None, task.step_bytes, part):
+                run.add(keys, rows)
+                tell(len(keys))
+                del keys, rows
     return Joined((task.out, total), run.digest)
 
 
@@ -316,7 +347,8 @@ def merge_runs(snapshot: Snapshot, task: MergeRuns, tell: Tell) -> Merged:
     """Merge one key range of all runs and write it as one file, of the kind that the base is made of."""
     spec = snapshot.manifest.table(task.table).spec()
     runs = [(path, rows) for path, rows in json.loads(Path(task.runs).read_bytes())]
-    steps = _distinct(snapshot, spec, merged(runs, spec.row_bytes, task.low, task.high, task.step_bytes))
+    part = task.partition, task.partitions
+    steps = _distinct(snapshot, spec, merged(runs, spec.row_bytes, task.low, task.high, task.step_bytes, part))
     count = digest = 0
 
     def counted() -> Iterator[tuple[Keys, Rows]]:
@@ -391,13 +423,49 @@ def _linked(path: Path, folder: Path) -> Path:
     return path
 
 
+def copy_file(task: CopyFile, tell: Tell) -> Merged:
+    """Copy a file, durably, by the system's own means, which may share its blocks; then read it back from the drive."""
+    with open(task.source, "rb", buffering=0) as source, publish(task.out) as out:
+        _copy(source, out, task)
+    check = CheckFile(task.out, task.base, task.rows, task.digest, task.xxh3, task.bytes)
+    if check_file(check, tell).whole:
+        return Merged(task.rows, task.digest, task.xxh3, task.bytes, task.rows)
+    if not check_file(replace(check, path=task.source), lambda _: None).whole:
+        raise SnapshotError("is damaged; copy or build it again", file=Path(task.source).name)
+    raise Corruption(f"{task.out}: what was read back is not what was copied: the disk is not to be trusted")
+
+
+def _copy(source: BinaryIO, out: BinaryIO, task: CopyFile) -> None:
+    left = task.bytes
+    copy: Callable[[int, int, int], int] = os.copy_file_range
+    while left:
+        try:
+            got = copy(source.fileno(), out.fileno(), min(_COPY_BYTES, left))
+        except OSError as error:
+            if copy is _send or error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            copy = _send  # between file systems of two kinds
+            continue
+        if not got:
+            raise SnapshotError("is damaged: it ends too early; copy or build it again", file=Path(task.source).name)
+        left -= got
+
+
+def _send(source: int, out: int, size: int) -> int:
+    return os.sendfile(out, source, None, size)
+
+
 def check_file(task: CheckFile, tell: Tell) -> Checked:
-    """Read a whole finished file, and compare it with what was said of it when it was made."""
+    """Read a whole finished file from the drive, and compare it with what was said of it when it was made."""
+    path = Path(task.path)
     try:
+        if path.stat().st_size != task.bytes:
+            return Checked(False)
+        drop_from_cache(path)
         if task.base == "sealed":
             content = read_file(ReadFile(task.path, task.xxh3, task.bytes), tell)
             return Checked((content.rows, content.digest) == (task.rows, task.digest))
-        whole = os.stat(task.path).st_size == task.bytes and file_xxh3(Path(task.path)) == task.xxh3
+        whole = file_xxh3(path) == task.xxh3
     except (Corruption, FileNotFoundError):
         return Checked(False)
     tell(task.rows)
@@ -412,6 +480,8 @@ def read_file(task: ReadFile, tell: Tell) -> TableContent:
         at_once = max(1, _READ_BYTES // file.block_bytes)
         count, digest, floor = 0, 0, None
         for block in range(0, len(file.fences), at_once):
+            ahead = HEADER_BYTES + (block + at_once) * file.block_bytes  # the drive reads on while this is looked at
+            os.posix_fadvise(file.fd, ahead, _READ_BYTES, os.POSIX_FADV_WILLNEED)
             keys, rows = read_blocks(file, block, min(block + at_once, len(file.fences)), floor)
             count, digest, floor = count + len(keys), (digest + digest_rows(keys, rows)) % 2**64, int(keys[-1])
             tell(len(keys))
