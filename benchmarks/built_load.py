@@ -1,6 +1,6 @@
 """Loading what was built elsewhere, against what the drive can do, and beside it the load of the snapshot itself.
 
-    python -m benchmarks.built_load [--rows 8_000_000] [--dim 64] [--rounds 3] [--tiny] [--json FILE]
+    python -m benchmarks.built_load [--rows 16_000_000] [--dim 64] [--rounds 3] [--tiny] [--json FILE]
 
 Each round reads as many bytes as the built version has from the drive, one after the other, and writes as many, flushed; then it loads
 the built version into an empty store, its files not in the system's cache: copied, flushed, read back from the drive, compared. The mark
@@ -135,7 +135,7 @@ def show(document: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8_000_000)
+    parser.add_argument("--rows", type=int, default=16_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="to see that it runs")
