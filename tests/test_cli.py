@@ -40,6 +40,7 @@ COMMANDS = {
     "import-hps",
     "compile",
     "load",
+    "build",
     "delta",
     "activate",
     "rollback",
@@ -560,3 +561,13 @@ def test_serve_says_where_it_listens_and_ends_in_order(tmp_path: Path) -> None:
         service.kill()
         service.wait()
     assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+def test_what_build_makes_is_loaded_as_a_snapshot_is(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    done = cli("build", write_snapshot(tmp_path, 1), tmp_path / "built")
+    assert done.code == 0, done.err
+    assert done.out.startswith(f"version 1 is built in {tmp_path / 'built'}")
+    again = cli("build", tmp_path / "ctr-1", tmp_path / "built")
+    assert (again.code, "built version already" in again.err) == (1, True)
+    assert cli("load", tmp_path / "built", *place).code == 0
+    assert cli("lookup", "ctr", "item_id", 7, *place, "--json").document["rows"][0]["row"] == row(1, 7)

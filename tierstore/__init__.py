@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from tierstore.formats.writers import DeltaWriter, SnapshotWriter, TableWriter
     from tierstore.imports.tables import Feature, TableSource, import_table, import_tables
+    from tierstore.ingest.building import build_snapshot
     from tierstore.types import DeltaResult, Progress
 
 __all__ = [
@@ -89,6 +90,7 @@ __all__ = [
     "TooLarge",
     "Unreachable",
     "View",
+    "build_snapshot",
     "import_table",
     "import_tables",
     "open",
@@ -99,6 +101,7 @@ _HOMES = {
     "DeltaResult": ("tierstore.types", "DeltaResult"),
     "DeltaWriter": ("tierstore.formats.writers", "DeltaWriter"),
     "Feature": ("tierstore.imports.tables", "Feature"),
+    "build_snapshot": ("tierstore.ingest.building", "build_snapshot"),
     "import_table": ("tierstore.imports.tables", "import_table"),
     "import_tables": ("tierstore.imports.tables", "import_tables"),
     "TableSource": ("tierstore.imports.tables", "TableSource"),

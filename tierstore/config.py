@@ -108,6 +108,11 @@ class Settings(BaseSettings):
     load_memory: Size = Field(
         ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together"
     )
+    load_retention_s: float = Field(
+        86400.0,
+        ge=0,
+        description="seconds that what a broken-off load has finished is kept, for one of the same snapshot to go on from; 0: not at all",
+    )
     # after a start
     warm_rate: int = Field(
         200_000,

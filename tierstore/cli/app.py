@@ -48,7 +48,9 @@ def load(
     snapshot: Annotated[
         str,
         typer.Argument(
-            metavar="SNAPSHOT", help="The snapshot's directory; with --url as the service sees it.", show_default=False
+            metavar="SNAPSHOT",
+            help="The directory of a snapshot, or of a built version; with --url as the service sees it.",
+            show_default=False,
         ),
     ],
     data: Data = None,
@@ -80,6 +82,37 @@ def load(
         show.as_json({"version": version, "active": not no_activate, "seconds": round(seconds, 3)})
     else:
         typer.echo(f"version {version} is loaded and {'kept' if no_activate else 'active'} ({seconds:.1f} s)")
+
+
+@app.command()
+def build(
+    snapshot: Annotated[Path, typer.Argument(metavar="SNAPSHOT", help="The snapshot's directory.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The directory to make: a new one, or empty.", show_default=False)
+    ],
+    partitions: Annotated[
+        int, typer.Option("--partitions", metavar="P", min=1, help="Make a folder for each of P shares of the keys.")
+    ] = 1,
+    json: AsJson = False,
+) -> None:
+    """Make the finished files of a snapshot, for `tierstore load` to copy on any number of machines.
+
+    Needs no data directory and no service. One that was broken off goes on when it is begun again.
+    """
+    from tierstore.cli import show
+    from tierstore.cli.progress import shown_progress
+    from tierstore.formats.files import tree_bytes
+    from tierstore.ingest.building import build_snapshot
+
+    begun_s = time.monotonic()
+    with shown_progress("build") as progress:
+        version = build_snapshot(snapshot, out, partitions=partitions, progress=progress)
+    seconds, nbytes = time.monotonic() - begun_s, tree_bytes(out)
+    _say(
+        json,
+        {"version": version, "directory": str(out), "bytes": nbytes, "seconds": round(seconds, 3)},
+        f"version {version} is built in {out}: {show.size(nbytes)} ({seconds:.1f} s)",
+    )
 
 
 @app.command()

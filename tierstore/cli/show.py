@@ -66,6 +66,10 @@ def status(document: dict[str, Any]) -> None:
             console.print(f"  [red]problem:[/] {escape(str(model['problem']))}")
         for version, why in model.get("damaged", {}).items():
             console.print(f"  [red]version {version} is damaged;[/] drop it or load it again: {escape(str(why))}")
+        for version, left in model.get("unfinished", {}).items():
+            console.print(
+                f"  the load of version {version} was broken off; {size(left['bytes'])} are kept for the next one to go on from"
+            )
         if model.get("last_event_time"):
             waiting = f"{model.get('overlays', 0)} overlays of {size(model.get('overlay_bytes', 0))} not folded yet"
             console.print(f"  newest event {model['last_event_time']}, {waiting}")

@@ -219,7 +219,7 @@ class Face(ABC):
 
         Args:
             source: as the service sees it: under one of its source roots.
-            model: whose snapshot it is; read from `source/snapshot.json` if that can be read here.
+            model: whose snapshot it is; read from `snapshot.json` (or `built.json`) in `source` if that can be read here.
             activate: serve it once it is loaded, caught up and warm.
             progress: called now and then, where the caller's code runs.
 

@@ -9,10 +9,13 @@ from tierstore.errors import InvalidInput
 
 
 def snapshot_model(source: str | Path) -> str:
-    """The model that a snapshot which can be read here is of. InvalidInput where it cannot."""
-    path = Path(str(source).removeprefix("file://")) / "snapshot.json"
+    """The model that a snapshot, or a built version, which can be read here is of. InvalidInput where it cannot."""
+    root = Path(str(source).removeprefix("file://"))
+    built = root / "built.json"
+    path = built if built.is_file() else root / "snapshot.json"
     try:
-        return str(json.loads(path.read_bytes())["model"])
+        document = json.loads(path.read_bytes())
+        return str((document["manifest"] if path is built else document)["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInput(
             f"cannot tell from {path} which model the snapshot is of; name it (model=, --model): {error}"

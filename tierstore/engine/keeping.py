@@ -3,7 +3,8 @@
 Loads and drops: any thread, one switch or drop at a time (`_switch`), beside deltas and look-ups. Chores are for the
 background thread (`keeper.py`).
 
-After a crash: a version is there if its record is; what a load, a drop or a fold has left otherwise goes at the next start.
+After a crash: a version is there if its record is. What a load has left stays for a time, for one of the same snapshot to go
+on from; what a drop or a fold has left goes at the next start.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from tierstore.engine.replay import catch_up
 from tierstore.engine.served import Served
 from tierstore.engine.switching import DRAIN_S, Shared, Switching
+from tierstore.engine.unfinished import Unfinished, clear_for, find_unfinished
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.errors import (
     Conflict,
@@ -30,6 +32,7 @@ from tierstore.errors import (
 from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import ModelDirectory
+from tierstore.ingest.bulkload import can_go_on
 from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
@@ -45,17 +48,20 @@ class Keeping(Switching):
             "the delta log is not pruned": self._prune_log,
             "versions older than those kept are not dropped": self._drop_surplus,
             "kept versions are not caught up": lambda: self._unless_switching(self._catch_up_kept),
+            "what broken-off loads have left is not removed": self._drop_unfinished,
         }
         super().__init__(name, where, shared, chores)
         self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
         self.leftovers: list[Path] = []  # of crashes, which nobody needs; known from `find` on
+        self.unfinished: dict[int, Unfinished] = {}  # guarded by serving.write; replaced whole
 
     # --- what there is
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to keep: no version, complete or coming, and no log."""
-        return not (self._infos or self.damaged or self._loading) and self._deltas.start is None
+        known = self._infos or self.damaged or self._loading or self.unfinished
+        return not known and self._deltas.start is None
 
     def infos(self) -> list[VersionInfo]:
         """What is known of each complete version, ascending."""
@@ -78,7 +84,8 @@ class Keeping(Switching):
             where = self.where.version(number)
             try:
                 if not files.exists(where.record):
-                    self._discard(where.root)  # a load that was cut off
+                    if not self._keep_unfinished(number):
+                        self._discard(where.root)
                     continue
                 self._discard(where.build)  # a fold that was
                 for folder in (where.root, where.hot_keys):
@@ -178,16 +185,19 @@ class Keeping(Switching):
     # --- loading
 
     @contextlib.contextmanager
-    def loading(self, number: int, delta_seq: int) -> Iterator[ProgressFn]:
+    def loading(self, number: int, delta_seq: int, identity: str) -> Iterator[ProgressFn]:
         """Reserve a version's directory, and the log from `delta_seq` on, for a load; on an error nothing of it stays.
 
-        But for what is loaded and could only not be switched to; and for what serves meanwhile. Where the model was
-        closed, the directory may be another process's by now.
+        But for what is loaded and could only not be switched to; for what serves meanwhile; and for what a load of the
+        same snapshot, by its `identity`, can go on from. The version may be there already: then it was only not
+        switched to. Where the model was closed, the directory may be another process's by now.
         """
+        where = self.where.version(number)
         with self._serving.write:
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded already")
-            if number in self._infos:
+            complete = number in self._infos
+            if complete and (number in self.served.versions or files.read_bytes(where.loading) != identity.encode()):
                 raise Conflict(
                     f"version {number} of {self.name!r} is there already; activate it, or drop it first, or give the snapshot a new version"
                 )
@@ -201,17 +211,22 @@ class Keeping(Switching):
                 raise SnapshotError(
                     f"delta_seq is {delta_seq}, and it could not be caught up: {lost}", file="snapshot.json"
                 )
+            older = [other for other in self.unfinished if other < number]  # this snapshot takes their place
+            trash = [files.discard(self.where.version(other).root) for other in older]
+            self.unfinished = {other: of for other, of in self.unfinished.items() if other > number}
             self._loading[number] = delta_seq, Progress("start")
 
         def note(progress: Progress) -> None:
             self.check_open()
             self._loading[number] = delta_seq, progress
 
-        where = self.where.version(number)
         try:
-            files.remove_tree(where.root)
-            files.make_dir(where.root)
+            if not complete:
+                clear_for(where, identity)
+            for path in filter(None, trash):
+                files.remove_leftover(path)
             yield note
+            self._load_is_over(number)
         except BaseException as error:
             if number in self._infos and (not isinstance(error, SnapshotError) or isinstance(error, LoadCancelled)):
                 error.add_note(f"version {number} of {self.name!r} is loaded all the same, and kept; it is not active")
@@ -221,7 +236,8 @@ class Keeping(Switching):
                 if not (self._closed or number in self.served.versions or self._keeper.is_retiring(number)):
                     self._forget(number)
                     self._resting.close(number)
-                    files.remove_tree(where.root)
+                    if not (can_go_on(error) and self._keep_unfinished(number)):
+                        files.remove_tree(where.root)
                     with self._serving.write, contextlib.suppress(StorageError):
                         self._record.settle()  # there is room now
             raise
@@ -229,6 +245,38 @@ class Keeping(Switching):
             with self._serving.write:
                 self._loading.pop(number, None)
                 self.damaged.pop(number, None)  # its directory was replaced, or removed
+
+    def _keep_unfinished(self, number: int) -> bool:
+        """Remember what a load has left, if another one can go on from it."""
+        found = find_unfinished(self.where.version(number)) if self._shared.settings.load_retention_s else None
+        if found is None:
+            return False
+        with self._serving.write:
+            self.unfinished = {**self.unfinished, number: found}
+        log.info(
+            "model %s: the load of version %d was broken off; %d MiB are kept, and loading the same snapshot goes on from there",
+            self.name,
+            number,
+            found.bytes >> 20,
+        )
+        return True
+
+    def _drop_unfinished(self) -> None:
+        """Remove what nobody has taken up for a time."""
+        for number, left in self.unfinished.items():
+            if left.age_s >= self._shared.settings.load_retention_s:
+                trash = self._take_unfinished_away(number)
+                if trash is not None:
+                    log.info("model %s: removes what a load of version %d has left", self.name, number)
+                    files.remove_leftover(trash)
+
+    def _take_unfinished_away(self, number: int) -> Path | None:
+        with self._serving.write:
+            if self.unfinished.get(number) is None:  # a load has taken it up
+                return None
+            trash = files.discard(self.where.version(number).root)
+            self.unfinished = {other: of for other, of in self.unfinished.items() if other != number}
+            return trash
 
     def adopt(self, info: VersionInfo, *, activate: bool, progress: ProgressFn) -> None:
         """Count a version whose directory is complete, and switch to it if asked."""
@@ -238,7 +286,7 @@ class Keeping(Switching):
             self.activate(info.number, progress=progress)
 
     def drop(self, number: int) -> None:
-        """Delete a version that is not served, a damaged one as well. Its memory and disk come back."""
+        """Delete a version that is not served, one that is damaged or half loaded as well. Its memory and disk come back."""
         trash = self._take_away(number)
         if trash is not None:
             files.remove_leftover(trash)  # which may take long: nobody waits for it but who asked
@@ -251,6 +299,8 @@ class Keeping(Switching):
             self.check_open()
             if number in self.damaged:
                 return self._take_damaged_away(number)
+            if number in self.unfinished:
+                return self._take_unfinished_away(number)
             info = self._info(number)
             if number == self.active_version:
                 raise Conflict(f"version {number} of {self.name!r} is active; activate another one first")

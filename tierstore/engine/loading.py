@@ -1,30 +1,29 @@
 """Loading a snapshot beside what serves: build, ingest, verify, record, and then, if asked, activate.
 
-Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. Until the record is published
-a crash leaves a directory that the next start removes; on an error it is removed at once. From then on the version is kept,
-whether or not it comes to serve; but for a snapshot that turns out to be bad when it is to serve.
+Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. A crash leaves a directory, and so does a
+load that is cancelled: one of the same snapshot goes on from there. On other errors it is removed at once. Once the record is
+published the version is kept, whether or not it comes to serve; but for a snapshot that turns out to be bad when it is to serve.
 """
 
 from __future__ import annotations
 
-import shutil
+import logging
 import threading
-from pathlib import Path
-
-import numpy as np
 
 from tierstore.engine.model import Model
 from tierstore.engine.switching import Shared
 from tierstore.engine.version import VersionInfo, first_records, write_record
-from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError, StorageError
+from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
 from tierstore.formats import files
-from tierstore.formats.names import REQUEST_SUFFIX, VersionDirectory
 from tierstore.formats.requests import read_request
 from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.beside import keep_beside
 from tierstore.ingest.bulkload import BulkLoad
 from tierstore.predict.session import DenseCounts
 from tierstore.tiers.background import hand_over
 from tierstore.types import Progress, ProgressFn
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -44,7 +43,7 @@ def load(
     manifest = snapshot.manifest
     number = manifest.version
     _check_dense(snapshot, shared)
-    with model.loading(number, manifest.delta_seq) as note:
+    with model.loading(number, manifest.delta_seq, snapshot.identity()) as note:
 
         def tell(step: Progress) -> None:
             if cancelled is not None and cancelled.is_set():
@@ -52,6 +51,10 @@ def load(
             note(step)
             progress(step)
 
+        if number in model.versions:  # but for the switch it was loaded before
+            if activate:
+                model.activate(number, progress=tell)
+            return number
         where = model.where.version(number)
         settings = shared.settings
         with BulkLoad(
@@ -61,16 +64,19 @@ def load(
             workers=settings.load_workers,
             base=settings.base,
             aside=aside,
+            keep=settings.load_retention_s > 0,
             progress=tell,
             cancelled=cancelled,
         ) as bulk:
             build = bulk.build()
+            if any(build.kept_rows.values()):
+                log.info("model %s: version %d goes on: rows not done again: %s", model.name, number, build.kept_rows)
             bulk.ingest(build, where.db, first_records(manifest, build))
             bulk.read_back(where.db)
-        _keep_the_rest(snapshot, where)
-        files.remove_tree(where.build)
+        keep_beside(snapshot, where)
         model.check_open()
         write_record(where, manifest, build)
+        files.remove_tree(where.build)  # not before: else a crash in between would cost the whole load
         model.adopt(VersionInfo(where), activate=activate, progress=tell)
     return number
 
@@ -88,33 +94,3 @@ def _check_dense(snapshot: Snapshot, shared: Shared) -> None:
         shared.dense.load(model, snapshot.manifest.feature_specs(), snapshot.manifest.table_specs(), DenseCounts())
     except InvalidInput as error:
         raise SnapshotError(str(error), file=name) from error
-
-
-def _keep_the_rest(snapshot: Snapshot, where: VersionDirectory) -> None:
-    dense = snapshot.dense_model()
-    if dense is not None:
-        hand_over()
-        files.publish_bytes(where.dense, dense)
-    for name in snapshot.manifest.warmup:
-        keys = snapshot.warmup_keys(name)
-        if keys is not None:
-            hand_over()
-            files.make_dir(where.warmup(name).parent)
-            with files.publish(where.warmup(name)) as file:
-                np.save(file, keys, allow_pickle=False)
-    requests = snapshot.request_paths()
-    if requests:
-        files.make_dir(where.requests)
-    for i, (_, path) in enumerate(requests):
-        _copy(path, where.requests / f"{i:05d}{REQUEST_SUFFIX}")
-
-
-def _copy(source: Path, target: Path) -> None:
-    hand_over()
-    try:
-        with open(source, "rb") as read, files.publish(target) as write:
-            shutil.copyfileobj(read, write)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise SnapshotError(f"cannot be read: {error.strerror or error}", file=source.name) from error

@@ -32,6 +32,10 @@ def _document(model: Model, served: Served) -> dict[str, Any]:
         "versions": _versions(model, served),
         "resting": model.resting_status(),
         "damaged": {str(number): why for number, why in sorted(model.damaged.copy().items())},
+        "unfinished": {
+            str(number): {"bytes": left.bytes, "age_s": round(left.age_s)}
+            for number, left in sorted(model.unfinished.items())
+        },
         "tables": {},
     }
     if view is not None:

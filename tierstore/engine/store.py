@@ -33,9 +33,9 @@ from tierstore.engine.switching import Shared, ignore
 from tierstore.engine.warming import Warmer
 from tierstore.errors import Closed, DeltaError, Locked, NotFound, SnapshotError, StorageError
 from tierstore.formats import files
+from tierstore.formats.built import open_source
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import DataDirectory
-from tierstore.formats.snapshot import open_snapshot
 from tierstore.predict.runtime import Runtime
 from tierstore.tiers.background import give_way
 from tierstore.tiers.disk import ReaderPool
@@ -159,6 +159,7 @@ class Store:
     ) -> int:
         """Load the snapshot directory `source`: bulk load, verify, catch up, warm, and switch to it. Returns its version.
 
+        `source` may be what `build_snapshot` has made of one: then it is only copied and verified.
         With `activate` False the version is only kept. `progress` is called as it goes; once it switches, changing
         versions from within that is a Conflict. Set `cancelled` to stop it.
         `model` is the name that is expected. Raises SnapshotError (file, row, reason) for a bad snapshot and Conflict
@@ -167,7 +168,7 @@ class Store:
         """
         self._check_open()
         refuse_inside()  # it would do all its work before it is
-        snapshot = open_snapshot(source)
+        snapshot = open_source(source)
         manifest = snapshot.manifest
         if model is not None and manifest.model != model:
             raise SnapshotError(

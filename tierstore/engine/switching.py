@@ -37,7 +37,18 @@ from tierstore.engine.table import LookupCounts
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
 from tierstore.engine.warming import Warmer
-from tierstore.errors import Closed, Conflict, Corruption, DiskFull, NotFound, Overloaded, TierstoreError, TooLarge
+from tierstore.errors import (
+    Closed,
+    Conflict,
+    Corruption,
+    DiskFull,
+    NotFound,
+    Overloaded,
+    StorageError,
+    TierstoreError,
+    TooLarge,
+)
+from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.runtime import Runtime
 from tierstore.tiers.background import in_background, watch
@@ -321,8 +332,17 @@ class Switching:
         return True
 
     def _tell_switched(self, old: int | None, new: int | None) -> None:
+        if new is not None:
+            self._load_is_over(new)
         for observer in self._shared.observers:
             observer.version_switched(self.name, old, new)
+
+    def _load_is_over(self, number: int) -> None:
+        """Whoever has switched to it: a load of the same snapshot has nothing to go on from."""
+        mark = self.where.version(number).loading
+        if mark.exists():
+            with contextlib.suppress(StorageError):
+                files.remove_file(mark)
 
     # --- the canary
 

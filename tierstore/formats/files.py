@@ -307,6 +307,16 @@ def leftovers(directory: str | Path) -> list[Path]:
     return [Path(entry.path) for entry in found if is_scratch(entry.name)]
 
 
+def tree_bytes(path: str | Path) -> int:
+    """Bytes of the files below a directory; what goes meanwhile does not count."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
 def remove_leftover(path: Path) -> None:
     """Remove one of the `leftovers`, a file or a directory. One that is gone already is fine."""
     with _translated("remove", path), contextlib.suppress(FileNotFoundError):

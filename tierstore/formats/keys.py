@@ -79,6 +79,18 @@ def from_codes(codes: Keys, key_type: KeyType) -> npt.NDArray[np.int64] | npt.ND
     return codes.view(np.uint64) if key_type is KeyType.UINT64 else codes
 
 
+def partition_of(codes: Keys, partitions: int) -> npt.NDArray[np.int64]:
+    """To which of `partitions` shares of the keys each of these int64 [n] belongs: int64 [n]; `schema/built.md` has the function.
+
+    It shares no bits with the hashes by which a store places keys, so that a share of the keys is spread as all of them.
+    """
+    # the finalizer of MurmurHash3 (Appleby, public domain)
+    x = codes.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return ((x ^ (x >> np.uint64(33))) % np.uint64(partitions)).astype(np.int64)
+
+
 def as_arrow_strings(keys: Any) -> pa.Array:
     """String keys as a validated `large_string` array without nulls. Raises InvalidInput, see `as_codes`."""
     check_sequence(keys, KeyType.STRING)

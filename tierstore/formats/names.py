@@ -8,7 +8,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
     <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
-        version.json  db/  dense.onnx  dense-<seq>.onnx  ASKED  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
+        version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  ASKED  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
 
@@ -40,11 +40,14 @@ WARMUP = "warmup"
 REQUESTS = "requests"  # within WARMUP
 HOT = "hot"
 BUILD = "build"
+JOURNAL = "journal"  # within BUILD
+LOADING = "LOADING"
 KEYS_SUFFIX = ".npy"
 REQUEST_SUFFIX = ".npz"
 
 # a snapshot
 SNAPSHOT_MANIFEST = "snapshot.json"
+BUILT_MANIFEST = "built.json"
 HUGECTR_KEYS = "key"
 HUGECTR_VECTORS = "emb_vector"
 
@@ -151,6 +154,16 @@ class VersionDirectory:
     def build(self) -> Path:
         """Scratch of the bulk load."""
         return self.root / BUILD
+
+    @property
+    def journal(self) -> Path:
+        """What a load has finished; where it is there without a `record`, the load was broken off and can go on."""
+        return self.build / JOURNAL
+
+    @property
+    def loading(self) -> Path:
+        """The identity of the snapshot that is being loaded, until the load is over, the switch to it included."""
+        return self.root / LOADING
 
     def warmup(self, table: str) -> Path:
         """Keys that the snapshot asked to have warm."""

@@ -7,6 +7,7 @@ here writes, and everything that is refused is one SnapshotError naming file, ro
 
 from __future__ import annotations
 
+import json
 import re
 import zipfile
 import zlib
@@ -15,10 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.arrow_shards import read_arrow, read_parquet
@@ -148,6 +151,23 @@ class Snapshot:
         _, shard = self._shard(table, shard_no)
         path = self._resolve(shard.path)
         return sum(file.stat().st_size for file in parts(path))
+
+    def identity(self) -> str:
+        """32 hex digits that are the same for the same content: of the manifest, and of each file that it names.
+
+        Of a shard without a checksum, size and time of its last change stand for the content. Raises SnapshotError.
+        """
+        parts_of: list[Any] = [self.manifest.to_document()]
+        for table in self.manifest.tables:
+            for shard in table.shards:
+                with _naming(shard.path):
+                    stats = [file.stat() for file in parts(self._resolve(shard.path))]
+                parts_of.append([(of.st_size, None if shard.xxh3 else of.st_mtime_ns) for of in stats])
+        dense = () if self.manifest.dense is None else (self.manifest.dense.path,)
+        for name in (*dense, *self.manifest.warmup.values(), *self.manifest.requests):
+            with _naming(name):
+                parts_of.append(checksum(self._resolve(name, file_only=True)))
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts_of).encode())
 
     def warmup_keys(self, table: str) -> Keys | None:
         """Codes of the keys that the snapshot wants warm, in its order; None if it names none. Raises SnapshotError."""

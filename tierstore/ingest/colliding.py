@@ -16,8 +16,9 @@ import numpy as np
 
 from tierstore.errors import SnapshotError
 from tierstore.formats.colliding import free_code
+from tierstore.formats.keys import partition_of
 from tierstore.formats.snapshot import Snapshot
-from tierstore.ingest.runs import Run, RunWriter, run_keys
+from tierstore.ingest.runs import Part, Run, RunWriter, run_keys
 from tierstore.kernels.codec import encode
 from tierstore.types import Keys, KeyType, Rows, TableSpec, Vectors
 
@@ -87,9 +88,16 @@ def without(steps: Steps, codes: Keys) -> Steps:
 
 
 def set_apart(
-    snapshot: Snapshot, spec: TableSpec, codes: Keys, runs: Sequence[Run], low: int | None, high: int | None, out: str
+    snapshot: Snapshot,
+    spec: TableSpec,
+    codes: Keys,
+    runs: Sequence[Run],
+    part: Part,
+    low: int | None,
+    high: int | None,
+    out: str,
 ) -> tuple[Run, list[tuple[str, int]]]:
-    """Make a run `out` of the rows of colliding keys, under codes from `low` to below `high` that are in none of `runs`.
+    """Make a run `out` of the rows of colliding keys, under codes of the partition from `low` to below `high`, in none of `runs`.
 
     Returns it, and (string, code) of each. Raises SnapshotError where a key is given twice.
     """
@@ -101,11 +109,16 @@ def set_apart(
         raise SnapshotError(
             f"table {spec.name}: {len(codes)} hashes or more are shared by several keys, which is no accident"
         )
-    held = [run_keys(path, rows) for path, rows in runs]
+    held = [keys for path, rows in runs if len(keys := run_keys(path, rows, part))]
     taken: set[int] = set()
 
     def is_taken(code: int) -> bool:
-        return code in taken or any(keys[min(int(np.searchsorted(keys, code)), len(keys) - 1)] == code for keys in held)
+        elsewhere = part[1] > 1 and partition_of(np.array([code]), part[1])[0] != part[0]
+        return (
+            elsewhere
+            or code in taken
+            or any(keys[min(int(np.searchsorted(keys, code)), len(keys) - 1)] == code for keys in held)
+        )
 
     limits = {} if low is None else {"low": low}
     limits |= {} if high is None else {"high": high - 1}

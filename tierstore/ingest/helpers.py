@@ -19,13 +19,13 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tierstore.errors import Corruption, SnapshotError, StorageError, TierstoreError
+from tierstore.errors import Corruption, DiskFull, SnapshotError, StorageError, TierstoreError
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.tasks import RESULTS, Task
 from tierstore.tiers.background import hand_over
@@ -62,11 +62,14 @@ class Helpers:
     def pids(self) -> list[int]:
         return [helper.process.pid for helper in self._helpers]
 
-    def run(self, tasks: Iterable[Task], tick: Callable[[int], None]) -> list[Any]:
+    def run(
+        self, tasks: Sequence[Task], tick: Callable[[int], None], note: Callable[[Any, Any], None] | None = None
+    ) -> list[Any]:
         """Have all tasks done, in any order; their results in the order of `tasks`.
 
-        Calls `tick(rows)` with the rows done since the last call, at least every 0.1 s; what it raises
-        ends the run. Raises SnapshotError or StorageError; the helpers are of no use then.
+        Calls `tick(rows)` with the rows done since the last call, at least every 0.1 s, and `note(task, result)` with
+        each that is done; what they raise ends the run. Raises SnapshotError or StorageError; the helpers are of no use
+        then.
         """
         waiting = deque(enumerate(tasks))
         results: dict[int, Any] = {}
@@ -84,6 +87,8 @@ class Helpers:
                         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
                         number, kind = helper.finished()
                         results[number] = RESULTS[kind](**answer["done"])
+                        if note is not None:
+                            note(tasks[number], results[number])
                         helper.take(waiting)
                     else:
                         raise _error(answer)
@@ -210,6 +215,8 @@ def _error(answer: dict[str, Any]) -> TierstoreError:
         return SnapshotError(answer["reason"], file=answer["file"], row=answer["row"])
     if answer["error"] == "corruption":
         return Corruption(answer["message"])
+    if answer["error"] == "full":
+        return DiskFull(answer["message"])
     if answer["error"] == "storage":
         return StorageError(answer["message"])
     return StorageError(f"a load helper failed, which is a defect of tierstore: {answer['message']}")

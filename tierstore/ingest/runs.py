@@ -1,43 +1,51 @@
 """Sorted runs of a bulk load: scratch files of rows by key, and the merge of many of them, a step at a time.
 
-    n key codes (int64), ascending | n rows in the storage dtype | the codes of some rows, evenly spaced (int64)
+    n key codes (int64), by partition and then ascending | n rows in the storage dtype | the codes of some rows, evenly spaced (int64)
 
 A merge holds one step of rows, however long the runs and however many they are. A helper's main thread, or the caller's for
-`quantiles`. Runs lie in the load's own directory; a crash leaves them to whoever removes that.
+`quantiles`. Runs lie in the load's own directory. Their digest, two XXH3-64 as 32 hex digits (of the codes in front, and of
+what follows), is known to whoever made them: after a crash it says which are whole.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tierstore.errors import StorageError
+from tierstore.formats.keys import partition_of
 from tierstore.ingest.plan import KEY_CODE_BYTES, SAMPLES
 from tierstore.types import Keys, Rows
 
 Run = tuple[str, int]  # path, rows
+Part = tuple[int, int]  # which of how many partitions of the keys
+_READ_BYTES = 1 << 20
 
 
 class RunWriter:
-    """A new run of `rows` rows, which come in order, in any number of parts. A context manager."""
+    """A new run of `rows` rows, which come in order, in any number of parts. A context manager; then `digest` is known."""
 
     def __init__(self, path: str, rows: int, row_bytes: int) -> None:
         self._rows, self._row_bytes = rows, row_bytes
         self._samples = _sampled(rows)
         self._sampled = np.empty(len(self._samples), np.int64)
         self._at = 0
+        self._digests = xxhash.xxh3_64(), xxhash.xxh3_64()  # of the keys, and of what follows them
+        self.digest = ""
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def add(self, keys: Keys, rows: Rows) -> None:
         """The next rows: int64 [n], uint8 [n, row_bytes]. OSError."""
         at, end = self._at, self._at + len(keys)
-        _write(self._fd, keys, at * KEY_CODE_BYTES)
-        _write(self._fd, rows, self._rows * KEY_CODE_BYTES + at * self._row_bytes)
+        self._put(0, keys, at * KEY_CODE_BYTES)
+        self._put(1, rows, self._rows * KEY_CODE_BYTES + at * self._row_bytes)
         first, last = np.searchsorted(self._samples, (at, end))
         self._sampled[first:last] = keys[self._samples[first:last] - at]
         self._at = end
@@ -49,20 +57,56 @@ class RunWriter:
         try:
             if kind is None:
                 assert self._at == self._rows
-                _write(self._fd, self._sampled, self._rows * (KEY_CODE_BYTES + self._row_bytes))
+                self._put(1, self._sampled, self._rows * (KEY_CODE_BYTES + self._row_bytes))
+                self.digest = "".join(part.hexdigest() for part in self._digests)
         finally:
             os.close(self._fd)
 
+    def _put(self, part: int, array: npt.NDArray[Any], offset: int) -> None:
+        left = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
+        self._digests[part].update(left)
+        while left:
+            written = os.pwrite(self._fd, left, offset)
+            left, offset = left[written:], offset + written
+
+
+def read_digest(path: str, rows: int, row_bytes: int, tell: Callable[[int], None]) -> str | None:
+    """The digest of a run as its file is now; None where there is none of that length. Tells of rows. OSError."""
+    keys = rows * KEY_CODE_BYTES
+    parts = keys, rows * row_bytes + len(_sampled(rows)) * KEY_CODE_BYTES
+    try:
+        if os.stat(path).st_size != sum(parts):
+            return None
+    except FileNotFoundError:
+        return None
+    digests = []
+    with open(path, "rb", buffering=0) as file:
+        for left in parts:
+            digest = xxhash.xxh3_64()
+            while left and (block := file.read(min(left, _READ_BYTES))):
+                digest.update(block)
+                left -= len(block)
+            digests.append(digest.hexdigest())
+    tell(rows)
+    return "".join(digests)
+
 
 def merged(
-    runs: Sequence[Run], row_bytes: int, low: int | None, high: int | None, step_bytes: int
+    runs: Sequence[Run],
+    row_bytes: int,
+    low: int | None,
+    high: int | None,
+    step_bytes: int,
+    part: Part = (0, 1),
 ) -> Iterator[tuple[Keys, Rows]]:
     """(keys, rows) of all runs with keys in [low, high) (None: no limit), ascending; at most `step_bytes` of them at a time.
+
+    Of the keys of one partition.
 
     As much again is held while a step is put in order. Let go of one step before the next is asked for.
     """
     with ExitStack() as stack:
-        cursors = [_Cursor(run, row_bytes, low, high, stack) for run in runs]
+        cursors = [_Cursor(run, row_bytes, low, high, part, stack) for run in runs]
         cursors = [cursor for cursor in cursors if cursor.left]
         rows_a_step = max(1, step_bytes // (row_bytes + KEY_CODE_BYTES))
         while cursors:
@@ -84,16 +128,19 @@ def merged(
 
 
 class _Cursor:
-    """What is left of one run in a key range."""
+    """What is left of one run in a key range of a partition."""
 
-    def __init__(self, run: Run, row_bytes: int, low: int | None, high: int | None, stack: ExitStack) -> None:
+    def __init__(
+        self, run: Run, row_bytes: int, low: int | None, high: int | None, part: Part, stack: ExitStack
+    ) -> None:
         path, self._rows = run
         self._path, self._row_bytes = path, row_bytes
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, self._fd)
-        keys = run_keys(path, self._rows)
-        self._at = 0 if low is None else int(np.searchsorted(keys, low))
-        self._end = self._rows if high is None else int(np.searchsorted(keys, high))
+        keys = _mapped(path, self._rows)
+        first, end = _bounds(keys, part)
+        self._at = first if low is None else first + int(np.searchsorted(keys[first:end], low))
+        self._end = end if high is None else first + int(np.searchsorted(keys[first:end], high))
         self.ahead: Keys = np.empty(0, np.int64)  # the next keys
 
     @property
@@ -129,13 +176,39 @@ class _Cursor:
             left, offset = left[got:], offset + got
 
 
-def run_keys(path: str, count: int) -> Keys:
-    """The sorted key codes of a run, mapped from its file."""
+def run_keys(path: str, count: int, part: Part = (0, 1)) -> Keys:
+    """The ascending key codes of a partition in a run of `count` rows, mapped from its file."""
+    keys = _mapped(path, count)
+    first, end = _bounds(keys, part)
+    return keys[first:end]
+
+
+def _mapped(path: str, count: int) -> Keys:
     return np.memmap(path, np.int64, "r", shape=(count,)) if count else np.empty(0, np.int64)
 
 
-def quantiles(runs: Sequence[Run], row_bytes: int, ranges: int) -> list[int]:
-    """Ascending keys that cut the rows of all runs into about equal ranges, at most `ranges` of them.
+def order_of(keys: Keys, partitions: int) -> npt.NDArray[np.int64]:
+    """The order in which a run has these keys."""
+    if partitions == 1:
+        return np.argsort(keys, kind="stable")
+    return np.lexsort((keys, partition_of(keys, partitions)))
+
+
+def _bounds(keys: Keys, part: Part) -> tuple[int, int]:
+    """Where the keys of a partition begin and end among those of a run."""
+    number, partitions = part
+    if partitions == 1:
+        return 0, len(keys)
+
+    def partition_at(place: int) -> int:
+        return int(partition_of(keys[place : place + 1], partitions)[0])
+
+    places = range(len(keys))
+    return bisect_left(places, number, key=partition_at), bisect_right(places, number, key=partition_at)
+
+
+def quantiles(runs: Sequence[Run], row_bytes: int, ranges: int, part: Part = (0, 1)) -> list[int]:
+    """Ascending keys that cut a partition's rows of all runs into about equal ranges, at most `ranges` of them.
 
     Takes memory for `SAMPLES` keys a run.
     """
@@ -148,9 +221,14 @@ def quantiles(runs: Sequence[Run], row_bytes: int, ranges: int) -> list[int]:
         sample = np.fromfile(path, np.int64, held, offset=count * (KEY_CODE_BYTES + row_bytes))
         if len(sample) != held:
             raise StorageError(f"{path} is shorter than it was written")
+        weight = count / max(1, held)
+        if part[1] > 1:
+            sample = sample[partition_of(sample, part[1]) == part[0]]
         samples.append(sample)
-        weights.append(np.full(held, count / max(1, held)))
+        weights.append(np.full(len(sample), weight))
     keys = np.concatenate(samples)
+    if not len(keys):
+        return []
     order = np.argsort(keys, kind="stable")
     reached = np.cumsum(np.concatenate(weights)[order])
     cuts = np.searchsorted(reached, reached[-1] * np.arange(1, ranges) / ranges)
@@ -167,10 +245,3 @@ def _sampled(rows: int) -> npt.NDArray[np.int64]:
     """Which rows of a run its samples are of."""
     count = min(rows, SAMPLES)
     return (np.arange(count) * rows + rows // 2) // max(1, count)
-
-
-def _write(fd: int, array: npt.NDArray[Any], offset: int) -> None:
-    left = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
-    while left:
-        written = os.pwrite(fd, left, offset)
-        left, offset = left[written:], offset + written

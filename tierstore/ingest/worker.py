@@ -6,7 +6,7 @@ It reads JSON lines from stdin and answers on what was stdout when it started:
          {"task": "SortShards", …fields}          one at a time
     out  {"rows": 65536}                          rows done since the last such line
          {"done": {…}, "peak_bytes": …}           the task's result
-         {"error": kind, …}                       kind: snapshot, storage, corruption or internal; the helper goes on
+         {"error": kind, …}                       kind: snapshot, storage, full, corruption or internal; the helper goes on
 
 When stdin ends, which it does when the parent dies however it dies, the helper exits at once, in the
 middle of a task if need be. It runs on one thread, beside the one that watches stdin.
@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from tierstore.errors import Corruption, SnapshotError, StorageError, TierstoreError
+from tierstore.errors import Corruption, DiskFull, SnapshotError, StorageError, TierstoreError
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.tasks import TASKS, run_task
@@ -110,10 +110,12 @@ def _describe(error: Exception) -> dict[str, Any]:
     if isinstance(error, Corruption):
         return {"error": "corruption", "message": str(error)}
     if isinstance(error, StorageError):
-        return {"error": "storage", "message": str(error)}
+        return {"error": "full" if isinstance(error, DiskFull) else "storage", "message": str(error)}
     if isinstance(error, OSError) and not isinstance(error, TierstoreError):
-        words = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
-        return {"error": "storage", "message": f"{error.filename or 'the build directory'}: {words}"}
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        words = "the disk is full" if full else error.strerror or str(error)
+        message = f"{error.filename or 'the build directory'}: {words}"
+        return {"error": "full" if full else "storage", "message": message}
     return {"error": "internal", "message": "".join(traceback.format_exception(error))}
 
 

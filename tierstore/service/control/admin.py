@@ -183,7 +183,7 @@ def _add_loads(app: FastAPI, service: Service) -> None:
 
     @app.delete("/admin/jobs/{job}", status_code=202, tags=["snapshots"])
     async def cancel(job: str) -> dict[str, Any]:
-        """Ask a load to stop. It ends as failed, and nothing of it stays."""
+        """Ask a load to stop. It ends as failed; what it had finished is kept for a time, see `load_retention_s`."""
         return service.jobs.cancel(job).document()
 
     @app.post(
