@@ -357,6 +357,7 @@ class Fuzzer:
 
         It reads ahead, and an answer that ends the connection overtakes those that are at work, so some may be missing
         before it. Whether a head is first found too long or wrong depends on how its bytes come.
+        A request may have been refused for its head when its body turns out to be none.
         A wish for another protocol it passes over only where a packet begins with that head; else it closes.
         A head whose body has not come it may refuse at once.
         """
@@ -374,7 +375,11 @@ class Fuzzer:
         elif full.end == ours.end == "waiting":  # a head may be refused before its body has come; reactors wait for it
             same = full.answers[:-1] == ours.answers and full == one_by_one and full.answers[-1][0] >= 400
         else:
-            same = _is_overtaken(ours, one_by_one) and _is_overtaken(full, one_by_one)
+            longest = max(one_by_one, ours, full, key=lambda seen: len(seen.answers))
+            refused = longest.answers[len(one_by_one.answers) - 1 : -1]
+            same = all(_is_overtaken(seen, longest) for seen in (one_by_one, ours, full)) and (
+                longest is one_by_one or all(status >= 400 for status, *_ in refused)
+            )
         if same:
             return "the same one by one"
         return self._differ(exchange, ours, full, one_by_one)
