@@ -76,9 +76,13 @@ class Keeper:
                 lambda: all(version.number != number for version in self._retiring), timeout=timeout_s
             )
 
-    def is_retiring(self, number: int) -> bool:
+    def retiring(self, number: int) -> Version | None:
+        """The retired version of that number that is open still."""
         with self._changed:
-            return any(version.number == number for version in self._retiring)
+            return next((version for version in self._retiring if version.number == number), None)
+
+    def is_retiring(self, number: int) -> bool:
+        return self.retiring(number) is not None
 
     def keep_house(self) -> None:
         """Do every chore. What fails keeps no other from being done, and becomes a `problem`."""

@@ -27,6 +27,7 @@ from tierstore.engine.epochs import Epochs
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
 from tierstore.engine.overlay import Overlay
+from tierstore.engine.reading import ReadVersions
 from tierstore.engine.record import Record
 from tierstore.engine.replay import catch_up, unfolded
 from tierstore.engine.resting import RestingVersion
@@ -98,6 +99,7 @@ class Switching:
             name, shared.dense, lambda number: self._infos.get(number), lambda: self._serving.current
         )
         self._resting = RestingVersion()
+        self._read = ReadVersions(self._resting)
         self._closed = False
         # guarded by serving.write; replaced whole, so that readers need no lock
         self._infos: dict[int, VersionInfo] = {}
@@ -146,6 +148,7 @@ class Switching:
             self._infos = {key: info for key, info in self._infos.items() if key != number}
 
     def _open(self, info: VersionInfo) -> Version:
+        self._read.take_away(info.number)
         resting = self._resting.take(info.number)
         version = Version.open(info, self._shared.settings, self._shared.readers, self._counts_of, resting)
         self._have_seen(info)

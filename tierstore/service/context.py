@@ -74,6 +74,8 @@ class Service:
         watch(self.lookups, first=True)
         self.batches = Batcher(settings, self.dataplane, self.lookups, self.shed)
         self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
+        # what opens, warms or drops versions, and waits for others that do; deltas and figures wait for none of that
+        self.switches = WorkerPool("switch", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
@@ -133,6 +135,7 @@ class Service:
                 self.watcher.close()
             self.jobs.close()
             self.lookups.close()
+            self.switches.close()
             self.control.close()
             self.regions.close()
             if self.freshness in self.store.observers:
