@@ -109,7 +109,7 @@ def test_a_version_that_is_left_while_it_is_verified_gives_its_memory_back(open_
     store = loaded(open_store, tmp_path, 2)
     verify = Blocked(store, 2)
     meanwhile(lambda: store.rollback("ctr"))
-    scenes.eventually(lambda: len(store._shared.host_budget._holders) == 1, "the version that was left is closed")
+    scenes.eventually(lambda: len(store._shared.host_budget._models) == 1, "the version that was left is closed")
     assert isinstance(verify.result(), VerifyReport)
 
 

@@ -84,6 +84,14 @@ class Keeper:
     def is_retiring(self, number: int) -> bool:
         return self.retiring(number) is not None
 
+    def see_to_house(self) -> None:
+        """Have the chores done soon: what was replaced has left memory, and maybe versions that are not to be kept."""
+        self._chores_due.set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
     def keep_house(self) -> None:
         """Do every chore. What fails keeps no other from being done, and becomes a `problem`."""
         with self._keeping:
@@ -143,5 +151,3 @@ class Keeper:
             with self._changed:
                 self._retiring.remove(version)
                 self._changed.notify_all()
-        if idle:
-            self._chores_due.set()  # what was replaced may have left versions that are not to be kept

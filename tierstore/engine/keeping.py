@@ -44,6 +44,7 @@ class Keeping(Switching):
 
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
         chores = {
+            "memory is not dealt again": self._deal_memory,
             "the delta log is not pruned": self._prune_log,
             "versions older than those kept are not dropped": self._drop_surplus,
             "kept versions are not caught up": lambda: self._unless_switching(self._catch_up_kept),
@@ -310,6 +311,10 @@ class Keeping(Switching):
                 del self._loading[number]
 
     # --- background
+
+    def _deal_memory(self) -> None:
+        self._shared.host_budget.settle(lambda: self._keeper.stopping)
+        self._shared.devices.budget.settle(lambda: self._keeper.stopping)
 
     def _prune_log(self) -> None:
         with self._serving.write:

@@ -103,6 +103,7 @@ def _versions(model: Model, served: Served) -> list[dict[str, Any]]:
                 "created_at": info.manifest.to_document().get("created_at"),
                 "dense": _dense(model, info, view),
                 "warming": None if view is None else model.warming(view.holder),
+                "host_bytes": None if view is None else _host_bytes(view),
             }
         )
     for number, step in model.loads():
@@ -117,6 +118,11 @@ def _versions(model: Model, served: Served) -> list[dict[str, Any]]:
             }
         )
     return sorted(entries, key=lambda entry: entry["version"])
+
+
+def _host_bytes(view: View) -> dict[str, int]:
+    """Of all tables: what the host tier may take, and with how much every row would be in it."""
+    return {"budget": view.holder.host_budget_bytes, "need": view.holder.host_need_bytes}
 
 
 def _share(served: Served, view: View | None) -> float | None:

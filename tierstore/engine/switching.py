@@ -158,13 +158,13 @@ class Switching:
         self._deltas.seen(info.watermark, from_log=info.watermark > info.manifest.delta_seq)
 
     def _freed(self, version: Version) -> None:
-        """Give back what a version held that was served, or was to be."""
+        """Give back what a version held that was served, or was to be. The house deals it to others."""
         try:
             self._resting.leave(version)
         finally:
             self._shared.host_budget.release(version)
-            self._shared.host_budget.settle()
             self._shared.devices.release(version)
+            self._keeper.see_to_house()
 
     def _wait_retired(self, number: int) -> None:
         if not self._keeper.wait_retired(number, DRAIN_S):
@@ -192,7 +192,7 @@ class Switching:
         may_lack = (DiskFull,) if start else ()
         version = self._open(info)
         try:
-            self._shared.host_budget.admit(version, like, *leaving[1:])
+            self._shared.host_budget.admit(version, *leaving)
             self._shared.devices.admit(version, leaving, self._serving.publisher)
             with contextlib.suppress(*may_lack):
                 catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force, progress=progress)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -195,8 +194,9 @@ class Version:
         }
         info.learn(disk)
         self.watermark = info.watermark
-        self.host_fraction = 1.0
-        self._host_reserved = 0
+        # what the host tier may have, and by what it is dealt to the tables
+        self.host_budget_bytes = 0
+        self._host_weights: list[float] = []
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
         self.predictor: DenseSession | None = None
         self.unserved: str | None = None
@@ -232,9 +232,9 @@ class Version:
 
     @property
     def host_reserved_bytes(self) -> int:
-        # a table of few, large sets cannot always be halved as far as is asked
+        # a table of few, large sets cannot always be made as small as is asked
         used = sum(host.bytes_in_use for table in self.tables.values() if (host := table.host) is not None)
-        return max(used, math.ceil(self._host_reserved * self.host_fraction))
+        return max(used, self.host_budget_bytes)
 
     def weights(self, needs: Sequence[int], like: Version | None) -> list[float]:
         """What a budget is dealt to the tables by: the traffic on the version `like` where there is some, else size."""
@@ -246,26 +246,37 @@ class Version:
             return [float(need) for need in needs]
         return [max(float(a), need / sum(needs) * sum(asked) * 0.05) for a, need in zip(asked, needs, strict=True)]
 
-    def attach_host(self, budget_bytes: int, fraction: float, like: Holder | None) -> None:
-        """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size."""
+    def attach_host(self, budget_bytes: int, limit_bytes: int, like: Holder | None) -> None:
+        """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size.
+
+        Each reserves addresses for what it could use of `limit_bytes`, and may use its part of `budget_bytes`.
+        """
         needs = self.info.host_needs()
-        weights = self.weights(needs, like if isinstance(like, Version) else None)
-        for table, share in zip(self.tables.values(), deal(budget_bytes, needs, weights), strict=True):
-            if share * fraction >= MIN_TABLE_BUDGET / 2:
-                host = HostTable(table.spec, share, default_vector=table.default, fraction=fraction)
-                if host.bytes_in_use > share * fraction:  # of sets so large that they cannot be halved that far
+        self._host_weights = self.weights(needs, like if isinstance(like, Version) else None)
+        for table, need, share in zip(self.tables.values(), needs, self._host_shares(budget_bytes), strict=True):
+            if share >= MIN_TABLE_BUDGET / 2:
+                limit = min(need, limit_bytes)
+                host = HostTable(table.spec, limit, default_vector=table.default, fraction=share / limit)
+                if host.bytes_in_use > share:  # of sets so large that they cannot be so few
+                    host.close()
+                    host = HostTable(table.spec, share, default_vector=table.default)
+                if not host.capacity_rows:
                     host.close()
                     continue
                 host.raise_floor(self.watermark)
                 table.host = host
-        self._host_reserved, self.host_fraction = budget_bytes, fraction
+        self.host_budget_bytes = budget_bytes
 
-    def resize_host(self, fraction: float) -> None:
-        """Halve or double every host table in place."""
-        for table in self.tables.values():
+    def _host_shares(self, budget_bytes: int) -> list[int]:
+        return deal(budget_bytes, self.info.host_needs(), self._host_weights)
+
+    def resize_host(self, budget_bytes: int) -> None:
+        """Make do with so much, or use it, in place."""
+        self.host_budget_bytes = max(self.host_budget_bytes, budget_bytes)
+        for table, share in zip(self.tables.values(), self._host_shares(budget_bytes), strict=True):
             if (host := table.host) is not None:  # another thread may be freeing the version
-                host.resize(fraction)
-        self.host_fraction = fraction
+                host.resize(min(1.0, share / host.budget_bytes))
+        self.host_budget_bytes = budget_bytes
 
     def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:
         """Fill the caches: with what is hot in `like`, else with the keys saved when last served, then the snapshot's own."""
@@ -350,7 +361,7 @@ class Version:
             caches, table.host, table.device, table.offer = table.caches, None, None, None
             for cache in caches:
                 cache.close()
-        self._host_reserved = 0
+        self.host_budget_bytes = 0
 
     def close(self) -> None:
         """Free all memory and close the files. No look-up may be running."""
@@ -385,8 +396,8 @@ class Version:
                     "disk": int(on_disk * table.rows * table.spec.row_bytes / all_rows),
                 },
                 "tier_budget_bytes": {
-                    "device": device.budget_bytes if device else 0,
-                    "host": host.budget_bytes if host else 0,
+                    "device": device.allowed_bytes if device else 0,
+                    "host": host.allowed_bytes if host else 0,
                 },
                 "host": host.stats() if host else {},
                 "device": device.stats() if device else {},
