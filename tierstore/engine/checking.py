@@ -57,10 +57,13 @@ def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tup
 def _check_files(model: str, info: VersionInfo, disk: DiskTier, progress: ProgressFn) -> tuple[int, int, list[str]]:
     nbytes, total = disk.bytes_on_disk(), sum(table["rows"] for table in info.tables.values())
     phase = f"verify {model} {info.number}"
+    watermark = disk.watermark()
     lengths = {info.tables[name]["id"]: spec.row_bytes for name, spec in info.specs.items()}
     content = disk.verify(lengths, lambda done: progress(Progress(phase, done, max(done, total))))
     # of the disk, which moves with the rows; that of the version moves a little later
     untouched = disk.watermark() == info.manifest.delta_seq
+    if watermark is not None and disk.watermark() == watermark:
+        info.recounted({name: content[table["id"]].rows for name, table in info.tables.items()}, watermark)
     problems = []
     for name, table in info.tables.items():
         got = content[table["id"]]

@@ -64,7 +64,7 @@ def _canary(view: View, share: float) -> dict[str, Any]:
         "overlay_bytes": sum(overlay.nbytes for overlay in view.overlays),
         # look-ups are counted over all versions of the model, so they are not repeated here
         "tables": {
-            name: {key: entry[key] for key in ("rows", "tier_bytes", "tier_budget_bytes")}
+            name: {key: entry[key] for key in ("rows", "rows_exact", "tier_bytes", "tier_budget_bytes")}
             for name, entry in tables.items()
         },
     }

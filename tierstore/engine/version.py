@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tierstore.config import Settings
+from tierstore.engine import rowcount
 from tierstore.engine.budget import Holder, deal
 from tierstore.engine.dense_files import dense_to_come, settle_dense
 from tierstore.engine.hot_keys import load_keys, save_keys
 from tierstore.engine.overlay import Overlay
+from tierstore.engine.rowcount import RowCount
 from tierstore.engine.table import LookupCounts, Table
 from tierstore.errors import Closed, Corruption
 from tierstore.formats import files
@@ -138,6 +141,10 @@ class VersionInfo:
         self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
         self.asked_upto = self._asked_kept = _read_asked(where.asked)
+        self._counting = threading.Lock()
+        # guarded by _counting; the counts are replaced whole, so that readers need no lock
+        self.counts = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
+        self._counts_at = self.watermark
 
     def learn(self, disk: DiskTier) -> None:
         """Take over what the records in its disk tier say. Corruption if they make no sense."""
@@ -147,8 +154,38 @@ class VersionInfo:
                 f"version {self.number}: {self.where.db} has no watermark; drop the version and load its snapshot again"
             )
         self.watermark = watermark
+        with self._counting:
+            if watermark != self._counts_at:
+                delta_seq = self.manifest.delta_seq
+                loaded = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
+                self.counts = rowcount.recorded(disk, watermark, loaded, delta_seq)
+                self._counts_at = watermark
         self.passed_over = settle_dense(self.where, disk)
         self.has_dense = self.where.dense.exists()
+
+    def counts_with(self, overlay: Overlay, disk: DiskTier) -> dict[str, RowCount]:
+        """The counts that hold once `overlay` is folded into `disk`; for who folds."""
+        with self._counting:
+            if self._counts_at >= overlay.hi:  # a fold that failed later
+                return self.counts
+        changes = {
+            name: rowcount.change(disk, self.tables[name]["id"], table, overlay.hi)
+            for name, table in overlay.tables.items()
+        }
+        with self._counting:
+            counts = self.counts
+        return {name: count.plus(changes[name]) if name in changes else count for name, count in counts.items()}
+
+    def set_counts(self, counts: Mapping[str, RowCount], watermark: int) -> None:
+        """From now on these hold: a fold has brought the disk tier to `watermark`."""
+        with self._counting:
+            self.counts, self._counts_at = dict(counts), watermark
+
+    def recounted(self, rows: Mapping[str, int], watermark: int) -> None:
+        """All rows were counted, in a disk tier of that watermark; of no use if it has moved on since."""
+        with self._counting:
+            if self._counts_at == watermark:
+                self.counts = {name: RowCount(count, exact=True) for name, count in rows.items()}
 
     def host_needs(self) -> list[int]:
         """Bytes of the host tier with which every row would be resident, table by table."""
@@ -327,7 +364,10 @@ class Version:
             self.tables[name].raise_floor(overlay.hi)
         if overlay.dense is not None:
             settle_dense(self.info.where, self.disk)  # a fold that failed may have had another name
-        records = watermark_record(overlay.hi) | dense_to_come(self.info.where, overlay)
+        counts = self.info.counts_with(overlay, self.disk)
+        hand_over()
+        records = watermark_record(overlay.hi) | rowcount.record(overlay.hi, counts)
+        records |= dense_to_come(self.info.where, overlay)
         files.make_dir(self.info.where.build)
         parts = sorted((self.tables[name].table_id, name) for name in overlay.tables)
         sst = write_sst(
@@ -342,6 +382,7 @@ class Version:
         except BaseException:
             sst.path.unlink(missing_ok=True)  # the next try may have another name
             raise
+        self.info.set_counts(counts, overlay.hi)
         if overlay.dense is not None:
             files.rename(self.info.where.dense_to_come(overlay.hi), self.info.where.dense)
             self.info.has_dense = True
@@ -378,7 +419,7 @@ class Version:
         self.drop_caches()
 
     def status(self) -> dict[str, Any]:
-        """Per table: rows as loaded, where keys were answered, bytes a tier holds and may hold."""
+        """Per table: rows as of the folded watermark, where keys were answered, bytes a tier holds and may hold."""
         tables = {}
         on_disk = self.disk.bytes_on_disk()
         all_rows = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
@@ -388,7 +429,8 @@ class Version:
                 "key": table.spec.key.value,
                 "dim": table.spec.dim,
                 "dtype": table.spec.dtype.value,
-                "rows": table.rows,
+                "rows": self.info.counts[name].rows,
+                "rows_exact": self.info.counts[name].exact,
                 "lookup_keys": table.counts.as_dict(),
                 "tier_bytes": {
                     "device": device.bytes_in_use if device else 0,

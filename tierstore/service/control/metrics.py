@@ -99,7 +99,11 @@ def _tables(models: dict[str, Any]) -> Iterator[Metric]:
         "Bytes that a table may hold in a tier, in all versions that are served.",
         labels=["model", "table", "tier"],
     )
-    rows = GaugeMetricFamily("tierstore_table_rows", "Rows of a table's snapshot.", labels=["model", "table"])
+    rows = GaugeMetricFamily(
+        "tierstore_table_rows",
+        "Rows of a table, deltas included; where many keys changed at once an estimate.",
+        labels=["model", "table"],
+    )
     for model, document in models.items():
         for table, entry in document["tables"].items():
             rows.add_metric([model, table], entry["rows"])
