@@ -108,6 +108,11 @@ class Settings(BaseSettings):
     load_memory: Size = Field(
         ByteSize(512 << 20), description="bytes a bulk load may hold before it spills to disk, all its helpers together"
     )
+    load_p99_ratio: float = Field(
+        1.3,
+        ge=0,
+        description="beside a load, verification or warming, how many times their quiet p99 look-ups may take: such work slows down until they do not; 0: never",
+    )
     # after a start
     warm_rate: int = Field(
         200_000,

@@ -7,26 +7,36 @@ meanwhile is read again from its beginning.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tierstore.engine.model import Model
 from tierstore.engine.version import VersionInfo
 from tierstore.errors import Closed, NotFound, TierstoreError
+from tierstore.tiers.background import Pace
 from tierstore.tiers.disk import DiskTier
 from tierstore.types import Progress, ProgressFn, VerifyReport
 
 _PAUSE_S = 0.01
 
 
-def verify_store(models: Sequence[Model], progress: ProgressFn) -> VerifyReport:
-    """Check every block of every version against its checksum, row lengths and row counts, and every logged delta."""
+def verify_store(models: Sequence[Model], progress: ProgressFn, share: Callable[[], float]) -> VerifyReport:
+    """Check every block of every version against its checksum, row lengths and row counts, and every logged delta.
+
+    `share` says how much of the time it may be at work.
+    """
+    pace = Pace(share)
+
+    def tell(step: Progress) -> None:
+        progress(step)
+        pace.rest()
+
     versions = rows = nbytes = deltas = 0
     problems: list[str] = []
     for model in models:
         problems += [f"{model.name} version {number}: {why}" for number, why in sorted(model.damaged.items())]
         for info in model.infos():
             try:
-                more_rows, more_bytes, wrong = _check_version(model, info, progress)
+                more_rows, more_bytes, wrong = _check_version(model, info, tell)
             except TierstoreError as error:
                 model.check_open()
                 if info not in model.infos():

@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from tierstore.engine.serving import Serving
+from tierstore.engine.throttle import LEAST_OF_A_SWITCH
 from tierstore.engine.version import Version
+from tierstore.tiers.background import Pace
 
 log = logging.getLogger(__name__)
 
 HOUSE_KEEPING_S = 30.0
 MAX_BACKOFF_S = 30.0
+_LONGEST_REST_S = 0.5  # after a fold
 FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
 
 
 class Keeper:
     """`freed` is called with each version that nobody reads any more, each of `chores` now and then.
 
-    Chores are known by what is said when they fail.
+    `share` says how much of the time folds may be at work. Chores are known by what is said when they fail.
     """
 
     def __init__(
-        self, serving: Serving, freed: Callable[[Version], None], chores: Mapping[str, Callable[[], None]]
+        self,
+        serving: Serving,
+        freed: Callable[[Version], None],
+        chores: Mapping[str, Callable[[], None]],
+        share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self._serving, self._freed, self._chores = serving, freed, chores
+        self._serving, self._freed, self._chores, self._share = serving, freed, chores, share
         self._changed = serving.publisher.changed
         name = serving.name
         self._thread = threading.Thread(target=self._run, name=f"tierstore-keeper-{name}", daemon=True)
@@ -134,7 +142,10 @@ class Keeper:
             backoff_s = 0.0 if closed and folded else min(MAX_BACKOFF_S, max(0.5, backoff_s * 2))
 
     def _fold_oldest(self) -> None:
+        pace = Pace(lambda: max(LEAST_OF_A_SWITCH, self._share()), most_s=_LONGEST_REST_S, clock=time.thread_time)
         self._serving.fold_oldest(lambda: self._stopping or self._may_free())
+        if not self._serving.fold_due():  # else deltas come faster than they are folded
+            pace.rest()
 
     def _due(self) -> bool:
         return self._serving.fold_due() or self._may_free()

@@ -44,7 +44,8 @@ def load(
     manifest = snapshot.manifest
     number = manifest.version
     _check_dense(snapshot, shared)
-    with model.loading(number, manifest.delta_seq) as note:
+    throttle = shared.throttle
+    with throttle.at_work("load"), model.loading(number, manifest.delta_seq) as note:
 
         def tell(step: Progress) -> None:
             if cancelled is not None and cancelled.is_set():
@@ -61,6 +62,7 @@ def load(
             workers=settings.load_workers,
             base=settings.base,
             aside=aside,
+            share=lambda: throttle.share,
             progress=tell,
             cancelled=cancelled,
         ) as bulk:

@@ -9,6 +9,7 @@ Free functions; `change` is for the one who folds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -77,10 +78,8 @@ def _share_there(
     if not len(asked):
         return 0.0, not len(keys)
     state: npt.NDArray[np.uint8] = np.zeros(len(asked), np.uint8)
-    try:
+    with contextlib.suppress(StorageError):  # what could not be read is left as it was: nobody folds the less for it
         disk.get(table_id, asked, np.empty((len(asked), row_bytes), np.uint8), state)
-    except StorageError:
-        pass  # what could not be read is left as it was: nobody folds the less for it
     told = int(np.count_nonzero(state != Tier.PENDING))
     there = int(np.count_nonzero(state == Tier.DISK))
     return there / max(1, told), told == len(keys)

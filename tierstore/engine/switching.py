@@ -35,13 +35,14 @@ from tierstore.engine.routes import Routes, check_label, check_share
 from tierstore.engine.served import CANARY, STABLE, Served
 from tierstore.engine.serving import Serving
 from tierstore.engine.table import LookupCounts
+from tierstore.engine.throttle import LEAST_OF_A_SWITCH, Throttle
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
 from tierstore.engine.warming import Warmer
 from tierstore.errors import Closed, Conflict, Corruption, DiskFull, NotFound, Overloaded, TierstoreError, TooLarge
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.runtime import Runtime
-from tierstore.tiers.background import in_background, watch
+from tierstore.tiers.background import Pace, in_background, watch
 from tierstore.tiers.disk import ReaderPool, open_records
 from tierstore.types import Progress, ProgressFn
 
@@ -62,6 +63,7 @@ class Shared:
     dense: Runtime
     devices: Devices
     warmer: Warmer
+    throttle: Throttle
     observers: list[Observer] = field(default_factory=list)
     epochs: Epochs = field(default_factory=Epochs)
 
@@ -89,7 +91,7 @@ class Switching:
             shared.epochs,
         )
         watch(self._serving.publisher)
-        self._keeper = Keeper(self._serving, self._freed, chores)
+        self._keeper = Keeper(self._serving, self._freed, chores, lambda: shared.throttle.share)
         self._switch = SwitchLock()
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served
@@ -98,6 +100,7 @@ class Switching:
         self.dense = DenseParts(
             name, shared.dense, lambda number: self._infos.get(number), lambda: self._serving.current
         )
+        self._times = shared.throttle.times
         self._resting = RestingVersion()
         self._read = ReadVersions(self._resting)
         self._closed = False
@@ -211,10 +214,18 @@ class Switching:
             self._freed(version)
             raise
 
-    @staticmethod
-    def _warm(version: Version, like: Version | None, progress: ProgressFn) -> None:
+    def _warm(self, version: Version, like: Version | None, progress: ProgressFn) -> None:
+        throttle = self._shared.throttle
+
         def warm() -> None:
-            version.warm(like, lambda done, total: progress(Progress("warm", done, total)))
+            pace = Pace(lambda: max(LEAST_OF_A_SWITCH, throttle.share))
+
+            def tell(done: int, total: int) -> None:
+                progress(Progress("warm", done, total))
+                pace.rest()
+
+            with throttle.at_work("warm"):
+                version.warm(like, tell)
 
         if like is None:
             warm()

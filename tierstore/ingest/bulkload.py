@@ -78,7 +78,8 @@ class BulkLoad:
     all. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
     second; what it raises ends the load.
 
-    With `aside` helpers keep to half of the processors: something else serves meanwhile.
+    With `aside` helpers keep to half of the processors: something else serves meanwhile. `share` says how much of the
+    time they may be at work.
 
     All steps raise StorageError when the disk or a helper fails, and LoadCancelled when `cancelled` is
     set. Once the block has raised, `out_dir` is gone.
@@ -93,10 +94,11 @@ class BulkLoad:
         workers: int,
         base: BaseKind,
         aside: bool = False,
+        share: Callable[[], float] = lambda: 1.0,
         progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
-        self._snapshot, self._aside = snapshot, aside
+        self._snapshot, self._aside, self._share = snapshot, aside, share
         self._tables = snapshot.manifest.tables
         self._out_dir = Path(out_dir).absolute()
         self._base: BaseKind = base
@@ -125,7 +127,7 @@ class BulkLoad:
         began = time.monotonic()
         reads = [task for plan in self.plan.tables for task in self._plan_reads(plan)]
         self._helpers = helpers = Helpers(
-            self._snapshot, self.plan.helpers, self._out_dir / _HELPERS, aside=self._aside
+            self._snapshot, self.plan.helpers, self._out_dir / _HELPERS, aside=self._aside, share=self._share
         )
         self._report.phase("read", total)
         sorted_ = self._gather(reads, helpers.run(reads, self._report.tick))

@@ -240,6 +240,17 @@ class _ServiceCollector(Collector):
             "Share of the keys that were hot before the start that has been read into memory.",
             service.store.warm_share(),
         )
+        throttle = service.store.throttle()
+        yield _gauge(
+            "tierstore_background_share",
+            "Share of the time that loads, verification and warming may be at work beside look-ups.",
+            throttle["share"],
+        )
+        for name, about in (("p99", "as measured last"), ("quiet_p99", "when no such work was done")):
+            if throttle[f"{name}_s"] is not None:
+                yield _gauge(
+                    f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", throttle[f"{name}_s"]
+                )
         yield from service.shed.families()
         yield from service.batches.families()
         yield from self._bounds()
