@@ -144,7 +144,9 @@ class Keeper:
     def _fold_oldest(self) -> None:
         pace = Pace(lambda: max(LEAST_OF_A_SWITCH, self._share()), most_s=_LONGEST_REST_S, clock=time.thread_time)
         self._serving.fold_oldest(lambda: self._stopping or self._may_free())
-        if not self._serving.fold_due():  # else deltas come faster than they are folded
+        with self._changed:
+            late = self._serving.fold_due()  # deltas come faster than they are folded
+        if not late:
             pace.rest()
 
     def _due(self) -> bool:

@@ -40,7 +40,7 @@ _QUIET_EVERY_S = 60.0  # of work, or of times when nobody could tell
 _WINDOW_S, _LONGEST = 1.0, 5  # a window; so many of them if look-ups are few
 _QUIET_WINDOWS = 2  # at most, while work stands still
 _SETTLES_S = 0.3  # in which work comes to a stand
-_ENOUGH, _FEWEST = 1000, 200  # look-ups of a window: at which it may end, and below which its p99 says nothing
+_ENOUGH, _FEWEST = 500, 200  # look-ups of a window: at which it may end, and below which its p99 says nothing
 
 
 class LookupTimes:
@@ -155,9 +155,11 @@ class Throttle:
 
     def status(self) -> dict[str, Any]:
         """`share` of the time, what is at work, and the p99 of look-ups: now, in quiet, and how many times that it may be."""
+        with self._changed:
+            work = sorted(kind for kind, count in self._work.items() if count)
         return {
             "share": self.share,
-            "work": sorted(kind for kind, count in self._work.items() if count),
+            "work": work,
             "p99_s": self._p99_s,
             "quiet_p99_s": self.control.quiet_s,
             "p99_ratio": self.control.most,

@@ -12,6 +12,7 @@ A crash leaves a directory that nothing refers to.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 import time
@@ -37,6 +38,8 @@ from tierstore.tiers.sealed import BASE
 from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import SstFile
 from tierstore.types import BaseKind, Progress, ProgressFn
+
+log = logging.getLogger(__name__)
 
 _RUNS = "runs"
 _HELPERS = "helpers"
@@ -195,6 +198,10 @@ class BulkLoad:
     def _check_room(self) -> None:
         """Raise StorageError now rather than after an hour."""
         needed, free = self.plan.disk_bytes, shutil.disk_usage(self._out_dir).free
+        log.info(
+            "%s: a load that needs about %d MiB on disk, %d of them for its own time; %d are free",
+            self._out_dir, needed >> 20, self.plan.scratch_bytes >> 20, free >> 20,
+        )  # fmt: skip
         if free < needed:
             raise StorageError(
                 f"the disk under {self._out_dir} has {free >> 20} MiB free, this load needs about {needed >> 20} MiB: free some space and try again"
