@@ -97,6 +97,10 @@ def measure(where: Path, source: Path, rows: int, quiet_s: float, ratio: float, 
         "quiet_p99_ms": float(quiet[1]), "p99_over_quiet": float(beside[1] / quiet[1]),
         "service_p99_ms": _ms(watch.median("p99_s", began, ended)),
         "service_quiet_p99_ms": _ms(watch.median("quiet_p99_s", began, ended)),
+        "watched": [
+            {"s": round(at - began, 1)} | {name: seen[name] for name in ("share", "p99_s", "quiet_p99_s")}
+            for at, seen in watch.seen
+        ],
         "failed": int((status != 200).sum()), "mixed": int(mixed.sum()),
     }  # fmt: skip
 
@@ -125,6 +129,7 @@ def main() -> None:
         results = [measure(where, source, rows, quiet_s, ratio, options.host_budget) for ratio in options.ratios]
     document: dict[str, Any] = {"benchmark": "lookup_load", "machine": describe(), "results": results, "rows": rows}
     last = results[-1]
+    document["watched"] = [{"load_p99_ratio": r["load_p99_ratio"]} | seen for r in results for seen in r.pop("watched")]
     document["headlines"] = [
         report.headline("look-ups that failed", "all", float(sum(r["failed"] for r in results)), at_most=0, unit="requests"),
         report.headline(
@@ -132,7 +137,7 @@ def main() -> None:
         ),
     ]  # fmt: skip
     report.write(options.json, document)
-    print(report.markdown(document))
+    print(report.markdown({name: value for name, value in document.items() if name != "watched"}))
 
 
 if __name__ == "__main__":

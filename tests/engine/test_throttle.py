@@ -117,6 +117,17 @@ def test_it_asks_for_quiet_where_none_was_measured_for_a_while_and_somebody_look
     assert control.wants_quiet(0.001)
 
 
+def test_work_that_is_slowed_down_for_what_is_not_its_fault_gets_on_again():
+    """Look-ups have become slower, work or no work."""
+    control = Control(1.3)
+    control.quiet(0.001)
+    for _ in range(120):
+        control.worked(0.003, 5000, 1.0)
+        if control.wants_quiet(0.003):
+            control.quiet(0.003)
+    assert control.share == 1.0
+
+
 def test_what_was_quiet_once_fades():
     control = Control(1.3)
     control.quiet(0.001)

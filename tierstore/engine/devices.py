@@ -1,8 +1,7 @@
 """Who may have how much of the GPUs' memory (`tiers/device_set.py` says which there are).
 
 One budget, bytes a device, for all models and versions, dealt as the host tier's is, but that tables only halve and
-double. Workspaces come off it first. Any thread may call
-anything; nothing survives the process.
+double. Workspaces come off it first. Any thread may call anything; nothing survives the process.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Keeper:
         return self.retiring(number) is not None
 
     def see_to_house(self) -> None:
-        """Have the chores done soon: what was replaced has left memory, and maybe versions that are not to be kept."""
+        """Have the chores done soon: what was replaced leaves memory, and maybe versions that are not to be kept."""
         self._chores_due.set()
 
     @property
@@ -164,3 +164,5 @@ class Keeper:
             with self._changed:
                 self._retiring.remove(version)
                 self._changed.notify_all()
+        if idle:
+            self.see_to_house()

@@ -35,8 +35,12 @@ LEAST_SHARE = 0.05  # so that a load ends, whatever look-ups do
 LEAST_OF_A_SWITCH = 0.25  # of what somebody waits for, and of folds
 _FASTER, _FASTER_OF = 0.05, 0.15  # added to the share, a window; at most so much of what it is
 _SLOWER_LEAST, _SLOWER_MOST = 0.5, 0.85  # multiplied with it, by how much too slow look-ups are
-_NEW_QUIET = 0.3  # weight of a quiet window against those before
+_NEW_QUIET = 0.5  # weight of a quiet window against those before
 _QUIET_EVERY_S = 60.0  # of work, or of times when nobody could tell
+_SLOW, _QUIET_EVERY_S_IF_SLOW = (
+    0.5,
+    10.0,
+)  # below that share it costs little to see whether it is the work that is to blame
 _WINDOW_S, _LONGEST = 1.0, 5  # a window; so many of them if look-ups are few
 _QUIET_WINDOWS = 2  # at most, while work stands still
 _SETTLES_S = 0.3  # in which work comes to a stand
@@ -104,7 +108,8 @@ class Control:
 
     def wants_quiet(self, p99: float | None) -> bool:
         """Whether work is to stand still for a window, after one with that p99 beside it."""
-        return p99 is not None and self.since_quiet_s >= _QUIET_EVERY_S
+        every_s = _QUIET_EVERY_S if self.share > _SLOW else _QUIET_EVERY_S_IF_SLOW
+        return p99 is not None and self.since_quiet_s >= every_s
 
 
 class Throttle:
