@@ -66,9 +66,9 @@ def beside(control: Control, p99: float | None, windows: int, lookups: int = 500
 def test_it_slows_down_to_the_least_while_look_ups_are_too_slow_and_no_further():
     control = Control(1.3)
     control.quiet(0.001)
-    shares = beside(control, 0.0014, 40)
+    shares = [*beside(control, 0.0021, 1), *beside(control, 0.0014, 40)]
     assert shares == sorted(shares, reverse=True)
-    assert shares[0] == pytest.approx(0.85)
+    assert shares[0] == pytest.approx(1.3 / 2.1)
     assert shares[-1] == LEAST_SHARE > 0
     control.share = 1.0
     assert beside(control, 0.1, 1) == [0.5]
@@ -103,6 +103,25 @@ def test_it_settles_where_look_ups_take_what_they_may(slope):
         ratios.append(1 + slope * control.share)
     assert np.mean(ratios[50:]) <= 1.33
     assert np.mean(shares[50:]) > 0.5 * min(1.0, 0.3 / slope)
+
+
+def test_work_that_is_slowed_down_in_vain_is_done_with_soon():
+    """Look-ups are as slow beside a little work as beside much: a load of 1,000 seconds at full speed."""
+    control, left_s, took_s = Control(1.3), 1000.0, 0
+    control.quiet(0.001)
+    while left_s > 0:
+        left_s -= control.share
+        took_s += 1
+        control.worked(0.002, 5000, 1.0)
+    assert took_s < 1400
+
+
+def test_work_that_is_slowed_down_with_some_effect_stays_so():
+    control = Control(1.3)
+    control.quiet(0.001)
+    for _ in range(200):
+        control.worked(0.0014 + 0.002 * control.share, 5000, 1.0)
+    assert control.share == LEAST_SHARE
 
 
 def test_it_asks_for_quiet_where_none_was_measured_for_a_while_and_somebody_looks_up():
@@ -149,6 +168,11 @@ def measuring(times: LookupTimes, most: float = 1.3) -> Iterator[Throttle]:
         throttle.close()
 
 
+def slowed(held: Throttle) -> int:
+    """What a look-up takes beside work: a millisecond where that stands still, too long however little of it is done."""
+    return 1_000_000 if held.share == 0 else 1_500_000 + round(4_000_000 * held.share)
+
+
 class Asked:
     """Look-ups that are told to take as long as `takes_ns` says, 2,000 at a time."""
 
@@ -174,7 +198,10 @@ class Asked:
 def test_a_throttle_learns_what_quiet_is_slows_work_down_and_lets_it_go(monkeypatch):
     times = LookupTimes()
     slow = [True]
-    with measuring(times) as held, Asked(times, lambda: 3_000_000 if slow[0] and held.status()["work"] else 1_000_000):
+    with (
+        measuring(times) as held,
+        Asked(times, lambda: slowed(held) if slow[0] and held.status()["work"] else 1_000_000),
+    ):
         scenes.eventually(lambda: held.control.quiet_s is not None, "quiet is measured")
         with held.at_work("load"):
             assert held.status()["work"] == ["load"]
@@ -189,7 +216,7 @@ def test_work_that_begins_before_anything_was_measured_stands_still_for_it():
     with (
         measuring(times) as held,
         held.at_work("load"),
-        Asked(times, lambda: 1_000_000 if held.share == 0 else 4_000_000),
+        Asked(times, lambda: slowed(held)),
     ):
         scenes.eventually(lambda: stood.append(held.share) or held.control.quiet_s is not None, "quiet is measured")
         assert 0.0 in stood
@@ -221,7 +248,7 @@ def test_a_load_beside_slow_look_ups_slows_down_and_ends(tmp_path, monkeypatch):
         held = store._shared.throttle
         held._window_s = 0.05
         slow, phases = [True], []
-        with Asked(store.lookup_times, lambda: 5_000_000 if slow[0] and held.status()["work"] else 1_000_000):
+        with Asked(store.lookup_times, lambda: slowed(held) if slow[0] and held.status()["work"] else 1_000_000):
             scenes.eventually(lambda: held.control.quiet_s is not None, "quiet is measured")
             load = threading.Thread(target=store.load_snapshot, args=(where,), kwargs={"progress": phases.append})
             load.start()

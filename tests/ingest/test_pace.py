@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -36,3 +38,33 @@ def test_a_helper_stands_still_at_a_share_of_nothing_and_goes_on_after_it(tmp_pa
         (result,) = helpers.run([task], tick)
     assert sum(rows for _, rows in result.runs) == sum(seen) == 200_000
     assert stood[1] < 200_000, "it was done before it could stand still"
+
+
+SCRIPT = """
+import signal, sys, threading, time
+import numpy as np
+from tierstore.ingest.slices import Slices
+
+def give(share):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    slices.append(slices[0] if slices else Slices())
+    slices[0].set_share(share)
+
+slices, rows = [], np.random.default_rng(1).integers(0, 1 << 60, 400_000)
+for share in (0.1, 1.0):
+    thread = threading.Thread(target=give, args=(share,))
+    thread.start()
+    thread.join()
+    began, worked = time.perf_counter(), time.thread_time()
+    for _ in range(4):
+        assert (np.diff(np.sort(rows)) >= 0).all()
+    print((time.thread_time() - worked) / (time.perf_counter() - began))
+"""
+
+
+def test_slices_stop_the_main_thread_in_the_midst_of_compiled_work_and_let_it_go() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    sliced, whole = map(float, done.stdout.split())
+    assert sliced < 0.4, "a tenth, and what it takes to stop and go on"
+    assert whole > sliced

@@ -21,7 +21,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ _SLOW, _QUIET_EVERY_S_IF_SLOW = (
     0.5,
     10.0,
 )  # below that share it costs little to see whether it is the work that is to blame
+_HARDLY_SLOWED, _TRIES, _NO_QUICKER, _IN_VAIN_S = 0.8, 3, 0.8, 60.0  # see `Control._weigh`
 _WINDOW_S, _LONGEST = 1.0, 5  # a window; so many of them if look-ups are few
 _QUIET_WINDOWS = 2  # at most, while work stands still
 _SETTLES_S = 0.3  # in which work comes to a stand
@@ -87,6 +88,9 @@ class Control:
     share: float = 1.0
     quiet_s: float | None = None
     since_quiet_s: float = math.inf  # of work
+    full_s: float | None = None  # the p99 beside work that is hardly slowed down
+    at_least: list[float] = field(default_factory=list)  # the latest beside work at the least share, all too slow
+    vain_s: float = 0.0  # for so long work is not slowed down
 
     def quiet(self, p99: float | None) -> None:
         """A window for which work stood still, or was not there; None for too few look-ups."""
@@ -100,11 +104,31 @@ class Control:
         self.since_quiet_s += seconds
         if not lookups:
             self.share = 1.0
-        elif p99 is not None and self.quiet_s is not None and p99 > (limit := self.most * self.quiet_s):
-            slower = min(_SLOWER_MOST, max(_SLOWER_LEAST, limit / p99))
-            self.share = max(LEAST_SHARE, self.share * slower)
-        elif p99 is None or self.quiet_s is not None:
-            self.share = min(1.0, self.share + min(_FASTER, _FASTER_OF * self.share))
+        elif p99 is None:
+            self.share = self._faster()
+        elif self.quiet_s is not None:
+            self._weigh(p99, self.most * self.quiet_s, seconds)
+
+    def _faster(self) -> float:
+        return min(1.0, self.share + min(_FASTER, _FASTER_OF * self.share))
+
+    def _weigh(self, p99: float, limit: float, seconds: float) -> None:
+        if self.share >= _HARDLY_SLOWED:
+            self.full_s = p99
+        self.vain_s = max(0.0, self.vain_s - seconds)
+        self.at_least = [*self.at_least, p99] if self.share == LEAST_SHARE and p99 > limit else []
+        if p99 <= limit:
+            self.share = self._faster()
+        elif self.vain_s:
+            self.share = 1.0
+        elif (
+            self.full_s is not None and len(self.at_least) == _TRIES and min(self.at_least) > _NO_QUICKER * self.full_s
+        ):
+            # look-ups are as slow as beside work at full speed: the sooner it is over, the better
+            self.vain_s, self.share, self.at_least = _IN_VAIN_S, 1.0, []
+        else:
+            self.at_least = self.at_least[1 - _TRIES :]
+            self.share = max(LEAST_SHARE, self.share * min(_SLOWER_MOST, max(_SLOWER_LEAST, limit / p99)))
 
     def wants_quiet(self, p99: float | None) -> bool:
         """Whether work is to stand still for a window, after one with that p99 beside it."""

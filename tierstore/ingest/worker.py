@@ -32,6 +32,7 @@ from typing import Any, TextIO
 from tierstore.errors import Corruption, SnapshotError, StorageError, TierstoreError
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.snapshot import Snapshot
+from tierstore.ingest.slices import Slices
 from tierstore.ingest.tasks import TASKS, run_task
 from tierstore.tiers.background import Pace
 
@@ -44,7 +45,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints must not end up between the answers
     lines: queue.Queue[str] = queue.Queue()
-    share = [1.0]
+    share = [1.0]  # of the time; between 0 and 1 `slices.py` sees to it
     threading.Thread(target=_watch_stdin, args=(lines, share), daemon=True).start()
     snapshot: Snapshot | None = None
     while True:
@@ -54,7 +55,7 @@ def main() -> None:
             continue
         assert snapshot is not None
         task = TASKS[fields.pop("task")](**fields)
-        teller = _Teller(answers, Pace(lambda: share[0]))
+        teller = _Teller(answers, Pace(lambda: float(share[0] > 0)))
         try:
             result = run_task(snapshot, task, teller.tell)
             teller.flush()
@@ -95,9 +96,15 @@ class _Teller:
 
 
 def _watch_stdin(lines: queue.Queue[str], share: list[float]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # which is to stop the main thread
+    slices: Slices | None = None  # compiled only where it is wanted
     for line in sys.stdin:
         if line.startswith('{"share"'):
             share[0] = float(json.loads(line)["share"])
+            if slices is None and 0 < share[0] < 1:
+                slices = Slices()
+            if slices is not None:
+                slices.set_share(share[0])
         else:
             lines.put(line)
     os._exit(0)
