@@ -43,7 +43,7 @@ def test_a_helper_stands_still_at_a_share_of_nothing_and_goes_on_after_it(tmp_pa
 SCRIPT = """
 import signal, sys, threading, time
 import numpy as np
-from tierstore.ingest.slices import Slices
+from tierstore.kernels.slices import Slices
 
 def give(share):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])

@@ -32,8 +32,8 @@ from typing import Any, TextIO
 from tierstore.errors import Corruption, SnapshotError, StorageError, TierstoreError
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.snapshot import Snapshot
-from tierstore.ingest.slices import Slices
 from tierstore.ingest.tasks import TASKS, run_task
+from tierstore.kernels.slices import Slices
 from tierstore.tiers.background import Pace
 
 _TELL_EVERY_S = 0.1
@@ -45,7 +45,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints must not end up between the answers
     lines: queue.Queue[str] = queue.Queue()
-    share = [1.0]  # of the time; between 0 and 1 `slices.py` sees to it
+    share = [1.0]  # of the time; between 0 and 1 `kernels/slices.py` sees to it
     threading.Thread(target=_watch_stdin, args=(lines, share), daemon=True).start()
     snapshot: Snapshot | None = None
     while True:
