@@ -71,8 +71,8 @@ def message(keys: np.ndarray) -> bytes:
     return f"{head}Inference-Header-Content-Length: {len(text)}\r\n\r\n".encode() + text + keys.tobytes()
 
 
-def ask(port: int, out: Path) -> None:
-    """Ask until standard input ends; then write (due, answered, status, mixed) of each request."""
+def ask(port: int, out: Path, rate: float = RATE) -> None:
+    """Ask `rate` times a second until standard input ends; then write (due, answered, status, mixed) of each request."""
     rng = np.random.default_rng(1)
     messages = [message(rng.integers(0, HOT, KEYS)) for _ in range(32)]
     over, seen = threading.Event(), []
@@ -84,7 +84,7 @@ def ask(port: int, out: Path) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         turn = number
         while not over.is_set():
-            due = begin + turn / RATE
+            due = begin + turn / rate
             time.sleep(max(0.0, due - time.perf_counter()))
             link.sendall(messages[turn % 32])
             got, whole = 0, -1

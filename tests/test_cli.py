@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -107,8 +108,11 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     def run(*words: object) -> Run:
         monkeypatch.setattr(sys, "argv", ["tierstore", *map(str, words)])
         capfd.readouterr()
+        level, handlers = logging.root.level, logging.root.handlers[:]
         with pytest.raises(SystemExit) as ended:
             main()
+        logging.root.setLevel(level)  # `serve` sets up a log for its process
+        logging.root.handlers[:] = handlers
         out, err = capfd.readouterr()
         return Run(int(ended.value.code or 0), out, err)
 

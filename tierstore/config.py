@@ -113,6 +113,11 @@ class Settings(BaseSettings):
         ge=0,
         description="seconds that what a broken-off load has finished is kept, for one of the same snapshot to go on from; 0: not at all",
     )
+    load_p99_ratio: float = Field(
+        1.3,
+        ge=0,
+        description="beside a load, verification or warming, how many times their quiet p99 look-ups may take: such work slows down until they do not; 0: never",
+    )
     # after a start
     warm_rate: int = Field(
         200_000,

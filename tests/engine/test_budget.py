@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import numpy as np
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.engine.quick_build import in_process
-from tierstore.engine.budget import MIN_FRACTION, HostBudget, OverlayBudget, deal
+from tests.engine.scenes import eventually
+from tierstore.engine.budget import HostBudget, OverlayBudget, deal, deal_caches
 from tierstore.errors import Overloaded, TooLarge
 
 in_ci = settings(max_examples=200, deadline=None, derandomize=True)
@@ -57,76 +57,155 @@ def test_what_one_leaves_goes_to_the_others():
     assert deal(0, [10, 20], [1, 1]) == [0, 0]
 
 
+# --- deal_caches
+
+models = st.lists(st.tuples(sizes, st.integers(0, 3)), min_size=1, max_size=8)
+
+
+@in_ci
+@given(total=sizes, open_=models)
+def test_caches_are_dealt_within_the_total_and_nothing_is_held_back(total, open_):
+    needs, whose = [need for need, _ in open_], [model for _, model in open_]
+    dealt = deal_caches(total, needs, whose)
+    assert all(0 <= share <= need for share, need in zip(dealt, needs, strict=True))
+    assert sum(dealt) <= total
+    assert min(total, sum(needs)) - sum(dealt) <= len(needs)
+
+
+@in_ci
+@given(total=sizes, needs=st.lists(sizes, min_size=1, max_size=8))
+def test_models_go_short_in_proportion_to_what_they_need(total, needs):
+    dealt = deal_caches(total, needs, range(len(needs)))
+    for share, need in zip(dealt, needs, strict=True):
+        assert abs(share - need * min(1, total / max(1, sum(needs)))) <= 1
+
+
+@in_ci
+@given(total=sizes, others=st.lists(sizes, max_size=5), need=sizes)
+def test_a_second_version_of_a_model_is_no_loss_to_the_others(total, others, need):
+    alone = deal_caches(total, [*others, need], range(len(others) + 1))
+    whose = [*range(len(others)), len(others), len(others)]
+    beside = deal_caches(total, [*others, need, need], whose)
+    assert all(abs(a - b) <= 1 for a, b in zip(alone[:-1], beside, strict=False))
+    assert abs(beside[-1] - beside[-2]) <= 1
+
+
+def test_a_large_model_keeps_all_but_what_a_small_one_takes():
+    assert deal_caches(1000, [700, 1], "ab") == [700, 1]
+    assert deal_caches(32 << 30, [700 << 30, 1 << 30], "ab") == [(32 << 30) * 700 // 701, (32 << 30) // 701]
+
+
 # --- host budget
 
 
 class Holding:
-    """A version that only counts its bytes."""
+    """A version that only counts its bytes; `least` are those that it cannot do without."""
 
-    def __init__(self, need: int) -> None:
-        self.host_need_bytes = need
-        self.budget_bytes, self.host_fraction = 0, 1.0
-        self.resized: list[float] = []
+    def __init__(self, need: int, least: int = 0) -> None:
+        self.host_need_bytes, self._least = need, least
+        self.host_reserved_bytes = self.limit_bytes = 0
 
-    @property
-    def host_reserved_bytes(self) -> int:
-        return math.ceil(self.budget_bytes * self.host_fraction)
+    def attach_host(self, budget_bytes, limit_bytes, like):
+        assert budget_bytes <= limit_bytes
+        self.host_reserved_bytes, self.limit_bytes, self.like = budget_bytes, limit_bytes, like
+        self._least = min(self._least, budget_bytes)
 
-    def attach_host(self, budget_bytes, fraction, like):
-        self.budget_bytes, self.host_fraction, self.like = budget_bytes, fraction, like
+    def resize_host(self, budget_bytes):
+        assert budget_bytes <= self.limit_bytes
+        self.host_reserved_bytes = max(self._least, budget_bytes)
 
-    def resize_host(self, fraction):
-        assert MIN_FRACTION <= fraction <= 1
-        self.host_fraction = fraction
-        self.resized.append(fraction)
+
+class Halving(Holding):
+    """Like a device's tables, which only halve and double."""
+
+    def attach_host(self, budget_bytes, limit_bytes, like):
+        super().attach_host(budget_bytes, limit_bytes, like)
+        self._whole = budget_bytes << max(0, (limit_bytes // max(1, budget_bytes)).bit_length() - 1)
+
+    def resize_host(self, budget_bytes):
+        size = self._whole
+        while size > max(1, budget_bytes):
+            size //= 2
+        self.host_reserved_bytes = size
+
+
+def reserved(*holders: Holding) -> list[int]:
+    return [holder.host_reserved_bytes for holder in holders]
 
 
 def test_the_only_version_gets_what_it_needs_and_no_more_than_there_is():
     for need, given_ in ((300, 300), (5000, 1000)):
         budget, version = HostBudget(1000), Holding(need)
-        budget.admit(version, None)
-        assert (version.host_reserved_bytes, version.host_fraction, budget.used) == (given_, 1.0, given_)
+        budget.admit(version)
+        assert (version.host_reserved_bytes, version.limit_bytes, budget.used) == (given_, given_, given_)
 
 
-def test_a_replacement_takes_half_while_the_old_one_is_halved_and_grows_once_it_is_gone():
-    budget, old, new = HostBudget(1024), Holding(5000), Holding(5000)
-    budget.admit(old, None)
+def test_a_replacement_takes_half_and_grows_once_the_old_one_is_gone():
+    budget, old, new, other = HostBudget(1024), Holding(5000), Holding(5000), Holding(5000)
+    budget.admit(other)
+    budget.admit(old)
     budget.admit(new, old)
-    assert (old.host_reserved_bytes, new.host_reserved_bytes) == (512, 512)
+    assert reserved(other, old, new) == [512, 256, 256]
     assert new.like is old
-    old.budget_bytes = 0
     budget.release(old)
     budget.settle()
-    assert (new.host_fraction, budget.used) == (1.0, 1024)
+    assert reserved(other, new) == [512, 512]
 
 
 def test_a_replacement_that_fails_gives_its_share_back():
     budget, old, new = HostBudget(1024), Holding(5000), Holding(5000)
-    budget.admit(old, None)
+    budget.admit(old)
     budget.admit(new, old)
     budget.release(new)
     budget.settle()
-    assert (old.host_fraction, budget.used) == (1.0, 1024)
+    assert reserved(old) == [1024]
 
 
-def test_no_one_is_halved_while_there_is_room():
+def test_nobody_gives_anything_up_while_there_is_room():
     budget, old, new = HostBudget(1024), Holding(300), Holding(300)
-    budget.admit(old, None)
+    budget.admit(old)
     budget.admit(new, old)
-    assert not old.resized
-    assert budget.used == 450
+    assert reserved(old, new) == [300, 300]
 
 
-def test_another_model_makes_room_for_a_new_one():
-    budget, first, second = HostBudget(1024), Holding(3000), Holding(1000)
-    budget.admit(first, None)
-    budget.admit(second, None)
-    assert first.host_reserved_bytes >= 512
-    assert second.host_reserved_bytes == 256
-    assert budget.used <= 1024
+def test_a_small_model_takes_what_it_needs_from_a_large_one_whichever_comes_first():
+    for first, second in ((70_000, 100), (100, 70_000)):
+        budget, a, b, gone = HostBudget(7010), Holding(first), Holding(second), Holding(70_000)
+        budget.admit(a)
+        budget.admit(b)
+        budget.settle()
+        assert sorted(reserved(a, b)) == [10, 7000]
+        budget.admit(gone)
+        budget.release(gone)
+        budget.settle()
+        assert sorted(reserved(a, b)) == [10, 7000]
+        budget.release(a)
+        budget.settle()
+        assert reserved(b) == [min(7010, b.host_need_bytes)]
+
+
+def test_what_cannot_shrink_is_not_taken_for_free():
+    budget, stiff, new = HostBudget(1000), Holding(1000, least=900), Holding(1000)
+    budget.admit(stiff)
+    budget.admit(new)
+    assert reserved(stiff, new) == [900, 100]
+    budget.settle()
+    assert reserved(stiff, new) == [900, 100]
+
+
+def test_growth_ends_early_where_somebody_asks_for_it():
+    budget, version = HostBudget(1 << 40), Holding(1 << 40)
+    other = Holding(1 << 40)
+    budget.admit(other)
+    budget.admit(version)
+    budget.release(other)
+    steps = iter([False, False, True])
+    budget.settle(lambda: next(steps))
+    assert 1 << 39 < version.host_reserved_bytes < 1 << 40
 
 
 @in_ci
+@pytest.mark.parametrize("kind", [Holding, Halving])
 @example(total=3, steps=[("load", 3, 0), ("load", 2, 0)])
 @given(
     total=st.integers(1, 5000),
@@ -134,12 +213,12 @@ def test_another_model_makes_room_for_a_new_one():
         st.tuples(st.sampled_from(["load", "switch", "fail", "drop"]), st.integers(0, 6000), sizes), max_size=25
     ),
 )
-def test_the_host_budget_holds_whoever_comes_and_goes(total, steps):
+def test_the_host_budget_holds_whoever_comes_and_goes(kind, total, steps):
     budget = HostBudget(total)
     serving: list[Holding] = []
     for step, need, pick in steps:
         old = serving[pick % len(serving)] if serving else None
-        new = Holding(need)
+        new = kind(need)
         if step == "drop":
             if old is None:
                 continue
@@ -147,9 +226,9 @@ def test_the_host_budget_holds_whoever_comes_and_goes(total, steps):
             budget.release(old)
         else:
             replaced = None if step == "load" else old
-            budget.admit(new, replaced)
+            budget.admit(new, *([] if replaced is None else [replaced]))
             assert budget.used <= total
-            assert new.budget_bytes <= need
+            assert new.host_reserved_bytes <= need
             gone = new if step == "fail" else replaced
             if gone is not new:
                 serving.append(new)
@@ -158,7 +237,10 @@ def test_the_host_budget_holds_whoever_comes_and_goes(total, steps):
             budget.release(gone)
         budget.settle()
         assert budget.used <= total
-        assert budget.used == sum(holding.host_reserved_bytes for holding in serving)
+        assert budget.used == sum(reserved(*serving))
+        if kind is Holding:  # each has its share
+            fair = deal_caches(total, [holding.host_need_bytes for holding in serving], range(len(serving)))
+            assert reserved(*serving) == fair
 
 
 def test_memory_that_is_mapped_stays_within_the_budget_for_wide_rows(tmp_path):
@@ -168,7 +250,7 @@ def test_memory_that_is_mapped_stays_within_the_budget_for_wide_rows(tmp_path):
 
         def note(_):
             nonlocal worst
-            tables = [table for v in store._shared.host_budget._holders for table in v.tables.values()]
+            tables = [table for v in list(store._shared.host_budget._models) for table in v.tables.values()]
             worst = max(worst, sum(table.host.bytes_in_use for table in tables if table.host is not None))
 
         for version in (1, 2, 3):
@@ -197,6 +279,87 @@ def test_a_small_table_of_wide_rows_is_held_as_well_by_the_version_that_follows(
                     host = view.holder.tables[table].host
                     assert host is not None
                     assert host.capacity_rows >= min(n, 56)
+
+
+def write(root, name, rows, version=1, stamp=0):
+    where = root / f"{name}-{version}"
+    with tierstore.SnapshotWriter(where, model=name, version=version) as writer:
+        keys = np.arange(rows, dtype=np.int64)
+        writer.table("t", dim=16).write(keys, np.repeat((keys + stamp).astype(np.float32)[:, None], 16, axis=1))
+        writer.feature("f", table="t")
+        writer.warmup("t", keys)
+    return where
+
+
+def resident(store, keys):
+    """How many of these keys the model `large` has in memory."""
+    table = store.model("large").served.active.holder.tables["t"]
+    return int(np.isin(keys, table.hot_keys(100_000)).sum())
+
+
+def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):
+    """A large model alone; a small one beside it, and a second one of its size, with look-ups all the while; then alone."""
+    rows = {"large": 40_000, "small": 500, "second": 40_000}
+    with in_process(), tierstore.open(tmp_path / "data", host_budget="2MiB", fold_grace_s=0) as store:
+        budget, over, wrong, worst = store._shared.host_budget, threading.Event(), [], [0]
+
+        def look_up() -> None:
+            rng = np.random.default_rng(3)
+            while not over.is_set():
+                keys = np.concatenate([rng.integers(0, 40_000, 500), rng.integers(0, 2000, 2000)])
+                got = store.model("large").lookup("f", keys)[:, 0] % 40_000
+                wrong.extend(keys[got != keys.astype(np.float32)].tolist())
+
+        def watch() -> None:
+            while not over.wait(0.0005):
+                tables = [table for version in list(budget._models) for table in version.tables.values()]
+                worst[0] = max(worst[0], sum(host.bytes_in_use for t in tables if (host := t.host) is not None))
+
+        def dealt(name: str) -> int:
+            (table,) = store.status(name)["models"][name]["tables"].values()
+            assert table["tier_bytes"]["host"] <= table["tier_budget_bytes"]["host"]
+            return table["tier_budget_bytes"]["host"]
+
+        def host_bytes(name: str) -> dict[str, int]:
+            versions = store.status(name)["models"][name]["versions"]
+            return next(entry["host_bytes"] for entry in versions if entry["state"] == "active")
+
+        def settled(**wanted: float) -> None:
+            """Each has so many MiB, as far as the sets of its table allow."""
+            eventually(lambda: all(abs(dealt(name) / 2**20 - mib) < 0.05 for name, mib in wanted.items()), str(wanted))
+            for name in wanted:
+                eventually(lambda name=name: host_bytes(name)["budget"] == dealt(name), "it is told alike")
+                assert host_bytes(name)["need"] >= dealt(name)
+
+        store.load_snapshot(write(tmp_path, "large", rows["large"]))
+        settled(large=2)
+        watchers = [threading.Thread(target=work) for work in (look_up, look_up, watch)]
+        for watcher in watchers:
+            watcher.start()
+        try:
+            hot = np.arange(2000)
+            for _ in range(20):
+                store.model("large").lookup("f", hot)
+            before = resident(store, hot)
+            store.load_snapshot(write(tmp_path, "small", rows["small"]))
+            settled(large=1.91, small=0.09)
+            assert resident(store, hot) > 0.9 * before > 0.5 * len(hot)
+            store.load_snapshot(write(tmp_path, "large", rows["large"], version=2, stamp=40_000))
+            settled(large=1.91, small=0.09)
+            store.load_snapshot(write(tmp_path, "second", rows["second"]))
+            settled(large=0.97, second=0.97, small=0.045)
+            store.deactivate("second")
+            settled(large=1.91, small=0.09)
+            store.deactivate("small")
+            settled(large=2)
+        finally:
+            over.set()
+            for watcher in watchers:
+                watcher.join(30)
+        assert not wrong
+        assert 1 << 20 < worst[0] <= 2 << 20
+        keys = np.arange(40_000)
+        np.testing.assert_array_equal(store.model("large").lookup("f", keys)[:, 0], keys + 40_000.0)
 
 
 # --- overlay budget

@@ -69,13 +69,14 @@ def test_what_reads_all_versions_leaves_nothing_open_in_a_store_that_was_closed_
 
     def close(step: Progress) -> None:
         if step.phase == "verify a 1" and closer.ident is None:
-            closer.start()  # b is closed, then a, for which it waits until this is done
+            closer.start()  # b is closed, then a
             while not b._closed:
                 closer.join(0.01)
 
-    store.verify(close)
+    with pytest.raises(Closed):
+        store.verify(close)
     closer.join(20)
-    with pytest.raises(Closed), b.opened(1):
+    with pytest.raises(Closed), b.reading(1):
         pass
     again = open_store()
     again.activate("b", 1)
@@ -86,7 +87,7 @@ def test_a_store_that_is_closed_while_a_kept_version_is_read_leaves_that_to_nobo
     store = open_store(keep_versions=9)
     for version in (1, 2):
         store.load_snapshot(scenes.write_snapshot(tmp_path, version))
-    with store.model("ctr").opened(1):
+    with store.model("ctr").reading(1):
         store.close()
     again = open_store()
     again.activate("ctr", 1)

@@ -88,7 +88,7 @@ def test_bags_with_keys_from_memory_and_from_disk_are_pooled_and_counted_alike(s
     ctr = store.model("ctr")
     version = ctr.publisher.current.holder
     version.drop_caches()
-    version.attach_host(1 << 20, 1.0, None)
+    version.attach_host(1 << 20, 1 << 20, None)
     counts = version.tables["item"].counts
     ctr.lookup("item_id", np.arange(1, 50))  # in memory from now on
     before = counts.as_dict()

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from tierstore.config import Settings
 from tierstore.engine.epochs import Epochs
+from tierstore.engine.throttle import LookupTimes
 from tierstore.errors import Conflict, NotFound, NotReady, TierstoreError
 from tierstore.formats.keys import as_codes
 from tierstore.types import Combiner, DeltaResult, FeatureSpec, KeyType, StorageDtype, TableSpec
@@ -154,6 +155,7 @@ class FakeStore:
         self.settings = settings
         self.observers: list[Any] = []
         self.epochs = Epochs()
+        self.lookup_times = LookupTimes()
         self.delta_error: TierstoreError | None = None
         self._models = {
             "ctr": FakeModel("ctr", FEATURES),
@@ -169,6 +171,9 @@ class FakeStore:
 
     def warming(self) -> None:
         return None
+
+    def throttle(self) -> dict[str, Any]:
+        return {"share": 1.0, "work": [], "p99_s": None, "quiet_p99_s": None, "p99_ratio": 1.3}
 
     def warm_share(self) -> float:
         return 1.0

@@ -13,7 +13,9 @@ import pytest
 import tritonclient.http as triton
 
 from tierstore.engine.store import Store
+from tierstore.engine.version import Version
 from tierstore.errors import Overloaded
+from tierstore.service.context import CONTROL_THREADS
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, load
@@ -263,3 +265,39 @@ def test_readers_see_one_version_or_the_other_and_never_an_error_while_versions_
     assert faults == []
     assert set.union(*seen) == {1, 2}
     eventually(lambda: server.service.inflight.used_bytes == 0, "its bytes are given back")
+
+
+def test_a_delta_waits_for_no_version_of_another_model_that_is_being_warmed(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, server, http = own
+    for model in ("ctr", "other"):
+        for version in (1, 2):
+            assert load(http, write_snapshot(tmp_path, version, model=model), model)["state"] == "done"
+    warming, go_on, warm = threading.Event(), threading.Event(), Version.warm
+
+    def slowly(version: Version, *args: Any) -> None:
+        warming.set()
+        assert go_on.wait(20)
+        warm(version, *args)
+
+    monkeypatch.setattr(Version, "warm", slowly)
+
+    def back() -> None:  # the first one warms, the others wait for it
+        with httpx.Client(base_url=http.base_url, timeout=30) as mine:
+            mine.post("/admin/models/other/activate", json={"version": 1})
+
+    threads = [threading.Thread(target=back, daemon=True) for _ in range(2 * CONTROL_THREADS)]
+    for thread in threads:
+        thread.start()
+    assert warming.wait(20)
+    eventually(lambda: server.service.switches.waiting >= CONTROL_THREADS, "all of them wait")
+    try:
+        answer = http.post("/admin/models/ctr/deltas", content=delta(1, {1: 50.0}), headers=ARROW, timeout=5)
+        assert answer.json() == {"seq": 1, "applied": True}
+        assert http.get("/metrics", timeout=5).status_code == 200
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join(30)
+    assert store.model("other").active_version == 1

@@ -110,7 +110,8 @@ def _tables(tables: dict[str, dict[str, Any]]) -> Table:
             if n or tier != "device"  # of which most machines have none
         )
         counts = table["lookup_keys"]
-        shown.add_row(escape(name), f"{table['rows']:,}", f"{sum(counts.values()):,}", shares(counts), " · ".join(held))
+        rows = f"{'' if table['rows_exact'] else 'about '}{table['rows']:,}"
+        shown.add_row(escape(name), rows, f"{sum(counts.values()):,}", shares(counts), " · ".join(held))
     return shown
 
 

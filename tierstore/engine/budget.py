@@ -5,15 +5,15 @@ Both are bounds: what they hand out never adds up to more. Any thread may call; 
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from tierstore.errors import Overloaded, TooLarge
 
-MIN_FRACTION = 1 / 16
+_GROWTH_BYTES = 256 << 20  # at once
 
 
 def deal(total: int, needs: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -35,36 +35,46 @@ def deal(total: int, needs: Sequence[int], weights: Sequence[float]) -> list[int
     return shares
 
 
+def deal_caches(total: int, needs: Sequence[int], models: Sequence[Hashable]) -> list[int]:
+    """Split `total` among versions by what each needs. `models` says whose version each is.
+
+    Nobody gets more than it needs; what one leaves goes to the others. Versions of one model share what the model would
+    get with one of them, so that a switch of one is no loss to the others.
+    """
+    open_ = Counter(models)
+    return deal(total, needs, [need / open_[model] for need, model in zip(needs, models, strict=True)])
+
+
 class Holder(Protocol):
     """What holds host tier memory: a version that serves or is about to."""
 
     @property
     def host_need_bytes(self) -> int: ...
     @property
-    def host_reserved_bytes(self) -> int: ...  # rounded up, so that doubling never takes more than this again
-    @property
-    def host_fraction(self) -> float: ...
-    def attach_host(self, budget_bytes: int, fraction: float, like: Holder | None) -> None: ...
-    def resize_host(self, fraction: float) -> None: ...
+    def host_reserved_bytes(self) -> int: ...  # what it may take now
+    def attach_host(self, budget_bytes: int, limit_bytes: int, like: Holder | None) -> None:
+        """Take `budget_bytes`; it may be allowed `limit_bytes` later."""
+
+    def resize_host(self, budget_bytes: int) -> None:
+        """Make do with so much, or grow to it, as far as it can."""
 
 
 class HostBudget:
-    """Deals `total` bytes to the versions that are open.
+    """Deals `total` bytes to the versions that are open, and deals again when one comes or goes.
 
-    A version that replaces another, or comes beside it as a canary, begins at half of its final share while the other is
-    halved in place, keeping its hottest rows, so neither goes beyond the budget; `settle` lets it grow once the other
-    is gone.
+    What shrinks does so in place, keeping its hottest rows, before another one gets its memory; so all together never go
+    beyond the budget, two versions of a model in a switch included. `settle` lets grow what may.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._lock = threading.Lock()
-        self._holders: list[Holder] = []
+        self._models: dict[Holder, Hashable] = {}  # what is open, and whose it is
         self._awaited = 0
 
     @property
     def used(self) -> int:
-        return sum(holder.host_reserved_bytes for holder in self._holders)
+        return sum(holder.host_reserved_bytes for holder in list(self._models))
 
     @contextmanager
     def awaiting(self, need_bytes: int) -> Iterator[None]:
@@ -75,48 +85,57 @@ class HostBudget:
         finally:
             self._awaited = 0
 
-    def admit(self, holder: Holder, replacing: Holder | None, *others_leaving: Holder) -> None:
-        """Make room for `holder` and attach its host tables. `others_leaving` go with the one that it replaces."""
+    def admit(self, holder: Holder, *beside: Holder) -> None:
+        """Make room for `holder` and attach its host tables. `beside` are versions of the same model, the most like it first."""
         with self._lock:
-            need = holder.host_need_bytes
-            leaving = [h for h in (replacing, *others_leaving) if h in self._holders]
-            others = [h for h in self._holders if h not in leaving]
-            if replacing is None:
-                fraction = 1.0
-                self._awaited = max(0, self._awaited - need)
-                needs = need + self._awaited + sum(h.host_need_bytes for h in others)
-                final = min(need, int(self.total * need / max(1, needs)))
-            else:
-                fraction = 0.5
-                final = min(need, self.total - sum(h.host_reserved_bytes for h in others))
-            while self.total - self.used < math.ceil(final * fraction):
-                victim = self._victim(leaving)
-                if victim is None:
-                    final = int((self.total - self.used) / fraction)
-                    break
-                victim.resize_host(victim.host_fraction / 2)
-            holder.attach_host(max(0, final), fraction, replacing)
-            self._holders.append(holder)
-
-    def _victim(self, leaving: Sequence[Holder | None]) -> Holder | None:
-        for candidates in (leaving, self._holders):
-            shrinkable = [h for h in candidates if h is not None and h.host_fraction > MIN_FRACTION]
-            if shrinkable:
-                return max(shrinkable, key=lambda h: h.host_reserved_bytes)
-        return None
+            self._awaited = max(0, self._awaited - holder.host_need_bytes)
+            model = next((self._models[other] for other in beside if other in self._models), object())
+            shares = self._deal({**self._models, holder: model})
+            share = shares.pop(holder)
+            for other, its in shares.items():
+                if other.host_reserved_bytes > its:
+                    other.resize_host(its)
+            room = max(0, self.total - self.used)
+            limit = min(self.total, holder.host_need_bytes)
+            holder.attach_host(min(share, room), limit, beside[0] if beside else None)
+            self._models[holder] = model
 
     def release(self, holder: Holder) -> None:
         """Take back what `holder` had; its host tables are closed already."""
         with self._lock:
-            if holder in self._holders:
-                self._holders.remove(holder)
+            self._models.pop(holder, None)
 
-    def settle(self) -> None:
-        """Let versions that were halved grow back where there is room."""
+    def settle(self, stopping: Callable[[], bool] = lambda: False) -> None:
+        """Let grow what has less than its share, in steps between which others are admitted, until `stopping()`."""
+        stuck: set[Holder] = set()
+        while not stopping() and self._settle_one(stuck):
+            pass
+
+    def _settle_one(self, stuck: set[Holder]) -> bool:
+        """One step; False where there is none left. `stuck` cannot get any closer to their shares."""
         with self._lock:
-            for holder in self._holders:
-                while holder.host_fraction < 1 and self.total - self.used >= holder.host_reserved_bytes:
-                    holder.resize_host(holder.host_fraction * 2)
+            shares = [(holder, share) for holder, share in self._deal(self._models).items() if holder not in stuck]
+            for holder, share in shares:
+                if (has := holder.host_reserved_bytes) > share:
+                    holder.resize_host(share)
+                    if holder.host_reserved_bytes > share:
+                        stuck.add(holder)
+                    return True
+            for holder, share in shares:
+                has = holder.host_reserved_bytes
+                upto = min(share, has + self.total - self.used)
+                for more in (_GROWTH_BYTES, has):  # device tables double
+                    if has < upto:
+                        holder.resize_host(min(upto, has + more))
+                        if holder.host_reserved_bytes > has:
+                            return True
+            return False
+
+    def _deal(self, models: Mapping[Holder, Hashable]) -> dict[Holder, int]:
+        needs = [holder.host_need_bytes for holder in models]
+        awaited: object = object()
+        shares = deal_caches(self.total, [*needs, self._awaited], [*models.values(), awaited])
+        return dict(zip(models, shares, strict=False))
 
 
 class OverlayBudget:

@@ -1,8 +1,7 @@
 """Who may have how much of the GPUs' memory (`tiers/device_set.py` says which there are).
 
-One budget, bytes a device, for all models and versions, dealt as the host tier's is: a version that replaces another
-begins at half of its share while the other is halved in place. Workspaces come off it first. Any thread may call
-anything; nothing survives the process.
+One budget, bytes a device, for all models and versions, dealt as the host tier's is, but that tables only halve and
+double. Workspaces come off it first. Any thread may call anything; nothing survives the process.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Devices:
         with self._lock:
             before = [self._shares[id(each)] for each in leaving if id(each) in self._shares]
             self._shares[id(version)] = share
-        self.budget.admit(share, before[0] if before else None, *before[1:])
+        self.budget.admit(share, *before)
 
     def release(self, version: Version) -> None:
         """Take back what a version had; it is closed already."""
@@ -52,7 +51,6 @@ class Devices:
             share = self._shares.pop(id(version), None)
         if share is not None:
             self.budget.release(share)
-            self.budget.settle()
 
     def status(self) -> dict[str, Any]:
         document = self.set.status()
@@ -76,7 +74,7 @@ class DeviceShare(Holder):
 
     def __init__(self, version: Version, devices: DeviceSet, promoter: Promoter, publisher: Publisher) -> None:
         self.version, self._devices, self._promoter, self._publisher = version, devices, promoter, publisher
-        self._fraction, self._reserved = 1.0, 0
+        self._limit = self._reserved = 0
 
     @property
     def host_need_bytes(self) -> int:
@@ -93,17 +91,16 @@ class DeviceShare(Holder):
     def host_reserved_bytes(self) -> int:
         tables = self.version.tables.values()
         used = sum(device.bytes_in_use for table in tables if (device := table.device) is not None)
-        return max(used, math.ceil(self._reserved * self._fraction))
+        return max(used, self._reserved)
 
-    @property
-    def host_fraction(self) -> float:
-        return self._fraction
-
-    def attach_host(self, budget_bytes: int, fraction: float, like: Holder | None) -> None:
+    def attach_host(self, budget_bytes: int, limit_bytes: int, like: Holder | None) -> None:
+        # tables double and halve: what may be had later is what they can double to
+        halvings = (limit_bytes // budget_bytes).bit_length() - 1 if budget_bytes else 0
+        fraction, self._limit = 0.5**halvings, budget_bytes << halvings
         tables = self.version.tables.values()
         needs = self._needs()
         weights = self.version.weights(needs, like.version if isinstance(like, DeviceShare) else None)
-        for table, share in zip(tables, deal(budget_bytes, needs, weights), strict=True):
+        for table, share in zip(tables, deal(self._limit, needs, weights), strict=True):
             cache = self._devices.cache(table.spec, share, table.default, fraction)
             if not cache.capacity_rows or cache.bytes_in_use > share * fraction:
                 cache.close()
@@ -111,13 +108,18 @@ class DeviceShare(Holder):
             cache.raise_floor(self.version.watermark)
             table.device = cache
             table.offer = Offers(self._promoter, table, self._with_view)
-        self._reserved, self._fraction = budget_bytes, fraction
+        self._reserved = budget_bytes
 
-    def resize_host(self, fraction: float) -> None:
+    def resize_host(self, budget_bytes: int) -> None:
+        if not self._limit or not budget_bytes:
+            return
+        fraction = 1.0
+        while self._limit * fraction > budget_bytes:
+            fraction /= 2
         for table in self.version.tables.values():
             if (device := table.device) is not None:  # another thread may be freeing the version
                 device.resize(fraction)
-        self._fraction = fraction
+        self._reserved = math.ceil(self._limit * fraction)
 
     def _with_view(self, work: Callable[[Moment], None]) -> None:
         try:

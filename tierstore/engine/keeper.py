@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from tierstore.engine.serving import Serving
+from tierstore.engine.throttle import LEAST_OF_A_SWITCH
 from tierstore.engine.version import Version
+from tierstore.tiers.background import Pace
 
 log = logging.getLogger(__name__)
 
 HOUSE_KEEPING_S = 30.0
 MAX_BACKOFF_S = 30.0
+_LONGEST_REST_S = 0.5  # after a fold
 FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
 
 
 class Keeper:
     """`freed` is called with each version that nobody reads any more, each of `chores` now and then.
 
-    Chores are known by what is said when they fail.
+    `share` says how much of the time folds may be at work. Chores are known by what is said when they fail.
     """
 
     def __init__(
-        self, serving: Serving, freed: Callable[[Version], None], chores: Mapping[str, Callable[[], None]]
+        self,
+        serving: Serving,
+        freed: Callable[[Version], None],
+        chores: Mapping[str, Callable[[], None]],
+        share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self._serving, self._freed, self._chores = serving, freed, chores
+        self._serving, self._freed, self._chores, self._share = serving, freed, chores, share
         self._changed = serving.publisher.changed
         name = serving.name
         self._thread = threading.Thread(target=self._run, name=f"tierstore-keeper-{name}", daemon=True)
@@ -76,9 +84,21 @@ class Keeper:
                 lambda: all(version.number != number for version in self._retiring), timeout=timeout_s
             )
 
-    def is_retiring(self, number: int) -> bool:
+    def retiring(self, number: int) -> Version | None:
+        """The retired version of that number that is open still."""
         with self._changed:
-            return any(version.number == number for version in self._retiring)
+            return next((version for version in self._retiring if version.number == number), None)
+
+    def is_retiring(self, number: int) -> bool:
+        return self.retiring(number) is not None
+
+    def see_to_house(self) -> None:
+        """Have the chores done soon: what was replaced leaves memory, and maybe versions that are not to be kept."""
+        self._chores_due.set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
 
     def keep_house(self) -> None:
         """Do every chore. What fails keeps no other from being done, and becomes a `problem`."""
@@ -122,7 +142,12 @@ class Keeper:
             backoff_s = 0.0 if closed and folded else min(MAX_BACKOFF_S, max(0.5, backoff_s * 2))
 
     def _fold_oldest(self) -> None:
+        pace = Pace(lambda: max(LEAST_OF_A_SWITCH, self._share()), most_s=_LONGEST_REST_S, clock=time.thread_time)
         self._serving.fold_oldest(lambda: self._stopping or self._may_free())
+        with self._changed:
+            late = self._serving.fold_due()  # deltas come faster than they are folded
+        if not late:
+            pace.rest()
 
     def _due(self) -> bool:
         return self._serving.fold_due() or self._may_free()
@@ -140,4 +165,4 @@ class Keeper:
                 self._retiring.remove(version)
                 self._changed.notify_all()
         if idle:
-            self._chores_due.set()  # what was replaced may have left versions that are not to be kept
+            self.see_to_house()

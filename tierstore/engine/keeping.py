@@ -20,6 +20,7 @@ from tierstore.engine.switching import DRAIN_S, Shared, Switching
 from tierstore.engine.unfinished import Unfinished, clear_for, find_unfinished
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.errors import (
+    Closed,
     Conflict,
     Corruption,
     DeltaError,
@@ -33,6 +34,7 @@ from tierstore.formats import files
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import ModelDirectory
 from tierstore.ingest.bulkload import can_go_on
+from tierstore.tiers.disk import DiskTier
 from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Keeping(Switching):
 
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
         chores = {
+            "memory is not dealt again": self._deal_memory,
             "the delta log is not pruned": self._prune_log,
             "versions older than those kept are not dropped": self._drop_surplus,
             "kept versions are not caught up": lambda: self._unless_switching(self._catch_up_kept),
@@ -152,24 +155,45 @@ class Keeping(Switching):
                         version.save_hot_keys()
             for version in open_:
                 self._freed(version)
+            self._read.end()
             self._resting.end()
 
     @contextlib.contextmanager
-    def opened(self, number: int) -> Iterator[Version]:
-        """A version for reading as a whole: one that is served as it is, another one opened for the length of the block."""
-        with self._serving.publisher.pinned(number) as served:
-            if served is not None:
-                yield served
-                return
-        with self._switch, self._serving.publisher.pinned(number) as served:
-            if served is not None:  # switched to meanwhile
-                yield served
-                return
-            self._wait_retired(number)
+    def reading(self, number: int) -> Iterator[DiskTier]:
+        """The disk tier of a version, to be read as a whole, for however long; nobody waits for the end of the block.
+
+        It is that of what serves, or of a kept version, opened and kept from being dropped by the house. Who needs the
+        version otherwise (to serve it, to drop it, to close the model) takes it away: what reads on raises Closed.
+        """
+        open_ = self._served_or_retiring(number)
+        if open_ is not None:
+            yield open_.disk
+            return
+        version = self._begin_reading(number)
+        try:
+            yield version.disk
+        except BaseException:
+            self._read.leave(version, failed=True)  # it may be what failed: nothing rests of it
+            raise
+        self._read.leave(version)
+
+    def _served_or_retiring(self, number: int) -> Version | None:
+        view = self.served.numbered(number)
+        return self._keeper.retiring(number) if view is None else view.holder
+
+    def _begin_reading(self, number: int) -> Version:
+        with self._switch:
+            open_ = self._served_or_retiring(number)
+            if open_ is not None:
+                raise Closed(f"version {number} of {self.name!r} was switched to")
             self.check_open()
-            self._resting.close(number)  # what the disk says is read, as the next start will
-            with self._opened_kept(self._info(number)) as version:
-                yield version
+            info = self._info(number)
+
+            def open_anew() -> Version:
+                self._resting.close(number)  # what the disk says is read, as the next start will
+                return self._open(info)
+
+            return self._read.enter(number, open_anew)
 
     @contextlib.contextmanager
     def _opened_kept(self, info: VersionInfo) -> Iterator[Version]:
@@ -181,6 +205,11 @@ class Keeping(Switching):
             version.close()  # it may be what failed: nothing rests of it
             raise
         self._resting.leave(version)
+
+    def _close_kept(self, number: int) -> None:
+        """Close whatever is open of a version that is not served."""
+        self._read.take_away(number)
+        self._resting.close(number)
 
     # --- loading
 
@@ -235,7 +264,7 @@ class Keeping(Switching):
             with self._switch if number in self._infos else contextlib.nullcontext():
                 if not (self._closed or number in self.served.versions or self._keeper.is_retiring(number)):
                     self._forget(number)
-                    self._resting.close(number)
+                    self._close_kept(number)
                     if not (can_go_on(error) and self._keep_unfinished(number)):
                         files.remove_tree(where.root)
                     with self._serving.write, contextlib.suppress(StorageError):
@@ -309,7 +338,7 @@ class Keeping(Switching):
             self._wait_retired(number)
             with self._serving.write:
                 self._record.settle()  # CURRENT must not go on naming it
-            self._resting.close(number)
+            self._close_kept(number)
             try:
                 return files.discard(info.where.root)
             finally:
@@ -332,6 +361,10 @@ class Keeping(Switching):
                 del self._loading[number]
 
     # --- background
+
+    def _deal_memory(self) -> None:
+        self._shared.host_budget.settle(lambda: self._keeper.stopping)
+        self._shared.devices.budget.settle(lambda: self._keeper.stopping)
 
     def _prune_log(self) -> None:
         with self._serving.write:
@@ -371,7 +404,7 @@ class Keeping(Switching):
             if active is not None and number < active and number not in self._loading and number != self.canary_number
         ]
         surplus = older[: max(0, len(older) - self._shared.settings.keep_versions)]
-        return [number for number in surplus if not self._keeper.is_retiring(number)]
+        return [number for number in surplus if not self._keeper.is_retiring(number) and number not in self._read]
 
     def _catch_up_kept(self) -> None:
         """A kept version never falls far behind, so that rollback is quick. One that is damaged keeps no other from it."""
@@ -382,6 +415,7 @@ class Keeping(Switching):
                 info.number in self._loading
                 or info.number in self.served.versions
                 or self._keeper.is_retiring(info.number)
+                or info.number in self._read
             )
             if behind <= KEPT_LAG or busy or self.is_stale(info):
                 continue

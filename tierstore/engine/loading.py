@@ -43,7 +43,8 @@ def load(
     manifest = snapshot.manifest
     number = manifest.version
     _check_dense(snapshot, shared)
-    with model.loading(number, manifest.delta_seq, snapshot.identity()) as note:
+    throttle = shared.throttle
+    with throttle.at_work("load"), model.loading(number, manifest.delta_seq, snapshot.identity()) as note:
 
         def tell(step: Progress) -> None:
             if cancelled is not None and cancelled.is_set():
@@ -65,6 +66,7 @@ def load(
             base=settings.base,
             aside=aside,
             keep=settings.load_retention_s > 0,
+            share=lambda: throttle.share,
             progress=tell,
             cancelled=cancelled,
         ) as bulk:

@@ -8,6 +8,7 @@ log those above.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -83,10 +84,13 @@ class Model(Keeping):
     ) -> Any:
         """`View.lookup` on the view that `view(version, route)` gives."""
         view, publisher = self._enter(version, route)
+        began = time.perf_counter_ns() if self._times.watched else 0
         try:
             return view.lookup(feature, keys, **options)
         finally:
             publisher.leave(view)
+            if began:
+                self._times.add(time.perf_counter_ns() - began)
 
     @overload
     def lookup_bags(
@@ -136,10 +140,13 @@ class Model(Keeping):
     ) -> Any:
         """`View.lookup_bags` on the view that `view(version, route)` gives."""
         view, publisher = self._enter(version, route)
+        began = time.perf_counter_ns() if self._times.watched else 0
         try:
             return view.lookup_bags(feature, keys, offsets, **options)
         finally:
             publisher.leave(view)
+            if began:
+                self._times.add(time.perf_counter_ns() - began)
 
     @overload
     def lookup_many(

@@ -68,7 +68,9 @@ def _canary(view: View, share: float) -> dict[str, Any]:
         "overlay_bytes": sum(overlay.nbytes for overlay in view.overlays),
         # look-ups are counted over all versions of the model, so they are not repeated here
         "tables": {
-            name: {key: entry[key] for key in ("rows", "colliding_keys", "tier_bytes", "tier_budget_bytes")}
+            name: {
+                key: entry[key] for key in ("rows", "rows_exact", "colliding_keys", "tier_bytes", "tier_budget_bytes")
+            }
             for name, entry in tables.items()
         },
     }
@@ -107,6 +109,7 @@ def _versions(model: Model, served: Served) -> list[dict[str, Any]]:
                 "created_at": info.manifest.to_document().get("created_at"),
                 "dense": _dense(model, info, view),
                 "warming": None if view is None else model.warming(view.holder),
+                "host_bytes": None if view is None else _host_bytes(view),
             }
         )
     for number, step in model.loads():
@@ -121,6 +124,11 @@ def _versions(model: Model, served: Served) -> list[dict[str, Any]]:
             }
         )
     return sorted(entries, key=lambda entry: entry["version"])
+
+
+def _host_bytes(view: View) -> dict[str, int]:
+    """Of all tables: what the host tier may take, and with how much every row would be in it."""
+    return {"budget": view.holder.host_budget_bytes, "need": view.holder.host_need_bytes}
 
 
 def _share(served: Served, view: View | None) -> float | None:

@@ -30,6 +30,7 @@ from tierstore.engine.observer import Observer
 from tierstore.engine.publisher import Publisher
 from tierstore.engine.status import model_status
 from tierstore.engine.switching import Shared, ignore
+from tierstore.engine.throttle import LookupTimes, Throttle
 from tierstore.engine.warming import Warmer
 from tierstore.errors import Closed, DeltaError, Locked, NotFound, SnapshotError, StorageError
 from tierstore.formats import files
@@ -67,6 +68,9 @@ class Store:
         try:
             # of the processors, what warms a version beside the one that serves takes half at most
             readers = ReaderPool(settings.disk_threads, background=min(settings.disk_threads, max(0, cores() // 2 - 1)))
+            self.lookup_times = LookupTimes()
+            epochs = Epochs()
+            throttle = Throttle(self.lookup_times, epochs.collect, settings.load_p99_ratio)
             self._shared = Shared(
                 settings,
                 readers,
@@ -74,7 +78,9 @@ class Store:
                 OverlayBudget(settings.overlay_budget),
                 Runtime(settings),
                 Devices(settings),
-                Warmer(self._publishers, settings.warm_rate, settings.hot_keys_every_s),
+                Warmer(self._publishers, settings.warm_rate, settings.hot_keys_every_s, throttle),
+                throttle,
+                epochs=epochs,
             )
             self._models_lock = threading.Lock()
             self._models: dict[str, Model] = {}
@@ -86,6 +92,7 @@ class Store:
             except BaseException:
                 self._close_models()
                 raise
+            throttle.start()
             self._shared.warmer.start()
             self._sweeping.start()
         except BaseException:
@@ -284,12 +291,19 @@ class Store:
         """Read every version and every logged delta back and check them."""
         self._check_open()
         refuse_inside()
-        return verify_store([self._models[name] for name in self.models()], guarded(progress or ignore))
+        throttle = self._shared.throttle
+        with throttle.at_work("verify"):
+            models = [self._models[name] for name in self.models()]
+            return verify_store(models, guarded(progress or ignore), lambda: throttle.share)
 
     def warm_share(self) -> float:
         """How much of what a start reads into memory is there, 0 to 1; 1 where nothing is to be read."""
         progress = self._shared.warmer.progress()
         return 1.0 if progress is None else progress[0] / max(1, progress[1])
+
+    def throttle(self) -> dict[str, Any]:
+        """How fast background work may go beside look-ups, and why; see `Throttle.status`."""
+        return self._shared.throttle.status()
 
     def warming(self) -> dict[str, int] | None:
         """How far the warm-up after the start is: `{"done", "total"}` in keys; None where it is over."""
@@ -305,6 +319,7 @@ class Store:
         return {
             "models": {name: model_status(self._models[name]) for name in names},
             "warming": self.warming(),
+            "throttle": self.throttle(),
             "host_budget": {"used": shared.host_budget.used, "total": shared.host_budget.total},
             "overlay_budget": {"used": shared.overlay_budget.used, "total": shared.overlay_budget.total},
             "device_budget": {"used": shared.devices.budget.used, "total": shared.devices.budget.total},
@@ -323,6 +338,7 @@ class Store:
             _unlock(self._lock_file)
 
     def _close_models(self) -> None:
+        self._shared.throttle.close()
         self._shared.warmer.close()
         if self._sweeping.ident is not None:
             self._sweeping.join(SWEEP_S)  # what it leaves, the next start removes

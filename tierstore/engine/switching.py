@@ -27,6 +27,7 @@ from tierstore.engine.epochs import Epochs
 from tierstore.engine.keeper import Keeper
 from tierstore.engine.observer import Observer
 from tierstore.engine.overlay import Overlay
+from tierstore.engine.reading import ReadVersions
 from tierstore.engine.record import Record
 from tierstore.engine.replay import catch_up, unfolded
 from tierstore.engine.resting import RestingVersion
@@ -34,6 +35,7 @@ from tierstore.engine.routes import Routes, check_label, check_share
 from tierstore.engine.served import CANARY, STABLE, Served
 from tierstore.engine.serving import Serving
 from tierstore.engine.table import LookupCounts
+from tierstore.engine.throttle import LEAST_OF_A_SWITCH, Throttle
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
 from tierstore.engine.warming import Warmer
@@ -51,7 +53,7 @@ from tierstore.errors import (
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.runtime import Runtime
-from tierstore.tiers.background import in_background, watch
+from tierstore.tiers.background import Pace, in_background, watch
 from tierstore.tiers.disk import ReaderPool, open_records
 from tierstore.types import Progress, ProgressFn
 
@@ -72,6 +74,7 @@ class Shared:
     dense: Runtime
     devices: Devices
     warmer: Warmer
+    throttle: Throttle
     observers: list[Observer] = field(default_factory=list)
     epochs: Epochs = field(default_factory=Epochs)
 
@@ -99,7 +102,7 @@ class Switching:
             shared.epochs,
         )
         watch(self._serving.publisher)
-        self._keeper = Keeper(self._serving, self._freed, chores)
+        self._keeper = Keeper(self._serving, self._freed, chores, lambda: shared.throttle.share)
         self._switch = SwitchLock()
         self._start_problem: str | None = None
         self._canary_problem: str | None = None  # why the canary on record is not served
@@ -108,7 +111,9 @@ class Switching:
         self.dense = DenseParts(
             name, shared.dense, lambda number: self._infos.get(number), lambda: self._serving.current
         )
+        self._times = shared.throttle.times
         self._resting = RestingVersion()
+        self._read = ReadVersions(self._resting)
         self._closed = False
         # guarded by serving.write; replaced whole, so that readers need no lock
         self._infos: dict[int, VersionInfo] = {}
@@ -157,6 +162,7 @@ class Switching:
             self._infos = {key: info for key, info in self._infos.items() if key != number}
 
     def _open(self, info: VersionInfo) -> Version:
+        self._read.take_away(info.number)
         resting = self._resting.take(info.number)
         version = Version.open(info, self._shared.settings, self._shared.readers, self._counts_of, resting)
         self._have_seen(info)
@@ -166,13 +172,13 @@ class Switching:
         self._deltas.seen(info.watermark, from_log=info.watermark > info.manifest.delta_seq)
 
     def _freed(self, version: Version) -> None:
-        """Give back what a version held that was served, or was to be."""
+        """Give back what a version held that was served, or was to be. The house deals it to others."""
         try:
             self._resting.leave(version)
         finally:
             self._shared.host_budget.release(version)
-            self._shared.host_budget.settle()
             self._shared.devices.release(version)
+            self._keeper.see_to_house()
 
     def _wait_retired(self, number: int) -> None:
         if not self._keeper.wait_retired(number, DRAIN_S):
@@ -200,7 +206,7 @@ class Switching:
         may_lack = (DiskFull,) if start else ()
         version = self._open(info)
         try:
-            self._shared.host_budget.admit(version, like, *leaving[1:])
+            self._shared.host_budget.admit(version, *leaving)
             self._shared.devices.admit(version, leaving, self._serving.publisher)
             with contextlib.suppress(*may_lack):
                 catch_up(version, self._deltas, self.dense, leave=SWITCH_LAG, lenient=force, progress=progress)
@@ -219,10 +225,18 @@ class Switching:
             self._freed(version)
             raise
 
-    @staticmethod
-    def _warm(version: Version, like: Version | None, progress: ProgressFn) -> None:
+    def _warm(self, version: Version, like: Version | None, progress: ProgressFn) -> None:
+        throttle = self._shared.throttle
+
         def warm() -> None:
-            version.warm(like, lambda done, total: progress(Progress("warm", done, total)))
+            pace = Pace(lambda: max(LEAST_OF_A_SWITCH, throttle.share))
+
+            def tell(done: int, total: int) -> None:
+                progress(Progress("warm", done, total))
+                pace.rest()
+
+            with throttle.at_work("warm"):
+                version.warm(like, tell)
 
         if like is None:
             warm()

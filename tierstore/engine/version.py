@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from tierstore.config import Settings
+from tierstore.engine import rowcount
 from tierstore.engine.budget import Holder, deal
 from tierstore.engine.dense_files import dense_to_come, settle_dense
 from tierstore.engine.hot_keys import load_keys, save_keys
 from tierstore.engine.overlay import Overlay
+from tierstore.engine.rowcount import RowCount
 from tierstore.engine.table import LookupCounts, Table
 from tierstore.errors import Closed, Corruption
 from tierstore.formats import colliding, files
@@ -147,6 +149,10 @@ class VersionInfo:
         self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
         self.asked_upto = self._asked_kept = _read_asked(where.asked)
+        self._counting = threading.Lock()
+        # guarded by _counting; the counts are replaced whole, so that readers need no lock
+        self.counts = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
+        self._counts_at = self.watermark
 
     def learn(self, disk: DiskTier) -> None:
         """Take over what the records in its disk tier say. Corruption if they make no sense."""
@@ -162,8 +168,38 @@ class VersionInfo:
                 f"version {self.number}: {self.where.db}: {error}; drop the version and load its snapshot again"
             ) from error
         self.watermark = watermark
+        with self._counting:
+            if watermark != self._counts_at:
+                delta_seq = self.manifest.delta_seq
+                loaded = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
+                self.counts = rowcount.recorded(disk, watermark, loaded, delta_seq)
+                self._counts_at = watermark
         self.passed_over = settle_dense(self.where, disk)
         self.has_dense = self.where.dense.exists()
+
+    def counts_with(self, overlay: Overlay, disk: DiskTier) -> dict[str, RowCount]:
+        """The counts that hold once `overlay` is folded into `disk`; for who folds."""
+        with self._counting:
+            if self._counts_at >= overlay.hi:  # a fold that failed later
+                return self.counts
+        changes = {
+            name: rowcount.change(disk, self.tables[name]["id"], table, overlay.hi)
+            for name, table in overlay.tables.items()
+        }
+        with self._counting:
+            counts = self.counts
+        return {name: count.plus(changes[name]) if name in changes else count for name, count in counts.items()}
+
+    def set_counts(self, counts: Mapping[str, RowCount], watermark: int) -> None:
+        """From now on these hold: a fold has brought the disk tier to `watermark`."""
+        with self._counting:
+            self.counts, self._counts_at = dict(counts), watermark
+
+    def recounted(self, rows: Mapping[str, int], watermark: int) -> None:
+        """All rows were counted, in a disk tier of that watermark; of no use if it has moved on since."""
+        with self._counting:
+            if self._counts_at == watermark:
+                self.counts = {name: RowCount(count, exact=True) for name, count in rows.items()}
 
     def host_needs(self) -> list[int]:
         """Bytes of the host tier with which every row would be resident, table by table."""
@@ -209,8 +245,9 @@ class Version:
         }
         info.learn(disk)
         self.watermark = info.watermark
-        self.host_fraction = 1.0
-        self._host_reserved = 0
+        # what the host tier may have, and by what it is dealt to the tables
+        self.host_budget_bytes = 0
+        self._host_weights: list[float] = []
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
         self.predictor: DenseSession | None = None
         self.unserved: str | None = None
@@ -251,9 +288,9 @@ class Version:
 
     @property
     def host_reserved_bytes(self) -> int:
-        # a table of few, large sets cannot always be halved as far as is asked
+        # a table of few, large sets cannot always be made as small as is asked
         used = sum(host.bytes_in_use for table in self.tables.values() if (host := table.host) is not None)
-        return max(used, math.ceil(self._host_reserved * self.host_fraction))
+        return max(used, self.host_budget_bytes)
 
     def weights(self, needs: Sequence[int], like: Version | None) -> list[float]:
         """What a budget is dealt to the tables by: the traffic on the version `like` where there is some, else size."""
@@ -265,26 +302,37 @@ class Version:
             return [float(need) for need in needs]
         return [max(float(a), need / sum(needs) * sum(asked) * 0.05) for a, need in zip(asked, needs, strict=True)]
 
-    def attach_host(self, budget_bytes: int, fraction: float, like: Holder | None) -> None:
-        """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size."""
+    def attach_host(self, budget_bytes: int, limit_bytes: int, like: Holder | None) -> None:
+        """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size.
+
+        Each reserves addresses for what it could use of `limit_bytes`, and may use its part of `budget_bytes`.
+        """
         needs = self.info.host_needs()
-        weights = self.weights(needs, like if isinstance(like, Version) else None)
-        for table, share in zip(self.tables.values(), deal(budget_bytes, needs, weights), strict=True):
-            if share * fraction >= MIN_TABLE_BUDGET / 2:
-                host = HostTable(table.spec, share, default_vector=table.default, fraction=fraction)
-                if host.bytes_in_use > share * fraction:  # of sets so large that they cannot be halved that far
+        self._host_weights = self.weights(needs, like if isinstance(like, Version) else None)
+        for table, need, share in zip(self.tables.values(), needs, self._host_shares(budget_bytes), strict=True):
+            if share >= MIN_TABLE_BUDGET / 2:
+                limit = min(need, limit_bytes)
+                host = HostTable(table.spec, limit, default_vector=table.default, fraction=share / limit)
+                if host.bytes_in_use > share:  # of sets so large that they cannot be so few
+                    host.close()
+                    host = HostTable(table.spec, share, default_vector=table.default)
+                if not host.capacity_rows:
                     host.close()
                     continue
                 host.raise_floor(self.watermark)
                 table.host = host
-        self._host_reserved, self.host_fraction = budget_bytes, fraction
+        self.host_budget_bytes = budget_bytes
 
-    def resize_host(self, fraction: float) -> None:
-        """Halve or double every host table in place."""
-        for table in self.tables.values():
+    def _host_shares(self, budget_bytes: int) -> list[int]:
+        return deal(budget_bytes, self.info.host_needs(), self._host_weights)
+
+    def resize_host(self, budget_bytes: int) -> None:
+        """Make do with so much, or use it, in place."""
+        self.host_budget_bytes = max(self.host_budget_bytes, budget_bytes)
+        for table, share in zip(self.tables.values(), self._host_shares(budget_bytes), strict=True):
             if (host := table.host) is not None:  # another thread may be freeing the version
-                host.resize(fraction)
-        self.host_fraction = fraction
+                host.resize(min(1.0, share / host.budget_bytes))
+        self.host_budget_bytes = budget_bytes
 
     def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:
         """Fill the caches: with what is hot in `like`, else with the keys saved when last served, then the snapshot's own."""
@@ -335,7 +383,10 @@ class Version:
             self.tables[name].raise_floor(overlay.hi)
         if overlay.dense is not None:
             settle_dense(self.info.where, self.disk)  # a fold that failed may have had another name
-        records = watermark_record(overlay.hi) | dense_to_come(self.info.where, overlay)
+        counts = self.info.counts_with(overlay, self.disk)
+        hand_over()
+        records = watermark_record(overlay.hi) | rowcount.record(overlay.hi, counts)
+        records |= dense_to_come(self.info.where, overlay)
         now_colliding = {**self.colliding, **overlay.colliding}
         if overlay.colliding:
             records |= colliding.to_record(now_colliding)
@@ -354,6 +405,7 @@ class Version:
             sst.path.unlink(missing_ok=True)  # the next try may have another name
             raise
         self.info.colliding = now_colliding
+        self.info.set_counts(counts, overlay.hi)
         if overlay.dense is not None:
             files.rename(self.info.where.dense_to_come(overlay.hi), self.info.where.dense)
             self.info.has_dense = True
@@ -373,7 +425,7 @@ class Version:
             caches, table.host, table.device, table.offer = table.caches, None, None, None
             for cache in caches:
                 cache.close()
-        self._host_reserved = 0
+        self.host_budget_bytes = 0
 
     def close(self) -> None:
         """Free all memory and close the files. No look-up may be running."""
@@ -390,7 +442,7 @@ class Version:
         self.drop_caches()
 
     def status(self, colliding: Mapping[str, CollidingKeys]) -> dict[str, Any]:
-        """Per table: rows as loaded, keys that collide, where keys were answered, bytes a tier holds and may hold."""
+        """Per table: rows as of the folded watermark, keys that collide, where keys were answered, bytes a tier holds and may hold."""
         tables = {}
         on_disk = self.disk.bytes_on_disk()
         all_rows = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
@@ -400,7 +452,8 @@ class Version:
                 "key": table.spec.key.value,
                 "dim": table.spec.dim,
                 "dtype": table.spec.dtype.value,
-                "rows": table.rows,
+                "rows": self.info.counts[name].rows,
+                "rows_exact": self.info.counts[name].exact,
                 "colliding_keys": len(colliding.get(name, ())),
                 "lookup_keys": table.counts.as_dict(),
                 "tier_bytes": {
@@ -409,8 +462,8 @@ class Version:
                     "disk": int(on_disk * table.rows * table.spec.row_bytes / all_rows),
                 },
                 "tier_budget_bytes": {
-                    "device": device.budget_bytes if device else 0,
-                    "host": host.budget_bytes if host else 0,
+                    "device": device.allowed_bytes if device else 0,
+                    "host": host.allowed_bytes if host else 0,
                 },
                 "host": host.stats() if host else {},
                 "device": device.stats() if device else {},

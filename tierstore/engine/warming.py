@@ -1,6 +1,7 @@
 """Warming what serves already: after a start, the rows of hot keys are read into memory beside requests, hottest first.
 
-One thread for a store, of low priority, that reads at most `warm_rate` rows a second and ends within one short batch.
+One thread for a store, of low priority, that reads at most `warm_rate` rows a second, or fewer where look-ups get slower by it,
+and ends within half a second.
 It also saves the hot keys of what serves from time to time, so that a start after a crash knows them; those of a version
 that is not warm yet are left as they are, since they say more than what is in memory.
 
@@ -9,6 +10,7 @@ that is not warm yet are left as they are, since they say more than what is in m
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -19,10 +21,11 @@ import numpy as np
 
 from tierstore.engine.publisher import Publisher
 from tierstore.engine.table import SHORT_BATCH, Table
+from tierstore.engine.throttle import LEAST_SHARE, Throttle
 from tierstore.engine.version import Version
 from tierstore.engine.view import View
 from tierstore.errors import TierstoreError
-from tierstore.tiers.background import give_way
+from tierstore.tiers.background import Pace, give_way
 from tierstore.types import Keys
 
 log = logging.getLogger(__name__)
@@ -93,8 +96,11 @@ class WarmUp:
 class Warmer:
     """The thread. `publishers` gives those of all models that there are."""
 
-    def __init__(self, publishers: Callable[[], Sequence[Publisher]], rate: float, save_every_s: float) -> None:
+    def __init__(
+        self, publishers: Callable[[], Sequence[Publisher]], rate: float, save_every_s: float, throttle: Throttle
+    ) -> None:
         # constant after construction
+        self._throttle = throttle
         self._publishers, self._rate, self._save_every_s = publishers, rate, save_every_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tierstore-warmer", daemon=True)
@@ -105,6 +111,7 @@ class Warmer:
         # of the thread
         self._saved_s = time.monotonic()
         self._next_s = 0.0
+        self._pace_of_work = Pace(lambda: max(LEAST_SHARE, throttle.share), most_s=0.5)
 
     def add(self, version: Version, publisher: Publisher) -> None:
         """Warm a version, which is about to serve."""
@@ -134,6 +141,12 @@ class Warmer:
 
     def _run(self) -> None:
         give_way()
+        with contextlib.ExitStack() as at_work:
+            self._loop(at_work)
+
+    def _loop(self, at_work: contextlib.ExitStack) -> None:
+        if self._warm_ups:
+            at_work.enter_context(self._throttle.at_work("warm"))
         while not self._stopping.is_set():
             left_s = self._saved_s + self._save_every_s - time.monotonic() if self._save_every_s else None
             if left_s is not None and left_s <= 0:
@@ -143,9 +156,11 @@ class Warmer:
                 if warm_up.over:
                     self._end(warm_up)
             if not self._warm_ups:
+                at_work.close()
                 self._stopping.wait(left_s)
                 continue
             try:
+                self._pace_of_work.begin()
                 self._step(min(self._warm_ups, key=lambda each: each.done / max(1, each.total)))
             except Exception:
                 log.exception("warming failed; look-ups go on")
@@ -162,6 +177,7 @@ class Warmer:
             rows = 0 if warm_up.failures == _MOST_FAILURES else SHORT_BATCH
         if not rows:
             self._end(warm_up)
+        self._pace_of_work.rest()
         self._pace(rows)
 
     def _end(self, warm_up: WarmUp) -> None:

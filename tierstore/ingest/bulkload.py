@@ -15,6 +15,7 @@ journal that says which they are. One of the same snapshot, in the same director
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 import time
@@ -59,6 +60,8 @@ from tierstore.tiers.sealed_file import FORMAT as SEALED_FORMAT
 from tierstore.tiers.sealed_file import SealedFile
 from tierstore.tiers.sst import SstFile
 from tierstore.types import BaseKind, Progress, ProgressFn
+
+log = logging.getLogger(__name__)
 
 _RUNS = "runs"
 _HELPERS = "helpers"
@@ -112,7 +115,8 @@ class BulkLoad:
     all. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
     second; what it raises ends the load.
 
-    With `aside` helpers keep to half of the processors: something else serves meanwhile.
+    With `aside` helpers keep to half of the processors: something else serves meanwhile. `share` says how much of the
+    time they may be at work.
 
     All steps raise StorageError when the disk or a helper fails, and LoadCancelled when `cancelled` is
     set. Once the block has raised, `out_dir` is gone, unless it `can_go_on` and there is something to `keep`. Otherwise
@@ -129,11 +133,12 @@ class BulkLoad:
         base: BaseKind,
         aside: bool = False,
         keep: bool = True,
+        share: Callable[[], float] = lambda: 1.0,
         partitions: int = 1,
         progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
-        self._snapshot, self._aside, self._keep = snapshot, aside, keep
+        self._snapshot, self._aside, self._share, self._keep = snapshot, aside, share, keep
         self._tables = snapshot.manifest.tables
         self._out_dir = Path(out_dir).absolute()
         self._base: BaseKind = base
@@ -175,7 +180,7 @@ class BulkLoad:
         self._check_room()
         began = time.monotonic()
         self._helpers = helpers = Helpers(
-            self._snapshot, self.plan.helpers, self._out_dir / _HELPERS, aside=self._aside
+            self._snapshot, self.plan.helpers, self._out_dir / _HELPERS, aside=self._aside, share=self._share
         )
         if journal.done:
             self._check_leftovers()
@@ -263,6 +268,11 @@ class BulkLoad:
         needed = self.plan.disk_bytes if self._built is None else sum(file.bytes for file in built)
         needed = max(0, needed - tree_bytes(self._out_dir))  # what is there of an earlier load is used
         free = shutil.disk_usage(self._out_dir).free
+        scratch = self.plan.scratch_bytes if self._built is None else 0
+        log.info(
+            "%s: a load that needs about %d MiB on disk, %d of them for its own time; %d are free",
+            self._out_dir, needed >> 20, scratch >> 20, free >> 20,
+        )  # fmt: skip
         if free < needed:
             raise StorageError(
                 f"the disk under {self._out_dir} has {free >> 20} MiB free, this load needs about {needed >> 20} MiB: free some space and try again"

@@ -39,11 +39,21 @@ _STDERR_TAIL = 2000
 class Helpers:
     """`count` helper processes for one snapshot; a context manager that ends them. `scratch` takes their stderr.
 
-    With `aside` they keep to half of the processors, so that what serves finds one free.
+    With `aside` they keep to half of the processors, so that what serves finds one free. `share` says how much of the
+    time they may be at work, and is asked all the while.
     """
 
-    def __init__(self, snapshot: Snapshot, count: int, scratch: Path, *, aside: bool = False) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        count: int,
+        scratch: Path,
+        *,
+        aside: bool = False,
+        share: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         self.peak_bytes = 0  # the most memory that one of them has held
+        self._share, self._told = share, 1.0
         self._selector = selectors.DefaultSelector()
         self._helpers: list[_Helper] = []
         hello = {"root": str(snapshot.root), "manifest": snapshot.manifest.to_document()}
@@ -78,6 +88,7 @@ class Helpers:
             helper.take(waiting)
         while len(results) < total:
             rows = 0
+            self._tell_share()
             for key, _ in self._selector.select(_TICK_S):
                 helper = key.data
                 for answer in helper.receive():
@@ -94,6 +105,13 @@ class Helpers:
                         raise _error(answer)
             tick(rows)
         return [results[number] for number in range(total)]
+
+    def _tell_share(self) -> None:
+        share = self._share()
+        if share != self._told:
+            self._told = share
+            for helper in self._helpers:
+                helper.send({"share": share})
 
     def end(self) -> None:
         """Kill and reap whatever still runs. May be repeated."""

@@ -4,6 +4,7 @@ It reads JSON lines from stdin and answers on what was stdout when it started:
 
     in   {"root": …, "manifest": {…}}             the snapshot that the tasks after it are about
          {"task": "SortShards", …fields}          one at a time
+         {"share": 0.5}                           at any time: of the time, how much it may be at work
     out  {"rows": 65536}                          rows done since the last such line
          {"done": {…}, "peak_bytes": …}           the task's result
          {"error": kind, …}                       kind: snapshot, storage, full, corruption or internal; the helper goes on
@@ -32,6 +33,8 @@ from tierstore.errors import Corruption, DiskFull, SnapshotError, StorageError, 
 from tierstore.formats.manifest import Manifest
 from tierstore.formats.snapshot import Snapshot
 from tierstore.ingest.tasks import TASKS, run_task
+from tierstore.kernels.slices import Slices
+from tierstore.tiers.background import Pace
 
 _TELL_EVERY_S = 0.1
 
@@ -42,7 +45,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints must not end up between the answers
     lines: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_watch_stdin, args=(lines,), daemon=True).start()
+    share = [1.0]  # of the time; between 0 and 1 `kernels/slices.py` sees to it
+    threading.Thread(target=_watch_stdin, args=(lines, share), daemon=True).start()
     snapshot: Snapshot | None = None
     while True:
         fields = json.loads(lines.get())
@@ -51,7 +55,7 @@ def main() -> None:
             continue
         assert snapshot is not None
         task = TASKS[fields.pop("task")](**fields)
-        teller = _Teller(answers)
+        teller = _Teller(answers, Pace(lambda: float(share[0] > 0)))
         try:
             result = run_task(snapshot, task, teller.tell)
             teller.flush()
@@ -68,10 +72,11 @@ def private_bytes() -> int:
 
 
 class _Teller:
-    """Adds up rows and reports them now and then; watches memory on the way."""
+    """Adds up rows and reports them now and then; watches memory, and keeps to the pace, on the way."""
 
-    def __init__(self, answers: TextIO) -> None:
+    def __init__(self, answers: TextIO, pace: Pace) -> None:
         self.peak_bytes = 0
+        self._pace = pace
         self._answers = answers
         self._rows = 0
         self._next = time.monotonic()
@@ -81,6 +86,7 @@ class _Teller:
         self._rows += rows
         if time.monotonic() >= self._next:
             self.flush()
+        self._pace.rest()
 
     def flush(self) -> None:
         if self._rows:
@@ -89,9 +95,18 @@ class _Teller:
         self._next = time.monotonic() + _TELL_EVERY_S
 
 
-def _watch_stdin(lines: queue.Queue[str]) -> None:
+def _watch_stdin(lines: queue.Queue[str], share: list[float]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # which is to stop the main thread
+    slices: Slices | None = None  # compiled only where it is wanted
     for line in sys.stdin:
-        lines.put(line)
+        if line.startswith('{"share"'):
+            share[0] = float(json.loads(line)["share"])
+            if slices is None and 0 < share[0] < 1:
+                slices = Slices()
+            if slices is not None:
+                slices.set_share(share[0])
+        else:
+            lines.put(line)
     os._exit(0)
 
 

@@ -95,9 +95,13 @@ def roll(me):  # type: ignore[no-untyped-def]
 def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-def]
     at = me.counts + 8 * COUNT_WORDS * lookupplan.word(variant, lookupplan.COUNTS)
     took = sent - began
-    bucket = 0
-    while bucket < BOUNDS.size and took > BOUNDS[bucket]:
-        bucket += 1
+    bucket, beyond = 0, BOUNDS.size
+    while bucket < beyond:
+        middle = (bucket + beyond) >> 1
+        if took > BOUNDS[middle]:
+            bucket = middle + 1
+        else:
+            beyond = middle
     for which, more in (
         (SUCCESSES, 1),
         (SUCCESS_NS, took),

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from tierstore.kernels.latency import BOUNDS_NS, BUCKETS
 from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 
 # a connection's row
@@ -52,9 +53,7 @@ MESSAGE_WORDS = 4
 # a version's counts, int64 words; then the buckets of its latencies
 SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS = range(6)
 BUCKETS_FROM = 6
-BOUNDS_NS = (100_000, 250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000, 25_000_000, 50_000_000, 100_000_000,
-             250_000_000, 500_000_000, 1_000_000_000, 2_500_000_000, 5_000_000_000, 10_000_000_000)  # fmt: skip
-COUNT_WORDS = BUCKETS_FROM + len(BOUNDS_NS) + 1
+COUNT_WORDS = BUCKETS_FROM + BUCKETS
 TABLE_COUNT_WORDS = 8  # one a tier
 
 # what comes of a request

@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy as np
 from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.errors import TierstoreError
+from tierstore.kernels import latency
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.bounds.jobs import Jobs
 from tierstore.service.bounds.pool import ByteBudget, WorkerPool
@@ -74,13 +76,15 @@ class Service:
         watch(self.lookups, first=True)
         self.batches = Batcher(settings, self.dataplane, self.lookups, self.shed)
         self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
+        # what opens, warms or drops versions, and waits for others that do; deltas and figures wait for none of that
+        self.switches = WorkerPool("switch", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.known_requests = KnownRequests()
         self.signatures = Signatures()
         self.request_times = RequestTimes()
-        self.infer_stats = InferStats()
+        self.infer_stats = InferStats(store.lookup_times)
         self.freshness = Freshness()
         self.jobs = Jobs(store)
         self.watcher: Watch | None = None
@@ -109,7 +113,9 @@ class Service:
     def absorb(self, version: tuple[str, int], new: Any, highest: Any) -> None:
         """Count what reactors have answered (`kernels/reactor_words.py` has the counts). Any thread."""
         seconds = Histogram(REQUEST_BOUNDS_S)
-        seconds.absorb(new[kernel.BUCKETS_FROM :].tolist(), int(new[kernel.SUCCESS_NS]) / 1e9)
+        self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
+        buckets = np.add.reduceat(new[kernel.BUCKETS_FROM :], latency.COARSE_FROM)
+        seconds.absorb(buckets.tolist(), int(new[kernel.SUCCESS_NS]) / 1e9)
         self.request_times.absorb("oip_http", "ok", seconds)
         spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
         spent.lookup_ns = spent.infer_ns
@@ -133,6 +139,7 @@ class Service:
                 self.watcher.close()
             self.jobs.close()
             self.lookups.close()
+            self.switches.close()
             self.control.close()
             self.regions.close()
             if self.freshness in self.store.observers:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
 from tierstore.engine.observer import Observer
+from tierstore.engine.throttle import LookupTimes
 
 REQUEST_BOUNDS_S = (
     0.0001,
@@ -143,13 +144,16 @@ class InferStats:
 
     KEPT_VERSIONS = 8
 
-    def __init__(self) -> None:
+    def __init__(self, times: LookupTimes) -> None:
+        """`times` are told how long requests took, but for their dense parts."""
+        self._times = times
         self._lock = threading.RLock()
         # guarded by _lock
         self._counts: dict[str, dict[int, ModelCounts]] = {}
         self._predicts: dict[str, PredictTimes] = {}
 
     def succeeded(self, model: str, version: int, elapsed_ns: int, spent: Timings) -> None:
+        self._times.add(elapsed_ns - spent.dense_ns)
         with self._lock:
             counts = self.of(model, version)
             counts.success += 1

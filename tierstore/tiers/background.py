@@ -27,6 +27,7 @@ _RESTS_A_WORK = 3.0  # of rest at most for one of processor time: what must be d
 _RESTS_A_TIME = 0.25  # and for one of time that has passed since the last rest, be it of work, of waiting or of leisure
 _MOST_S = 20e-3  # of rest that is saved up
 _LOOK_S = 100e-6  # between two looks whether they are answered
+_NAP_S = 0.02  # of a rest, between two looks how long it is to be
 
 
 class _Here(threading.local):
@@ -113,3 +114,31 @@ def in_background(work: Callable[[], T]) -> T:
     """Do `work` on a thread that gives way, and wait for it. What it returns or raises is the caller's."""
     with ThreadPoolExecutor(1, "tierstore-background", initializer=give_way) as thread:
         return thread.submit(work).result()
+
+
+class Pace:
+    """Has the thread that calls `rest` be at work for a share of the time, by resting after work. Of one thread.
+
+    `share` is asked anew all the while; at 0 work stands still, but for no longer than `most_s`. `clock` tells what
+    counts as work: all time that passes, or `time.thread_time`.
+    """
+
+    def __init__(
+        self, share: Callable[[], float], *, most_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._share, self._most_s, self._clock = share, most_s, clock
+        self.begin()
+
+    def begin(self) -> None:
+        """What came before was no work."""
+        self._began = self._clock()
+
+    def rest(self) -> None:
+        """Work since `begin`, or since the last rest, has earned one."""
+        worked_s, rests = self._clock() - self._began, time.monotonic()
+        while (share := self._share()) < 1 and (rested_s := time.monotonic() - rests) < self._most_s:
+            left_s = worked_s / share - worked_s - rested_s if share > 0 else _NAP_S
+            if left_s <= 0:
+                break
+            time.sleep(min(left_s, _NAP_S))
+        self.begin()

@@ -43,7 +43,10 @@ class CacheTier(Protocol):
     @property
     def bytes_in_use(self) -> int: ...
 
-    budget_bytes: int
+    @property
+    def allowed_bytes(self) -> int: ...
+
+    budget_bytes: int  # at most
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         """Decode rows of resident keys into `out`, the table's default for keys known absent; count heat.

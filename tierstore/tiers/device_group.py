@@ -188,6 +188,11 @@ class DeviceCache:
         return sum(rows) if self._sharded else max(rows)
 
     @property
+    def allowed_bytes(self) -> int:
+        """What all devices together may take at the present fraction."""
+        return sum(part.allowed_bytes for part in self.parts)
+
+    @property
     def bytes_in_use(self) -> int:
         """Bytes of all devices together."""
         return sum(part.bytes_in_use for part in self.parts)

@@ -485,6 +485,11 @@ class DeviceTable:
         return 0 if self._table is None else self.layout.sets(self._depth) * WAYS
 
     @property
+    def allowed_bytes(self) -> int:
+        """What it may take at the present fraction."""
+        return int(self.budget_bytes * 0.5 ** (self.layout.max_depth - self._depth))
+
+    @property
     def bytes_in_use(self) -> int:
         """Bytes of device memory held at the present fraction."""
         return 0 if self._table is None else self.layout.bytes_at(self._depth)

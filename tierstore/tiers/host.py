@@ -37,7 +37,9 @@ from tierstore.kernels.setcache import (
 from tierstore.tiers.background import hand_over, rest
 from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
-_MAX_DEPTH = 6  # halvings: the table can go down to 1/64
+_MAX_DEPTH = (
+    8  # halvings: the table can go down to 1/256; further bits of a hash say which line of its set a key belongs to
+)
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
 _CHUNK_BYTES = 1 << 18  # and of sets, their bytes
 _SCANNED = 512  # sets that are looked through before others have their turn
@@ -55,7 +57,8 @@ class _Layout:
         self.set_bytes = sum(self.area_bytes())
         sets = max(0, (budget_bytes - CONTROL_BYTES) // self.set_bytes)
         # a deeper table can shrink further, but loses the sets that are left over from whole regions
-        self.max_depth = max(min(2, sets.bit_length() - 1), min(_MAX_DEPTH, (sets // 64).bit_length() - 1), 0)
+        large = min(6, (sets // 64).bit_length() - 1), min(_MAX_DEPTH, (sets // 256).bit_length() - 1)
+        self.max_depth = max(min(2, sets.bit_length() - 1), *large, 0)
         self.sets_per_region = sets >> self.max_depth
         self.sets = self.sets_per_region << self.max_depth
         self.size = CONTROL_BYTES + self.sets * self.set_bytes
@@ -106,7 +109,7 @@ class HostTable:
     """A set-associative cache of one table of one version (see `kernels/setcache.py`) in one mapping.
 
     The mapping is never larger than `budget_bytes` and holds all bookkeeping; its memory becomes real
-    as it is touched. `fraction` (1, 1/2, 1/4 … 1/64) says how much of it is in use; `resize` changes that.
+    as it is touched. `fraction` (0 to 1) says how much of it may be in use; `resize` changes that.
     A budget too small for one set holds nothing, and every look-up is left to the next tier.
     """
 
@@ -126,6 +129,7 @@ class HostTable:
         self._floor_seq = -1
         self._counters = np.zeros(4, np.int64)
         self._dropped_stale = self._dropped_busy = 0
+        self._fraction = fraction
         if self._layout.sets:
             self._open(fraction)
         self._resize_lock = threading.Lock()  # held for a whole resize; taken before _lock
@@ -139,7 +143,10 @@ class HostTable:
                 f"cannot reserve {size} bytes for table {self.spec.name}: {error}; lower host_budget"
             ) from error
         areas = self._layout.cut(self._memory)
-        areas.control[GEOMETRY] = self._depth_of(fraction)
+        depth, sets = self._layout.max_depth, self._sets_of(fraction)
+        while depth and sets <= self._layout.sets_per_region << (depth - 1):
+            depth -= 1
+        areas.control[GEOMETRY] = (self._layout.sets_per_region << depth) - sets << 8 | depth
         areas.control[EPOCH] = 1  # never 0, as it reads once the memory is given back
         self._where[:] = (
             address_of(areas.control), address_of(areas.lines), address_of(areas.absent), areas.rows,
@@ -147,11 +154,15 @@ class HostTable:
         )  # fmt: skip
         self._areas = areas
 
-    def _depth_of(self, fraction: float) -> int:
-        halvings = 0
-        while fraction < 1 and halvings < self._layout.max_depth:
-            fraction, halvings = fraction * 2, halvings + 1
-        return self._layout.max_depth - halvings
+    def _sets_of(self, fraction: float) -> int:
+        """How many sets a fraction of the budget pays for; but one region is always in use."""
+        sets = (int(self.budget_bytes * fraction) - CONTROL_BYTES) // self._layout.set_bytes
+        return min(max(sets, self._layout.sets_per_region), self._layout.sets)
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What it may take at present: `fraction` of the budget."""
+        return int(self.budget_bytes * self._fraction)
 
     @property
     def words_at(self) -> int:
@@ -231,20 +242,30 @@ class HostTable:
             )
 
     @property
-    def _depth(self) -> int:
-        return 0 if self._areas is None else int(self._areas.control[GEOMETRY]) & 255
+    def _shape(self) -> tuple[int, int]:
+        """(depth, cursor) as in `setcache`."""
+        geometry = 0 if self._areas is None else int(self._areas.control[GEOMETRY])
+        return geometry & 255, geometry >> 8
+
+    @property
+    def _sets_spanned(self) -> int:
+        """Beyond these nothing lies."""
+        return self._layout.sets_per_region << self._shape[0]
+
+    @property
+    def _sets_in_use(self) -> int:
+        depth, cursor = self._shape
+        return (self._layout.sets_per_region << depth) - cursor
 
     @property
     def capacity_rows(self) -> int:
         """Rows that fit into the part in use."""
-        return 0 if self._areas is None else (self._layout.sets_per_region << self._depth) * WAYS
+        return 0 if self._areas is None else self._sets_in_use * WAYS
 
     @property
     def bytes_in_use(self) -> int:
         """Bytes of the mapping that may be touched at the present fraction."""
-        if self._areas is None:
-            return 0
-        return CONTROL_BYTES + (self._layout.sets_per_region << self._depth) * self._layout.set_bytes
+        return 0 if self._areas is None else CONTROL_BYTES + self._sets_in_use * self._layout.set_bytes
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns rows let in.
@@ -350,7 +371,7 @@ class HostTable:
             areas = self._areas
             if areas is None or limit <= 0:
                 return np.empty(0, np.int64)
-            all_sets = self._layout.sets_per_region << self._depth
+            all_sets = self._sets_spanned
             sets = all_sets if sets is None else min(sets, all_sets)
             return np.concatenate(_ranked(areas, 0, sets, limit))
 
@@ -364,7 +385,7 @@ class HostTable:
         while True:
             with self._resize_lock:
                 areas = self._areas
-                sets = 0 if areas is None else self._layout.sets_per_region << self._depth
+                sets = 0 if areas is None else self._sets_spanned
                 if areas is None or first >= sets:
                     return
                 part = _ranked(areas, first, min(first + _PART, sets), sys.maxsize)
@@ -372,54 +393,67 @@ class HostTable:
             first += _PART
 
     def resize(self, fraction: float) -> None:
-        """Use `fraction` (1, 1/2, 1/4 … 1/64) of the mapping, keeping the hottest rows; what is above goes back.
+        """Use `fraction` (0 to 1) of the budget, keeping the hottest rows; what is above goes back.
 
-        Readers and writers go on meanwhile; only another resize waits. A fraction between two goes down
-        to the smaller. A table of few sets cannot shrink below `smallest_fraction`, and stays there.
+        Readers and writers go on meanwhile; only another resize waits. Takes time in proportion to the change. A table
+        cannot shrink below `smallest_fraction`, and stays there.
         """
         with self._resize_lock:
             if self._areas is None:
                 return
-            wanted = self._depth_of(fraction)
-            while wanted < self._depth:
-                self._halve()
-            while wanted > self._depth:
-                self._double()
+            self._fraction = fraction
+            wanted = self._sets_of(fraction)
+            while self._sets_in_use > wanted:
+                self._merge(self._sets_in_use - wanted)
+            while self._sets_in_use < wanted:
+                self._split(wanted - self._sets_in_use)
 
-    def _halve(self) -> None:
-        areas, depth = self._areas, self._depth
+    def _merge(self, most: int) -> None:
+        """Give back at most so many sets of the upper half, and at least one."""
+        areas, (depth, cursor) = self._areas, self._shape
         assert areas is not None
+        if not depth:
+            return
         half = self._layout.sets_per_region << (depth - 1)
-        step = max(1, _CHUNK_BYTES // self._layout.set_bytes)
-        for begin in range(0, half, step):
+        until = min(half, cursor + most)
+        for begin, end in self._steps(cursor, until):
             with self._lock:
-                setresize.merge(areas, begin, min(begin + step, half), self._counters)
+                setresize.merge(areas, begin, end, self._counters)
             hand_over()
         with self._lock:
-            areas.control[GEOMETRY] = depth - 1
+            if until == half:
+                areas.control[GEOMETRY] = depth - 1
             areas.control[EPOCH] += 1
-            self._give_back(half)
+            self._give_back(half, self._layout.sets if until == half else half + until)
 
-    def _double(self) -> None:
-        areas, depth = self._areas, self._depth + 1
+    def _split(self, most: int) -> None:
+        """Take at most so many sets of the upper half into use, and at least one."""
+        areas, (depth, cursor) = self._areas, self._shape
         assert areas is not None
-        half = self._layout.sets_per_region << (depth - 1)
-        step = max(1, _CHUNK_BYTES // self._layout.set_bytes)
         with self._lock:
             areas.control[EPOCH] += 1
-            areas.control[GEOMETRY] = half << 8 | depth  # twice the sets, all of them merged: the same places as before
-        for end in range(half, 0, -step):
+            if not cursor:
+                depth, cursor = depth + 1, self._layout.sets_per_region << depth
+                areas.control[GEOMETRY] = (
+                    cursor << 8 | depth
+                )  # twice the sets, all of them merged: the same places as before
+        for begin, end in reversed(self._steps(max(0, cursor - most), cursor)):
             with self._lock:
-                setresize.split(areas, max(0, end - step), end, self._counters)
+                setresize.split(areas, begin, end, self._counters)
             hand_over()
 
-    def _give_back(self, begin: int) -> None:
-        """Free the memory of all sets from `begin` on in every area, whole pages; they read as zeros, as empty sets do."""
+    def _steps(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The sets [begin, end) in parts, between which others have the lock."""
+        step = max(1, _CHUNK_BYTES // self._layout.set_bytes)
+        return [(at, min(at + step, end)) for at in range(begin, end, step)]
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """Free the memory of the sets [begin, end) in every area, whole pages; they read as zeros, as empty sets do."""
         page = mmap.PAGESIZE
         at = CONTROL_BYTES
         for size in self._layout.area_bytes():
             first = -(-(at + begin * size) // page) * page
-            last = (at + self._layout.sets * size) // page * page
+            last = (at + end * size) // page * page
             if last > first:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
             at += self._layout.sets * size
@@ -454,7 +488,7 @@ class HostTable:
         rows, absent, admitted, evicted = self._counters.tolist()
         return {
             "rows": rows, "capacity_rows": self.capacity_rows, "absent_keys": absent, "bytes": self.bytes_in_use,
-            "budget_bytes": self.budget_bytes, "admitted": admitted, "evicted": evicted,
+            "budget_bytes": self.allowed_bytes, "admitted": admitted, "evicted": evicted,
             "dropped_stale": self._dropped_stale, "dropped_busy": self._dropped_busy,
         }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The admin interface, the metrics and the pages: a FastAPI application for everything that is not the data plane.
 
-Handlers run on the event loop and hand whatever may block to the control pool. Errors are problem+json (RFC 9457).
+Handlers run on the event loop and hand whatever may block to the control pool, or where it may wait for a switch, to the
+switch pool, so that deltas and figures do not. Errors are problem+json (RFC 9457).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from starlette.exceptions import HTTPException
 from tierstore import __version__
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.service.bounds.pool import Holding
+from tierstore.service.bounds.pool import Holding, WorkerPool
 from tierstore.service.context import Service
 from tierstore.service.control.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.control.page import CONTENT_SECURITY_POLICY, STATUS_PAGE
@@ -234,7 +235,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     async def switch(model: str, call: Callable[[], Any]) -> ActiveVersion:
         try:
-            await service.control.run(call)
+            await service.switches.run(call)
         except NotReady as error:
             raise Conflict(str(error)) from error
         return ActiveVersion(model=model, active_version=store.model(model).active_version)
@@ -264,7 +265,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.delete("/admin/models/{model}/versions/{version}", tags=["models"])
     async def drop(model: ModelName, version: VersionNumber) -> dict[str, Any]:
         """Delete a version. 409 for one that is served."""
-        await service.control.run(store.drop, model, version)
+        await service.switches.run(store.drop, model, version)
         return {"model": model, "dropped": version}
 
 
@@ -277,8 +278,8 @@ def _add_routing(app: FastAPI, service: Service) -> None:
         active = served.active.version if served.active is not None else None
         return {"model": model, "active_version": active, "canary": canary, "labels": served.all_labels()}
 
-    async def route(model: str, verb: Callable[[], Any]) -> Routing:
-        await service.control.run(verb)
+    async def route(model: str, verb: Callable[[], Any], pool: WorkerPool = service.control) -> Routing:
+        await pool.run(verb)
         return Routing(**routing(model))
 
     @app.post("/admin/models/{model}/canary", tags=["models"])
@@ -288,13 +289,15 @@ def _add_routing(app: FastAPI, service: Service) -> None:
         For the version that is the canary already only the share changes.
         """
         return await route(
-            model, lambda: store.canary(model, request.version, float(request.share), force=request.force)
+            model,
+            lambda: store.canary(model, request.version, float(request.share), force=request.force),
+            service.switches,
         )
 
     @app.post("/admin/models/{model}/promote", tags=["models"])
     async def promote(model: ModelName) -> Routing:
         """Make the canary the active version, in one step. 409 where there is none."""
-        return await route(model, lambda: store.promote(model))
+        return await route(model, lambda: store.promote(model), service.switches)
 
     @app.post("/admin/models/{model}/withdraw", tags=["models"])
     async def withdraw(model: ModelName) -> Withdrawn:

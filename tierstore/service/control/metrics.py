@@ -99,7 +99,11 @@ def _tables(models: dict[str, Any]) -> Iterator[Metric]:
         "Bytes that a table may hold in a tier, in all versions that are served.",
         labels=["model", "table", "tier"],
     )
-    rows = GaugeMetricFamily("tierstore_table_rows", "Rows of a table's snapshot.", labels=["model", "table"])
+    rows = GaugeMetricFamily(
+        "tierstore_table_rows",
+        "Rows of a table, deltas included; where many keys changed at once an estimate.",
+        labels=["model", "table"],
+    )
     for model, document in models.items():
         for table, entry in document["tables"].items():
             rows.add_metric([model, table], entry["rows"])
@@ -236,6 +240,17 @@ class _ServiceCollector(Collector):
             "Share of the keys that were hot before the start that has been read into memory.",
             service.store.warm_share(),
         )
+        throttle = service.store.throttle()
+        yield _gauge(
+            "tierstore_background_share",
+            "Share of the time that loads, verification and warming may be at work beside look-ups.",
+            throttle["share"],
+        )
+        for name, about in (("p99", "as measured last"), ("quiet_p99", "when no such work was done")):
+            if throttle[f"{name}_s"] is not None:
+                yield _gauge(
+                    f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", throttle[f"{name}_s"]
+                )
         yield from service.shed.families()
         yield from service.batches.families()
         yield from self._bounds()
@@ -245,7 +260,7 @@ class _ServiceCollector(Collector):
     def _bounds(self) -> Iterator[Metric]:
         """How full every queue and buffer of the service is, and how much it may hold."""
         service = self._service
-        for pool in (service.lookups, service.control):
+        for pool in (service.lookups, service.control, service.switches):
             yield _gauge(f"tierstore_{pool.name}_threads_busy", f"Threads of the {pool.name} pool at work.", pool.busy)
             yield _gauge(f"tierstore_{pool.name}_threads", f"Threads of the {pool.name} pool.", pool.threads)
             yield _gauge(

@@ -62,7 +62,7 @@ function model(m,rate){const card=el("div",{class:"card"},el("h2",{},m.model));
   const names=Object.keys(m.tables);if(names.length){const t=table(["table","rows","keys/s","answered by","memory","host memory","disk"],names.map(n=>{
     const x=m.tables[n],r=rate.tables[m.model+"/"+n];const by=r&&r.sum?r.by:x.lookup_keys;const sum=Object.values(by).reduce((a,b)=>a+b,0);
     const fast=(by.overlay||0)+(by.device||0)+(by.host||0);
-    return[[n,el("div",{class:"dim"},`${x.dim} × ${x.dtype}`)],num(x.rows),r?num(r.keys):"–",[bar(TIERS.map(k=>[k,by[k]||0]))],pct(fast,sum),
+    return[[n,el("div",{class:"dim"},`${x.dim} × ${x.dtype}`)],(x.rows_exact?"":"≈ ")+num(x.rows),r?num(r.keys):"–",[bar(TIERS.map(k=>[k,by[k]||0]))],pct(fast,sum),
       [fill(x.tier_bytes.host,x.tier_budget_bytes.host,"host"),el("div",{class:"dim"},`${size(x.tier_bytes.host)} of ${size(x.tier_budget_bytes.host)}`)],size(x.tier_bytes.disk)]}));
     card.append(el("h3",{},"Tables"),t,el("div",{class:"legend"},...TIERS.map(k=>el("span",{},el("i",{style:`background:var(--${k})`}),k))))}
   return card}

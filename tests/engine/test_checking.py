@@ -1,0 +1,146 @@
+"""`verify` reads for as long as it takes, and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import tierstore
+from tests.engine import quick_build, scenes
+from tierstore.errors import Closed
+from tierstore.types import Progress, VerifyReport
+
+WAIT_S = 20
+
+
+@pytest.fixture(autouse=True)
+def _quick_loads() -> Iterator[None]:
+    with quick_build.in_process():
+        yield
+
+
+class Blocked:
+    """A verification that stands still in the midst of the version `number` of `ctr` until it is let go on."""
+
+    def __init__(self, store: tierstore.Store, number: int) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.outcome: list[VerifyReport | BaseException] = []
+
+        def progress(step: Progress) -> None:
+            if step.phase == f"verify ctr {number}":
+                self.reached.set()
+                assert self.go_on.wait(WAIT_S)
+
+        def run() -> None:
+            try:
+                self.outcome.append(store.verify(progress))
+            except BaseException as error:  # noqa: BLE001
+                self.outcome.append(error)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        assert self.reached.wait(WAIT_S)
+
+    def result(self) -> VerifyReport | BaseException:
+        self.go_on.set()
+        self._thread.join(WAIT_S)
+        assert self.outcome
+        return self.outcome[0]
+
+
+def meanwhile(work: Callable[[], object]) -> None:
+    """Do it on a thread of its own: what waits for the verification is to fail, not to wait."""
+    done: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001
+            done.append(error)
+        else:
+            done.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert done == [None]
+
+
+def loaded(open_store: Callable[..., tierstore.Store], root, versions: int, **settings: object) -> tierstore.Store:
+    store = open_store(keep_versions=9, **settings)
+    for version in range(1, versions + 1):
+        store.load_snapshot(scenes.write_snapshot(root, version, stamp=version))
+    scenes.eventually(lambda: not store.model("ctr")._keeper._retiring, "what was replaced is closed")
+    return store
+
+
+def answer(store: tierstore.Store, model: str = "ctr") -> float:
+    return float(store.model(model).lookup("item_id", [64])[0, 0])
+
+
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_nobody_waits_for_a_verification_that_stands_still(open_store, tmp_path, read):
+    """Kept versions, the one that is rolled back to among them, and the active one."""
+    store = loaded(open_store, tmp_path, 3)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 1, stamp=1, model="other"))
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2, stamp=2, model="other"))
+    verify = Blocked(store, read)
+    meanwhile(lambda: store.apply_delta(scenes.stamped(1, {"item": [1]})))
+    meanwhile(lambda: store.rollback("ctr"))
+    assert answer(store) == 2 * 64
+    meanwhile(lambda: store.apply_delta(scenes.stamped(2, {"item": [2]})))
+    meanwhile(lambda: store.activate("other", 1))
+    assert answer(store, "other") == 64
+    meanwhile(lambda: store.activate("ctr", 1))
+    meanwhile(lambda: store.activate("ctr", 3))
+    assert answer(store) == 3 * 64
+    report = verify.result()
+    assert isinstance(report, VerifyReport)
+    assert report.ok, report.problems
+    assert report.versions == 5
+    assert store.verify().ok
+    meanwhile(lambda: store.rollback("ctr"))
+    assert answer(store) == 2 * 64
+
+
+def test_a_version_that_is_left_while_it_is_verified_gives_its_memory_back(open_store, tmp_path):
+    store = loaded(open_store, tmp_path, 2)
+    verify = Blocked(store, 2)
+    meanwhile(lambda: store.rollback("ctr"))
+    scenes.eventually(lambda: len(store._shared.host_budget._models) == 1, "the version that was left is closed")
+    assert isinstance(verify.result(), VerifyReport)
+
+
+def test_a_version_may_be_dropped_while_it_is_verified_but_the_house_leaves_it(open_store, tmp_path):
+    store = loaded(open_store, tmp_path, 3)
+    ctr = store.model("ctr")
+    verify = Blocked(store, 1)
+    store.settings.__dict__["keep_versions"] = 0
+    ctr._keeper.keep_house()
+    assert ctr.versions == [1, 3]
+    meanwhile(lambda: store.drop("ctr", 1))
+    assert not ctr.where.version(1).root.exists()
+    report = verify.result()
+    assert isinstance(report, VerifyReport)
+    assert (report.ok, report.versions) == (True, 1)
+
+
+def test_two_verifications_at_once_read_one_open_version(open_store, tmp_path):
+    store = loaded(open_store, tmp_path, 2)
+    first = Blocked(store, 1)
+    second = Blocked(store, 1)
+    assert isinstance(first.result(), VerifyReport)
+    report = second.result()
+    assert isinstance(report, VerifyReport)
+    assert report.ok
+    assert store.rollback("ctr") == 1
+
+
+def test_a_store_that_is_closed_ends_a_verification(open_store, tmp_path):
+    store = loaded(open_store, tmp_path, 2)
+    verify = Blocked(store, 1)
+    meanwhile(store.close)
+    assert isinstance(verify.result(), Closed)
+    assert open_store().verify().ok

@@ -1,0 +1,53 @@
+"""A load's helper at work in short slices: its main thread is stopped again and again, wherever it is, and goes on by itself.
+
+Who looks something up beside it then waits for one slice at most. A helper that rested between its batches alone would be
+in the way of a look-up for as long as that takes; measured, look-ups were slower so than beside one that never rested.
+
+A timer's signal comes once a period, and its handler, which is compiled, sleeps for what of the period is no work. So nobody
+else is needed to let the helper go on, and a parent that is killed leaves nobody stopped. For a helper's main thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from tierstore.kernels.codec import address_of
+
+SLICE_S = 0.0005
+
+_nanosleep = types.ExternalFunction("nanosleep", types.int32(types.int64, types.int64))
+
+
+class Slices:
+    """One in a process. For any thread that has SIGALRM blocked, as all but the main thread must have."""
+
+    def __init__(self) -> None:
+        self._rest = np.zeros(2, np.int64)  # a timespec, which the handler reads
+        at = address_of(self._rest)
+
+        @nb.cfunc(types.void(types.int32))
+        def stop(_signal):  # type: ignore[no-untyped-def]
+            _nanosleep(at, 0)
+
+        self._handler = stop  # kept as long as signals may come
+        self._share = 1.0
+        install = ctypes.CDLL(None).signal  # as C's: calls that are interrupted are begun again
+        install.restype, install.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+        install(signal.SIGALRM, stop.address)
+
+    def set_share(self, share: float) -> None:
+        """From now on, work for this share of the time; 1 or 0 stop nothing."""
+        if share == self._share:
+            return
+        self._share = share
+        if not 0 < share < 1:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return
+        period_s = SLICE_S / share
+        self._rest[1] = int((period_s - SLICE_S) * 1e9)
+        signal.setitimer(signal.ITIMER_REAL, period_s, period_s)
