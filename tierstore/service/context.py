@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import Any, Protocol
 
 from prometheus_client.core import Metric
@@ -24,6 +25,7 @@ from tierstore.service.oip.shared_memory import Regions
 from tierstore.service.plane.batching import Batcher
 from tierstore.service.plane.dataplane import DataPlane
 from tierstore.service.plane.known import KnownRequests
+from tierstore.service.request_log import RequestLog
 from tierstore.service.status import outcome_of, status_of
 from tierstore.service.tfs.signature import Signatures
 from tierstore.tiers.background import watch
@@ -79,6 +81,7 @@ class Service:
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.known_requests = KnownRequests()
         self.signatures = Signatures()
+        self.request_log = RequestLog(settings)
         self.request_times = RequestTimes()
         self.infer_stats = InferStats()
         self.freshness = Freshness()
@@ -125,6 +128,10 @@ class Service:
                 return
         if version is not None:
             self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
+
+    async def change(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Change what serves, on the control pool, in the name of whoever asks."""
+        return await self.control.run(copy_context().run, function, *args)
 
     def close(self) -> None:
         """End the threads: what is queued is finished, a running load is cancelled. The store stays open."""

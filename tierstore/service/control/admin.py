@@ -23,9 +23,9 @@ from tierstore.service.context import Service
 from tierstore.service.control.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.control.page import CONTENT_SECURITY_POLICY, STATUS_PAGE
 from tierstore.service.control.sources import resolve_source
-from tierstore.service.http.messages import Disconnected, read_body
+from tierstore.service.http.messages import ERROR, Disconnected, read_body
 from tierstore.service.http.problem import answer_error, problem
-from tierstore.service.status import HttpError, log_failure, retry_after
+from tierstore.service.status import HttpError, retry_after
 from tierstore.types import NAME
 
 DELTA_TYPE = "application/vnd.apache.arrow.stream"
@@ -132,7 +132,7 @@ def make_app(service: Service) -> FastAPI:
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def ours(request: Request, error: Exception) -> Response:
-        log_failure(error, f"{request.method} {request.url.path}")
+        request.scope[ERROR] = error
         return answer_error(error)
 
     async def theirs(request: Request, error: Exception) -> Response:
@@ -234,7 +234,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     async def switch(model: str, call: Callable[[], Any]) -> ActiveVersion:
         try:
-            await service.control.run(call)
+            await service.change(call)
         except NotReady as error:
             raise Conflict(str(error)) from error
         return ActiveVersion(model=model, active_version=store.model(model).active_version)
@@ -264,7 +264,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.delete("/admin/models/{model}/versions/{version}", tags=["models"])
     async def drop(model: ModelName, version: VersionNumber) -> dict[str, Any]:
         """Delete a version. 409 for one that is served."""
-        await service.control.run(store.drop, model, version)
+        await service.change(store.drop, model, version)
         return {"model": model, "dropped": version}
 
 
@@ -278,7 +278,7 @@ def _add_routing(app: FastAPI, service: Service) -> None:
         return {"model": model, "active_version": active, "canary": canary, "labels": served.all_labels()}
 
     async def route(model: str, verb: Callable[[], Any]) -> Routing:
-        await service.control.run(verb)
+        await service.change(verb)
         return Routing(**routing(model))
 
     @app.post("/admin/models/{model}/canary", tags=["models"])
@@ -299,7 +299,7 @@ def _add_routing(app: FastAPI, service: Service) -> None:
     @app.post("/admin/models/{model}/withdraw", tags=["models"])
     async def withdraw(model: ModelName) -> Withdrawn:
         """Stop serving the canary; the version is kept. 409 where there is none."""
-        number = await service.control.run(store.withdraw, model)
+        number = await service.change(store.withdraw, model)
         return Withdrawn(**routing(model), withdrawn=number)
 
     @app.put("/admin/models/{model}/labels/{label}", tags=["models"])
