@@ -20,6 +20,8 @@ from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.bounds.pool import Holding
 from tierstore.service.context import Service
+from tierstore.service.control.docs_page import CONTENT_SECURITY_POLICY as docs_policy
+from tierstore.service.control.docs_page import docs_page
 from tierstore.service.control.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.control.page import CONTENT_SECURITY_POLICY, STATUS_PAGE
 from tierstore.service.control.sources import resolve_source
@@ -120,6 +122,7 @@ def make_app(service: Service) -> FastAPI:
         title="tierstore",
         version=__version__,
         description="Admin interface; the data plane is the Open Inference Protocol below /v2.",
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
         redoc_url=None,
     )
     _add_error_handlers(app)
@@ -158,6 +161,10 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def status_page() -> HTMLResponse:
         return HTMLResponse(STATUS_PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()), headers={"Content-Security-Policy": docs_policy})
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
