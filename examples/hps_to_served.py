@@ -1,6 +1,8 @@
 """A model of HugeCTR's Hierarchical Parameter Server, by its `ps.json`: served by two commands.
 
 python examples/hps_to_served.py      # in any directory; it leaves `data/`, `wdl/` and `ps.json` there
+
+Needs `pip install 'tritonclient[http]'`, as those clients do.
 """
 
 import json
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import tritonclient.http as triton
 
 import tierstore
 
@@ -30,6 +33,19 @@ def write_model() -> None:
     Path("ps.json").write_text(json.dumps({"supportlonglong": True, "models": [model]}))
 
 
+def ask_as_before(address: str) -> np.ndarray:
+    """The request that clients of HPS's Triton backend send: keys of both tables, and how many are of each."""
+    keys = np.array([[7, 999, 7, 1000]], np.int64)
+    numbers = np.array([[2, 2]], np.int32)
+    inputs = [triton.InferInput("KEYS", keys.shape, "INT64"), triton.InferInput("NUMKEYS", numbers.shape, "INT32")]
+    inputs[0].set_data_from_numpy(keys)
+    inputs[1].set_data_from_numpy(numbers)
+    with triton.InferenceServerClient(address) as client:
+        answer = client.infer("wdl", inputs, outputs=[triton.InferRequestedOutput("OUTPUT0")])
+    vectors: np.ndarray = answer.as_numpy("OUTPUT0")
+    return vectors
+
+
 def main() -> None:
     write_model()
     command = [sys.executable, "-m", "tierstore"]
@@ -44,10 +60,12 @@ def main() -> None:
             rows = client.lookup_many("wdl", {"wide": [7, 999], "deep": [7, 1000]})
             assert rows["wide"].tolist() == [[7], [999]]
             assert rows["deep"].tolist() == [list(range(112, 128)), [1] * 16]
+        vectors = ask_as_before(url.removeprefix("http://"))
+        assert vectors.tolist() == [7, 999, *range(112, 128), *[1] * 16]
     finally:
         service.terminate()
         service.wait()
-    print("both tables are served, with HPS's default for what they do not hold")
+    print("both tables are served, with HPS's default for what they do not hold, to HPS's clients too")
 
 
 if __name__ == "__main__":

@@ -202,10 +202,20 @@ def test_readme_clients(url: str) -> None:
 
 
 def test_import_page(scene: Path) -> None:
-    came = {}
-    for line, program in blocks("docs/import.md", "python"):
-        came = run("docs/import.md", line, program, names())
+    (line, program), _ = blocks("docs/import.md", "python")
+    came = run("docs/import.md", line, program, names())
     assert came["rows"].tolist() == [[0.5, 1.0]]
+
+
+def test_hps_on_the_import_page(scene: Path, empty_url: str) -> None:
+    from tests.imports.test_hps import hps
+
+    hps(scene)
+    (import_hps,) = [line for line in lines("docs/import.md") if "import-hps" in line]
+    command(f"{import_hps.replace('/mnt/models', '.')} --url {empty_url}")
+    _, (line, program) = blocks("docs/import.md", "python")
+    came = run("docs/import.md", line, program.replace("127.0.0.1:8000", empty_url.removeprefix("http://")), names())
+    assert came["vectors"].tolist() == [12, 13, 14, 1, 1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_tables_of_the_import_page(scene: Path, empty_url: str) -> None:

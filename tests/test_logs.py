@@ -50,6 +50,13 @@ def test_an_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert second["error"].endswith("ValueError: no such row")
 
 
+def test_what_a_line_says_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("json", "info")
+    logging.getLogger("tierstore.some").info("500 in 7 ms", extra={"fields": {"status": 500, "ms": 7.0}})
+    line = json.loads(capsys.readouterr().err)
+    assert (line["message"], line["status"], line["ms"]) == ("500 in 7 ms", 500, 7.0)
+
+
 def test_lines_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     configure("text", "info")
     lines = logged(capsys)

@@ -245,6 +245,12 @@ class Settings(BaseSettings):
     log_level: LogLevel = Field(
         "info", description="what is logged: `debug`, `info`, `warning` or `error`, and what is worse"
     )
+    access_log: bool = Field(
+        False, description="log each request that Python answers; look-ups that reactors answer are not among them"
+    )
+    slow_request_ms: float = Field(
+        0.0, ge=0, description="log requests that take so many milliseconds, but for those of reactors; 0: none"
+    )
     drain_s: float = Field(5.0, ge=0, description="seconds to go on serving after a stop signal, reported as not ready")
 
 

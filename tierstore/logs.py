@@ -6,22 +6,24 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class _AsJson(logging.Formatter):
-    """`time` (ISO 8601, UTC, in microseconds), `level`, `logger`, `message`, and of an exception `error` with its traceback."""
+    """`time` (ISO 8601, UTC, in microseconds), `level`, `logger`, `message`, what the record's `fields` say apart (given as
+    `extra={"fields": {…}}`), and of an exception `error` with its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

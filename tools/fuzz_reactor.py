@@ -177,7 +177,7 @@ def split_requests(data: bytes) -> list[bytes]:
     return [data[a:b] for a, b in pairwise([*cuts, len(data)]) if b > a]
 
 
-Answer = tuple[int, tuple[tuple[str, str], ...], bytes]  # status, headers without the date, body
+Answer = tuple[int, tuple[tuple[str, str], ...], bytes]  # status, headers without the date and the request's id, body
 
 
 @dataclass
@@ -293,6 +293,7 @@ def _take(seen: Seen, data: bytes, *, ended: bool) -> bytes:
         lines = [line.partition(b": ") for line in head.split(b"\r\n")[1:]]
         headers = {name.decode().lower(): value.decode("latin-1") for name, _, value in lines}
         headers.pop("date", None)
+        headers.pop("x-request-id", None)  # which a reactor does not send back
         length = headers.get("content-length")
         if length is None and not ended:
             return data

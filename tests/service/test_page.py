@@ -42,6 +42,31 @@ def test_the_page_shows_models_versions_and_tables(server: ServerThread, http: h
         assert words in shown, words
 
 
+@pytest.mark.parametrize("page", ["/", "/docs"])
+def test_no_page_needs_another_host(http: httpx.Client, page: str) -> None:
+    answer = http.get(page)
+    assert answer.status_code == 200
+    taken = re.findall(r"(?:src|href|action|data|poster)\s*=\s*[\"']?([^\"'\s>]+)", answer.text)
+    taken += re.findall(r"(?:url\(|@import|import\s*\(|fetch\()\s*[\"']?([^\"'\s)]+)", answer.text)
+    assert taken
+    assert [place for place in taken if not re.match(r"/(?!/)|data:,|#", place)] == []
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; "), "a browser loads nothing but what follows"
+    assert not re.search(r"https?:|\*|//", policy)
+
+
+def test_the_docs_have_every_request(http: httpx.Client) -> None:
+    page = http.get("/docs").text
+    document = http.get("/openapi.json").json()
+    for path, operations in document["paths"].items():
+        for method in operations:
+            assert f"{method.upper()} {path}</code>" in page
+    for words in ("share", "number", "by default 0.05", "-d &#x27;{&quot;version&quot;: 20261121", "@FILE"):
+        assert words in page, words
+    assert "<script" not in page
+    assert http.get("/redoc").status_code == 404
+
+
 MEASURE = """<script>
 window.fetch=async()=>({{ok:true,json:async()=>({document})}});
 setTimeout(()=>{{const wide=[...document.querySelectorAll("main *")].filter(e=>e.getBoundingClientRect().right>innerWidth+1);

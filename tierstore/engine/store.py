@@ -21,6 +21,7 @@ from typing import Any
 from tierstore.config import Settings, cores, load_settings
 from tierstore.engine.budget import HostBudget, OverlayBudget
 from tierstore.engine.callbacks import guarded, refuse_inside
+from tierstore.engine.changes import changing
 from tierstore.engine.checking import verify_store
 from tierstore.engine.devices import Devices
 from tierstore.engine.epochs import Epochs
@@ -186,15 +187,16 @@ class Store:
             self._loads[held.name] += 1
             aside = any(other.active_version is not None for other in self._models.values())
         try:
-            return load(
-                held,
-                snapshot,
-                self._shared,
-                activate=activate,
-                aside=aside,
-                progress=progress or ignore,
-                cancelled=cancelled,
-            )
+            with _changing("load", held, version=manifest.version, source=str(source)):
+                return load(
+                    held,
+                    snapshot,
+                    self._shared,
+                    activate=activate,
+                    aside=aside,
+                    progress=progress or ignore,
+                    cancelled=cancelled,
+                )
         finally:
             with self._models_lock:
                 self._loads[held.name] -= 1
@@ -242,11 +244,15 @@ class Store:
 
         To change versions from within `progress`, here and in `rollback` and `canary`, is a Conflict.
         """
-        self.model(model).activate(version, force=force, progress=progress or ignore)
+        held = self.model(model)
+        with _changing("activate", held, force=force or None):
+            held.activate(version, force=force, progress=progress or ignore)
 
     def rollback(self, model: str, *, force: bool = False, progress: ProgressFn | None = None) -> int:
         """Switch to the newest kept version older than the active one. Returns it."""
-        return self.model(model).rollback(force=force, progress=progress or ignore)
+        held = self.model(model)
+        with _changing("rollback", held, force=force or None):
+            return held.rollback(force=force, progress=progress or ignore)
 
     def canary(
         self,
@@ -261,31 +267,46 @@ class Store:
 
         It is caught up and warmed first; for the version that is the canary already only the share changes.
         """
-        self.model(model).canary(version, share, force=force, progress=progress or ignore)
+        held = self.model(model)
+        with _changing("canary", held, version=version, share=share, force=force or None):
+            held.canary(version, share, force=force, progress=progress or ignore)
 
     def promote(self, model: str) -> int:
         """Make the canary the active version, in one step. Returns it."""
-        return self.model(model).promote()
+        held = self.model(model)
+        with _changing("promote", held):
+            return held.promote()
 
     def withdraw(self, model: str) -> int:
         """Stop serving the canary; it is kept. Returns it."""
-        return self.model(model).withdraw()
+        held = self.model(model)
+        with _changing("withdraw", held) as told:
+            told["version"] = held.withdraw()
+        return int(told["version"])
 
     def label(self, model: str, name: str, version: int) -> None:
         """Let a label stand for a version that is served, until that is served no more."""
-        self.model(model).label(name, version)
+        held = self.model(model)
+        with _changing("label", held, label=name, version=version):
+            held.label(name, version)
 
     def unlabel(self, model: str, name: str) -> None:
         """Remove a label."""
-        self.model(model).unlabel(name)
+        held = self.model(model)
+        with _changing("unlabel", held, label=name):
+            held.unlabel(name)
 
     def deactivate(self, model: str) -> None:
         """Stop serving a model, its canary as well; its versions are kept."""
-        self.model(model).deactivate()
+        held = self.model(model)
+        with _changing("deactivate", held):
+            held.deactivate()
 
     def drop(self, model: str, version: int) -> None:
         """Delete a version. Conflict for one that is served."""
-        self.model(model).drop(version)
+        held = self.model(model)
+        with _changing("drop", held, version=version):
+            held.drop(version)
 
     def verify(self, progress: ProgressFn | None = None) -> VerifyReport:
         """Read every version and every logged delta back and check them."""
@@ -359,6 +380,10 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _changing(change: str, model: Model, **fields: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    return changing(change, model.name, lambda: model.active_version, **fields)
 
 
 def _lock(path: Path) -> int:

@@ -13,6 +13,7 @@ from tierstore.errors import TooLarge
 from tierstore.service.context import Service
 from tierstore.service.control.admin import make_app
 from tierstore.service.http.guard import Guard
+from tierstore.service.http.logged import Logged
 from tierstore.service.http.messages import Receive, Response, Scope, Send, error_response
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.tfs import TfsHttp
@@ -80,6 +81,6 @@ def _declared(scope: Scope) -> int:
     return int(length) if length.isdigit() and len(length) < 19 else 0
 
 
-def make_root(service: Service, allowed: Callable[[bytes], None]) -> Guard:
+def make_root(service: Service, allowed: Callable[[bytes], None]) -> Logged:
     """The whole service as one ASGI application; `allowed` is told of each value of Host that passes."""
-    return Guard(_Root(service), service.settings, allowed)
+    return Logged(Guard(_Root(service), service.settings, allowed), service.request_log)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from tierstore.service.oip.shared_memory import Regions
 from tierstore.service.plane.batching import Batcher
 from tierstore.service.plane.dataplane import DataPlane
 from tierstore.service.plane.known import KnownRequests
+from tierstore.service.request_log import RequestLog
 from tierstore.service.status import outcome_of, status_of
 from tierstore.service.tfs.signature import Signatures
 from tierstore.tiers.background import watch
@@ -83,6 +85,7 @@ class Service:
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.known_requests = KnownRequests()
         self.signatures = Signatures()
+        self.request_log = RequestLog(settings)
         self.request_times = RequestTimes()
         self.infer_stats = InferStats(store.lookup_times)
         self.freshness = Freshness()
@@ -131,6 +134,10 @@ class Service:
                 return
         if version is not None:
             self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
+
+    async def change(self, function: Callable[..., Any], *args: Any, pool: WorkerPool | None = None) -> Any:
+        """Change what serves, in the name of whoever asks; on the pool for switches, as that may take as long as warming."""
+        return await (pool or self.switches).run(copy_context().run, function, *args)
 
     def close(self) -> None:
         """End the threads: what is queued is finished, a running load is cancelled. The store stays open."""

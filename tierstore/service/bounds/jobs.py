@@ -17,6 +17,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
+from tierstore.engine.changes import ASKED_BY
 from tierstore.errors import Closed, Conflict, NotFound, Overloaded, TierstoreError
 from tierstore.service.status import log_failure, message_of
 from tierstore.types import Progress
@@ -35,6 +36,7 @@ class Job:
     model: str
     source: Path
     activate: bool
+    asked_by: str | None = None
     created_s: float = field(default_factory=time.time)
     state: str = "running"
     phase: str = "queued"
@@ -101,7 +103,7 @@ class Jobs:
 
     def submit(self, model: str, source: Path, *, activate: bool) -> Job:
         """Queue a load. Overloaded when the queue is full."""
-        job = Job(uuid.uuid4().hex[:16], model, source, activate)
+        job = Job(uuid.uuid4().hex[:16], model, source, activate, ASKED_BY.get())
         with self._lock:
             if self._closed:
                 raise Closed("the service is shutting down")
@@ -151,6 +153,7 @@ class Jobs:
 
     def _run(self, job: Job) -> None:
         state = "failed"
+        ASKED_BY.set(f"job {job.id}" if job.asked_by is None else f"job {job.id} of {job.asked_by}")
         try:
             if job.cancelled.is_set():
                 raise Closed("cancelled before it began")
@@ -158,7 +161,6 @@ class Jobs:
                 job.source, activate=job.activate, progress=job.note, cancelled=job.cancelled, model=job.model
             )
             state = "done"
-            logger.info("job %s: loaded %s as version %s of %s", job.id, job.source, job.version, job.model)
         except Exception as error:  # noqa: BLE001 - reported in the job, whatever it is
             job.error = message_of(error)
             log_failure(error, f"job {job.id} ({job.source})")

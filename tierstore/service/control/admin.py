@@ -21,12 +21,14 @@ from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.bounds.pool import Holding, WorkerPool
 from tierstore.service.context import Service
+from tierstore.service.control.docs_page import CONTENT_SECURITY_POLICY as docs_policy
+from tierstore.service.control.docs_page import docs_page
 from tierstore.service.control.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.control.page import CONTENT_SECURITY_POLICY, STATUS_PAGE
 from tierstore.service.control.sources import resolve_source
-from tierstore.service.http.messages import Disconnected, read_body
+from tierstore.service.http.messages import ERROR, Disconnected, read_body
 from tierstore.service.http.problem import answer_error, problem
-from tierstore.service.status import HttpError, log_failure, retry_after
+from tierstore.service.status import HttpError, retry_after
 from tierstore.types import NAME
 
 DELTA_TYPE = "application/vnd.apache.arrow.stream"
@@ -121,6 +123,7 @@ def make_app(service: Service) -> FastAPI:
         title="tierstore",
         version=__version__,
         description="Admin interface; the data plane is the Open Inference Protocol below /v2.",
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
         redoc_url=None,
     )
     _add_error_handlers(app)
@@ -133,7 +136,7 @@ def make_app(service: Service) -> FastAPI:
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def ours(request: Request, error: Exception) -> Response:
-        log_failure(error, f"{request.method} {request.url.path}")
+        request.scope[ERROR] = error
         return answer_error(error)
 
     async def theirs(request: Request, error: Exception) -> Response:
@@ -159,6 +162,10 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def status_page() -> HTMLResponse:
         return HTMLResponse(STATUS_PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()), headers={"Content-Security-Policy": docs_policy})
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
@@ -235,7 +242,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     async def switch(model: str, call: Callable[[], Any]) -> ActiveVersion:
         try:
-            await service.switches.run(call)
+            await service.change(call)
         except NotReady as error:
             raise Conflict(str(error)) from error
         return ActiveVersion(model=model, active_version=store.model(model).active_version)
@@ -265,7 +272,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.delete("/admin/models/{model}/versions/{version}", tags=["models"])
     async def drop(model: ModelName, version: VersionNumber) -> dict[str, Any]:
         """Delete a version. 409 for one that is served."""
-        await service.switches.run(store.drop, model, version)
+        await service.change(store.drop, model, version)
         return {"model": model, "dropped": version}
 
 
@@ -279,7 +286,7 @@ def _add_routing(app: FastAPI, service: Service) -> None:
         return {"model": model, "active_version": active, "canary": canary, "labels": served.all_labels()}
 
     async def route(model: str, verb: Callable[[], Any], pool: WorkerPool = service.control) -> Routing:
-        await pool.run(verb)
+        await service.change(verb, pool=pool)
         return Routing(**routing(model))
 
     @app.post("/admin/models/{model}/canary", tags=["models"])
@@ -302,7 +309,7 @@ def _add_routing(app: FastAPI, service: Service) -> None:
     @app.post("/admin/models/{model}/withdraw", tags=["models"])
     async def withdraw(model: ModelName) -> Withdrawn:
         """Stop serving the canary; the version is kept. 409 where there is none."""
-        number = await service.control.run(store.withdraw, model)
+        number = await service.change(store.withdraw, model)
         return Withdrawn(**routing(model), withdrawn=number)
 
     @app.put("/admin/models/{model}/labels/{label}", tags=["models"])

@@ -17,7 +17,7 @@ from tierstore.service.bounds.pool import Holding
 from tierstore.service.bounds.shed import Caller
 from tierstore.service.context import Service
 from tierstore.service.figures import Timings
-from tierstore.service.http.messages import Headers, Response, compress, decode_body, wanted_coding
+from tierstore.service.http.messages import REQUEST_ID, Headers, Response, compress, decode_body, wanted_coding
 from tierstore.service.plane.dataplane import Asked, Inference
 from tierstore.service.plane.plan import Plan
 from tierstore.service.plane.short import is_short
@@ -26,7 +26,6 @@ from tierstore.service.plane.tensors import Elements
 # What is tried on the loop: a fraction of a millisecond's work.
 DIRECT_BODY_BYTES = 64 << 10
 DIRECT_JSON_BYTES = 8 << 10  # elements in JSON, either way, cost far more a byte
-REQUEST_ID = b"x-request-id"  # requests of one id get one version
 
 A = TypeVar("A")  # a body, parsed
 Coming: TypeAlias = "asyncio.Future[Response]"  # an answer that a thread is at

@@ -113,7 +113,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 transport.abort()
                 return
             if not self._served:
-                self.app, self._patience_s = self._door, REFUSED_S
+                self.app, self._patience_s = self._door.app, REFUSED_S
         self._be_patient()
         first, self._first = self._first, b""
         if first:

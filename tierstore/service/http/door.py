@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tierstore.errors import Overloaded
 from tierstore.service.context import Service
+from tierstore.service.http.logged import Logged
 from tierstore.service.http.messages import Receive, Scope, Send, error_response
 from tierstore.service.http.problem import answer_error
 
@@ -53,6 +54,7 @@ class Door:
         """`served` has counted connections in, or refused them, before they come here."""
         self._service, self.limit, self._served = service, limit, served
         self.refused = 0  # those that are being refused
+        self.app = Logged(self, service.request_log)
 
     @property
     def open(self) -> int:

@@ -16,6 +16,8 @@ from tierstore.service.context import Service
 from tierstore.service.http.call import DIRECT_BODY_BYTES, Coming, HttpCall
 from tierstore.service.http.messages import (
     ARRIVED,
+    ERROR,
+    SPENT,
     Disconnected,
     Headers,
     Receive,
@@ -26,7 +28,7 @@ from tierstore.service.http.messages import (
     read_body,
 )
 from tierstore.service.plane.tensors import shown
-from tierstore.service.status import HttpError, log_failure, outcome_of
+from tierstore.service.status import HttpError, outcome_of
 
 _BEGUN = "tierstore.begun"  # in a scope: the call that `at_once` has begun, and its answer to come
 
@@ -55,6 +57,7 @@ class HttpFace:
             call = self._call(scope, headers, holding, began_ns)
             if call is None:
                 return None
+            scope[SPENT] = call.spent
             holding.take(len(body))
             answer = self._begin(call, body)
             if not isinstance(answer, Response):
@@ -98,6 +101,7 @@ class HttpFace:
         call = self._call(scope, headers, holding, began_ns)
         if call is None:
             return await self._document(scope, headers, receive, holding)
+        scope[SPENT] = call.spent
         answer = self._begin(call, await read_body(receive, headers, self._service.settings.max_request, holding))
         return answer if isinstance(answer, Response) else await self._come(call, answer)
 
@@ -148,7 +152,7 @@ class HttpFace:
         self._service.count_failed(call.model, time.perf_counter_ns() - call.started_ns, error)
 
     def _refused(self, error: Exception, scope: Scope) -> Response:
-        log_failure(error, f"{scope['method']} {scope['path']}")
+        scope[ERROR] = error
         return self._error(error)
 
     def _count(self, response: Response, began_ns: int) -> None:

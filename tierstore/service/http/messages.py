@@ -34,6 +34,9 @@ _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 TIMEOUT_HEADERS = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
 # in a scope: the connection, which knows whether it is lost; when the head came, if that was before the body's time
 CONNECTION, ARRIVED = "tierstore.connection", "tierstore.arrived"
+# and for the log: why it failed, where its time went
+ERROR, SPENT = "tierstore.error", "tierstore.spent"
+REQUEST_ID = b"x-request-id"  # sent back; requests of one id get one version
 
 
 class Disconnected(Exception):

@@ -141,9 +141,9 @@ class OipHttp(HttpFace):
             raise InvalidInput(f"expected parameters as an object, came {shown(parameters)}")
         documents.check_load_parameters(parameters)
         if verb == "load":
-            await self._service.switches.run(documents.load, self._service.store, name)
+            await self._service.change(documents.load, self._service.store, name)
         else:
-            await self._service.switches.run(self._service.store.deactivate, name)
+            await self._service.change(self._service.store.deactivate, name)
         return Response(200)
 
 

@@ -19,7 +19,8 @@ else.
 
 A feature with a combiner, its own or one that the request names, is pooled: a bag an offset, a bag a row of [batch, k],
 or n bags of one. Inputs of the dense part that are named like a feature are its rows, looked up where the graph reads
-them. Default outputs are the dense part's where one is served, else every feature given.
+them. Default outputs are the dense part's where one is served, else every feature given. What clients of NVIDIA HPS send
+instead is in `hps.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ import pyarrow as pa
 from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.predict.session import Slot
 from tierstore.service.plane.bags import parts_of
-from tierstore.service.plane.plan import ANSWERS, Call, Lookup, Plan, Request, View
+from tierstore.service.plane.hps import split
+from tierstore.service.plane.plan import ANSWERS, Call, Lookup, Plan, Request, View, check_rows
 from tierstore.service.plane.planning import make_plan, raw_input
 from tierstore.service.plane.tensors import BYTES, Elements, shown
 from tierstore.types import NAME
@@ -83,10 +85,8 @@ class Inference:
             elif not isinstance(request, Request):
                 request = request(self._view)
             plan = self.plan = _planned(self._view, request)
-            if plan.work_bytes > max_response:
-                raise TooLarge(
-                    f"the look-up takes {plan.work_bytes} bytes of rows, {max_response} are allowed: split it, or raise max_response"
-                )
+            if plan.numbers is None:  # else it depends on the data
+                check_rows(plan.work_bytes, max_response)
         except BaseException as error:
             lease.__exit__(None, None, None)
             if isinstance(error, TierstoreError):
@@ -125,6 +125,8 @@ class Inference:
         """
         began_ns = time.perf_counter_ns()
         self.arrays = arrays
+        if self.plan.numbers is not None:
+            return self._begin_split(elements, began_ns)
         checked = [(call, *parts_of(call, elements)) for call in self.plan.calls]
         dense = self.plan.dense
         if dense is not None:
@@ -153,6 +155,16 @@ class Inference:
             self._lookups.append((call, begin(call.feature.name, elements[call.keys], **options)))
         self.lookup_ns += time.perf_counter_ns() - began_ns
         return dense is None and not any(lookup.pending for _, lookup in self._lookups)
+
+    def _begin_split(self, elements: Sequence[Elements], began_ns: int) -> bool:
+        """`begin` of a request as HPS's clients send it."""
+        self.arrays[0], parts = split(self.plan, elements, self._max_response)
+        dtype = ANSWERS[self.plan.specs[0].datatype]
+        self._lookups = [
+            (call, self._view.begin(call.feature.name, keys, dtype=dtype, out=rows)) for call, keys, rows in parts
+        ]
+        self.lookup_ns += time.perf_counter_ns() - began_ns
+        return not any(lookup.pending for _, lookup in self._lookups)
 
     def _lends(self, call: Call) -> bool:
         """Whether the dense part reads a call's rows on the device, where the look-up leaves them."""

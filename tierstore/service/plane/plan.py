@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.errors import TooLarge
 from tierstore.predict.binding import FeatureInput, Run, Wiring
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import Tensor
@@ -156,7 +157,7 @@ class Plan:
     """What a request comes to under one version and dense part: checked against both, ready for data. Not changed after.
 
     `features` are that version's own, and `wiring` and `loose` that dense part's, by which they are told from any other.
-    `dense` says how it is run, if it is. `memo` is the transport's, to keep with it, and `joint` the batcher's.
+    `dense` says how it is run, if it is; `numbers` which input says whose the keys are (`hps.py`), if one does. `memo` is the transport's, to keep with it, and `joint` the batcher's.
     """
 
     version: int
@@ -168,6 +169,7 @@ class Plan:
     specs: list[OutputSpec]
     work_bytes: int
     keys: int
+    numbers: int | None = None
     memo: Any = None
     joint: Any = None
 
@@ -178,6 +180,14 @@ class Plan:
         session = view.predictor
         return (
             self.wiring is None if session is None else (self.wiring is session.wiring and self.loose is session.loose)
+        )
+
+
+def check_rows(nbytes: int, allowed: int) -> None:
+    """TooLarge where a look-up takes more than is allowed."""
+    if nbytes > allowed:
+        raise TooLarge(
+            f"the look-up takes {nbytes} bytes of rows, {allowed} are allowed: split it, or raise max_response"
         )
 
 

@@ -12,6 +12,7 @@ from tierstore.errors import InvalidInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import Tensor
 from tierstore.service.plane.bags import bags_of, check_weights_spec
+from tierstore.service.plane.hps import is_hps, plan_hps
 from tierstore.service.plane.plan import (
     ANSWERS,
     KEY_DATATYPES,
@@ -37,6 +38,8 @@ from tierstore.types import Combiner, FeatureSpec
 
 def make_plan(view: View, request: Request) -> Plan:
     """Plan a request under a view. Raises InvalidInput."""
+    if is_hps(view, request):
+        return plan_hps(view, request)
     session = view.predictor
     calls, own = _calls(view, request.inputs, _combiners(view, request))
     specs = _outputs(view, calls, request.outputs)

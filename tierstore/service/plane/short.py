@@ -10,4 +10,9 @@ DIRECT_WORK_BYTES = 1 << 20  # of rows
 
 def is_short(plan: Plan) -> bool:
     """Whether what it comes to is little enough to keep no other request waiting."""
-    return plan.dense is None and plan.work_bytes <= DIRECT_WORK_BYTES and plan.keys <= DIRECT_KEYS
+    return (
+        plan.dense is None
+        and plan.numbers is None
+        and plan.work_bytes <= DIRECT_WORK_BYTES
+        and plan.keys <= DIRECT_KEYS
+    )

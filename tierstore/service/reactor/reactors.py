@@ -82,6 +82,16 @@ class Reply:
         return bool(self._reactors.conns[self._fd, kernel.LOST])
 
     @property
+    def client(self) -> tuple[str, int] | None:
+        """The client's address and port, while it is not answered."""
+        try:
+            with socket.socket(fileno=os.dup(self._fd)) as connection:
+                host, port = connection.getpeername()[:2]
+        except OSError:
+            return None
+        return host, port
+
+    @property
     def began_ns(self) -> int:
         """When the first bytes of the request came, on the monotonic clock; 0 where all came at once."""
         return int(self._reactors.conns[self._fd, kernel.BEGAN_NS])

@@ -12,18 +12,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from tierstore.engine.changes import ASKED_BY
 from tierstore.errors import DeadlineExceeded, InvalidInput, Overloaded
 from tierstore.service.bounds.shed import Waits
 from tierstore.service.context import Service
-from tierstore.service.rpc.lookups import Receive, answer
+from tierstore.service.figures import Timings
+from tierstore.service.request_log import shown
+from tierstore.service.rpc.lookups import REQUEST_ID, Metadata, Receive, answer, request_id
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled, code_of, details_of, outcome_of
 from tierstore.service.rpc.types import Context, Stream, Unary
-from tierstore.service.status import log_failure
+from tierstore.service.status import status_of
 
 STANDARD = "grpc"  # the protocol label of what is gRPC's own
 REFUSALS = 1  # threads that tell callers that there is no room
@@ -74,33 +78,83 @@ def check_waited_for(context: Context) -> None:
         raise Cancelled("the call was cancelled")
 
 
+class RpcCaller:
+    """Who asks, as the log says it; `peer` gives grpcio's words for the client's address."""
+
+    __slots__ = ("_peer", "request_id")
+
+    def __init__(self, metadata: Metadata, peer: Callable[[], str | bytes]) -> None:
+        self.request_id = request_id(metadata)
+        self._peer = peer
+
+    def address(self) -> str:
+        peer = self._peer()  # `ipv4:127.0.0.1:5342`, `ipv6:%5B::1%5D:5342`; bytes from the layer below grpcio's server
+        text = unquote(peer.decode(errors="replace") if isinstance(peer, bytes) else peer)
+        return text.removeprefix("ipv4:").removeprefix("ipv6:")
+
+    def __str__(self) -> str:
+        return self.address() if self.request_id is None else f"{self.address()} (id {shown(self.request_id)})"
+
+
+def caller_in(context: Context) -> RpcCaller:
+    """Who calls a method of grpcio's own server; a request id goes back with the answer."""
+    caller = RpcCaller(context.invocation_metadata() or (), context.peer)
+    if caller.request_id is not None:
+        context.set_trailing_metadata(((REQUEST_ID, caller.request_id),))
+    return caller
+
+
 class Accounts:
     """What is counted and logged of the calls of one method. Any thread."""
 
     def __init__(self, service: Service, servicer: Servicer, name: str) -> None:
         self._shed, self._times, self._protocol = service.shed, service.request_times, servicer.protocol
-        self._name = f"{servicer.name}/{name}"
+        self._log, self._path = service.request_log, f"/{servicer.name}/{name}"
 
-    def answered(self, began_ns: int) -> None:
-        """A call that came at `began_ns` (`time.perf_counter_ns`) is answered."""
+    def answered(self, caller: RpcCaller, began_ns: int, spent: Timings | None = None) -> None:
+        """A call that came at `began_ns` (`time.perf_counter_ns`) is answered; `spent` is where its time went."""
         self._times.add(self._protocol, "ok", (time.perf_counter_ns() - began_ns) / 1e9)
+        self._note(caller, 200, "OK", began_ns, spent=spent)
 
-    def failed(self, error: Exception, began_ns: int) -> tuple[Any, str]:
+    def failed(self, caller: RpcCaller, error: Exception, began_ns: int) -> tuple[Any, str]:
         """One has failed: its status and what its client is told."""
-        log_failure(error, self._name)
         if isinstance(error, (DeadlineExceeded, Cancelled)):
             self._shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
         code = code_of(error)
         self._times.add(self._protocol, outcome_of(code), (time.perf_counter_ns() - began_ns) / 1e9)
+        if not isinstance(error, Cancelled):
+            self._note(caller, status_of(error), code.name, began_ns, error)
         return code, details_of(error)
 
-    def refused(self, pool: CallPool) -> tuple[Any, str]:
+    def refused(self, caller: RpcCaller, pool: CallPool) -> tuple[Any, str]:
         """One is refused as there is no room in the queue of `pool`: its status and what its client is told."""
         error = Overloaded(f"{pool.queue_limit} calls wait for the {pool.name} threads already; try again in a second")
         self._shed.count("queue_full")
         code = code_of(error)
         self._times.add(self._protocol, outcome_of(code), 0.0)
+        self._note(caller, status_of(error), code.name, time.perf_counter_ns(), error)
         return code, details_of(error)
+
+    def _note(
+        self,
+        caller: RpcCaller,
+        status: int,
+        said: str,
+        began_ns: int,
+        error: Exception | None = None,
+        spent: Timings | None = None,
+    ) -> None:
+        self._log.note(
+            "gRPC",
+            self._path,
+            status,
+            began_ns,
+            request_id=caller.request_id,
+            client=caller.address,
+            error=error,
+            spent=spent,
+            said=said,
+        )
 
 
 class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -170,7 +224,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _refuse(self, pool: CallPool, accounts: Accounts) -> Stream:
         def run(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
-            context.abort(*accounts.refused(pool))
+            context.abort(*accounts.refused(caller_in(context), pool))
             return iter(())
 
         return run
@@ -209,14 +263,17 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         def run(message: bytes, context: Context) -> bytes:
             began_ns = submitted_ns()
+            caller = caller_in(context)
+            if waits is None:
+                ASKED_BY.set(str(caller))
             try:
                 check_waited_for(context)
                 if waits is not None:
                     waits.take(began_ns)
                 answered = method(message, context)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                context.abort(*accounts.failed(error, began_ns))
-            accounts.answered(began_ns)
+                context.abort(*accounts.failed(caller, error, began_ns))
+            accounts.answered(caller, began_ns)
             return answered
 
         bound: Unary = _on(pool, run)

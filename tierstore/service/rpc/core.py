@@ -71,11 +71,11 @@ def receive_close() -> Any:
     return cygrpc.ReceiveCloseOnServerOperation(_NO_FLAGS)
 
 
-def send(code: Any, details: str, message: bytes | None) -> list[Any]:
-    """All of an answer."""
+def send(code: Any, details: str, message: bytes | None, trailing: tuple[tuple[str, str], ...] = ()) -> list[Any]:
+    """All of an answer; `trailing` is metadata."""
     operations = [
         cygrpc.SendInitialMetadataOperation(None, _NO_FLAGS),
-        cygrpc.SendStatusFromServerOperation(None, code.value[0], details.encode(errors="replace"), _NO_FLAGS),
+        cygrpc.SendStatusFromServerOperation(trailing, code.value[0], details.encode(errors="replace"), _NO_FLAGS),
     ]
     if message is not None:
         operations.append(cygrpc.SendMessageOperation(message, _NO_FLAGS))

@@ -22,9 +22,9 @@ import grpc
 
 from tierstore.errors import DeadlineExceeded
 from tierstore.service.context import Service
-from tierstore.service.rpc.calls import Accounts, Servicer, waits_of
+from tierstore.service.rpc.calls import Accounts, RpcCaller, Servicer, waits_of
 from tierstore.service.rpc.core import GOES_ON, Core, Outcome, Tag, receive_close, receive_message, send
-from tierstore.service.rpc.lookups import Answering, Receive
+from tierstore.service.rpc.lookups import REQUEST_ID, Answering, Receive
 from tierstore.service.rpc.pools import CallPool, submitted_ns
 from tierstore.service.rpc.status import Cancelled
 
@@ -69,7 +69,7 @@ class _DirectCall:
     """One call, from before it comes until it has ended. It is the tag of its coming."""
 
     __slots__ = (
-        "_answering", "_arrived_ns", "_call", "_calls", "_cancelled", "_closed", "_deadline_s", "_metadata", "_method", "_sent",
+        "_answering", "_arrived_ns", "_call", "_caller", "_calls", "_cancelled", "_closed", "_deadline_s", "_metadata", "_method", "_sent",
         "_watched",
     )  # fmt: skip
 
@@ -78,6 +78,7 @@ class _DirectCall:
         self._call: Any = None
         self._metadata: Any = ()
         self._deadline_s = 0.0
+        self._caller: RpcCaller
         self._arrived_ns = 0
         self._answering: Answering | None = None
         self._watched = False  # whether its end is asked for apart from its answer
@@ -92,11 +93,12 @@ class _DirectCall:
         calls.expect(self._method)
         self._call, self._metadata = event.call, event.invocation_metadata or ()
         self._deadline_s = event.call_details.deadline
+        self._caller = RpcCaller(self._metadata, event.call.peer)
         self._arrived_ns = time.perf_counter_ns()
         pool = calls.pool
         if pool.full:
             pool.reject()
-            return self._send(*self._method.accounts.refused(pool))
+            return self._send(*self._method.accounts.refused(self._caller, pool))
         pool.receiving += 1
         if self._start([receive_message()], self._on_message):
             return GOES_ON
@@ -145,13 +147,14 @@ class _DirectCall:
             self._answer(answer)
 
     def _answer(self, answer: bytes) -> Outcome:
-        self._method.accounts.answered(self._arrived_ns)
+        spent = None if self._answering is None else self._answering.spent
+        self._method.accounts.answered(self._caller, self._arrived_ns, spent)
         return self._send(grpc.StatusCode.OK, "", answer)
 
     def _fail(self, error: Exception) -> Outcome:
         if self._answering is not None:
             self._answering.close()  # at once, however slow the client reads
-        return self._send(*self._method.accounts.failed(error, self._arrived_ns))
+        return self._send(*self._method.accounts.failed(self._caller, error, self._arrived_ns))
 
     def _check_waited_for(self) -> None:
         """Raise where nobody waits for an answer any more: before work is begun, not after."""
@@ -175,7 +178,8 @@ class _DirectCall:
 
     def _send(self, code: Any, details: str, message: bytes | None = None) -> Outcome:
         """Send the answer. Any thread."""
-        operations = send(code, details, message)
+        request_id = self._caller.request_id
+        operations = send(code, details, message, () if request_id is None else ((REQUEST_ID, request_id),))
         if not self._watched:
             operations.append(receive_close())
         return GOES_ON if self._start(operations, self._on_sent) else self._on_sent(None)

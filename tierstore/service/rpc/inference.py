@@ -17,15 +17,15 @@ from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.context import Service
 from tierstore.service.oip import documents
 from tierstore.service.oip.parameters import version_of
-from tierstore.service.rpc.calls import Servicer, by_message, check_waited_for
+from tierstore.service.rpc.calls import Accounts, Servicer, by_message, caller_in, check_waited_for
 from tierstore.service.rpc.infer import InferCall
 from tierstore.service.rpc.lookups import answer
 from tierstore.service.rpc.messages import message
 from tierstore.service.rpc.messages import service as descriptor_of
-from tierstore.service.rpc.status import Cancelled, Unserved, code_of, outcome_of
+from tierstore.service.rpc.status import Cancelled, Unserved
 from tierstore.service.rpc.types import Context
 from tierstore.service.rpc.wire import Parts, length_delimited
-from tierstore.service.status import log_failure, message_of
+from tierstore.service.status import message_of
 
 NAME = "inference.GRPCInferenceService"
 PROTOCOL = "oip_grpc"
@@ -98,26 +98,26 @@ class Inference:
 
     def _stream(self, received: Iterator[bytes], context: Context) -> Iterator[bytes]:
         """Answers in the order of the requests; what is wrong with one is its own answer, and the stream goes on."""
-        service, times = self._service, self._service.request_times
+        service = self._service
 
         def streamed(message: bytes) -> InferCall:
             return InferCall(service, message, _FINAL)
 
+        caller = caller_in(context)
+        accounts = Accounts(service, self.servicer, "ModelStreamInfer")
         for request in received:
             began_ns = time.perf_counter_ns()
-            outcome = "ok"
             try:
                 check_waited_for(context)
                 answered = answer(service, streamed, request, context.invocation_metadata() or (), began_ns)
             except Cancelled:
                 return
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                log_failure(error, f"{NAME}/ModelStreamInfer")
-                outcome = outcome_of(code_of(error))
+                accounts.failed(caller, error, began_ns)
                 yield _stream_error(request, error)
             else:
                 yield length_delimited(_STREAMED, len(answered)) + answered
-            times.add(PROTOCOL, outcome, (time.perf_counter_ns() - began_ns) / 1e9)
+                accounts.answered(caller, began_ns)
 
     # --- the rest
 

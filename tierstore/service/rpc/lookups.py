@@ -21,6 +21,7 @@ from tierstore.service.plane.tensors import Elements
 
 # What is tried where the message was received: a fraction of a millisecond's work.
 DIRECT_BYTES = 64 << 10  # of a message
+REQUEST_ID = "x-request-id"
 DIRECT_META_BYTES = 8 << 10  # of it, beside raw tensors: elements one by one cost far more a byte
 
 Metadata: TypeAlias = Sequence[Any]  # of (key, value), as grpcio has them
@@ -61,9 +62,9 @@ class RpcCall(Protocol):
 Receive: TypeAlias = Callable[[bytes], RpcCall]  # of a message
 
 
-def request_id(metadata: Metadata) -> bytes | str | None:
+def request_id(metadata: Metadata) -> str | None:
     """The `x-request-id` among a call's metadata, by which parts of one request get one version; None without."""
-    return next((entry.value for entry in metadata if entry.key == "x-request-id"), None)
+    return next((entry.value for entry in metadata if entry.key == REQUEST_ID), None)
 
 
 class Answering:
@@ -119,6 +120,11 @@ class Answering:
         except BaseException as error:
             self._failed(error)
             raise
+
+    @property
+    def spent(self) -> Timings:
+        """Where its time went."""
+        return self._spent
 
     def close(self) -> None:
         """Count as in progress no longer."""

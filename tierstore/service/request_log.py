@@ -1,0 +1,120 @@
+"""Which requests leave a line in the log, over whichever transport: those that failed, slow ones, or all of them.
+
+Look-ups that reactors answer are not among them: they never come here. Any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tierstore.config import Settings
+from tierstore.errors import TierstoreError
+from tierstore.service.figures import Timings
+from tierstore.service.status import message_of
+
+logger = logging.getLogger(__name__)
+
+LINES_A_SECOND = 10  # of one kind
+
+
+class RequestLog:
+    """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests; the next line says how many were left out."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._all = settings.access_log
+        self._slow_ms = settings.slow_request_ms
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._second = 0
+        self._written: Counter[object] = Counter()  # in this second, by kind
+        self._left_out: Counter[object] = Counter()
+
+    def note(
+        self,
+        method: str,
+        path: str,
+        status: int,
+        began_ns: int,
+        *,
+        request_id: str | None,
+        client: Callable[[], str | None],
+        error: BaseException | None = None,
+        spent: Timings | None = None,
+        said: str | None = None,
+    ) -> None:
+        """A request is answered that came at `began_ns` (`time.perf_counter_ns`).
+
+        `status` is HTTP's, `said` how the line calls it, if not so; `client` tells the client's address while the
+        request is not answered; `error` is why it failed, `spent` where its time went, where that is known.
+        """
+        ms = (time.perf_counter_ns() - began_ns) / 1e6
+        failed, slow = status >= 500, 0 < self._slow_ms <= ms
+        if failed or slow:
+            level = logging.WARNING
+        elif self._all:
+            level = logging.INFO
+        elif status >= 400 and logger.isEnabledFor(logging.DEBUG):
+            level = logging.DEBUG
+        else:
+            return
+        left_out = self._may_write(status if failed else "slow") if failed or slow else 0
+        if left_out is None:
+            return
+        fields: dict[str, Any] = {
+            "method": method[:16],
+            "path": shown(path),
+            "status": said or status,
+            "ms": round(ms, 3),
+            "id": None if request_id is None else shown(request_id),
+            "client": client(),
+        }
+        if spent is not None and slow:
+            fields |= {
+                "queued_ms": round(spent.queued_ns / 1e6, 3),
+                "lookup_ms": round(spent.lookup_ns / 1e6, 3),
+                "dense_ms": round(spent.dense_ns / 1e6, 3),
+            }
+        if error is not None:
+            fields["reason"] = message_of(error)
+        if left_out:
+            fields["left_out"] = left_out
+        logger.log(
+            logging.ERROR if failed and error is not None and not isinstance(error, TierstoreError) else level,
+            "%s",
+            _text(fields, slow=slow),
+            exc_info=error if failed and not isinstance(error, TierstoreError) else None,
+            extra={"fields": {name: value for name, value in fields.items() if value is not None}},
+        )
+
+    def _may_write(self, kind: object) -> int | None:
+        """How many lines of a kind were left out before this one; None if this is to be left out too."""
+        now = int(time.monotonic())
+        with self._lock:
+            if now != self._second:
+                self._second = now
+                self._written.clear()
+            if self._written[kind] >= LINES_A_SECOND:
+                self._left_out[kind] += 1
+                return None
+            self._written[kind] += 1
+            return self._left_out.pop(kind, 0)
+
+
+def shown(text: str) -> str:
+    """What a client sent, in one line and not too long."""
+    return repr(text[:256])[1:-1]
+
+
+def _text(fields: dict[str, Any], *, slow: bool) -> str:
+    parts = [f"{name} {fields[name]}" for name in ("id", "client") if fields[name] is not None]
+    parts += [f"{name[:-3]} {value} ms" for name, value in fields.items() if name.endswith("_ms")]
+    if fields.get("left_out"):
+        parts.append(f"{fields['left_out']} like it left out")
+    line = f"{'slow: ' if slow else ''}{fields['method']} {fields['path']}: {fields['status']} in {fields['ms']} ms"
+    line += f" ({', '.join(parts)})" if parts else ""
+    return f"{line}: {fields['reason']}" if "reason" in fields else line
