@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.config import ENV_PREFIX
+from tierstore.log_limits import BURST, Limited
 from tierstore.logs import configure
 
 ROOT = Path(__file__).parents[1]
@@ -83,3 +84,27 @@ def test_all_that_a_service_logs_is_of_the_form(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in error.decode().splitlines()]
     assert any("stopping" in line["message"] for line in lines)
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+
+
+def test_what_clients_repeat_fills_no_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("text", "info")
+    now = 0.0
+    (handler,) = logging.getLogger().handlers
+    handler.filters[:] = [Limited(lambda: now)]
+    log = logging.getLogger("tierstore.some")
+
+    def repeat(times: int) -> list[str]:
+        for i in range(times):
+            log.warning("request %d makes no sense", i)
+        return capsys.readouterr().err.splitlines()
+
+    assert len(repeat(BURST + 50)) == BURST
+    assert repeat(10) == []
+    log.warning("another line")
+    log.info("told")
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    now = 1.0
+    (line,) = repeat(3)
+    assert line.endswith("request 0 makes no sense (and 60 more like it that were not written)")
+    now = 1e6
+    assert len(repeat(2 * BURST)) == BURST

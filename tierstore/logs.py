@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from tierstore.log_limits import Limited
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -34,4 +36,5 @@ def configure(form: LogFormat, level: LogLevel) -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(_AsJson() if form == "json" else text)
+    handler.addFilter(Limited())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

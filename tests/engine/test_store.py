@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -301,3 +302,16 @@ def test_a_leftover_of_a_cut_off_load_is_removed_at_start(open_store, tmp_path):
     (leftover / "base-1.sst").write_bytes(b"half")
     assert open_store().model("ctr").versions == [1]
     assert not leftover.parent.exists()
+
+
+@pytest.mark.parametrize("base", ["sealed", "rocksdb"])
+def test_a_snapshot_whose_tables_are_all_empty_is_loaded(open_store, tmp_path, base):
+    tables = [{"name": name, "dim": 2, "dtype": "float32", "default": [1, 2], "rows": 0, "shards": []} for name in "ab"]
+    document = {"format": 1, "model": "ctr", "version": 1, "tables": tables}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/snapshot.json").write_text(json.dumps(document))
+    store = open_store(base=base)
+    store.load_snapshot(tmp_path / "empty")
+    rows, found = store.model("ctr").lookup("a", [1, 5], return_found=True)
+    assert (rows.tolist(), found.tolist()) == ([[1, 2], [1, 2]], [False, False])
+    assert store.verify().ok

@@ -241,7 +241,7 @@ def folder(root: Path) -> None:
     [
         (missing, "is missing"),
         (link_out, "leads outside the snapshot's directory"),
-        (link_loop, "is missing|cannot be resolved"),
+        (link_loop, "is missing|cannot be read"),
         (pipe, "expected a file"),
         (folder, "expected .parquet or .arrow files in this directory"),
     ],

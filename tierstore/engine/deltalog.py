@@ -24,6 +24,7 @@ import xxhash
 from tierstore.errors import Corruption, NotFound, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import MAX_ORDINAL, ModelDirectory
+from tierstore.formats.regular import read_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class DeltaLog:
             raise NotFound(f"delta {seq} is not in the log, which holds {self._start + 1} to {self.last}")
         path = self._where.log_entry(seq, digest)
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
         except OSError as error:
             if seq not in self._entries:
                 raise NotFound(f"delta {seq} was pruned from the log") from error

@@ -19,6 +19,7 @@ from tierstore.engine.view import View
 from tierstore.errors import DeltaError, InferenceError, InvalidInput, SnapshotError, StorageError, TierstoreError
 from tierstore.formats.delta import Delta
 from tierstore.formats.names import DENSE
+from tierstore.formats.regular import read_regular
 from tierstore.formats.requests import ragged, read_request
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.runtime import Runtime
@@ -64,7 +65,7 @@ class DenseParts:
             )
             return
         try:
-            model = info.where.dense.read_bytes()
+            model = read_regular(info.where.dense)
         except OSError as error:
             raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
         try:

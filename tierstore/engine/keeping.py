@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class Keeping(Switching):
             "what broken-off loads have left is not removed": self._drop_unfinished,
         }
         super().__init__(name, where, shared, chores)
-        self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
+        self._unread: str | None = None  # why the directory could not be looked through at start
         self.leftovers: list[Path] = []  # of crashes, which nobody needs; known from `find` on
         self.unfinished: dict[int, Unfinished] = {}  # guarded by serving.write; replaced whole
 
@@ -64,7 +65,7 @@ class Keeping(Switching):
     def is_empty(self) -> bool:
         """Whether there is nothing to keep: no version, complete or coming, and no log."""
         known = self._infos or self.damaged or self._loading or self.unfinished
-        return not known and self._deltas.start is None
+        return not known and self._deltas.start is None and self._unread is None
 
     def infos(self) -> list[VersionInfo]:
         """What is known of each complete version, ascending."""
@@ -80,10 +81,18 @@ class Keeping(Switching):
     # --- start and stop
 
     def find(self) -> None:
-        """Find the versions on disk, and what crashes have left beside them. Comes before `start`."""
+        """Find the versions on disk, and what crashes have left beside them. Comes before `start`.
+
+        Whatever is wrong with one version, or with the directory as a whole, keeps nothing else from being found.
+        """
         self._look_for_leftovers(self.where.root)
-        infos = {}
-        for number in self.where.versions_on_disk():
+        infos: dict[int, VersionInfo] = {}
+        try:
+            numbers = self.where.versions_on_disk()
+        except OSError as error:
+            self._unread = f"{self.where.root} cannot be read: {error.strerror or error}; mend that and start again"
+            numbers = []
+        for number in numbers:
             where = self.where.version(number)
             try:
                 if not files.exists(where.record):
@@ -96,8 +105,8 @@ class Keeping(Switching):
                 infos[number] = VersionInfo(where)
                 if infos[number].number != number:
                     raise Corruption(f"{where.record} is of version {infos.pop(number).number}: expected {number}")
-            except TierstoreError as error:
-                if where.root.is_dir():  # else it has lost its name, if no more
+            except Exception as error:  # noqa: BLE001 - the others serve
+                if os.path.lexists(where.root):  # else it has lost its name, if no more
                     self.damaged[number] = str(error)
                 log.error("model %s: version %d is damaged: %s", self.name, number, error)
         self._infos = infos
@@ -130,8 +139,10 @@ class Keeping(Switching):
         for why in self._deltas.damage:
             log.error("model %s: %s", self.name, why)
         try:
+            if self._unread is not None:
+                raise StorageError(self._unread)
             self._serve_again()
-        except TierstoreError as error:
+        except Exception as error:  # whatever it is, the other models serve
             self._start_problem = str(error)
             self._serving.set(Served(problem=self._start_problem))
             log.exception("model %s does not serve", self.name)
@@ -223,6 +234,8 @@ class Keeping(Switching):
         """
         where = self.where.version(number)
         with self._serving.write:
+            if self._unread is not None:  # there may be such a version
+                raise StorageError(self._unread)
             if number in self._loading:
                 raise Conflict(f"version {number} of {self.name!r} is being loaded already")
             complete = number in self._infos

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from tierstore.engine.model import Model
 from tierstore.engine.switching import Shared
@@ -42,13 +43,19 @@ def load(
     """
     manifest = snapshot.manifest
     number = manifest.version
-    _check_dense(snapshot, shared)
+
+    def may_go_on() -> None:
+        if cancelled is not None and cancelled.is_set():
+            raise LoadCancelled("the load was cancelled")
+
+    _check_dense(snapshot, shared, may_go_on)
+    identity = snapshot.identity()
+    may_go_on()
     throttle = shared.throttle
-    with throttle.at_work("load"), model.loading(number, manifest.delta_seq, snapshot.identity()) as note:
+    with throttle.at_work("load"), model.loading(number, manifest.delta_seq, identity) as note:
 
         def tell(step: Progress) -> None:
-            if cancelled is not None and cancelled.is_set():
-                raise LoadCancelled("the load was cancelled")
+            may_go_on()
             note(step)
             progress(step)
 
@@ -75,7 +82,9 @@ def load(
                 log.info("model %s: version %d goes on: rows not done again: %s", model.name, number, build.kept_rows)
             bulk.ingest(build, where.db, first_records(manifest, build))
             bulk.read_back(where.db)
+        may_go_on()
         keep_beside(snapshot, where)
+        may_go_on()
         model.check_open()
         write_record(where, manifest, build)
         files.remove_tree(where.build)  # not before: else a crash in between would cost the whole load
@@ -83,9 +92,10 @@ def load(
     return number
 
 
-def _check_dense(snapshot: Snapshot, shared: Shared) -> None:
+def _check_dense(snapshot: Snapshot, shared: Shared, may_go_on: Callable[[], None]) -> None:
     """Refuse a dense part that could not be served, and requests that cannot be read, before any row is."""
     for name, path in snapshot.request_paths():
+        may_go_on()
         read_request(path, file=name)
     model = snapshot.dense_model()
     if model is None or snapshot.manifest.dense is None or shared.dense.missing is not None:

@@ -108,6 +108,7 @@ def _versions(model: Model, served: Served) -> list[dict[str, Any]]:
                 "delta_seq": info.manifest.delta_seq,
                 "created_at": info.manifest.to_document().get("created_at"),
                 "dense": _dense(model, info, view),
+                "problem": info.problem,
                 "warming": None if view is None else model.warming(view.holder),
                 "host_bytes": None if view is None else _host_bytes(view),
             }

@@ -38,6 +38,7 @@ from tierstore.formats import files
 from tierstore.formats.built import open_source
 from tierstore.formats.delta import read_delta
 from tierstore.formats.names import DataDirectory
+from tierstore.formats.regular import read_regular
 from tierstore.predict.runtime import Runtime
 from tierstore.tiers.background import give_way
 from tierstore.tiers.disk import ReaderPool
@@ -421,6 +422,6 @@ def _delta_bytes(source: bytes | bytearray | memoryview | str | Path) -> bytes |
         else Path(source)
     )
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise DeltaError(f"cannot read the delta {path}: {error.strerror or error}") from error

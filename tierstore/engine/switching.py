@@ -117,6 +117,7 @@ class Switching:
         self._closed = False
         # guarded by serving.write; replaced whole, so that readers need no lock
         self._infos: dict[int, VersionInfo] = {}
+        self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
         self._loading: dict[int, tuple[int, Progress]] = {}  # version → (delta_seq, how far)
 
     @property
@@ -162,9 +163,10 @@ class Switching:
             self._infos = {key: info for key, info in self._infos.items() if key != number}
 
     def _open(self, info: VersionInfo) -> Version:
-        self._read.take_away(info.number)
-        resting = self._resting.take(info.number)
-        version = Version.open(info, self._shared.settings, self._shared.readers, self._counts_of, resting)
+        with _noted(info):
+            self._read.take_away(info.number)
+            resting = self._resting.take(info.number)
+            version = Version.open(info, self._shared.settings, self._shared.readers, self._counts_of, resting)
         self._have_seen(info)
         return version
 
@@ -512,8 +514,9 @@ class Switching:
         if current is None:
             return
         if current not in self._infos:
+            why = f"is damaged: {self.damaged[current]}" if current in self.damaged else "is not on disk"
             raise Corruption(
-                f"{self.where.current} names version {current}, which is not on disk; activate one of {self.versions}"
+                f"{self.where.current} names version {current}, which {why}; activate one of {self.versions}"
             )
         if self._deltas.unusable is None:
             self._infos[current].asked_upto = self._deltas.last or 0
@@ -551,8 +554,19 @@ class Switching:
     def _learn_watermark(self, info: VersionInfo) -> None:
         """Of a version that is only kept: its records are read, and nothing of its base."""
         try:
-            with contextlib.closing(open_records(info.where.db, self._shared.readers)) as disk:
+            with _noted(info), contextlib.closing(open_records(info.where.db, self._shared.readers)) as disk:
                 info.learn(disk)
             self._have_seen(info)
-        except TierstoreError as error:  # `verify` says so too; the others serve
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others serve; status and `verify` say so too
             log.error("model %s: version %d cannot be opened: %s", self.name, info.number, error)
+
+
+@contextlib.contextmanager
+def _noted(info: VersionInfo) -> Iterator[None]:
+    """Opening a version: whether that succeeded is its `problem`."""
+    try:
+        yield
+    except Exception as error:
+        info.problem = str(error)
+        raise
+    info.problem = None

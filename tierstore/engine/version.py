@@ -146,6 +146,7 @@ class VersionInfo:
         self.watermark = self.manifest.delta_seq  # the owner moves it on
         self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced whole
         self.has_dense = where.dense.exists()
+        self.problem: str | None = None  # why it could not be opened when that was tried last
         self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
         self.asked_upto = self._asked_kept = _read_asked(where.asked)

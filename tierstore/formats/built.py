@@ -7,6 +7,7 @@ format: `built.json` names every other file with its length and digest, and is w
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,8 @@ from tierstore.formats.checksum import checksum
 from tierstore.formats.files import publish_json
 from tierstore.formats.manifest import Manifest, RelativePath
 from tierstore.formats.names import BUILT_MANIFEST
-from tierstore.formats.snapshot import Snapshot, local_path, open_snapshot
+from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
+from tierstore.formats.snapshot import Snapshot, inside, local_path, naming, open_snapshot
 from tierstore.types import Keys
 
 FORMAT: Literal[1] = 1
@@ -92,18 +94,30 @@ def open_source(source: str | Path) -> Snapshot:
         raise SnapshotError("a path cannot hold a NUL character")
     if root.name == BUILT_MANIFEST and root.is_file():
         root = root.parent
-    return open_built(root) if (root / BUILT_MANIFEST).is_file() else open_snapshot(source)
+    return open_built(root) if os.path.lexists(root / BUILT_MANIFEST) else open_snapshot(source)
 
 
 def open_built(root: Path) -> BuiltSnapshot:
     """Open a built version; whether its files are there, and as long as they should be, is checked, their rows are not."""
+    inside(root, BUILT_MANIFEST)
     try:
-        content = (root / BUILT_MANIFEST).read_bytes()
-        document = json.loads(content)
-        if not isinstance(document, dict):
-            raise ValueError(f"expected an object, came {type(document).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_regular(root / BUILT_MANIFEST, MAX_DOCUMENT_BYTES)
+        manifest, built = _parse(content, root)
+    except SnapshotError:
+        raise
+    except OSError as error:
+        raise SnapshotError(f"cannot be read: {error.strerror or error}", file=BUILT_MANIFEST) from error
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise SnapshotError(f"cannot be read: {error}", file=BUILT_MANIFEST) from error
+    snapshot = BuiltSnapshot(root.resolve(), manifest, built, xxhash.xxh3_128_hexdigest(content))
+    snapshot.check_files()
+    return snapshot
+
+
+def _parse(content: bytes, root: Path) -> tuple[Manifest, BuiltManifest]:
+    document = json.loads(content)
+    if not isinstance(document, dict):
+        raise ValueError(f"expected an object, came {type(document).__name__}")
     if document.get("format") != FORMAT:
         raise SnapshotError(
             f"expected format {FORMAT}, came {document.get('format')!r}: it was built by another release; build it again with this one",
@@ -118,13 +132,10 @@ def open_built(root: Path) -> BuiltSnapshot:
         )
     manifest = Manifest.parse(json.dumps(document.pop("manifest", None)), file=BUILT_MANIFEST)
     try:
-        built = BuiltManifest.model_validate_json(json.dumps(document))
+        return manifest, BuiltManifest.model_validate_json(json.dumps(document))
     except ValidationError as error:
         shown = "; ".join(f"{'.'.join(map(str, of['loc']))}: {of['msg']}" for of in error.errors()[:3])
         raise SnapshotError(shown, file=BUILT_MANIFEST) from error
-    snapshot = BuiltSnapshot(root.resolve(), manifest, built, xxhash.xxh3_128_hexdigest(content))
-    snapshot.check_files()
-    return snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +179,9 @@ class BuiltSnapshot(Snapshot):
         name = self.manifest.warmup.get(table)
         if name is None:
             return None
-        keys: Keys = np.load(self.path(name), allow_pickle=False)
-        return keys
+        with naming(name):
+            keys: Keys = np.load(self.path(name), allow_pickle=False)
+            return keys
 
     def path(self, name: str) -> Path:
         """The file behind a name in `built.json`. Raises SnapshotError."""

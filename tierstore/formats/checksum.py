@@ -7,6 +7,7 @@ from pathlib import Path
 import xxhash
 
 from tierstore.formats.names import HUGECTR_KEYS, HUGECTR_VECTORS
+from tierstore.formats.regular import open_regular
 
 _BLOCK = 4 << 20
 
@@ -16,7 +17,7 @@ def checksum(path: Path) -> str:
     digest = xxhash.xxh3_64()
     block = memoryview(bytearray(_BLOCK))
     for part in parts(path):
-        with open(part, "rb", buffering=0) as file:
+        with open_regular(part) as file:
             while n := file.readinto(block):
                 digest.update(block[:n])
     return digest.hexdigest()

@@ -36,6 +36,7 @@ from tierstore.formats.frames import BadFrames, split_streams
 from tierstore.formats.keys import validate
 from tierstore.formats.manifest import MAX_DIM
 from tierstore.formats.names import DENSE_TABLE, MAX_ORDINAL
+from tierstore.formats.regular import read_regular
 from tierstore.formats.times import parse_time
 from tierstore.kernels.overlay_index import dedup_last
 from tierstore.types import Keys, KeyType, Vectors, check_name
@@ -105,7 +106,7 @@ def read_delta(
     if isinstance(data, (str, Path)):
         path = Path(data)
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
         except OSError as error:
             raise StorageError(f"cannot read the delta {path}: {error.strerror or error}") from error
     view = memoryview(data).cast("B")

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, cast
 
 from tierstore.errors import Corruption, DiskFull, NotFound, StorageError, TierstoreError
 from tierstore.formats.names import TEMPORARY, TRASH, is_scratch
+from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 
 
 class FileSystem:
@@ -168,7 +169,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         with _translated("read", path):
-            document = json.loads(path.read_bytes())
+            document = json.loads(read_regular(path, MAX_DOCUMENT_BYTES))
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise NotFound(f"{path} does not exist") from error.__cause__
@@ -185,7 +186,7 @@ def read_bytes(path: str | Path) -> bytes | None:
     path = Path(path)
     with _translated("read", path):
         try:
-            return path.read_bytes()
+            return read_regular(path, MAX_DOCUMENT_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             return None
 

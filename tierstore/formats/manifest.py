@@ -31,6 +31,7 @@ from tierstore.errors import SnapshotError
 from tierstore.formats.columns import KEY, VECTOR
 from tierstore.formats.files import publish_json
 from tierstore.formats.names import KEYS_SUFFIX, MAX_ORDINAL, REQUEST_SUFFIX, SNAPSHOT_MANIFEST
+from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.formats.times import format_time, parse_time
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, check_name
 
@@ -240,7 +241,7 @@ class Manifest(_Entry):
         """Read and check a `snapshot.json`. Raises SnapshotError."""
         path = Path(path)
         try:
-            document = path.read_bytes()
+            document = read_regular(path, MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
             raise SnapshotError(
                 f"not found in {path.parent}: not a snapshot, or one that was not finished", file=path.name

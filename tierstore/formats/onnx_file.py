@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import InvalidInput, MissingExtra
+from tierstore.formats.regular import open_regular, read_regular
 
 # An entry of `TensorProto.external_data` with the key `location`, as Protocol Buffers write it: without it there is none.
 _LOCATION = b"\x0a\x08location\x12"
@@ -22,7 +23,7 @@ def read_onnx(path: Path, within: Path) -> bytes:
     Raises InvalidInput for weights that cannot be taken in, MissingExtra where that needs the extra `dense`, OSError
     where `path` cannot be read. Whether it is a model at all is not looked at.
     """
-    content = path.read_bytes()
+    content = read_regular(path, _MAX_BYTES)
     if _LOCATION not in content:
         return content
     try:
@@ -57,9 +58,9 @@ def _weights(tensor: Any, path: Path, within: Path) -> bytes:
             raise InvalidInput(f"the weights {tensor.name!r} lie outside of {within.name}: {location!r}")
         offset = int(entries.get("offset", 0))
         length = int(entries["length"]) if "length" in entries else -1
-        with open(file, "rb") as source:
+        with open_regular(file) as source:
             source.seek(offset)
-            data = source.read(length)
+            data = source.read(length if 0 <= length <= _MAX_BYTES else _MAX_BYTES + 1)
     except FileNotFoundError:
         raise InvalidInput(f"the file of its weights {tensor.name!r} is missing: {location!r}") from None
     except (OSError, ValueError, RuntimeError) as error:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
+from tierstore.errors import InvalidInput, MissingExtra, SnapshotError, StorageError
 from tierstore.formats.arrow_shards import read_arrow, read_parquet
 from tierstore.formats.checksum import checksum, is_hugectr, parts
 from tierstore.formats.columns import Malformed
@@ -93,9 +91,20 @@ def open_snapshot(source: str | Path) -> Snapshot:
         root = root.parent
     if not root.is_dir():
         raise SnapshotError(f"{root} is not a directory: expected a snapshot, a directory with {SNAPSHOT_MANIFEST}")
+    inside(root, SNAPSHOT_MANIFEST)
     snapshot = Snapshot(root.resolve(), Manifest.read(root / SNAPSHOT_MANIFEST))
     snapshot.check_files()
     return snapshot
+
+
+def inside(root: Path, name: str) -> None:
+    """SnapshotError where a manifest is a link that leads out of its directory."""
+    try:
+        within = (root / name).resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError) as error:
+        raise SnapshotError(f"cannot be read: {error}", file=name) from error
+    if not within:
+        raise SnapshotError("leads outside the snapshot's directory", file=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +148,7 @@ class Snapshot:
         _, shard = self._shard(table, shard_no)
         if shard.xxh3 is None:
             return
-        with _naming(shard.path):
+        with naming(shard.path):
             came = checksum(self._resolve(shard.path))
         if came != shard.xxh3:
             raise SnapshotError(
@@ -160,12 +169,12 @@ class Snapshot:
         parts_of: list[Any] = [self.manifest.to_document()]
         for table in self.manifest.tables:
             for shard in table.shards:
-                with _naming(shard.path):
+                with naming(shard.path):
                     stats = [file.stat() for file in parts(self._resolve(shard.path))]
                 parts_of.append([(of.st_size, None if shard.xxh3 else of.st_mtime_ns) for of in stats])
         dense = () if self.manifest.dense is None else (self.manifest.dense.path,)
         for name in (*dense, *self.manifest.warmup.values(), *self.manifest.requests):
-            with _naming(name):
+            with naming(name):
                 parts_of.append(checksum(self._resolve(name, file_only=True)))
         return xxhash.xxh3_128_hexdigest(json.dumps(parts_of).encode())
 
@@ -175,7 +184,7 @@ class Snapshot:
         if name is None:
             return None
         path = self._resolve(name, file_only=True)
-        with _naming(name):
+        with naming(name):
             with open(path, "rb") as file:
                 dtype, shape = npy_header(file)
                 if len(shape) != 1 or shape[0] * dtype.itemsize != path.stat().st_size - file.tell():
@@ -194,7 +203,7 @@ class Snapshot:
         path = self.dense_path()
         if path is None or self.manifest.dense is None:
             return None
-        with _naming(self.manifest.dense.path):
+        with naming(self.manifest.dense.path):
             return read_onnx(path, self.root)
 
     def request_paths(self) -> list[tuple[str, Path]]:
@@ -236,9 +245,12 @@ class Snapshot:
     def _resolve(self, name: str, *, file_only: bool = False) -> Path:
         """The file behind a manifest's path: it exists and, symlinks followed, lies inside the snapshot."""
         try:
-            path = (self.root / name).resolve()
-        except (OSError, RuntimeError) as error:
-            raise SnapshotError(f"cannot be resolved: {error}", file=name) from error
+            return self._followed(name, file_only)
+        except (OSError, RuntimeError, UnicodeError) as error:
+            raise SnapshotError(f"cannot be read: {error}", file=name) from error
+
+    def _followed(self, name: str, file_only: bool) -> Path:
+        path = (self.root / name).resolve()
         if not path.is_relative_to(self.root) or path == self.root:
             raise SnapshotError("leads outside the snapshot's directory", file=name)
         if path.is_dir() and not file_only:
@@ -253,7 +265,7 @@ class Snapshot:
     ) -> Iterator[tuple[Keys, Vectors | None, int, pa.Array | None]]:
         first_row = 0
         for name, path, read in self._readers(entry, shard):
-            with _naming(name) as place:
+            with naming(name) as place:
                 for codes, vectors, strings in read(path, entry.spec(), batch_rows, with_vectors):
                     if first_row + len(codes) > shard.rows:
                         raise SnapshotError(
@@ -271,7 +283,7 @@ class _Place:
 
 
 @contextmanager
-def _naming(file: str) -> Iterator[_Place]:
+def naming(file: str) -> Iterator[_Place]:
     """Turn whatever a reader or its library raises into one SnapshotError that names `file` and the row."""
     place = _Place()
     try:
@@ -283,15 +295,7 @@ def _naming(file: str) -> Iterator[_Place]:
         raise SnapshotError(error.reason, file=file, row=row) from error
     except (InvalidInput, MissingExtra) as error:
         raise SnapshotError(str(error), file=file) from error
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        EOFError,
-        zipfile.BadZipFile,
-        zlib.error,
-        RuntimeError,
-        NotImplementedError,
-        MemoryError,
-    ) as error:
-        raise SnapshotError(f"cannot be read: {error or type(error).__name__}", file=file) from error
+    except StorageError:
+        raise
+    except Exception as error:  # libraries raise whatever they come upon in a damaged file, errors of syntax included
+        raise SnapshotError(f"cannot be read: {str(error) or type(error).__name__}", file=file) from error

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from tierstore.formats.columns import Malformed, as_vectors
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import HUGECTR_KEYS, HUGECTR_VECTORS
+from tierstore.formats.regular import open_regular
 from tierstore.types import Keys, KeyType, TableSpec, Vectors
 
 _MAX_HEADER = 100 << 20  # as the safetensors library has it
@@ -105,7 +106,7 @@ def read_hugectr(
 def safetensors_header(path: Path) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, once all of its header holds true. Raises Malformed."""
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER, size - 8):
             raise Malformed(f"not a safetensors file: its header would take {length} bytes of {size}")
@@ -155,7 +156,7 @@ def _safetensor(path: Path, begin: int, name: str, entry: Any) -> tuple[Tensor, 
 
 @contextlib.contextmanager
 def _stream_at(path: Path, offset: int) -> Iterator[IO[bytes]]:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(offset)
         yield file
 
@@ -170,7 +171,7 @@ def npy_header(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(stream)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+    except Exception as error:  # NumPy takes it for Python, and raises what its tokenizer and parser do
         raise Malformed(f"not a .npy header: {error}") from error
     if dtype.hasobject:
         raise Malformed("holds Python objects, which would have to be unpickled: save plain arrays")

@@ -51,7 +51,7 @@ def read_ps_json(path: Path, beside: Path | None = None) -> list[HpsModel]:
     """
     try:
         document = _File.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             shown = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
             raise SnapshotError(f"not HPS's configuration: {shown}", file=str(path)) from error

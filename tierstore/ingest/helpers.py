@@ -33,6 +33,7 @@ from tierstore.tiers.background import hand_over
 NICENESS = 19
 _THREADS_OF_LIBRARIES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _TICK_S = 0.1
+_END_S = 10.0
 _STDERR_TAIL = 2000
 
 
@@ -184,7 +185,8 @@ class _Helper:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that a drive or a mount holds cannot be ended
+            self.process.wait(_END_S)
         self.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()

@@ -106,9 +106,9 @@ class LoadPlan:
 
     @property
     def helpers(self) -> int:
-        """As many as have something to do that is worth the start of a process."""
+        """As many as have something to do that is worth the start of a process; one makes a disk tier of no rows, too."""
         work = max(sum(len(plan.groups) for plan in self.tables), sum(plan.files for plan in self.tables))
-        return min(self.workers, work, 1 + sum(plan.bytes for plan in self.tables) // MIN_RANGE_BYTES)
+        return max(1, min(self.workers, work, 1 + sum(plan.bytes for plan in self.tables) // MIN_RANGE_BYTES))
 
 
 def plan_load(tables: tuple[TableEntry, ...], *, base: BaseKind, memory_bytes: int, workers: int) -> LoadPlan:

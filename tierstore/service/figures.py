@@ -33,6 +33,8 @@ REQUEST_BOUNDS_S = (
     5.0,
     10.0,
 )
+_NOT_DATA_PLANE = frozenset({"admin", "grpc"})  # among protocols
+_FAILED = frozenset({"error", "overloaded", "deadline", "unavailable"})  # among outcomes
 FRESHNESS_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 86400.0)
 
 
@@ -224,6 +226,18 @@ class RequestTimes:
         with self._lock:
             histogram = self.histograms.setdefault((protocol, outcome), Histogram(REQUEST_BOUNDS_S))
             histogram.absorb(more.counts, more.total)
+
+    def of_data_plane(self) -> dict[str, list[float] | list[int] | int]:
+        """Look-ups and predictions, and what else their protocols ask: upper bounds in seconds, requests in each bucket, and
+        how many failed by the service's fault or for want of room or time."""
+        found = [item for item in list(self.histograms.items()) if item[0][0] not in _NOT_DATA_PLANE]
+        counts = [sum(column) for column in zip(*(histogram.counts for _, histogram in found), strict=True)]
+        failed = sum(sum(histogram.counts) for (_, outcome), histogram in found if outcome in _FAILED)
+        return {
+            "bounds": list(REQUEST_BOUNDS_S),
+            "counts": counts or [0] * (len(REQUEST_BOUNDS_S) + 1),
+            "failed": failed,
+        }
 
     @property
     def requests(self) -> int:

@@ -28,6 +28,7 @@ class RequestLog:
     def __init__(self, settings: Settings) -> None:
         self._all = settings.access_log
         self._slow_ms = settings.slow_request_ms
+        self.of_successes = self._all or self._slow_ms > 0  # whether it need be told of requests that did not fail
         self._lock = threading.Lock()
         # guarded by _lock
         self._second = 0

@@ -48,6 +48,13 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (Closed, HTTPStatus.SERVICE_UNAVAILABLE),
     (Locked, HTTPStatus.SERVICE_UNAVAILABLE),
     (StorageError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (RecursionError, HTTPStatus.BAD_REQUEST),
+    (UnicodeError, HTTPStatus.BAD_REQUEST),
+)
+# What only a client brings about, by JSON nested very deep or half a character in a string, wherever it is noticed.
+SENT: tuple[tuple[type[Exception], str], ...] = (
+    (RecursionError, "the request is nested too deep"),
+    (UnicodeError, "the request holds text that is not Unicode"),
 )
 
 
@@ -71,14 +78,24 @@ def retry_after(error: BaseException) -> bytes | None:
 def message_of(error: BaseException) -> str:
     """What a client is told. Details of a defect go to the log alone."""
     if isinstance(error, TierstoreError):
-        return explained(error)
+        return as_text(explained(error))
+    for kind, message in SENT:
+        if isinstance(error, kind):
+            return message
     return "internal error; the server's log has the details"
+
+
+def as_text(text: str) -> str:
+    """`text` as it can be sent: half characters, which JSON and names of files may hold, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def log_failure(error: BaseException, what: str) -> None:
     """Log what an operator should look at: defects with their traceback, storage failures in a line."""
     if isinstance(error, StorageError):
         logger.error("%s: %s", what, error)
+    elif isinstance(error, tuple(kind for kind, _ in SENT)):
+        logger.warning("%s: %s: %s", what, message_of(error), type(error).__name__)
     elif not isinstance(error, TierstoreError):
         logger.error("%s failed", what, exc_info=error)
 

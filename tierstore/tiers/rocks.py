@@ -84,13 +84,15 @@ def scan_options() -> rocksdict.ReadOptions:
 
 
 def translate(error: Exception, doing: str) -> TierstoreError:
-    """Our error for one of RocksDB's, which come as bare exceptions told apart by their text alone."""
+    """Our error for one of RocksDB's, which come as bare exceptions told apart by their text alone, or as a bare OSError."""
     text = str(error)
+    if isinstance(error, OSError):  # of the binding itself, which reads a file of its own
+        return StorageError(f"{doing}: {error.strerror or text}")
     if isinstance(error, rocksdict.DbClosedError):
         return Closed(f"{doing}: the disk tier was closed")
     if text.startswith("Corruption"):
         return Corruption(f"{doing}: {text}")
-    if "LOCK" in text or "lock hold by" in text:
+    if ("LOCK" in text and "Permission denied" not in text) or "lock hold by" in text:
         return Locked(f"{doing}: the database is open in another process or twice in this one ({text})")
     if "No space left" in text or "quota exceeded" in text:
         return DiskFull(f"{doing}: the disk is full; free some space and try again ({text})")
@@ -103,6 +105,7 @@ def driver_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if type(error) is Exception or isinstance(error, rocksdict.DbClosedError):
+        foreign = isinstance(error, OSError) and not isinstance(error, TierstoreError)
+        if foreign or type(error) is Exception or isinstance(error, rocksdict.DbClosedError):
             raise translate(error, doing) from error
         raise

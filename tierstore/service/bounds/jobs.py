@@ -1,13 +1,14 @@
 """Loads that run in the background: one at a time, a bounded queue, a bounded history.
 
-`Jobs` may be used from any thread; the loads run on its own. Jobs do not survive a restart: a load that was cut off
+One that does not get on (a mount that hangs, say) lets those of other models pass it, so at times more than one is at work.
+
+`Jobs` may be used from any thread; each load runs on a thread of its own. Jobs do not survive a restart: a load that was cut off
 leaves nothing behind, and is asked for again.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 import uuid
@@ -19,13 +20,15 @@ from cachetools import LRUCache
 
 from tierstore.engine.changes import ASKED_BY
 from tierstore.errors import Closed, Conflict, NotFound, Overloaded, TierstoreError
-from tierstore.service.status import log_failure, message_of
+from tierstore.service.status import as_text, log_failure, message_of
 from tierstore.types import Progress
 
 logger = logging.getLogger(__name__)
 
 QUEUE_LIMIT = 16  # running ones included
 HISTORY_LIMIT = 256
+STUCK_S = 60.0  # without a step forward: then the next one begins beside it
+_POLL_S = 0.5
 
 
 @dataclass(slots=True)
@@ -48,9 +51,12 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     phase_began_s: float = field(default_factory=time.monotonic)
     phase_began_at: int = 0
+    moved_s: float = 0.0  # when it got on last; 0 before it begins
 
     def note(self, progress: Progress) -> None:
         """Take the loader's progress; the rate is that of the phase."""
+        if (progress.phase, progress.done) != (self.phase, self.done):
+            self.moved_s = time.monotonic()
         if progress.phase != self.phase:
             self.phase, self.phase_began_s, self.phase_began_at = progress.phase, time.monotonic(), progress.done
         self.done, self.total = progress.done, progress.total
@@ -64,7 +70,7 @@ class Job:
         return {
             "job": self.id,
             "model": self.model,
-            "source": str(self.source),
+            "source": as_text(str(self.source)),
             "activate": self.activate,
             "state": self.state,
             "phase": self.phase,
@@ -91,8 +97,8 @@ class Jobs:
         self._active: dict[str, Job] = {}
         self._history: LRUCache[str, Job] = LRUCache(HISTORY_LIMIT)
         self._closed = False
-        # synchronized by itself; bounded by the check of _active
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads: dict[str, threading.Thread] = {}  # of those at work, by id
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._work, name="tierstore-jobs", daemon=True)
         self._thread.start()
 
@@ -110,7 +116,7 @@ class Jobs:
             if len(self._active) >= QUEUE_LIMIT:
                 raise Overloaded(f"{QUEUE_LIMIT} loads wait already; try again when one is done", retry_after_s=10.0)
             self._active[job.id] = job
-        self._queue.put(job)
+            self._changed.notify_all()
         return job
 
     def get(self, job_id: str) -> Job:
@@ -133,6 +139,8 @@ class Jobs:
         if job.state != "running":
             raise Conflict(f"job {job_id} has ended: {job.state}")
         job.cancelled.set()
+        with self._lock:
+            self._changed.notify_all()
         return job
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -141,17 +149,40 @@ class Jobs:
             self._closed = True
             for job in self._active.values():
                 job.cancelled.set()
-        self._queue.put(None)
-        self._thread.join(timeout_s)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._active, timeout=timeout_s)
 
     def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            self._run(job)
-            with self._lock:
-                self._active.pop(job.id, None)
-                self._history[job.id] = job
+        """Begin each load in its turn; those that were cancelled while they waited need none."""
+        with self._lock:
+            while not (self._closed and not self._active):
+                job = self._next()
+                if job is None:
+                    self._changed.wait(_POLL_S if self._threads else None)
+                    continue
+                job.moved_s = time.monotonic()
+                thread = threading.Thread(target=self._run, args=(job,), name=f"tierstore-load-{job.id}", daemon=True)
+                self._threads[job.id] = thread
+                thread.start()
+
+    def _next(self) -> Job | None:
+        waiting = [job for job in self._active.values() if job.id not in self._threads]
+        if (gone := next((job for job in waiting if job.cancelled.is_set()), None)) is not None:
+            return gone
+        at_work = [self._active[id_] for id_ in self._threads]
+        if any(not job.cancelled.is_set() and time.monotonic() - job.moved_s < STUCK_S for job in at_work):
+            return None
+        busy = {job.model for job in at_work}
+        return next((job for job in waiting if job.model not in busy), None)
 
     def _run(self, job: Job) -> None:
+        self._load(job)
+        with self._lock:
+            del self._active[job.id], self._threads[job.id]
+            self._history[job.id] = job
+            self._changed.notify_all()
+
+    def _load(self, job: Job) -> None:
         state = "failed"
         ASKED_BY.set(f"job {job.id}" if job.asked_by is None else f"job {job.id} of {job.asked_by}")
         try:

@@ -329,6 +329,7 @@ def _service_state(service: Service) -> dict[str, Any]:
         "ready": service.ready,
         "uptime_s": time.time() - service.started_s,
         "requests": service.request_times.requests,
+        "request_seconds": service.request_times.of_data_plane(),
         "lookup_threads": {"busy": service.lookups.busy, "total": service.lookups.threads},
         "lookup_queue": {"used": service.lookups.waiting, "total": service.lookups.queue_limit},
         "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},

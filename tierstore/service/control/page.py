@@ -22,6 +22,7 @@ th{font-size:12px;color:var(--dim);font-weight:500;border:0}.pill{border-radius:
 .pill.active,.pill.ready{background:var(--host);color:#fff}.pill.canary{background:#eab308;color:#1c2330}.pill.loading{background:var(--accent);color:#fff}.pill.stale,.pill.bad{background:var(--bad);color:#fff}
 .bar{display:flex;height:10px;border-radius:5px;overflow:hidden;background:var(--line);min-width:120px}.bar i{display:block}
 .legend{display:flex;gap:12px;flex-wrap:wrap;font-size:12px;color:var(--dim)}.legend i{display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:4px}
+.spark{display:flex;align-items:flex-end;height:36px;margin-top:6px}.spark i{flex:1 1 0;min-width:0;min-height:1px;background:var(--accent)}#history{grid-template-columns:repeat(auto-fit,minmax(240px,1fr))}
 .problem{color:var(--bad)}a{color:var(--accent)}
 @media(max-width:760px){main,header{padding:12px}tr{display:grid;grid-template-columns:repeat(auto-fill,minmax(120px,1fr));gap:4px 12px;
   padding:8px 0;border-top:1px solid var(--line)}tr:has(th){display:none}td{border:0;padding:0;min-width:0;overflow-wrap:anywhere}
@@ -29,7 +30,7 @@ th{font-size:12px;color:var(--dim);font-weight:500;border:0}.pill{border-radius:
 </style></head><body>
 <header><h1>tierstore</h1><span id="state" class="pill">…</span><span id="version" class="dim"></span><span class="grow"></span>
 <a href="/docs">API</a><a href="/metrics">metrics</a><a href="/admin/jobs">jobs</a></header>
-<main><div class="tiles" id="tiles"></div><div id="models"></div></main>
+<main><div class="tiles" id="tiles"></div><div class="tiles" id="history"></div><div id="models"></div></main>
 <script>
 "use strict";
 const TIERS=["overlay","device","host","disk","remote","absent"];
@@ -51,6 +52,18 @@ function rates(now){const out={requests:null,tables:{}};if(last){const s=(now.at
   for(const m of now.doc.models)for(const t in m.tables){const b=old[m.model]&&old[m.model].tables[t];if(!b)continue;
     const d={};let sum=0;for(const k in m.tables[t].lookup_keys){d[k]=Math.max(0,m.tables[t].lookup_keys[k]-(b.lookup_keys[k]||0));sum+=d[k]}
     out.tables[m.model+"/"+t]={keys:sum/s,by:d,sum}}}return out}
+const past=[];
+function since(then,now){return{seconds:(now.at-then.at)/1000,counts:now.counts.map((n,i)=>n-then.counts[i]),failed:now.failed-then.failed}}
+function quantile(q,counts,bounds){let left=q*counts.reduce((a,b)=>a+b,0);if(!left)return null;
+  for(let i=0;i<bounds.length;i++){if(left<=counts[i]){const low=i?bounds[i-1]:0;return low+(bounds[i]-low)*left/counts[i]}left-=counts[i]}return bounds[bounds.length-1]}
+const ms=s=>s==null?"–":(1000*s).toFixed(s<.01?2:0)+" ms";
+function note(at,figures){const now={at,counts:figures.counts,failed:figures.failed},before=past[past.length-1];
+  if(before&&now.counts.some((n,i)=>n<before.counts[i]))past.length=0;
+  else if(before){const d=since(before,now),n=d.counts.reduce((a,b)=>a+b,0);now.rate=n/d.seconds;now.failing=d.failed/d.seconds;now.p99=quantile(.99,d.counts,figures.bounds)}
+  past.push(now);while(past[0].at<at-3e5)past.shift();return since(past.find(p=>p.at>=at-6e4),now)}
+function history(label,key,text){const seen=past.slice(-200),most=Math.max(...seen.map(p=>p[key]||0));
+  return el("div",{class:"tile"},el("span",{},`${label}, last ${Math.round((seen[seen.length-1].at-seen[0].at)/1000)} s, at most ${text(most)}`),
+    el("div",{class:"spark"},...seen.map(p=>el("i",{style:`height:${most?100*(p[key]||0)/most:0}%`,title:text(p[key])}))))}
 function model(m,rate){const card=el("div",{class:"card"},el("h2",{},m.model));
   card.append(el("span",{class:"dim"},m.active_version==null?"no active version":`version ${m.active_version} · watermark ${num(m.watermark)}`+
     (m.overlays?` · ${m.overlays} deltas not folded yet (${size(m.overlay_bytes)})`:"")));
@@ -69,14 +82,17 @@ function model(m,rate){const card=el("div",{class:"card"},el("h2",{},m.model));
 function show(now){const d=now.doc,s=d.service,r=rates(now);
   const w=d.warming&&`warming ${pct(d.warming.done,d.warming.total)}`;
   $("state").textContent=w?(s.ready?`ready, ${w}`:w):s.ready?"ready":"stopping";$("state").className="pill "+(s.ready?"ready":"stale");$("version").textContent=`${s.version} · up ${num(s.uptime_s)} s`;
+  const minute=note(now.at,s.request_seconds),asked=minute.counts.reduce((a,b)=>a+b,0),at=q=>ms(quantile(q,minute.counts,s.request_seconds.bounds));
   const keys=Object.values(r.tables).reduce((a,b)=>a+b.keys,0);
   const tiles=[tile("requests/s",r.requests==null?"–":num(r.requests)),tile("keys/s",last?num(keys):"–"),
+    tile("p50, last minute",at(.5)),tile("p99, last minute",at(.99)),tile("errors, last minute",minute.failed?`${num(minute.failed)} (${pct(minute.failed,asked)})`:"0"),
     tile("look-ups waiting",`${s.lookup_queue.used} / ${s.lookup_queue.total}`),tile("look-ups in flight",size(s.inflight_bytes.used))];
   if(d.host_budget)tiles.push(tile("host budget",`${size(d.host_budget.used)} / ${size(d.host_budget.total)}`));
   if(d.device&&d.device.present)tiles.push(tile("device budget",`${size(d.device_budget.used)} / ${size(d.device_budget.total)}`));
   if(d.overlay_budget)tiles.push(tile("overlays",`${size(d.overlay_budget.used)} / ${size(d.overlay_budget.total)}`));
   if(s.watch)tiles.push(tile("watched deltas",num(s.watch.applied)));
   $("tiles").replaceChildren(...tiles);
+  $("history").replaceChildren(history("requests/s","rate",num),history("p99","p99",ms),history("errors/s","failing",n=>(n||0).toFixed(1)));
   const cards=d.models.map(m=>model(m,r));
   if(s.watch)for(const m in s.watch.held_up)cards.unshift(el("div",{class:"card problem"},`watched directory, ${m}: ${s.watch.held_up[m]}`));
   if(!d.models.length)cards.push(el("div",{class:"card dim"},"No models yet: load a snapshot with “tierstore load SNAPSHOT --url "+location.origin+"”."));

@@ -36,7 +36,7 @@ def resolve_source(source: str, roots: Sequence[Path]) -> Path:
             inside = True
             if resolved.exists():
                 return resolved
-        except (OSError, RuntimeError) as error:  # a loop of links, a name too long, a directory that may not be read
+        except (OSError, RuntimeError, UnicodeError) as error:  # a loop of links, a name too long, one that is no text
             raise InvalidInput(f"source {source!r} cannot be read: {error}") from error
     if inside:
         raise InvalidInput(f"source {source!r} does not exist")

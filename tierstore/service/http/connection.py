@@ -92,6 +92,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._door, self._first, self._refused, self._back = door, first, refused, back
         self._served: bool | None = None
+        self._running: Any = None  # the request that is being answered: the first of those that were sent ahead
         self._lost = False
         self._head_bytes = 0
         self._held = b""  # of a head: it may begin a wish for another protocol
@@ -128,6 +129,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        if self._running is not None and not self._running.response_complete:  # else uvicorn takes it for a defect
+            self._running.disconnected = True
+            self._running.message_event.set()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
         if self._door is not None and self._served is not None:
@@ -137,6 +141,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.transport.flush()  # type: ignore[attr-defined]
         keeps = self.cycle.keep_alive
+        self._running = self.pipeline[-1][0] if self.pipeline else self.cycle
         super().on_response_complete()
         if keeps and self._is_idle():
             self._go_back()
@@ -242,6 +247,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
         self._in_head = False
         self._head_bytes = self._beside_bytes = 0
 

@@ -69,6 +69,8 @@ class Logged:
                 self._note(scope, status, began_ns, request_id)
 
     def _note(self, scope: Scope, status: int, began_ns: int, request_id: bytes | None) -> None:
+        if status < 400 and not self._log.of_successes:
+            return
         self._log.note(
             scope["method"],
             scope["path"],

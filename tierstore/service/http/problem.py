@@ -8,14 +8,20 @@ from typing import Any
 from fastapi.responses import JSONResponse, Response
 
 from tierstore.errors import SequenceGap
-from tierstore.service.status import message_of, retry_after, status_of
+from tierstore.service.status import as_text, message_of, retry_after, status_of
 
 PROBLEM = "application/problem+json"
 
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
     """An answer that says what is wrong; `more` are further members of the document."""
-    document = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail, **more}
+    document = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": as_text(detail),
+        **more,
+    }
     return JSONResponse(document, status, headers, media_type=PROBLEM)
 
 

@@ -42,7 +42,10 @@ class TensorSpec:
 
 def shown(value: object) -> str:
     """`value` as an error message quotes it: short, whatever a client sent."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # parsers of JSON go deeper than Python can show
+        return f"{type(value).__name__} that is nested too deep"
     return text if len(text) <= 80 else text[:77] + "…"
 
 

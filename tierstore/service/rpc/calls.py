@@ -114,7 +114,8 @@ class Accounts:
     def answered(self, caller: RpcCaller, began_ns: int, spent: Timings | None = None) -> None:
         """A call that came at `began_ns` (`time.perf_counter_ns`) is answered; `spent` is where its time went."""
         self._times.add(self._protocol, "ok", (time.perf_counter_ns() - began_ns) / 1e9)
-        self._note(caller, 200, "OK", began_ns, spent=spent)
+        if self._log.of_successes:
+            self._note(caller, 200, "OK", began_ns, spent=spent)
 
     def failed(self, caller: RpcCaller, error: Exception, began_ns: int) -> tuple[Any, str]:
         """One has failed: its status and what its client is told."""

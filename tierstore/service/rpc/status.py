@@ -21,7 +21,7 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
 )
-from tierstore.service.status import message_of
+from tierstore.service.status import SENT, message_of
 
 Code = grpc.StatusCode
 MAX_DETAILS = 2048  # bytes; up to three times as many once encoded, and grpcio takes 8 KiB of metadata for sure
@@ -51,6 +51,7 @@ _CODES: tuple[tuple[type[Exception], Any], ...] = (
     (Closed, Code.UNAVAILABLE),
     (Locked, Code.UNAVAILABLE),
     (StorageError, Code.UNAVAILABLE),
+    *((kind, Code.INVALID_ARGUMENT) for kind, _ in SENT),
 )
 
 # The metric label: the words of the HTTP front where one fits.

@@ -1,0 +1,87 @@
+"""What no client should send, and some do: each is told it with a 4xx, and the log has no traceback of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tierstore.service.server import ServerThread
+
+DEEP = 1000  # the parsers of JSON go as deep, what shows a value does not
+LISTS, OBJECTS = "[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP
+BODIES = [
+    ("/v2/models/one/infer", '{"inputs":%s}'),
+    ("/v2/models/one/infer", '{"id":%s,"inputs":[]}'),
+    ("/v2/models/one/infer", '{"parameters":{"binary_data_output":%s},"inputs":[]}'),
+    ("/v2/models/one/infer", '{"inputs":[{"name":"item_id","datatype":"INT64","shape":%s,"data":[1]}]}'),
+    ("/v2/models/one/infer", '{"inputs":[{"name":"item_id","datatype":"INT64","shape":[1],"data":%s}]}'),
+    ("/v1/models/one:predict", '{"signature_name":%s,"inputs":[1]}'),
+    ("/v1/models/one:predict", '{"instances":%s}'),
+    ("/v1/models/one:predict", '{"inputs":%s}'),
+    ("/v1/models/one:predict", '{"inputs":%s,"x":NaN}'),
+    ("/admin/models/one/snapshots", '{"source":%s}'),
+    ("/admin/models/one/canary", "%s"),
+    ("/v2/repository/models/one/load", '{"parameters":%s}'),
+    ("/v2/systemsharedmemory/region/a/register", '{"key":"a","byte_size":%s}'),
+    ("/v2/cudasharedmemory/region/a/register", '{"raw_handle":%s,"byte_size":3}'),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_traceback(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.WARNING)
+    yield
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("nested", [LISTS, OBJECTS], ids=["lists", "objects"])
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=[f"{path}-{body[:20]}" for path, body in BODIES])
+def test_what_is_nested_very_deep_is_bad_input(http: httpx.Client, path: str, body: str, nested: str) -> None:
+    answer = http.post(path, content=body % nested, headers={"content-type": "application/json"})
+    # parameters of a load that are not known are passed over, whatever they hold
+    assert 400 <= answer.status_code < 500 or (answer.status_code == 200 and path.endswith("/load")), answer.text
+    assert len(answer.text) < 1500
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/models/one/snapshots", r'{"source":"\ud800"}'),
+        ("/admin/models/one/snapshots", r'{"source":"file:///\ud800"}'),
+        ("/admin/models/one/snapshots", r'{"source":"a","\ud800":1}'),
+        ("/admin/models/one/activate", r'{"version":"\ud800"}'),
+        ("/v1/models/one:predict", r'{"inputs":["\ud800"],"x":NaN}'),
+        ("/v1/models/one:predict", r'{"inputs":{"\ud800":[1]},"x":NaN}'),
+        ("/v2/models/one/infer", r'{"id":"\ud800"}'),
+    ],
+)
+def test_half_a_character_is_bad_input(http: httpx.Client, path: str, body: str) -> None:
+    answer = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.text.encode()
+
+
+def test_who_sends_requests_ahead_and_leaves_is_no_defect(http: httpx.Client, server: ServerThread) -> None:
+    """The first is being answered when the connection is lost, and is not the one that came last."""
+    where = urlsplit(server.url)
+    keys = list(range(20_000))
+    body = json.dumps(
+        {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [len(keys)], "data": keys}]}
+    ).encode()
+    large = b"POST /v2/models/one/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    ahead = large * 3 + b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" + large * 2
+    for i in range(30):
+        with socket.create_connection((where.hostname, where.port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", i % 2, 0))
+            client.sendall(ahead)
+            time.sleep(0.002 * (i % 10))
+    assert http.get("/v2/health/live").status_code == 200

@@ -1,0 +1,57 @@
+"""Reading files that somebody else names: regular ones alone, and no more of them than makes sense.
+
+A pipe, a socket, a device or a directory is refused at once, where `open` would wait for somebody to write into it, or
+never come to an end. Any thread; errors are OSError that say what was found.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+MAX_DOCUMENT_BYTES = 64 << 20  # of a manifest: some 400,000 shards
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file for reading."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise _refused("a socket or a device", path) from error
+        raise
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise _refused(_KINDS.get(stat.S_IFMT(mode), "something else"), path)
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_regular(path: str | Path, limit: int | None = None) -> bytes:
+    """All of a file that has at most `limit` bytes."""
+    with open_regular(path) as file:
+        if limit is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(limit + 1) if size <= limit else b""
+        if max(size, len(data)) > limit:
+            raise OSError(errno.EFBIG, f"has {max(size, len(data)):,} bytes, at most {limit:,} are read", str(path))
+        return data
+
+
+def _refused(found: str, path: str | Path) -> OSError:
+    return OSError(errno.EINVAL, f"expected a regular file, found {found}", str(path))
