@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tierstore.engine.dense import check_dense
 from tierstore.engine.model import Model
-from tierstore.engine.version import Version
-from tierstore.errors import TierstoreError
+from tierstore.engine.version import Version, VersionInfo
+from tierstore.errors import StorageError, TierstoreError
+from tierstore.formats import files
+from tierstore.formats.regular import read_regular
 from tierstore.types import Progress, ProgressFn, VerifyReport
 
 
@@ -22,6 +25,7 @@ def verify_store(models: Sequence[Model], progress: ProgressFn) -> VerifyReport:
         for number in model.versions:
             try:
                 with model.opened(number) as version:
+                    _check_files(version.info)
                     rows += _check_version(model.name, version, progress, problems)
                     nbytes += version.disk.bytes_on_disk()
             except TierstoreError as error:
@@ -33,6 +37,22 @@ def verify_store(models: Sequence[Model], progress: ProgressFn) -> VerifyReport:
         deltas += read
         problems += wrong
     return VerifyReport(versions, rows, nbytes, deltas, tuple(problems))
+
+
+def _check_files(info: VersionInfo) -> None:
+    """Corruption where the record or the dense part is not what was written."""
+    files.read_json(info.where.record)
+    while info.has_dense:
+        expected = info.dense_digest
+        try:
+            check_dense(info, read_regular(info.where.dense))
+        except OSError as error:
+            if expected != info.dense_digest:  # a newer one took its place meanwhile
+                continue
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
+        return
 
 
 def _check_version(model: str, version: Version, progress: ProgressFn, problems: list[str]) -> int:
