@@ -53,8 +53,8 @@ class Record:
         try:
             if routes.active is None:
                 files.remove_file(current)
-            elif before[current] != (number := files.checked_number(int(format_version(routes.active)))):
-                files.publish_bytes(current, number)
+            elif before[current] not in (format_version(routes.active).encode(), files.checked_number(routes.active)):
+                files.publish_bytes(current, files.checked_number(routes.active))
             save_routes(self._where.routes, routes)
             then()
         except BaseException:
