@@ -221,7 +221,7 @@ def test_where_it_cannot_be_written_down_the_version_is_not_left(open_store, tmp
     assert store.model("ctr").served.versions == (1,)
     store.deactivate("ctr")
     store.close()
-    assert (tmp_path / "data/models/ctr/1/ASKED").read_bytes() == b"2"
+    assert (tmp_path / "data/models/ctr/1/ASKED").read_bytes().split()[0] == b"2"
 
 
 def test_nothing_is_written_for_a_version_that_has_folded_all_or_accepted_rows_alone(open_store, tmp_path):
@@ -244,7 +244,7 @@ def test_a_record_that_makes_no_sense_keeps_no_version_from_serving(open_store, 
     store = switched(open_store, tmp_path)
     store.close()
     path = tmp_path / "data/models/ctr/1/ASKED"
-    assert path.read_bytes() == b"1"
+    assert path.read_bytes().split()[0] == b"1"
     path.write_bytes(content)
     store = open_store()
     assert "ASKED is passed over" in caplog.text

@@ -154,7 +154,7 @@ def test_a_verb_that_comes_too_late_changes_nothing_of_a_closed_store(open_store
     for verb in (ctr.deactivate, lambda: ctr.drop(1)):
         with pytest.raises(Closed):
             verb()
-    assert (root / "CURRENT").read_bytes() == b"2"
+    assert (root / "CURRENT").read_bytes().split()[0] == b"2"
     assert open_store().model("ctr").versions == [1, 2]
 
 

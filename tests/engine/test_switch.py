@@ -318,7 +318,7 @@ def test_loads_switches_and_drops_at_once_end_in_order_or_in_a_clear_conflict(op
     until(store, lambda: not ctr._keeper._retiring)
     assert stamps(store) == ({float(ctr.active_version)}, {float(stream.acknowledged)})
     assert open_versions(store) == [ctr.active_version]
-    on_disk = {path.name for path in (tmp_path / "data/models/ctr").iterdir()} - {"CURRENT", "log"}
+    on_disk = {path.name for path in (tmp_path / "data/models/ctr").iterdir()} - {"CURRENT", "log", "log.end"}
     assert on_disk == {str(version) for version in ctr.versions}
 
 

@@ -66,6 +66,9 @@ def status(document: dict[str, Any]) -> None:
             console.print(f"  [red]problem:[/] {escape(str(model['problem']))}")
         for version, why in model.get("damaged", {}).items():
             console.print(f"  [red]version {version} is damaged;[/] drop it or load it again: {escape(str(why))}")
+        for entry in model["versions"]:
+            if entry.get("problem"):
+                console.print(f"  [red]version {entry['version']} cannot be opened:[/] {escape(str(entry['problem']))}")
         for version, left in model.get("unfinished", {}).items():
             console.print(
                 f"  the load of version {version} was broken off; {size(left['bytes'])} are kept for the next one to go on from"

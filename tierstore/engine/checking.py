@@ -9,9 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from tierstore.engine.dense import check_dense
 from tierstore.engine.model import Model
 from tierstore.engine.version import VersionInfo
-from tierstore.errors import Closed, NotFound, TierstoreError
+from tierstore.errors import Closed, NotFound, StorageError, TierstoreError
+from tierstore.formats import files
+from tierstore.formats.regular import read_regular
 from tierstore.tiers.background import Pace
 from tierstore.tiers.disk import DiskTier
 from tierstore.types import Progress, ProgressFn, VerifyReport
@@ -55,7 +58,8 @@ def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tup
     while True:
         try:
             with model.reading(info.number) as disk:
-                found = _check_files(model.name, info, disk, progress)
+                _check_beside(info)
+                found = _check_rows(model.name, info, disk, progress)
             if info in model.infos():
                 return found
             raise NotFound(f"version {info.number} of {model.name!r} was dropped")
@@ -64,7 +68,23 @@ def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tup
             time.sleep(_PAUSE_S)
 
 
-def _check_files(model: str, info: VersionInfo, disk: DiskTier, progress: ProgressFn) -> tuple[int, int, list[str]]:
+def _check_beside(info: VersionInfo) -> None:
+    """Corruption where the record or the dense part is not what was written."""
+    files.read_json(info.where.record)
+    while info.has_dense:
+        expected = info.dense_digest
+        try:
+            check_dense(info, read_regular(info.where.dense))
+        except OSError as error:
+            if expected != info.dense_digest:  # a newer one took its place meanwhile
+                continue
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
+        return
+
+
+def _check_rows(model: str, info: VersionInfo, disk: DiskTier, progress: ProgressFn) -> tuple[int, int, list[str]]:
     nbytes, total = disk.bytes_on_disk(), sum(table["rows"] for table in info.tables.values())
     phase = f"verify {model} {info.number}"
     watermark = disk.watermark()

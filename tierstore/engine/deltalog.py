@@ -9,11 +9,17 @@ all. `base.json` holds `start`: entries at or below it do not count, whether or 
 A log that somebody, or a disk, has damaged opens all the same, and says so by `damage`. What is lost of it cannot be
 read, so no version is served without what it lacks; one that lacks nothing of it can be. Where `base.json` is lost,
 every entry counts as lost, and nothing is added or forgotten until it is back, or the log is begun anew by `restart`.
+
+`log.end`, beside the log's directory, names the newest entry: where the log ends before it, what is between is lost. It is
+written once an entry is durable, in place and without a flush of its own, so it never names one that is not, and after
+power failed it may name an earlier one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +31,8 @@ from tierstore.errors import Corruption, NotFound, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import MAX_ORDINAL, ModelDirectory
 from tierstore.formats.regular import read_regular
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class DeltaLog:
         self._lost: list[Lost] = []  # ascending
         self.unusable: str | None = None  # why nothing may be added or forgotten: where the log begins is not known
         self._base_in_doubt = False  # base.json may say something else than `start`
+        self._end = 0  # that the file of that name says; 0 where there is none
         self._in_doubt: list[Path] = []  # entries that failed, and may have their names all the same
         try:
             files.make_dir(where.log)
@@ -58,11 +67,12 @@ class DeltaLog:
         with contextlib.suppress(StorageError):  # rubbish is in nobody's way
             files.sweep(where.log)
         try:
+            self._end = _read_end(where)
             self.start = _read_start(where)
-            if self.start is None and found:
+            if self.start is None and (found or self._end):
                 raise self._no_beginning()
         except StorageError as error:
-            self._give_up(f"{error}; {_how_to_begin(found)}", found)
+            self._give_up(f"{error}; {_how_to_begin(found, self._end)}", found)
             return
         if self.start is not None:
             self._take(self.start, found)
@@ -87,13 +97,21 @@ class DeltaLog:
                 why = f"delta log {log}: {names} have the same seq; remove the one that was not acknowledged and start again"
                 self._lose(seq, seq, why)
         self.last = max(self._entries, default=start)
+        if self.last < self._end:
+            missing = (
+                f"delta {self._end} is" if self._end == self.last + 1 else f"deltas {self.last + 1} to {self._end} are"
+            )
+            why = f"delta log {log}: {missing} missing, at its end; restore what is missing and start again"
+            self._lose(self.last + 1, self._end, why)
+            self.last = self._end
 
     def _lose(self, first: int, last: int, why: str) -> None:
         self._lost.append(Lost(first, last, f"{why}, or load a snapshot whose delta_seq is {last} or larger"))
 
     def _give_up(self, why: str, found: list[tuple[int, str, Path]]) -> None:
         self._entries = {seq: digest for seq, digest, _ in found}
-        self.start, self.last, self.unusable = 0, max(self._entries, default=0), why
+        self.start, self.last, self.unusable = 0, max(self._entries, default=self._end), why
+        self.last = max(self.last, self._end)
 
     def _no_beginning(self) -> Corruption:
         return Corruption(f"{self._where.log_base} is missing, which says where the entries in {self._where.log} begin")
@@ -104,7 +122,7 @@ class DeltaLog:
         `from_log` where they did not all come with its snapshot: then the log had begun.
         """
         if self.start is None and from_log:
-            self._give_up(f"{self._no_beginning()}; {_how_to_begin([])}", [])
+            self._give_up(f"{self._no_beginning()}; {_how_to_begin([], self._end)}", [])
         if self.unusable is not None and self.last is not None:
             self.last = max(self.last, watermark)
 
@@ -112,6 +130,11 @@ class DeltaLog:
     def damage(self) -> list[str]:
         """What is wrong with the log, and what to do."""
         return [lost.why for lost in self._lost] if self.unusable is None else [self.unusable]
+
+    def check(self) -> None:
+        """Read what says where it begins and ends. StorageError where that cannot be, or is not what was written."""
+        _read_start(self._where)
+        files.read_number(self._where.log_end)
 
     def held(self) -> list[int]:
         """The seqs that can be read, ascending."""
@@ -161,6 +184,14 @@ class DeltaLog:
             raise
         self._entries[seq] = digest
         self.last = seq
+        self._note_end(seq)
+
+    def _note_end(self, seq: int) -> None:
+        try:
+            _write_end(self._where, seq)
+            self._end = seq
+        except OSError as error:  # it only says less than it could
+            logger.warning("%s cannot be written: %s", self._where.log_end, error)
 
     def _settle(self) -> None:
         while self._in_doubt:
@@ -189,8 +220,11 @@ class DeltaLog:
 
     def restart(self, seq: int) -> None:
         """Begin anew after `seq`; every entry held is forgotten."""
+        if seq < self._end:
+            self._note_end(seq)  # not after the beginning is moved: a crash in between must not look like a loss
         self._forget_to(seq, list(self._entries))
         self.last = seq
+        self._note_end(seq)
 
     def prune(self, upto: int, *, min_age_s: float = 0.0) -> int:
         """Forget entries up to `upto` that are at least `min_age_s` old. Returns how many."""
@@ -225,7 +259,7 @@ class DeltaLog:
 
     def _publish_start(self, start: int) -> None:
         self._base_in_doubt = True
-        files.publish_json(self._where.log_base, {"start": start})
+        files.publish_record(self._where.log_base, {"start": start})
         self._base_in_doubt = False
 
 
@@ -240,9 +274,27 @@ def _read_start(where: ModelDirectory) -> int | None:
     return start
 
 
-def _how_to_begin(found: list[tuple[int, str, Path]]) -> str:
+def _read_end(where: ModelDirectory) -> int:
+    """What `log.end` says; 0 where there is none (of an earlier release), or where it is damaged, which its content shows."""
+    try:
+        text = files.read_number(where.log_end)
+    except StorageError as error:
+        logger.warning("%s; it is not known whether the log ends where it should", error)
+        return 0
+    return int(text) if text is not None and text.isdigit() and int(text) <= MAX_ORDINAL else 0
+
+
+def _write_end(where: ModelDirectory, seq: int) -> None:
+    fd = os.open(where.log_end, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.ftruncate(fd, os.pwrite(fd, files.checked_number(seq), 0))
+    finally:
+        os.close(fd)
+
+
+def _how_to_begin(found: list[tuple[int, str, Path]], end: int) -> str:
     seqs = [seq for seq, _, _ in found]
-    start = "the newest delta that was acknowledged" if not seqs else seqs[0] - 1
+    start = seqs[0] - 1 if seqs else end or "the newest delta that was acknowledged"
     known = seqs == list(range(seqs[0], seqs[-1] + 1)) if seqs else True
     write = f', or have it say {{"start": {start}}} if all that was acknowledged is there' if known else ""
     return f"restore it{write}, and start again; or load a snapshot that holds every delta"

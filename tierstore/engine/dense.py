@@ -12,11 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from tierstore.engine.predicting import predict
 from tierstore.engine.version import Version, VersionInfo
 from tierstore.engine.view import View
-from tierstore.errors import DeltaError, InferenceError, InvalidInput, SnapshotError, StorageError, TierstoreError
+from tierstore.errors import (
+    Corruption,
+    DeltaError,
+    InferenceError,
+    InvalidInput,
+    SnapshotError,
+    StorageError,
+    TierstoreError,
+)
 from tierstore.formats.delta import Delta
 from tierstore.formats.names import DENSE
 from tierstore.formats.regular import read_regular
@@ -68,6 +77,7 @@ class DenseParts:
             model = read_regular(info.where.dense)
         except OSError as error:
             raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
+        check_dense(info, model)
         try:
             hand_over()
             session = self._runtime.load(model, info.features, info.specs, self.counts)
@@ -130,6 +140,14 @@ def _check_meaning(session: DenseSession, view: View, active: View) -> None:
             raise InvalidInput(
                 f"input {name!r} is a feature of version {active.version} and none of version {view.version}"
             )
+
+
+def check_dense(info: VersionInfo, model: bytes) -> None:
+    """Corruption where a version's dense part is not what was written."""
+    if info.dense_digest is not None and xxhash.xxh3_64_hexdigest(model) != info.dense_digest:
+        raise Corruption(
+            f"{info.where.dense} does not match its checksum: it was changed since it was written; drop the version and load it again"
+        )
 
 
 def recorded(info: VersionInfo) -> list[Path]:

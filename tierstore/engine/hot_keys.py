@@ -33,7 +33,7 @@ def load_keys(path: Path) -> list[Keys]:
         return [keys.astype(np.int64, copy=False).reshape(-1)]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # noqa: BLE001 - NumPy raises whatever it comes upon in a damaged file
         log.warning("%s is passed over: %s", path, error)
         return []
 

@@ -443,8 +443,13 @@ class Keeping(Switching):
             raise failed
 
     def check_log(self) -> tuple[int, list[str]]:
-        """Read every entry of the log back: how many there are, and what is wrong."""
+        """Read every entry of the log back, and what the next start goes by: how many entries there are, and what is wrong."""
         problems, count = [f"{self.name}: {why}" for why in self._deltas.damage], 0
+        for check in (self._record.current, self._record.routes, self._deltas.check):
+            try:
+                check()
+            except TierstoreError as error:
+                problems.append(f"{self.name}: {error}")
         for seq in self._deltas.held():
             try:
                 read_delta(self._deltas.read(seq))

@@ -28,10 +28,9 @@ class Record:
 
     def current(self) -> int | None:
         """The active version; None where there is none. Corruption if it makes no sense."""
-        content = files.read_bytes(self._where.current)
-        if content is None:
+        text = files.read_number(self._where.current)
+        if text is None:
             return None
-        text = content.decode(errors="replace").strip()
         number = parse_version(text)
         if number is None:
             raise Corruption(f"{self._where.current}: expected a version number, came {text[:40]!r}")
@@ -54,8 +53,8 @@ class Record:
         try:
             if routes.active is None:
                 files.remove_file(current)
-            elif before[current] != (number := format_version(routes.active).encode()):
-                files.publish_bytes(current, number)
+            elif before[current] not in (format_version(routes.active).encode(), files.checked_number(routes.active)):
+                files.publish_bytes(current, files.checked_number(routes.active))
             save_routes(self._where.routes, routes)
             then()
         except BaseException:

@@ -87,7 +87,7 @@ def save_routes(path: Path, routes: Routes) -> None:
             return
     except TierstoreError:
         pass  # none, or damaged
-    files.publish_json(path, document)
+    files.publish_record(path, document)
 
 
 def check_label(name: object) -> str:

@@ -103,7 +103,11 @@ class Store:
 
     def _start_models(self) -> None:
         """Side by side: each waits for its own files most of the time."""
-        for name in self.root.models_on_disk():
+        try:
+            names = self.root.models_on_disk()
+        except OSError as error:
+            raise StorageError(f"cannot read {self.root.models}: {error.strerror or error}") from error
+        for name in names:
             self._models[name] = Model(name, self.root.model(name), self._shared)
         models = list(self._models.values())
         with ThreadPoolExecutor(max(1, min(START_THREADS, len(models))), "tierstore-start") as threads:

@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from tierstore.config import Settings
 from tierstore.engine import rowcount
 from tierstore.engine.budget import Holder, deal
-from tierstore.engine.dense_files import dense_to_come, settle_dense
+from tierstore.engine.dense_files import dense_to_come, digest_of_dense, settle_dense
 from tierstore.engine.hot_keys import load_keys, save_keys
 from tierstore.engine.overlay import Overlay
 from tierstore.engine.rowcount import RowCount
 from tierstore.engine.table import LookupCounts, Table
 from tierstore.errors import Closed, Corruption
 from tierstore.formats import colliding, files
+from tierstore.formats.checksum import checksum
 from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.keys import as_codes
 from tierstore.formats.manifest import Manifest
@@ -38,6 +40,7 @@ from tierstore.tiers.device_set import DeviceSet
 from tierstore.tiers.disk import DiskTier, ReaderPool, Resting, write_sst
 from tierstore.tiers.host import HostTable, least_budget
 from tierstore.tiers.sealed import BASES
+from tierstore.tiers.sst import MAX_TABLE_ID
 from tierstore.types import BaseKind, FeatureSpec, Keys, TableSpec
 
 log = logging.getLogger(__name__)
@@ -78,27 +81,38 @@ def write_record(where: VersionDirectory, manifest: Manifest, build: BaseBuild) 
         }
         for number, spec in enumerate(manifest.table_specs().values(), 1)
     }
-    files.publish_json(
+    files.publish_record(
         where.record,
         {
             "format": next(form for form, base in RECORD_FORMATS.items() if base == build.base),
             "base": build.base,
             "loaded_at_s": time.time(),
+            "dense": checksum(where.dense) if manifest.dense is not None else None,
             "manifest": manifest.to_document(),
             "tables": tables,
         },
     )
 
 
+def _check_table(table: Mapping[str, Any], spec: TableSpec) -> None:
+    """ValueError, TypeError or KeyError where a table's entry is not as `write_record` makes it."""
+    if len(table["default"]) != spec.dim or not np.isfinite(np.asarray(table["default"], np.float32)).all():
+        raise ValueError(f"table {spec.name!r}: expected a default of {spec.dim} numbers")
+    if not 1 <= int(table["id"]) <= MAX_TABLE_ID or int(table["rows"]) < 0:
+        raise ValueError(f"table {spec.name!r}: expected an id and a number of rows")
+    int(table["digest"], 16)
+
+
 def _read_asked(path: Path) -> int:
     """The seq in a file, or 0: without it dense parts are checked once more, so a bad file is no reason not to serve."""
-    content = files.read_bytes(path)
-    if content is None:
+    try:
+        text = files.read_number(path)
+    except Corruption as error:
+        log.warning("%s is passed over: %s", path, error)
         return 0
-    if not content.isdigit():
-        log.warning("%s is passed over: expected a seq, came %r", path, content[:40])
-        return 0
-    return int(content)
+    if text is not None and not text.isdigit():
+        log.warning("%s is passed over: expected a seq, came %r", path, text[:40])
+    return int(text) if text is not None and text.isdigit() else 0
 
 
 def _distinct(sources: Sequence[Keys], limit: int) -> Keys:
@@ -135,17 +149,21 @@ class VersionInfo:
         self.base = RECORD_FORMATS[record["format"]]
         try:
             document, self.tables = record["manifest"], dict[str, dict[str, Any]](record["tables"])
-        except (KeyError, TypeError, ValueError) as error:
+            self._loaded_dense: str | None = record.get("dense")
+            self.manifest = Manifest.parse(json.dumps(document), file=str(where.record))
+            for spec in self.manifest.table_specs().values():
+                _check_table(self.tables[spec.name], spec)
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise Corruption(
                 f"{where.record} makes no sense ({error!r}); drop the version and load it again"
             ) from error
-        self.manifest = Manifest.parse(json.dumps(document), file=str(where.record))
         self.number = self.manifest.version
         self.specs: dict[str, TableSpec] = self.manifest.table_specs()
         self.features: dict[str, FeatureSpec] = self.manifest.feature_specs()
         self.watermark = self.manifest.delta_seq  # the owner moves it on
         self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced whole
         self.has_dense = where.dense.exists()
+        self.dense_digest = self._loaded_dense  # of dense.onnx; None where an earlier release wrote it
         self.problem: str | None = None  # why it could not be opened when that was tried last
         self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
@@ -176,6 +194,7 @@ class VersionInfo:
                 self.counts = rowcount.recorded(disk, watermark, loaded, delta_seq)
                 self._counts_at = watermark
         self.passed_over = settle_dense(self.where, disk)
+        self.dense_digest = digest_of_dense(disk, self._loaded_dense)
         self.has_dense = self.where.dense.exists()
 
     def counts_with(self, overlay: Overlay, disk: DiskTier) -> dict[str, RowCount]:
@@ -217,7 +236,7 @@ class VersionInfo:
     def keep_asked(self) -> None:
         """Have `asked_upto` be known after a restart, for a version that is to serve no more; mostly nothing to do."""
         if self.asked_upto > max(self.watermark, self._asked_kept):
-            files.publish_bytes(self.where.asked, str(self.asked_upto).encode())
+            files.publish_bytes(self.where.asked, files.checked_number(self.asked_upto))
             self._asked_kept = self.asked_upto
 
 
@@ -409,7 +428,7 @@ class Version:
         self.info.set_counts(counts, overlay.hi)
         if overlay.dense is not None:
             files.rename(self.info.where.dense_to_come(overlay.hi), self.info.where.dense)
-            self.info.has_dense = True
+            self.info.has_dense, self.info.dense_digest = True, xxhash.xxh3_64_hexdigest(overlay.dense)
             self.predictor, self.unserved = overlay.predictor, None
         if overlay.dense is not None or overlay.passed_over is not None:
             self.info.passed_over = overlay.passed_over

@@ -18,17 +18,23 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
+import xxhash
+
 from tierstore.errors import Corruption, DiskFull, NotFound, StorageError, TierstoreError
 from tierstore.formats.names import TEMPORARY, TRASH, is_scratch
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
+
+_CHECKSUM, _NO_CHECKSUM = "xxh3", "0" * 16
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class FileSystem:
@@ -164,12 +170,41 @@ def publish_json(path: str | Path, document: Any) -> None:
     publish_bytes(path, (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
+def publish_record(path: str | Path, document: Mapping[str, Any]) -> None:
+    """As `publish_json`, with a checksum of all its bytes: the field `xxh3`, last, zeros in its own place."""
+    content = json.dumps({**document, _CHECKSUM: _NO_CHECKSUM}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    data = content.encode()
+    publish_bytes(path, _checksum_in(data, _xxh3(data)))
+
+
+def _checksum_in(data: bytes, digest: str) -> bytes:
+    before, name, after = data.rpartition(f'"{_CHECKSUM}": "'.encode())
+    return before + name + digest.encode() + after[len(_NO_CHECKSUM) :]
+
+
+def _xxh3(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _check(path: Path, data: bytes, document: dict[str, Any]) -> None:
+    """Corruption where a record has a checksum that is not its own. Those of earlier releases have none."""
+    last = next(reversed(document.values()), None)
+    digest = document.pop(_CHECKSUM, None)
+    if digest is None:  # no other field at the end of a record looks like one: its name may be what is damaged
+        damaged = isinstance(last, str) and _DIGEST.fullmatch(last) is not None
+    else:
+        damaged = digest != _xxh3(_checksum_in(data, _NO_CHECKSUM))
+    if damaged:
+        raise Corruption(f"{path} does not match its checksum: it was changed since it was written; restore it")
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file of ours. NotFound if there is none, Corruption if it is not a JSON object."""
+    """The object in a JSON file of ours. NotFound if there is none, Corruption if it is no JSON object or not what was written."""
     path = Path(path)
     try:
         with _translated("read", path):
-            document = json.loads(read_regular(path, MAX_DOCUMENT_BYTES))
+            data = read_regular(path, MAX_DOCUMENT_BYTES)
+        document = json.loads(data)
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise NotFound(f"{path} does not exist") from error.__cause__
@@ -178,7 +213,29 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise Corruption(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise Corruption(f"{path}: expected a JSON object, came {type(document).__name__}")
+    _check(path, data, document)
     return document
+
+
+def checked_number(number: int) -> bytes:
+    """A number of ours as the content of a file: ASCII decimal, and the checksum of its digits."""
+    return f"{number} {_xxh3(str(number).encode())}\n".encode()
+
+
+def read_number(path: str | Path) -> str | None:
+    """The digits that `checked_number` has put into a file, or all of the text of one of an earlier release; None if there is none.
+
+    Corruption where the checksum is that of another number.
+    """
+    content = read_bytes(path)
+    if content is None:
+        return None
+    text, *digest = content.decode(errors="replace").split(" ", 1) or [""]
+    if digest and digest[0].strip() != _xxh3(text.encode()):
+        raise Corruption(
+            f"{path} does not match its checksum: it was changed since it was written; came {content[:60]!r}"
+        )
+    return text.strip()
 
 
 def read_bytes(path: str | Path) -> bytes | None:

@@ -10,6 +10,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
         version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  ASKED  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
+    <data>/models/<model>/log.end                 where it ends
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
 
 A name that begins with `.tmp-` is being written and one that begins with `.trash-` is being deleted;
@@ -32,6 +33,7 @@ CURRENT = "CURRENT"
 ROUTES = "routes.json"
 LOG = "log"
 LOG_BASE = "base.json"
+LOG_END = "log.end"
 VERSION_RECORD = "version.json"
 ASKED = "ASKED"
 DB = "db"
@@ -204,6 +206,11 @@ class ModelDirectory:
     @property
     def log_base(self) -> Path:
         return self.log / LOG_BASE
+
+    @property
+    def log_end(self) -> Path:
+        """The newest entry that was acknowledged; not in `log`, so that what befalls that leaves it."""
+        return self.root / LOG_END
 
     def log_entry(self, seq: int, digest: str) -> Path:
         return self.log / format_log_entry(seq, digest)
