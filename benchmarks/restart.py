@@ -31,6 +31,7 @@ from benchmarks.machine import describe
 from benchmarks.ten_million import BATCH, keys_of, write
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
+from tierstore.formats.files import drop_from_cache
 from tierstore.service.server import ServerThread
 
 DIM = 16
@@ -68,10 +69,7 @@ def prepare(root: Path, rows: int, budget: str, changed: int) -> dict[str, Any]:
 def drop_cache(root: Path) -> None:
     for path in root.rglob("*"):
         if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+            drop_from_cache(path)
 
 
 def child(args: argparse.Namespace) -> None:

@@ -12,14 +12,14 @@ is asked in the usual way. Pure functions; any thread. What a client sends wrong
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import InvalidInput
 from tierstore.service.plane.plan import ANSWERS, Call, OutputSpec, Plan, Request, RequestedOutput, View, check_rows
-from tierstore.service.plane.tensors import NUMPY_DTYPE, Elements, shown
+from tierstore.service.plane.tensors import NUMPY_DTYPE, Elements, listed, shown
 from tierstore.types import KeyType
 
 KEYS, NUMBERS, ROWS = "KEYS", "NUMKEYS", "OUTPUT0"
@@ -62,7 +62,7 @@ def plan_hps(view: View, request: Request) -> Plan:
         calls.setdefault(table.name, Call(feature, table, keys, None, place, rows=[0]))
     if math.prod(numbers.shape) != len(calls):
         raise InvalidInput(
-            f"input {NUMBERS!r}: expected a number a table, {len(calls)} for {_names(calls)}; the shape is {shown(list(numbers.shape))}"
+            f"input {NUMBERS!r}: expected a number a table, {len(calls)} for {listed(calls)}; the shape is {shown(list(numbers.shape))}"
         )
     count = math.prod(keys.shape)
     # at the most: as if all keys were of the table with the longest rows
@@ -95,7 +95,7 @@ def split(
     numbers = elements[plan.numbers].astype(np.int64)
     if (numbers < 0).any() or numbers.sum() != plan.keys:
         raise InvalidInput(
-            f"input {NUMBERS!r}: expected how many of the {plan.keys} keys are of each table, {_names(c.table.name for c in calls)}; came {shown(numbers.tolist())}"
+            f"input {NUMBERS!r}: expected how many of the {plan.keys} keys are of each table, {listed(c.table.name for c in calls)}; came {shown(numbers.tolist())}"
         )
     sizes = numbers * [call.table.dim for call in calls]
     check_rows(int(sizes.sum()) * spec.dtype.itemsize, max_bytes)
@@ -103,8 +103,3 @@ def split(
     keys = np.split(elements[calls[0].keys], numbers.cumsum()[:-1])
     rows = np.split(answer, sizes.cumsum()[:-1])
     return answer, ((c, k, r.reshape(-1, c.table.dim)) for c, k, r in zip(calls, keys, rows, strict=True))
-
-
-def _names(tables: Iterable[str]) -> str:
-    names = list(tables)
-    return ", ".join(names) if len(names) <= 20 else f"{', '.join(names[:20])}, … ({len(names)} in all)"

@@ -6,7 +6,7 @@ Pure functions; any thread. What a client sends wrong is InvalidInput. See `data
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from tierstore.errors import InvalidInput
 from tierstore.predict.session import DenseSession
@@ -30,6 +30,7 @@ from tierstore.service.plane.tensors import (
     Elements,
     TensorSpec,
     elements_from_bytes,
+    listed,
     shown,
     string_element,
 )
@@ -114,7 +115,7 @@ def _calls(
             raise InvalidInput(f"input {shown(tensor.name)} is given twice")
         by_name[tensor.name] = place
     if not by_name:
-        raise InvalidInput(f"no inputs; expected keys of {_list(view.features)}")
+        raise InvalidInput(f"no inputs; expected keys of {listed(sorted(view.features))}")
     calls = {}
     own = {}
     for name, place in by_name.items():
@@ -220,7 +221,7 @@ def raw_input(view: View, data: memoryview) -> tuple[TensorSpec, Elements]:
     if len(view.features) != 1 or plain:
         names = [*view.features, *plain]
         raise InvalidInput(
-            f"a raw body needs a model with exactly one input, this one has {len(names)}: {_list(names)}"
+            f"a raw body needs a model with exactly one input, this one has {len(names)}: {listed(sorted(names))}"
         )
     (name,) = view.features
     datatype = KEY_DATATYPES[view.table_of(name).key][0]
@@ -235,18 +236,11 @@ def raw_input(view: View, data: memoryview) -> tuple[TensorSpec, Elements]:
     return TensorSpec(name, datatype, shape), elements_from_bytes(name, datatype, shape, data)
 
 
-def _list(features: Collection[str]) -> str:
-    names = ", ".join(sorted(features)[:20])
-    return names if len(features) <= 20 else f"{names}, … ({len(features)} in all)"
-
-
 def _known(view: View) -> str:
-    text = f"the features are {_list(view.features)}, with <feature>.offsets and .weights as inputs and <feature>.found as output"
+    text = f"the features are {listed(sorted(view.features))}, with <feature>.offsets and .weights as inputs and <feature>.found as output"
     if view.predictor is not None:
         wiring = view.predictor.wiring
-        text += (
-            f"; the dense part takes {_list(wiring.plain) or 'no input of its own'} and gives {_list(wiring.outputs)}"
-        )
+        text += f"; the dense part takes {listed(sorted(wiring.plain)) or 'no input of its own'} and gives {listed(sorted(wiring.outputs))}"
     elif view.unserved is not None:
         text += f"; the dense part is kept but not served: {view.unserved}"
     return text

@@ -7,6 +7,7 @@ Everything wrong with a tensor is InvalidInput, and names the tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -47,6 +48,13 @@ def shown(value: object) -> str:
     except RecursionError:  # parsers of JSON go deeper than Python can show
         return f"{type(value).__name__} that is nested too deep"
     return text if len(text) <= 80 else text[:77] + "…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """`names` as a message shows them, in their order: twenty, and how many there are."""
+    every = list(names)
+    text = ", ".join(every[:20])
+    return text if len(every) <= 20 else f"{text}, … ({len(every)} in all)"
 
 
 def check_datatype(name: str, datatype: object) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 from tierstore.errors import InvalidInput
 from tierstore.service.plane.known import KNOWN_BYTES, KnownRequests
 from tierstore.service.plane.plan import OutputSpec, Request, RequestedOutput, View
-from tierstore.service.plane.tensors import Elements, TensorSpec
-from tierstore.service.tfs.signature import DEFAULT, LOOKUP_HALF, listed
+from tierstore.service.plane.tensors import Elements, TensorSpec, listed
+from tierstore.service.tfs.signature import DEFAULT, LOOKUP_HALF
 from tierstore.types import FeatureSpec
 
 Tensor = tuple[TensorSpec, Elements]
@@ -63,6 +63,6 @@ def _requested(
     else:
         names = [name for name in inputs if name in features]
         if not names:
-            raise InvalidInput(f"signature {signature!r} answers vectors; expected keys of {listed(features)}")
+            raise InvalidInput(f"signature {signature!r} answers vectors; expected keys of {listed(sorted(features))}")
     half = "FP16" if signature == LOOKUP_HALF else None
     return [RequestedOutput(name, half if name in features else None) for name in sorted(names)]

@@ -11,7 +11,6 @@ signature. Values that are not changed once made; any thread may use them. `Sign
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Wiring
 from tierstore.service.plane.interface import TensorInfo, inputs_of, outputs_of
 from tierstore.service.plane.plan import View
-from tierstore.service.plane.tensors import shown
+from tierstore.service.plane.tensors import listed, shown
 from tierstore.types import FeatureSpec
 
 DEFAULT = "serving_default"
@@ -71,14 +70,14 @@ class Signature:
         if len(names) == 1:
             return names[0]
         raise InvalidInput(
-            f"values without a name need a model with one input; this one has {listed(names)}: send an object of input name to value"
+            f"values without a name need a model with one input; this one has {listed(sorted(names))}: send an object of input name to value"
         )
 
     def input(self, name: str) -> TensorInfo:
         """The input of that name. InvalidInput names those there are."""
         if (tensor := self.inputs.get(name)) is not None:
             return tensor
-        raise InvalidInput(f"unknown input {shown(name)}; the inputs are {listed(self.inputs)}")
+        raise InvalidInput(f"unknown input {shown(name)}; the inputs are {listed(sorted(self.inputs))}")
 
 
 def check_signature(name: object) -> str:
@@ -153,10 +152,3 @@ def _tensor_document(tensor: TensorInfo) -> dict[str, Any]:
         "tensor_shape": {"dim": sizes, "unknown_rank": False},
         "name": f"{tensor.name}:0",
     }
-
-
-def listed(names: Iterable[str]) -> str:
-    """`names` as a message shows them."""
-    every = sorted(names)
-    text = ", ".join(every[:20])
-    return text if len(every) <= 20 else f"{text}, … ({len(every)} in all)"
