@@ -3,50 +3,67 @@
     TierstoreError
     ├── InvalidInput (ValueError)      the caller sent something wrong; nothing was changed
     │   ├── SnapshotError              a snapshot that may not be loaded: names file, row and reason
-    │   │   └── LoadCancelled          a load that was told to stop
+    │   │   └── LoadCancelled          a load that was cancelled
     │   ├── DeltaError                 a delta that may not be applied
+    │   ├── WrongPartition             a look-up of a key that is in a partition of another node
     │   └── ConfigError                a setting that is unknown or has no meaning
     ├── NotFound (LookupError)         no such model, version, feature, job
-    ├── Conflict                       a request at odds with what is stored
-    │   └── SequenceGap                a delta out of turn; `expected_seq` says which is next
+    ├── Conflict                       a request that contradicts what is stored
+    │   ├── Fenced                     another node has taken over what this one writes
+    │   └── SequenceGap                a delta that is not the next one; `expected_seq` says which is
     ├── TooLarge (ValueError)          beyond a configured size
-    ├── Overloaded                     a bound is reached; `retry_after_s` says when to come back
-    ├── DeadlineExceeded (TimeoutError) the caller's deadline passed before the answer was there
-    ├── NotReady                       known, but not able to answer yet
+    ├── Overloaded                     a bound is reached; `retry_after_s` says when to try again
+    │   └── RateLimited                a caller, or a model, has had what it may in a second
+    ├── DeadlineExceeded (TimeoutError) the caller's deadline passed before there was an answer
+    ├── NotReady                       it exists, but cannot answer yet
     ├── Locked                         the data directory is held by another process
     ├── Closed                         the store was closed
     ├── Forbidden (PermissionError)    the service does not let this caller do that
+    │   └── Unauthorized               the service does not know this caller: no token, or not a good one
     ├── Unreachable (ConnectionError)  no service answers at that address
+    ├── RolloutFailed                  a rollout was stopped; `restored` says whether every node serves what it served before
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     └── StorageError (OSError)         the disk or its driver failed
         ├── Corruption                 bytes read back are not those written
-        ├── DiskFull                   there is no room to write; what is there can be read
-        └── InferenceError             ONNX Runtime failed, and not by what the caller sent
+        ├── DiskFull                   there is no room to write; what is stored can be read
+        ├── ClusterUnavailable         the remote cluster, or a server of it, did not answer
+        └── InferenceError             ONNX Runtime failed for a reason other than the request
+            └── RunLimit               a run of the dense part was ended: it took too long, or the service stops
 
-Transports map these to their own codes (`service/`); nothing below knows a status code.
+Transports map these to their own codes (`service/`); nothing below them uses a status code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 def explained(error: BaseException) -> str:
-    """The message of an error, with the notes that were added on its way."""
+    """The message of an error, with the notes that were added to it."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 class TierstoreError(Exception):
     """Root of the tree; catch it to catch all of tierstore's own errors.
 
-    `version` is the version of a model that the request had been given to, where the service knows it.
+    `version` is the version of the model that the request was for, if the service knows it. `request_id` is set on errors
+    of requests that a client sent: the service's log lines have it as `id`.
     """
 
     version: int | None = None
+    request_id: str | None = None
+
+    def with_request_id(self, request_id: str | None) -> Self:
+        """Set the request's id, unless it has one, and add it as a note. Returns the error."""
+        if request_id is not None and self.request_id is None:
+            self.request_id = request_id
+            self.add_note(f"request id {request_id}")
+        return self
 
 
 class InvalidInput(TierstoreError, ValueError):
-    """Bad input. The message says what was expected, what came, and what to do."""
+    """Bad input. The message says what was expected, what it got, and what to do."""
 
 
 class SnapshotError(InvalidInput):
@@ -63,15 +80,19 @@ class SnapshotError(InvalidInput):
 
 
 class LoadCancelled(SnapshotError):
-    """A load that its caller has told to stop."""
+    """A load that its caller has cancelled."""
 
 
 class DeltaError(InvalidInput):
-    """A delta that is refused whole."""
+    """A delta that is refused as a whole."""
+
+
+class WrongPartition(InvalidInput):
+    """A look-up of a key in a partition that this node does not have: whether the key exists, another node knows (HTTP 421)."""
 
 
 class ConfigError(InvalidInput):
-    """A setting that is unknown, malformed, or at odds with another."""
+    """A setting that is unknown, malformed, or contradicts another one."""
 
 
 class NotFound(TierstoreError, LookupError):
@@ -79,11 +100,15 @@ class NotFound(TierstoreError, LookupError):
 
 
 class Conflict(TierstoreError):
-    """The request is at odds with what is stored."""
+    """The request contradicts what is stored."""
+
+
+class Fenced(Conflict):
+    """A write under a lower epoch than one before: another node is the ingester now. Nothing was written."""
 
 
 class SequenceGap(Conflict):
-    """A delta that is not next in line. `expected_seq` is the one that is."""
+    """A delta that is not the next one. `expected_seq` is the next one."""
 
     def __init__(self, message: str, *, expected_seq: int) -> None:
         super().__init__(message)
@@ -91,7 +116,7 @@ class SequenceGap(Conflict):
 
 
 class TooLarge(TierstoreError, ValueError):
-    """Beyond a configured size limit."""
+    """Larger than a configured limit."""
 
 
 class Overloaded(TierstoreError):
@@ -102,12 +127,16 @@ class Overloaded(TierstoreError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(Overloaded):
+    """The caller, or all callers of the model, have had what they may in a second; try again after `retry_after_s` seconds."""
+
+
 class DeadlineExceeded(TierstoreError, TimeoutError):
-    """The caller's deadline passed. From the service: while the request waited, so no work was done for it."""
+    """The caller's deadline passed. From the service: it passed while the request waited, so no work was done for it."""
 
 
 class NotReady(TierstoreError):
-    """Known, but not able to answer yet."""
+    """It exists, but it cannot answer yet."""
 
 
 class Locked(TierstoreError):
@@ -119,11 +148,23 @@ class Closed(TierstoreError):
 
 
 class Forbidden(TierstoreError, PermissionError):
-    """The caller is not who it has to be, or may not do this (HTTP 401 and 403)."""
+    """The caller may not do this (HTTP 403)."""
+
+
+class Unauthorized(Forbidden):
+    """The service does not know the caller: there is no token, or it is not a good one (HTTP 401)."""
 
 
 class Unreachable(TierstoreError, ConnectionError):
     """No service answers at that address, or it went away before it answered."""
+
+
+class RolloutFailed(TierstoreError):
+    """A rollout was stopped. `restored`: every node serves what it served before; else the message names those that do not."""
+
+    def __init__(self, message: str, *, restored: bool) -> None:
+        super().__init__(message)
+        self.restored = restored
 
 
 class MissingExtra(TierstoreError, ImportError):
@@ -133,7 +174,7 @@ class MissingExtra(TierstoreError, ImportError):
 class StorageError(TierstoreError, OSError):
     """The disk, or the driver of the engine on it, failed.
 
-    `keys` holds the codes that could not be read, where the failure concerns some keys of a batch.
+    `keys`: the codes that could not be read, if the failure is about some keys of a batch.
     """
 
     def __init__(self, message: str, *, keys: Sequence[int] = ()) -> None:
@@ -142,11 +183,19 @@ class StorageError(TierstoreError, OSError):
 
 
 class DiskFull(StorageError):
-    """There is no room for what was to be written. What is there already can be read."""
+    """There is no room to write. What is stored can be read."""
+
+
+class ClusterUnavailable(StorageError):
+    """The remote cluster, or a server of it, did not answer in time or lacks what it should have; `keys` as in StorageError."""
 
 
 class InferenceError(StorageError):
-    """The dense part could not be run, for a reason that does not lie in the request."""
+    """The dense part could not be run, for a reason other than the request."""
+
+
+class RunLimit(InferenceError):
+    """A run of the dense part was ended: it took longer than `dense_timeout_s`, or the service stops."""
 
 
 class Corruption(StorageError):

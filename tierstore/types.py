@@ -1,4 +1,4 @@
-"""Words of the domain: key types, storage dtypes, tables, features, and where a key was answered.
+"""The types of the domain: key types, storage dtypes, tables, features, and the tier that answered a key.
 
 Immutable values only; any thread may use them.
 
@@ -10,10 +10,12 @@ Rows inside the store are `uint8[n, row_bytes]`, in the table's storage dtype (l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Literal
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +27,17 @@ Rows = npt.NDArray[np.uint8]
 States = npt.NDArray[np.uint8]
 Vectors = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
-BaseKind = Literal["sealed", "rocksdb"]  # what holds a version's rows as loaded; its deltas are RocksDB's in any case
+BaseKind = Literal[
+    "sealed", "rocksdb"
+]  # what stores a version's rows as loaded; RocksDB stores its deltas in both cases
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+MAX_PARTITIONS = 1024
+_PARTITIONS = re.compile(r"([0-9]{1,4}(?:-[0-9]{1,4})?(?:,[0-9]{1,4}(?:-[0-9]{1,4})?)*)/([0-9]{1,4})", re.ASCII)
 
 
 def check_name(kind: str, name: object) -> str:
-    """Return `name` if it may name a model, table or feature; it becomes a path and a metric label."""
+    """Return `name` if a model, table or feature may have it: names become paths and metric labels. Raises InvalidInput."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise InvalidInput(
             f"{kind} name {name!r} is not allowed: use 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit"
@@ -40,11 +46,11 @@ def check_name(kind: str, name: object) -> str:
 
 
 def check_sequence(keys: object, kind: str) -> None:
-    """InvalidInput for one key where several are expected, and for what has no order that answers could follow."""
+    """Raise InvalidInput for a single key where several are expected, and for collections without an order."""
     if isinstance(keys, (set, frozenset, Mapping)):
-        raise InvalidInput(f"expected a sequence of {kind} keys, came a {type(keys).__name__}, which has no order")
+        raise InvalidInput(f"expected a sequence of {kind} keys, got a {type(keys).__name__}, which has no order")
     if isinstance(keys, (str, bytes, bytearray, int, float, np.generic)):
-        raise InvalidInput(f"expected a sequence of {kind} keys, came a single {type(keys).__name__}")
+        raise InvalidInput(f"expected a sequence of {kind} keys, got a single {type(keys).__name__}")
 
 
 class KeyType(StrEnum):
@@ -63,7 +69,7 @@ class StorageDtype(StrEnum):
 
     @property
     def code(self) -> int:
-        """The number by which kernels and disk records know this dtype."""
+        """The number of this dtype in kernels and in records on disk."""
         return _CODES[self]
 
     def row_bytes(self, dim: int) -> int:
@@ -86,13 +92,13 @@ class Combiner(StrEnum):
 class Tier(IntEnum):
     """Where a key was answered: the values of a look-up's `state` array."""
 
-    PENDING = 0  # not answered yet: what each tier leaves to the next
+    PENDING = 0  # not answered yet: for the next tier to answer
     OVERLAY = 1  # a delta that is not folded yet
     DEVICE = 2
     HOST = 3
     DISK = 4
     REMOTE = 5
-    ABSENT = 6  # known not to exist: the table's default was answered
+    ABSENT = 6  # the key does not exist: the answer is the table's default
 
     @property
     def label(self) -> str:
@@ -101,13 +107,17 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """A table: key → row of `dim` numbers. `default` answers keys that the table does not hold."""
+    """A table: key → row of `dim` numbers. `default` answers keys that the table does not hold.
+
+    `ttl_s`: rows that were not written for so many seconds expire; None: they never do.
+    """
 
     name: str
     key: KeyType
     dim: int
     dtype: StorageDtype
     default: Literal["zeros", "mean"] | tuple[float, ...] = "zeros"
+    ttl_s: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -128,13 +138,93 @@ class FeatureSpec:
     padding_key: int | str | None = None
 
 
+@dataclass(frozen=True)
+class Partitions:
+    """Which partitions of `count` a version has: `own` are (first, last) of ranges that ascend and do not touch."""
+
+    count: int
+    own: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, count: int, numbers: Iterable[int]) -> Self:
+        """Those with these numbers. InvalidInput for one that is out of range, or where there is none."""
+        ordered = sorted(set(numbers))
+        if not 1 <= count <= MAX_PARTITIONS or not ordered or not 0 <= ordered[0] <= ordered[-1] < count:
+            raise InvalidInput(
+                f"expected partitions 0 to N - 1 of N, at most {MAX_PARTITIONS}, got {ordered} of {count}"
+            )
+        begins = [ordered[0], *(after for before, after in pairwise(ordered) if after > before + 1)]
+        ends = [*(before for before, after in pairwise(ordered) if after > before + 1), ordered[-1]]
+        return cls(count, tuple(zip(begins, ends, strict=True)))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Of a text such as `0-15/64` or `0-15,40/64`: ranges, and of how many. InvalidInput."""
+        match = _PARTITIONS.fullmatch(text.replace(" ", ""))
+        if match is None:
+            raise InvalidInput(f"expected partitions and of how many, such as 0-15/64 or 0-15,40/64, got {text!r}")
+        ranges = [[int(end) for end in part.split("-")] for part in match[1].split(",")]
+        count = int(match[2])
+        if any(not ends[0] <= ends[-1] < count for ends in ranges):
+            raise InvalidInput(f"expected ranges of 0 to {count - 1}, the lower end first, got {text!r}")
+        return cls.of(count, (number for ends in ranges for number in range(ends[0], ends[-1] + 1)))
+
+    @classmethod
+    def of_document(cls, document: Any) -> Self:
+        """From what `document` gave. ValueError, TypeError or LookupError."""
+        count, own = int(document["count"]), [(int(first), int(last)) for first, last in document["own"]]
+        if not all(0 <= first <= last < count <= MAX_PARTITIONS for first, last in own):
+            raise ValueError(f"expected ranges of at most {MAX_PARTITIONS} partitions, got {document}")
+        return cls.of(count, (number for first, last in own for number in range(first, last + 1)))
+
+    def document(self) -> dict[str, Any]:
+        """`{"count", "own": [[first, last], …]}`, as status documents and records have it."""
+        return {"count": self.count, "own": [list(ends) for ends in self.own]}
+
+    @cached_property
+    def is_own(self) -> npt.NDArray[np.bool_]:
+        """bool[count]: which of all partitions these are."""
+        mask = np.zeros(self.count, np.bool_)
+        for first, last in self.own:
+            mask[first : last + 1] = True
+        return mask
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of each of these partitions, ascending."""
+        numbers: list[int] = np.flatnonzero(self.is_own).tolist()
+        return numbers
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every key is in one of these."""
+        return self.own == ((0, self.count - 1),)
+
+    @property
+    def part(self) -> float:
+        """Of all keys, how many these have: more than 0, at most 1."""
+        return len(self.numbers) / self.count
+
+    @property
+    def ranges(self) -> str:
+        """`0-15,40`"""
+        return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in self.own)
+
+    def __str__(self) -> str:
+        return f"{self.ranges}/{self.count}"
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a long job is. `done` and `total` count rows within `phase`."""
+    """The progress of a long job. `done` and `total` count rows of the current `phase`.
+
+    `waits_for`: what a storage does not give at this moment, and why; it is tried again.
+    """
 
     phase: str
     done: int = 0
     total: int = 0
+    waits_for: str | None = None
 
 
 ProgressFn = Callable[[Progress], None]
@@ -142,7 +232,7 @@ ProgressFn = Callable[[Progress], None]
 
 @dataclass(slots=True)
 class DeltaResult:
-    """What became of a delta: `applied` is False for one that was already held."""
+    """The result of applying a delta: `applied` is False if the store already had it."""
 
     model: str
     seq: int
@@ -151,7 +241,7 @@ class DeltaResult:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` read back. `problems` is empty when all is well."""
+    """What `verify` read back. `problems` is empty if everything is right."""
 
     versions: int = 0
     rows: int = 0
@@ -162,3 +252,13 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What `export` wrote: a snapshot of `model` numbered `version`, with all deltas up to `seq`, of `rows` rows in all tables."""
+
+    model: str
+    version: int
+    seq: int
+    rows: int

@@ -1,10 +1,10 @@
-"""String keys that share their hash with another key of their table: kept as they are, each under a code of its own.
+"""String keys that share their hash with another key of their table: their strings are kept, each under a code of its own.
 
-A string key goes by its hash alone, and the strings of a table are not kept. These few are: where a key's hash is one of
-theirs, its string decides. A key that is none of them goes by its hash, as ever.
+The code of a string key is its hash, and the strings of a table are not kept. Only for these few keys they are: where a
+key's hash equals one of theirs, the string decides. The code of any other key is its hash.
 
-Immutable values and pure functions over immutable arrays; any thread may use them. What lasts of them is a record of the
-version, written in one step with the rows that it speaks of (`to_record`).
+Immutable values and pure functions over immutable arrays; any thread may use them. On disk they are a record of the version,
+which is written in one step with the rows (`to_record`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tierstore.kernels.partitions import partitions_of
 from tierstore.kernels.xxh3 import hash_strings
 from tierstore.types import Keys
 
@@ -27,7 +28,7 @@ _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 
 
 class CollidingKeys:
-    """Those of one table: distinct strings, and the distinct codes (int64) that they go by. May be empty."""
+    """The colliding keys of one table: distinct strings, and their distinct codes (int64). May be empty."""
 
     __slots__ = ("_codes", "_hashes", "_strings")
 
@@ -41,7 +42,7 @@ class CollidingKeys:
         return len(self._codes)
 
     def entries(self) -> list[tuple[str, int]]:
-        """(string, code) of each, in the order in which they came."""
+        """(string, code) of each, in the order of construction."""
         return list(zip(self._strings.to_pylist(), self._codes.tolist(), strict=True))
 
     def codes_of(self, strings: pa.Array, hashes: Keys) -> Keys:
@@ -49,19 +50,20 @@ class CollidingKeys:
         at = _where(hashes, self._hashes)
         if not at.size:
             return hashes
-        place, known = self._find(strings.take(pa.array(at)))
+        place, is_colliding = self._find(strings.take(pa.array(at)))
         codes = hashes.copy()
-        codes[at[known]] = self._codes[place[known]]
+        codes[at[is_colliding]] = self._codes[place[is_colliding]]
         return codes
 
     def changed(
-        self, hashes: Keys, strings_at: Callable[[npt.NDArray[np.int64]], pa.Array]
+        self, hashes: Keys, strings_at: Callable[[npt.NDArray[np.int64]], pa.Array], partitions: int = 1
     ) -> tuple[Keys, CollidingKeys]:
-        """Codes of the keys that one delta changes, and the colliding keys with those that it brings.
+        """Codes of the keys that one delta changes, and the colliding keys including those of the delta.
 
-        `hashes`, ascending, are of distinct strings; equal ones of two that collide. `strings_at` gives those at some
-        positions. A key that is not known to collide until now may have a row under its hash. It moves away from there, and
-        leaves what may be another's: the delta has all that is to be known of it.
+        `hashes`, ascending, are those of distinct strings; two strings that collide have equal ones. `strings_at` gives the
+        strings at some positions. A key that has not collided before may have a row under its hash. It moves to a code of its
+        own, and that row stays, because it may be another key's: the delta has the key's whole new row. Each new code is in
+        the same one of so many `partitions` as its hash, by which nodes are chosen.
         """
         twice = hashes[1:][hashes[1:] == hashes[:-1]]
         if not twice.size and not len(self):
@@ -70,16 +72,17 @@ class CollidingKeys:
         if not at.size:
             return hashes, self
         strings = strings_at(at)
-        place, known = self._find(strings)
-        taken = {*self._hashes.tolist(), *self._codes.tolist()}
+        place, is_colliding = self._find(strings)
+        used_codes = {*self._hashes.tolist(), *self._codes.tolist()}
         new: list[tuple[str, int]] = []
-        for i in np.flatnonzero(~known).tolist():
-            code = free_code(int(hashes[at[i]]), lambda c: c in taken or _is_in(hashes, c))
-            taken.add(code)
+        for i in np.flatnonzero(~is_colliding).tolist():
+            near = int(hashes[at[i]])
+            code = free_code(near, lambda c: c in used_codes or _is_in(hashes, c), partitions=partitions)
+            used_codes.add(code)
             new.append((strings[i].as_py(), code))
         codes = hashes.copy()
-        codes[at[known]] = self._codes[place[known]]
-        codes[at[~known]] = [code for _, code in new]
+        codes[at[is_colliding]] = self._codes[place[is_colliding]]
+        codes[at[~is_colliding]] = [code for _, code in new]
         return codes, CollidingKeys([*self.entries(), *new]) if new else self
 
     def _find(self, strings: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -88,12 +91,19 @@ class CollidingKeys:
         return place, place >= 0
 
 
-def free_code(near: int, is_taken: Callable[[int], bool], low: int = _LOWEST, high: int = _HIGHEST) -> int:
-    """A code from `low` to `high` that nobody has, close to `near`. ValueError where there is none."""
+def free_code(
+    near: int, is_used: Callable[[int], bool], low: int = _LOWEST, high: int = _HIGHEST, *, partitions: int = 1
+) -> int:
+    """A code from `low` to `high` that is not used, close to `near`, and in its partition of so many. ValueError where there is none."""
+    home = _partition_of(near, partitions)
     for code in chain(range(near + 1, high + 1), range(near - 1, low - 1, -1)):
-        if not is_taken(code):
+        if _partition_of(code, partitions) == home and not is_used(code):
             return code
     raise ValueError(f"no code is free from {low} to {high}")
+
+
+def _partition_of(code: int, partitions: int) -> int:
+    return int(partitions_of(np.array([code], np.int64), partitions)[0])
 
 
 def hash_arrow(strings: pa.Array) -> Keys:
@@ -107,13 +117,13 @@ def hash_arrow(strings: pa.Array) -> Keys:
 
 
 def to_record(tables: Mapping[str, CollidingKeys]) -> dict[str, bytes]:
-    """The version's own record of them; none where there are none."""
+    """The version's record of colliding keys; empty where there are none."""
     document = {name: keys.entries() for name, keys in tables.items() if len(keys)}
     return {RECORD: json.dumps(document).encode()} if document else {}
 
 
 def from_record(value: bytes | None) -> dict[str, CollidingKeys]:
-    """What `to_record` made the record of, by table. ValueError where it makes no sense."""
+    """The colliding keys by table, from the record of `to_record`. ValueError where it cannot be read."""
     if value is None:
         return {}
     try:
@@ -122,11 +132,11 @@ def from_record(value: bytes | None) -> dict[str, CollidingKeys]:
             for name, entries in json.loads(value).items()
         }
     except (AttributeError, TypeError, OverflowError, ValueError) as error:
-        raise ValueError(f"its record {RECORD!r} makes no sense: {error}") from error
+        raise ValueError(f"its record {RECORD!r} cannot be read: {error}") from error
 
 
 def _where(hashes: Keys, ascending: Keys) -> npt.NDArray[np.int64]:
-    """The positions of hashes that are one of some, which are few: mostly two or three, so that every step counts."""
+    """The positions of `hashes` that are in `ascending`, which mostly has two or three: so every step counts."""
     if len(ascending) > _FEW:
         at = np.minimum(np.searchsorted(ascending, hashes), len(ascending) - 1)
         return np.flatnonzero(ascending[at] == hashes)

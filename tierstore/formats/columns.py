@@ -14,17 +14,19 @@ import pyarrow.compute as pc
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.colliding import hash_arrow
-from tierstore.formats.keys import as_arrow_strings, as_codes
+from tierstore.formats.keys import as_codes
+from tierstore.formats.strings import as_arrow_strings
 from tierstore.types import Keys, KeyType, Vectors
 
 KEY = "key"
 VECTOR = "vector"
+MAX_DIM = 1 << 16  # numbers of a vector
 
 
 class Malformed(ValueError):
-    """What is wrong with data, and with which row of it; the reader adds where that was.
+    """What is wrong with data, and in which row; the reader adds the file or table.
 
-    Attributes: `reason`, `row` (0-based within what was looked at) or None.
+    Attributes: `reason`, `row` (0-based, within the data that was checked) or None.
     """
 
     def __init__(self, reason: str, row: int | None = None) -> None:
@@ -54,7 +56,7 @@ def key_type_of(kind: pa.DataType) -> KeyType | None:
 def check_key_kind(kind: pa.DataType, key_type: KeyType, name: str = KEY) -> None:
     """Raise Malformed unless a column of type `kind` holds keys of `key_type`."""
     if key_type_of(kind) is not key_type:
-        raise Malformed(f"column {name!r}: expected {key_type}, as the table's keys are, came {kind}")
+        raise Malformed(f"column {name!r}: expected {key_type}, as the table's keys are, got {kind}")
 
 
 def key_column(array: pa.Array, key_type: KeyType) -> tuple[Keys, pa.Array | None]:
@@ -80,9 +82,9 @@ def value_kind(kind: pa.DataType) -> pa.DataType | None:
 def check_vector_kind(kind: pa.DataType, dim: int | None, name: str = VECTOR) -> None:
     """Raise Malformed unless a column of type `kind` may hold vectors of `dim` numbers."""
     if value_kind(kind) is None:
-        raise Malformed(f"column {name!r}: expected a list or fixed-size list of floats, came {kind}")
+        raise Malformed(f"column {name!r}: expected a list or fixed-size list of floats, got {kind}")
     if dim is not None and pa.types.is_fixed_size_list(kind) and kind.list_size != dim:
-        raise Malformed(f"column {name!r}: expected vectors of {dim} numbers, as dim says, came {kind.list_size}")
+        raise Malformed(f"column {name!r}: expected vectors of {dim} numbers, as dim says, got {kind.list_size}")
 
 
 def vector_column(array: pa.Array, dim: int) -> Vectors:
@@ -96,8 +98,8 @@ def vector_column(array: pa.Array, dim: int) -> Vectors:
     wrong = pc.fill_null(pc.not_equal(lengths, pa.scalar(dim, lengths.type)), False)
     if pc.any(wrong).as_py():
         row = _first(wrong)
-        raise Malformed(f"expected a vector of {dim} numbers, came {lengths[row].as_py()}", row)
-    values = array.flatten()  # without what lies in null rows
+        raise Malformed(f"expected a vector of {dim} numbers, got {lengths[row].as_py()}", row)
+    values = array.flatten()  # without the items of null rows
     if values.null_count:
         position = _first(values.is_null())
         rows = np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False))
@@ -124,7 +126,7 @@ def _first(mask: pa.Array) -> int:
 
 
 def _first_invalid_utf8(array: pa.Array) -> int | None:
-    """Halve until one row is left: only ever run on the way to an error."""
+    """Halve until one row remains; runs only before an error is raised."""
     low, high = 0, len(array)
     while high - low > 1:
         middle = (low + high) // 2

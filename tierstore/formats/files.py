@@ -1,15 +1,12 @@
-"""Publishing files: the one module that makes a file or a directory appear, change or go for good.
+"""Publishing files: the one module that makes, replaces and removes files and directories.
 
-A file is written under a temporary name in the directory where it will live, flushed, fsynced,
-renamed, and the directory fsynced: after a crash the name holds the old content or the new one, never
-a part. A tree is removed by first renaming it to a name that nothing reads.
+A file is written under a temporary name in its directory, flushed, fsynced and renamed, and the directory is fsynced. So after
+a crash the name holds the old content or the new one, never a part. A tree is renamed before it is removed.
 
-Any thread may call these; two that publish one name race, and the last rename wins. What a call has
-returned from survives power loss. What a crash leaves behind begins with `.tmp-` or `.trash-` and is
-swept by `sweep`.
+Any thread may call these; of two threads that publish one name, the last rename wins. What a call has returned from survives
+power loss. Names that a crash leaves behind begin with `.tmp-` or `.trash-`; `sweep` removes them.
 
-Everything goes through `FileSystem`, so that a test can put its own in (`use`): one that fails the
-Nth operation, or that forgets what was not fsynced.
+Everything goes through `FileSystem`, so that a test can put its own in (`use`): one that fails, or forgets what was not fsynced.
 """
 
 from __future__ import annotations
@@ -61,6 +58,9 @@ class FileSystem:
         """Atomic, within one file system; a file at `new` is replaced."""
         os.replace(old, new)
 
+    def link(self, old: Path, new: Path) -> None:
+        os.link(old, new)
+
     def mkdir(self, path: Path) -> None:
         os.mkdir(path)
 
@@ -76,7 +76,7 @@ _file_system = FileSystem()
 
 @contextlib.contextmanager
 def use(file_system: FileSystem) -> Iterator[None]:
-    """Let every call of this module go through `file_system`, for the whole process, within the block."""
+    """Within the block, every call of this module in the process goes through `file_system`."""
     global _file_system
     before, _file_system = _file_system, file_system
     try:
@@ -103,7 +103,7 @@ def _storage_error(what: str, error: OSError) -> StorageError:
 
 
 class Publication:
-    """A file on its way: write to `file`, then `commit()`; as a context manager, commits unless the block raises.
+    """A file that is being written: write to `file`, then `commit()`. As a context manager it commits unless the block raises.
 
     One thread at a time. `path`'s directory must exist. Until `commit` has renamed it, `path` is
     untouched. Errors of the disk are StorageError.
@@ -171,7 +171,7 @@ def publish_json(path: str | Path, document: Any) -> None:
 
 
 def publish_record(path: str | Path, document: Mapping[str, Any]) -> None:
-    """As `publish_json`, with a checksum of all its bytes: the field `xxh3`, last, zeros in its own place."""
+    """As `publish_json`, with a checksum of all bytes in the last field, `xxh3`, whose own digits count as zeros."""
     content = json.dumps({**document, _CHECKSUM: _NO_CHECKSUM}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     data = content.encode()
     publish_bytes(path, _checksum_in(data, _xxh3(data)))
@@ -187,10 +187,10 @@ def _xxh3(data: bytes) -> str:
 
 
 def _check(path: Path, data: bytes, document: dict[str, Any]) -> None:
-    """Corruption where a record has a checksum that is not its own. Those of earlier releases have none."""
+    """Raise Corruption where a record's checksum does not match. Records of earlier releases have none."""
     last = next(reversed(document.values()), None)
     digest = document.pop(_CHECKSUM, None)
-    if digest is None:  # no other field at the end of a record looks like one: its name may be what is damaged
+    if digest is None:  # no other last field looks like a checksum, so this is one whose name is damaged
         damaged = isinstance(last, str) and _DIGEST.fullmatch(last) is not None
     else:
         damaged = digest != _xxh3(_checksum_in(data, _NO_CHECKSUM))
@@ -199,7 +199,7 @@ def _check(path: Path, data: bytes, document: dict[str, Any]) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file of ours. NotFound if there is none, Corruption if it is no JSON object or not what was written."""
+    """The object in a JSON file of ours. Raises NotFound, or Corruption if it is no JSON object or its checksum does not match."""
     path = Path(path)
     try:
         with _translated("read", path):
@@ -212,20 +212,21 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Corruption(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise Corruption(f"{path}: expected a JSON object, came {type(document).__name__}")
+        raise Corruption(f"{path}: expected a JSON object, got {type(document).__name__}")
     _check(path, data, document)
     return document
 
 
-def checked_number(number: int) -> bytes:
-    """A number of ours as the content of a file: ASCII decimal, and the checksum of its digits."""
-    return f"{number} {_xxh3(str(number).encode())}\n".encode()
+def checked_number(number: int, *, digits: int = 1) -> bytes:
+    """A number as the content of a file: ASCII decimal with at least so many `digits`, and their checksum."""
+    text = f"{number:0{digits}d}"
+    return f"{text} {_xxh3(text.encode())}\n".encode()
 
 
 def read_number(path: str | Path) -> str | None:
-    """The digits that `checked_number` has put into a file, or all of the text of one of an earlier release; None if there is none.
+    """The digits in a file of `checked_number`, or the whole text of an earlier release's file; None if there is no file.
 
-    Corruption where the checksum is that of another number.
+    Raises Corruption where the checksum does not match.
     """
     content = read_bytes(path)
     if content is None:
@@ -233,13 +234,13 @@ def read_number(path: str | Path) -> str | None:
     text, *digest = content.decode(errors="replace").split(" ", 1) or [""]
     if digest and digest[0].strip() != _xxh3(text.encode()):
         raise Corruption(
-            f"{path} does not match its checksum: it was changed since it was written; came {content[:60]!r}"
+            f"{path} does not match its checksum: it was changed since it was written; got {content[:60]!r}"
         )
     return text.strip()
 
 
 def read_bytes(path: str | Path) -> bytes | None:
-    """What is in a file; None if there is none, and StorageError where that cannot be told."""
+    """The content of a file, or None if there is none. Raises StorageError."""
     path = Path(path)
     with _translated("read", path):
         try:
@@ -249,7 +250,7 @@ def read_bytes(path: str | Path) -> bytes | None:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is a file or directory; StorageError where that cannot be told, so that nothing is taken for gone."""
+    """Whether there is a file or directory. Raises StorageError where that cannot be found out."""
     path = Path(path)
     with _translated("look for", path):
         try:
@@ -272,15 +273,8 @@ def sync(file: BinaryIO, path: str | Path) -> None:
         _file_system.fsync(file)
 
 
-def fsync_file(path: str | Path) -> None:
-    """Make the content of a file that something else wrote durable."""
-    path = Path(path)
-    with _translated("fsync", path), open(path, "rb+") as file:
-        _file_system.fsync(file)
-
-
 def drop_from_cache(path: str | Path) -> None:
-    """Have the next reads of a file come from the drive: what was written is flushed, and the system's cache of it given up."""
+    """Flush a file and drop it from the system's cache, so that the next reads come from the drive."""
     path = Path(path)
     with _translated("drop from the cache", path), open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -297,13 +291,14 @@ def rename_all(pairs: Sequence[tuple[Path, Path]]) -> None:
 
 
 def make_dir(path: str | Path) -> Path:
-    """Create a directory and what is missing above it, durably. One that is there already is fine."""
+    """Create a directory and its missing parents, durably. It may exist already."""
     path = Path(path)
     missing = []
     level = path
-    while not level.is_dir() and level != level.parent:
-        missing.append(level)
-        level = level.parent
+    with _translated("create the directory", path):  # a parent that may not be searched
+        while not level.is_dir() and level != level.parent:
+            missing.append(level)
+            level = level.parent
     for level in reversed(missing):
         with _translated("create the directory", level), contextlib.suppress(FileExistsError):
             _file_system.mkdir(level)
@@ -323,8 +318,21 @@ def rename(old: str | Path, new: str | Path) -> None:
         fsync_dir(old.parent)
 
 
+def link_all(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """Give each file a second, new name, durably. It becomes a copy where the file system has no such links."""
+    for old, new in pairs:
+        with _translated(f"link {old} to", new):
+            try:
+                _file_system.link(old, new)
+            except OSError:
+                with open(old, "rb") as source, publish(new) as copy:
+                    shutil.copyfileobj(source, copy)
+    for folder in dict.fromkeys(new.parent for _, new in pairs):
+        fsync_dir(folder)
+
+
 def remove_file(path: str | Path) -> None:
-    """Remove a file, durably. One that is gone already is fine."""
+    """Remove a file, durably, if it exists."""
     path = Path(path)
     with _translated("remove", path), contextlib.suppress(FileNotFoundError):
         _file_system.unlink(path)
@@ -332,9 +340,9 @@ def remove_file(path: str | Path) -> None:
 
 
 def remove_tree(path: str | Path) -> None:
-    """Remove a directory and all in it. One that is gone already is fine.
+    """Remove a directory and everything in it, if it exists.
 
-    It loses its name first, so a crash midway leaves rubbish for `sweep` and never half a directory.
+    It is renamed first, so a crash on the way leaves something for `sweep`, and never half a directory.
     """
     trash = discard(path)
     if trash is not None:
@@ -342,7 +350,7 @@ def remove_tree(path: str | Path) -> None:
 
 
 def discard(path: str | Path) -> Path | None:
-    """Take a directory's name away, durably, and leave its content for `remove_leftover`. Returns where; None if it is gone."""
+    """Rename a directory, durably, to a name for `remove_leftover`. Returns its new path, or None if there is no directory."""
     path = Path(path)
     trash = path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}")
     with _translated("remove", path):
@@ -355,9 +363,9 @@ def discard(path: str | Path) -> Path | None:
 
 
 def leftovers(directory: str | Path) -> list[Path]:
-    """What crashed writers and removals left in `directory` (not below it).
+    """What crashes have left in `directory` (not below it).
 
-    Only for whoever owns the directory, before anything else writes there: what is being published counts too.
+    Only for the owner of the directory, before anything writes there: files that are being published would count too.
     """
     directory = Path(directory)
     with _translated("look through", directory):
@@ -366,7 +374,7 @@ def leftovers(directory: str | Path) -> list[Path]:
 
 
 def tree_bytes(path: str | Path) -> int:
-    """Bytes of the files below a directory; what goes meanwhile does not count."""
+    """Bytes of the files below a directory; files that are removed meanwhile do not count."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -376,7 +384,7 @@ def tree_bytes(path: str | Path) -> int:
 
 
 def remove_leftover(path: Path) -> None:
-    """Remove one of the `leftovers`, a file or a directory. One that is gone already is fine."""
+    """Remove one of the `leftovers`, a file or a directory, if it exists."""
     with _translated("remove", path), contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             _file_system.rmtree(path)

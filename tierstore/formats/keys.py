@@ -13,24 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, WrongPartition
 from tierstore.formats.colliding import CollidingKeys, hash_arrow
-from tierstore.kernels.xxh3 import hash_strings
-from tierstore.types import Keys, KeyType, check_sequence
+from tierstore.formats.strings import as_arrow_strings, checked_strings, decoded
+from tierstore.kernels import partitions
+from tierstore.types import Keys, KeyType, Partitions, check_sequence
 
 _INT64_MAX = (1 << 63) - 1
-_MAX_TEXT_BYTES = 1 << 30
-_STRING_KINDS = (
-    pa.types.is_large_string,
-    pa.types.is_string,
-    pa.types.is_large_binary,
-    pa.types.is_binary,
-    pa.types.is_string_view,
-    pa.types.is_binary_view,
-    pa.types.is_fixed_size_binary,
-)
 _INT64 = np.dtype(np.int64)
 _DTYPE = {KeyType.INT64: np.dtype(np.int64), KeyType.UINT64: np.dtype(np.uint64)}
 
@@ -46,10 +36,12 @@ def as_codes(keys: Any, key_type: KeyType, colliding: CollidingKeys | None = Non
     invalid UTF-8, or more than one dimension.
     """
     if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and key_type is KeyType.INT64:
-        return np.ascontiguousarray(keys)  # as most are; a look-up of few keys would notice the rest
+        return (
+            keys if keys.flags.c_contiguous else np.ascontiguousarray(keys)
+        )  # the usual case; the checks below would cost a look-up of few keys too much
     check_sequence(keys, key_type)
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
-        array = _decoded(keys)
+        array = decoded(keys)
         if key_type is KeyType.STRING:
             return _string_codes(array, colliding)
         return _int_codes(_arrow_ints(array, key_type), key_type)
@@ -61,10 +53,10 @@ def as_codes(keys: Any, key_type: KeyType, colliding: CollidingKeys | None = Non
         elif isinstance(keys, Iterable) and isinstance(keys, Sized):
             keys = list(keys)
         else:
-            raise InvalidInput(f"expected a sequence of {key_type} keys, came {type(keys).__name__}")
+            raise InvalidInput(f"expected a sequence of {key_type} keys, got {type(keys).__name__}")
     if isinstance(keys, np.ndarray):
         if keys.ndim != 1:
-            raise InvalidInput(f"expected keys of one dimension, came shape {keys.shape}")
+            raise InvalidInput(f"expected keys of one dimension, got shape {keys.shape}")
         if keys.dtype == object:
             keys = keys.tolist()
     if len(keys) == 0:
@@ -75,111 +67,52 @@ def as_codes(keys: Any, key_type: KeyType, colliding: CollidingKeys | None = Non
 
 
 def from_codes(codes: Keys, key_type: KeyType) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
-    """Keys of `codes`, a view: int64 or uint64. A hash has no way back, so string keys stay codes (int64)."""
+    """Keys of `codes`, as a view: int64 or uint64. Strings cannot be got back from hashes, so string keys stay codes (int64)."""
     return codes.view(np.uint64) if key_type is KeyType.UINT64 else codes
 
 
-def partition_of(codes: Keys, partitions: int) -> npt.NDArray[np.int64]:
-    """To which of `partitions` shares of the keys each of these int64 [n] belongs: int64 [n]; `schema/built.md` has the function.
+def partition_of(codes: Keys, count: int) -> npt.NDArray[np.int64]:
+    """The partition, 0 to `count` - 1, of each of `codes` int64 [n]: int64 [n]. `schema/built.md` has the function.
 
-    It shares no bits with the hashes by which a store places keys, so that a share of the keys is spread as all of them.
+    It is independent of the hash by which caches place keys, so the keys of a partition are spread like all keys.
     """
-    # the finalizer of MurmurHash3 (Appleby, public domain)
-    x = codes.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return ((x ^ (x >> np.uint64(33))) % np.uint64(partitions)).astype(np.int64)
+    of: npt.NDArray[np.int64] = partitions.partitions_of(np.ascontiguousarray(codes), count)
+    return of
 
 
-def as_arrow_strings(keys: Any) -> pa.Array:
-    """String keys as a validated `large_string` array without nulls. Raises InvalidInput, see `as_codes`."""
-    check_sequence(keys, KeyType.STRING)
-    if isinstance(keys, (pa.Array, pa.ChunkedArray)):
-        array = _decoded(keys)
-    elif isinstance(keys, np.ndarray) and keys.dtype.kind not in "USTO":
-        raise InvalidInput(f"expected string keys, came {keys.dtype}: this table's keys are strings")
-    else:
-        array = _sequence_of_strings(keys)
-    return _checked_strings(array)
+def are_own(codes: Keys, own: Partitions) -> npt.NDArray[np.bool_]:
+    """Which of `codes` int64 [n] are in one of these partitions: bool [n]."""
+    mask: npt.NDArray[np.bool_] = partitions.are_own(np.ascontiguousarray(codes), own.is_own)
+    return mask
 
 
-def hash_utf8(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> Keys:
-    """Codes of string keys that lie end to end: key i is `data[offsets[i]:offsets[i + 1]]`.
-
-    data uint8[bytes], offsets int64[n + 1], ascending. Raises InvalidInput for invalid UTF-8.
-    """
-    n = len(offsets) - 1
-    array = pa.Array.from_buffers(pa.large_string(), n, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
-    try:
-        array.validate(full=True)
-    except pa.ArrowException as error:
-        raise InvalidInput(f"string keys must be UTF-8: {error}") from error
-    return hash_strings(data, offsets)
-
-
-def _decoded(array: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One array, not dictionary-encoded, without nulls."""
-    if isinstance(array, pa.ChunkedArray):
-        if pa.types.is_string(array.type) or pa.types.is_binary(array.type):
-            array = array.cast(pa.large_binary())  # 32-bit offsets might not reach across all the chunks
-        array = array.combine_chunks()
-    if isinstance(array, pa.DictionaryArray):
-        _check_text(_lengths(array.dictionary)[array.indices.fill_null(0).to_numpy(zero_copy_only=False)])
-        array = array.dictionary_decode()
-    if array.null_count:
-        row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
-        raise InvalidInput(f"key {row} is null: every row needs a key")
-    return array
-
-
-def validate(array: pa.Array) -> None:
-    """Arrow's own full check of foreign data, in a time that its size bounds. Raises InvalidInput, pa.ArrowException.
-
-    Nothing else may be asked of an array that came from outside before this.
-    """
-    array.validate()
-    if isinstance(array, pa.DictionaryArray):
-        validate(array.dictionary)
-    if _is_view(array.type):
-        _check_text(_lengths(array))  # the full check would read a text as often as it is named
-    array.validate(full=True)
-
-
-def _is_view(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
-
-
-def _lengths(array: pa.Array) -> npt.NDArray[Any]:
-    """Bytes of each string; zeros where the array holds something else, or nothing."""
-    lengths: npt.NDArray[Any] = np.zeros(max(1, len(array)), np.int32)
-    if _is_view(array.type) and len(array):
-        views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # length, then where the text is
-        lengths = np.maximum(views[array.offset : array.offset + len(array), 0], 0)
-    elif len(array) and any(is_kind(array.type) for is_kind in _STRING_KINDS):
-        lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False)
-    return lengths
-
-
-def _check_text(lengths: npt.NDArray[Any]) -> None:
-    """Dictionaries and views can name one long string any number of times: small here, huge when spelled out."""
-    total = int(lengths.sum(dtype=np.int64))
-    if total > _MAX_TEXT_BYTES:
-        raise InvalidInput(f"string keys of {total} bytes together: expected at most {_MAX_TEXT_BYTES} at a time")
+def check_own(codes: Keys, own: Partitions, table: str) -> None:
+    """Raise WrongPartition where one of `codes` is in none of these partitions."""
+    mine = are_own(codes, own)
+    if mine.all():
+        return
+    other = codes[int(np.argmin(mine)) :][:1]
+    raise WrongPartition(
+        f"table {table!r}: {len(mine) - np.count_nonzero(mine)} keys are not on this node, such as the one of code {other[0]}, in "
+        f"partition {partition_of(other, own.count)[0]} of {own.count}: it has partitions {own.ranges}; look it up where that one is"
+    )
 
 
 def _arrow_ints(array: pa.Array, key_type: KeyType) -> npt.NDArray[Any]:
     if len(array) and not pa.types.is_integer(array.type):
-        raise InvalidInput(f"expected {key_type} keys, came Arrow {array.type}")
+        raise InvalidInput(f"expected {key_type} keys, got Arrow {array.type}")
     return array.to_numpy(zero_copy_only=False) if len(array) else np.empty(0, np.int64)
 
 
 def _list_ints(keys: list[Any], key_type: KeyType) -> npt.NDArray[Any]:
     kinds = set(map(type, keys))
     for kind in kinds:
+        if issubclass(kind, (list, tuple, np.ndarray)):
+            raise InvalidInput(f"expected keys of one dimension, got a {kind.__name__} among them")
         if issubclass(kind, (bool, np.bool_)) or not issubclass(kind, (int, np.integer)):
-            raise InvalidInput(f"expected {key_type} keys, came {kind.__name__}")
+            raise InvalidInput(f"expected {key_type} keys, got {kind.__name__}")
     if kinds != {int}:
-        keys = list(map(int, keys))  # NumPy would wrap its own scalars without a word
+        keys = list(map(int, keys))  # NumPy would wrap its own scalars silently
     try:
         return np.array(keys, dtype=_DTYPE[key_type])
     except OverflowError:
@@ -188,7 +121,7 @@ def _list_ints(keys: list[Any], key_type: KeyType) -> npt.NDArray[Any]:
 
 def _int_codes(keys: npt.NDArray[Any], key_type: KeyType) -> Keys:
     if keys.dtype.kind not in "iu":
-        raise InvalidInput(f"expected {key_type} keys, came {keys.dtype}")
+        raise InvalidInput(f"expected {key_type} keys, got {keys.dtype}")
     if keys.dtype.kind == "u" and keys.dtype.itemsize == 8 and key_type is KeyType.INT64:
         if len(keys) and keys.max() > _INT64_MAX:
             raise _out_of_range(key_type, keys.min(), keys.max())
@@ -199,35 +132,10 @@ def _int_codes(keys: npt.NDArray[Any], key_type: KeyType) -> Keys:
 
 def _out_of_range(key_type: KeyType, low: Any, high: Any) -> InvalidInput:
     legal = "-2^63 to 2^63 - 1" if key_type is KeyType.INT64 else "0 to 2^64 - 1"
-    return InvalidInput(f"expected {key_type} keys, {legal}; came keys from {low} to {high}")
-
-
-def _sequence_of_strings(keys: Any) -> pa.Array:
-    if not isinstance(keys, Iterable):
-        raise InvalidInput(f"expected a sequence of string keys, came a single {type(keys).__name__}")
-    try:
-        if isinstance(keys, np.ndarray) and keys.dtype.kind in "UT":
-            return pa.array(keys, pa.large_string())
-        # as binary first: it takes str and bytes mixed, and the cast that follows checks UTF-8
-        return pa.array(keys if isinstance(keys, np.ndarray) else list(keys), pa.large_binary())
-    except (pa.ArrowException, UnicodeEncodeError, TypeError) as error:
-        raise InvalidInput(f"expected string keys (str or UTF-8 bytes): {error}") from error
-
-
-def _checked_strings(array: pa.Array) -> pa.Array:
-    kind = array.type
-    if array.null_count:
-        raise InvalidInput("a key is null: every row needs a key")
-    if len(array) and not any(is_kind(kind) for is_kind in _STRING_KINDS):
-        raise InvalidInput(f"expected string keys, came Arrow {kind}")
-    try:
-        validate(array)  # offsets too: what is hashed in place must lie within its buffer
-        return array if pa.types.is_large_string(kind) else array.cast(pa.large_string())
-    except pa.ArrowException as error:
-        raise InvalidInput(f"string keys must be UTF-8: {error}") from error
+    return InvalidInput(f"expected {key_type} keys, {legal}; got keys from {low} to {high}")
 
 
 def _string_codes(array: pa.Array, colliding: CollidingKeys | None) -> Keys:
-    strings = _checked_strings(array)
+    strings = checked_strings(array)
     hashes = hash_arrow(strings)
     return hashes if colliding is None else colliding.codes_of(strings, hashes)

@@ -4,17 +4,23 @@ Pure functions and immutable values; any thread may use them. Nothing here touch
 the `…_on_disk` listings, which read directories and skip names that are not ours.
 
     <data>/LOCK                                   held by the one process that has the store open
+    <data>/tokens.json                            who may use a service, without the secrets (`access/tokens.py`)
+    <data>/audit/audit.jsonl                      who changed what; audit.jsonl.1 and on are older (`access/audit.py`)
+    <data>/kafka/positions.json                   how far a topic was read, at least (`service/sources/kafka_positions.py`)
+    <data>/kafka/parked/<id>.parked               a message that cannot be applied (`kafka/parked.py`)
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
     <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
+    <data>/models/<model>/undone.json             which deltas a rollback has undone, and which lines count, if there was one
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
-        version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  ASKED  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
+    <data>/models/<model>/<version>.<line>/       the same, built again by a rollback to a delta: its line 1 and on
+        version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  ASKED  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log.end                 where it ends
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
 
 A name that begins with `.tmp-` is being written and one that begins with `.trash-` is being deleted;
-after a crash both are rubbish.
+after a crash both can be removed.
 """
 
 from __future__ import annotations
@@ -28,16 +34,25 @@ from tierstore.types import NAME, check_name
 
 # a data directory
 LOCK = "LOCK"
+TOKENS = "tokens.json"
+WATCHED = "watch_snapshots.json"
+AUDIT = "audit"
+AUDIT_FILE = "audit.jsonl"
+KAFKA = "kafka"
+KAFKA_POSITIONS = "positions.json"
+PARKED = "parked"
 MODELS = "models"
 CURRENT = "CURRENT"
 ROUTES = "routes.json"
+UNDONE = "undone.json"
 LOG = "log"
 LOG_BASE = "base.json"
 LOG_END = "log.end"
 VERSION_RECORD = "version.json"
-ASKED = "ASKED"
+ACCEPTED = "ASKED"
 DB = "db"
 DENSE = "dense.onnx"
+DENSE_LOADED = "dense-loaded.onnx"
 WARMUP = "warmup"
 REQUESTS = "requests"  # within WARMUP
 HOT = "hot"
@@ -63,6 +78,7 @@ TRASH = ".trash-"
 MAX_ORDINAL = (1 << 63) - 1  # of versions and of seqs
 
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
+_LINE = re.compile(r"([1-9][0-9]{0,18})(?:\.([1-9][0-9]{0,18}))?")
 _LOG_ENTRY = re.compile(r"([0-9]{20})-([0-9a-f]{16})\.arrow")
 _DENSE_TO_COME = re.compile(r"dense-([0-9]{1,19})\.onnx")
 _DELTA_FILE = re.compile(r"([0-9]{1,20})\.arrow")
@@ -104,13 +120,6 @@ def parse_log_entry(name: str) -> tuple[int, str] | None:
     return int(match[1]), match[2]
 
 
-def format_delta_file(seq: int) -> str:
-    """The file name of a delta in a watched directory."""
-    if not 0 <= seq <= MAX_ORDINAL:
-        raise ValueError(f"seq {seq} is out of range: expected 0 to {MAX_ORDINAL}")
-    return f"{seq}{DELTA_SUFFIX}"
-
-
 def parse_delta_file(name: str) -> int | None:
     """The seq of a file in a watched directory, or None. Leading zeros are allowed: producers pad to sort."""
     match = _DELTA_FILE.fullmatch(name)
@@ -127,7 +136,7 @@ class VersionDirectory:
 
     @property
     def record(self) -> Path:
-        """`version.json`, written last: without it the directory is a leftover of a crash."""
+        """`version.json`, written last: a directory without it is a leftover of a crash."""
         return self.root / VERSION_RECORD
 
     @property
@@ -135,20 +144,25 @@ class VersionDirectory:
         return self.root / DB
 
     @property
-    def asked(self) -> Path:
+    def accepted(self) -> Path:
         """The newest delta whose dense part the version accepted while it served, ASCII decimal."""
-        return self.root / ASKED
+        return self.root / ACCEPTED
 
     @property
     def dense(self) -> Path:
         return self.root / DENSE
 
+    @property
+    def dense_loaded(self) -> Path:
+        """The dense part as it was loaded, once a delta has brought another one."""
+        return self.root / DENSE_LOADED
+
     def dense_to_come(self, seq: int) -> Path:
-        """A dense part on its way with the delta `seq`; it becomes `dense` once the watermark says so."""
+        """The dense part of the delta `seq`; it becomes `dense` once the watermark has reached that seq."""
         return self.root / f"dense-{seq}.onnx"
 
     def denses_to_come(self) -> list[tuple[int, Path]]:
-        """(seq, path) of dense parts that were on their way."""
+        """(seq, path) of dense parts that have not become `dense` yet."""
         found = ((_DENSE_TO_COME.fullmatch(name), self.root / name) for name in _listing(self.root))
         return sorted((int(match[1]), path) for match, path in found if match is not None)
 
@@ -159,21 +173,21 @@ class VersionDirectory:
 
     @property
     def journal(self) -> Path:
-        """What a load has finished; where it is there without a `record`, the load was broken off and can go on."""
+        """What a load has finished. If it exists and `record` does not, the load was broken off and can go on."""
         return self.build / JOURNAL
 
     @property
     def loading(self) -> Path:
-        """The identity of the snapshot that is being loaded, until the load is over, the switch to it included."""
+        """The identity of the snapshot that is being loaded, until the load and the switch to it are over."""
         return self.root / LOADING
 
     def warmup(self, table: str) -> Path:
-        """Keys that the snapshot asked to have warm."""
+        """Keys that the snapshot wants in memory before it serves."""
         return self.root / WARMUP / (check_name("table", table) + KEYS_SUFFIX)
 
     @property
     def requests(self) -> Path:
-        """Recorded requests that the snapshot asked to have run before it serves, `00000.npz` and on."""
+        """Recorded requests that the snapshot wants run before it serves, `00000.npz` and on."""
         return self.root / WARMUP / REQUESTS
 
     @property
@@ -200,6 +214,10 @@ class ModelDirectory:
         return self.root / ROUTES
 
     @property
+    def undone(self) -> Path:
+        return self.root / UNDONE
+
+    @property
     def log(self) -> Path:
         return self.root / LOG
 
@@ -209,18 +227,24 @@ class ModelDirectory:
 
     @property
     def log_end(self) -> Path:
-        """The newest entry that was acknowledged; not in `log`, so that what befalls that leaves it."""
+        """The seq of the newest acknowledged entry. Not in `log`, so that damage to that directory does not affect it."""
         return self.root / LOG_END
 
     def log_entry(self, seq: int, digest: str) -> Path:
         return self.log / format_log_entry(seq, digest)
 
-    def version(self, version: int) -> VersionDirectory:
-        return VersionDirectory(self.root / format_version(version))
+    def version(self, version: int, line: int = 0) -> VersionDirectory:
+        """Of a version as it was loaded, or of a later line of it."""
+        return VersionDirectory(self.root / (format_version(version) + (f".{line}" if line else "")))
 
-    def versions_on_disk(self) -> list[int]:
-        """Versions that have a directory, ascending, leftovers of a crash included."""
-        return sorted(v for v in map(parse_version, _directories(self.root)) if v is not None)
+    def versions_on_disk(self) -> list[tuple[int, int]]:
+        """(version, line) of each that has a directory, ascending, including leftovers of a crash."""
+        found = (
+            (parse_version(match[1]), int(match[2] or 0))
+            for match in map(_LINE.fullmatch, _directories(self.root))
+            if match
+        )
+        return sorted((version, line) for version, line in found if version is not None and line <= MAX_ORDINAL)
 
     def log_on_disk(self) -> list[tuple[int, str, Path]]:
         """(seq, digest, path) of every log entry, ascending by seq. No log directory is an empty log."""
@@ -243,8 +267,26 @@ class DataDirectory:
         return self.root / LOCK
 
     @property
+    def tokens(self) -> Path:
+        return self.root / TOKENS
+
+    @property
+    def watched(self) -> Path:
+        """What was loaded from watched locations."""
+        return self.root / WATCHED
+
+    @property
     def models(self) -> Path:
         return self.root / MODELS
+
+    @property
+    def kafka_positions(self) -> Path:
+        """How far a topic was read, at least: entries of delta logs say the same, and more."""
+        return self.root / KAFKA / KAFKA_POSITIONS
+
+    @property
+    def parked(self) -> Path:
+        return self.root / KAFKA / PARKED
 
     def model(self, model: str) -> ModelDirectory:
         return ModelDirectory(self.models / check_name("model", model))

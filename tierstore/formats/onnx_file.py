@@ -1,4 +1,4 @@
-"""Reading an ONNX file as one piece: weights that lie in files beside it (as PyTorch saves them) are taken in.
+"""Reading an ONNX file as one piece, including weights in other files next to it (as PyTorch saves them).
 
 Pure reading; any thread may call it. The `onnx` package (extra `dense`) is needed only where there are such weights.
 """
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tierstore.errors import InvalidInput, MissingExtra
+from tierstore.errors import DeltaError, InvalidInput, MissingExtra, SnapshotError, StorageError
+from tierstore.formats.objects import Location, is_inside
 from tierstore.formats.regular import open_regular, read_regular
 
 # An entry of `TensorProto.external_data` with the key `location`, as Protocol Buffers write it: without it there is none.
@@ -17,11 +18,11 @@ _LOCATION = b"\x0a\x08location\x12"
 _MAX_BYTES = (1 << 31) - 1  # Protocol Buffers' own
 
 
-def read_onnx(path: Path, within: Path) -> bytes:
+def read_onnx(path: Location, within: Location) -> bytes:
     """The ONNX model at `path` with all of its weights, which lie in `path` or in other files `within` a directory.
 
-    Raises InvalidInput for weights that cannot be taken in, MissingExtra where that needs the extra `dense`, OSError
-    where `path` cannot be read. Whether it is a model at all is not looked at.
+    Raises InvalidInput for weights that cannot be included, MissingExtra where that needs the extra `dense`, OSError
+    where `path` cannot be read. Whether it is a valid model is not checked.
     """
     content = read_regular(path, _MAX_BYTES)
     if _LOCATION not in content:
@@ -49,12 +50,24 @@ def read_onnx(path: Path, within: Path) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _weights(tensor: Any, path: Path, within: Path) -> bytes:
+def read_dense(path: str | Path, error: type[SnapshotError] | type[DeltaError]) -> bytes:
+    """The ONNX file at `path` as one piece. Raises `error`, and MissingExtra as `read_onnx` does."""
+    try:
+        return read_onnx(Path(path), Path(path).parent)
+    except InvalidInput as problem:
+        raise error(f"dense: {path}: {problem}") from problem
+    except OSError as problem:
+        raise error(f"dense: cannot read {path}: {problem.strerror or problem}") from problem
+
+
+def _weights(tensor: Any, path: Location, within: Location) -> bytes:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
+    if not isinstance(location, str):  # bytes, where they are not UTF-8
+        raise InvalidInput(f"the weights {tensor.name!r} name a file whose name is not UTF-8: {location!r}")
     try:
         file = (path.parent / location).resolve()
-        if not location or not file.is_relative_to(within):
+        if not location or not is_inside(file, within):
             raise InvalidInput(f"the weights {tensor.name!r} lie outside of {within.name}: {location!r}")
         offset = int(entries.get("offset", 0))
         length = int(entries["length"]) if "length" in entries else -1
@@ -63,8 +76,8 @@ def _weights(tensor: Any, path: Path, within: Path) -> bytes:
             data = source.read(length if 0 <= length <= _MAX_BYTES else _MAX_BYTES + 1)
     except FileNotFoundError:
         raise InvalidInput(f"the file of its weights {tensor.name!r} is missing: {location!r}") from None
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, InvalidInput):
+    except (OSError, ValueError, OverflowError, RuntimeError) as error:
+        if isinstance(error, (InvalidInput, StorageError)):
             raise
         raise InvalidInput(f"the weights {tensor.name!r} cannot be read: {error}") from error
     if 0 <= length != len(data):
@@ -73,7 +86,7 @@ def _weights(tensor: Any, path: Path, within: Path) -> bytes:
 
 
 def tensors_of(model: Any) -> Iterator[Any]:
-    """Every constant of a ModelProto, those within attributes and subgraphs included."""
+    """Every constant of a ModelProto, including those in attributes and subgraphs."""
     graphs = [model.graph]
     nodes = [node for function in model.functions for node in function.node]
     while graphs or nodes:

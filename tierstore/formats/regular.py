@@ -1,7 +1,7 @@
-"""Reading files that somebody else names: regular ones alone, and no more of them than makes sense.
+"""Reading files that users name: only regular files, and only up to a size that makes sense.
 
-A pipe, a socket, a device or a directory is refused at once, where `open` would wait for somebody to write into it, or
-never come to an end. Any thread; errors are OSError that say what was found.
+A pipe, a socket, a device or a directory is refused at once, where `open` could wait for a writer, or reading would never end.
+Any thread. Errors are OSError and say which kind of file it is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+
+from tierstore.formats.objects import Location, ObjectPath, size_of
 
 MAX_DOCUMENT_BYTES = 64 << 20  # of a manifest: some 400,000 shards
 
@@ -23,8 +25,10 @@ _KINDS = {
 }
 
 
-def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file for reading."""
+def open_regular(path: str | Location) -> BufferedReader:
+    """Open a file, or an object, for reading."""
+    if isinstance(path, ObjectPath):
+        return path.open()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -41,12 +45,12 @@ def open_regular(path: str | Path) -> BufferedReader:
         raise
 
 
-def read_regular(path: str | Path, limit: int | None = None) -> bytes:
-    """All of a file that has at most `limit` bytes."""
+def read_regular(path: str | Location, limit: int | None = None) -> bytes:
+    """All of a file, or an object, that has at most `limit` bytes."""
     with open_regular(path) as file:
         if limit is None:
             return file.read()
-        size = os.fstat(file.fileno()).st_size
+        size = size_of(path) if isinstance(path, ObjectPath) else os.fstat(file.fileno()).st_size
         data = file.read(limit + 1) if size <= limit else b""
         if max(size, len(data)) > limit:
             raise OSError(errno.EFBIG, f"has {max(size, len(data)):,} bytes, at most {limit:,} are read", str(path))

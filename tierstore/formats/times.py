@@ -9,41 +9,43 @@ from typing import Any
 import numpy as np
 
 Moment = datetime | float | str
-_MAX_EPOCH_S = 1e11  # the year 5138: whatever is larger counts milliseconds, or less
+_MAX_EPOCH_S = 1e11  # the year 5138: a larger number is in milliseconds or smaller units
 
 
 def parse_time(text: str) -> datetime:
-    """The moment that `text` (ISO 8601) names, in UTC; without an offset it is taken as UTC. ValueError otherwise."""
+    """The moment that `text` (ISO 8601) names, in UTC; text without an offset is in UTC. Raises ValueError."""
     if len(text) < len("2026-11-20"):
-        raise ValueError(f"expected an ISO 8601 time such as 2026-11-20T02:00:00Z, came {text!r}")
+        raise ValueError(f"expected an ISO 8601 time such as 2026-11-20T02:00:00Z, got {text!r}")
     try:
         moment = datetime.fromisoformat(text)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"expected an ISO 8601 time such as 2026-11-20T02:00:00Z, came {text!r}") from error
+        raise ValueError(f"expected an ISO 8601 time such as 2026-11-20T02:00:00Z, got {text!r}") from error
 
 
 def as_moment(value: Any) -> datetime:
-    """The moment that a caller means, in UTC: a datetime with a zone, seconds since 1970, or ISO 8601 text.
+    """A moment in UTC from a datetime with a zone, seconds since 1970, or ISO 8601 text.
 
-    ValueError for anything else. A datetime without a zone may be local time as well as UTC, so it is refused.
+    ValueError for anything else. A datetime without a zone is refused, because it could be local time or UTC.
     """
     if isinstance(value, str):
         return parse_time(value)
     if isinstance(value, datetime):
         if value.tzinfo is None:
             raise ValueError(
-                f"expected a datetime with a time zone, came {value!r} without one: "
+                f"expected a datetime with a time zone, got {value!r} without one: "
                 "use datetime.now(UTC), or .replace(tzinfo=UTC) if it is UTC"
             )
         return value.astimezone(UTC)
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
         seconds = float(value)
         if not math.isfinite(seconds) or not 0 <= seconds < _MAX_EPOCH_S:
-            raise ValueError(f"expected seconds since 1970, such as time.time(), came {value!r}")
+            raise ValueError(f"expected seconds since 1970, such as time.time(), got {value!r}")
         return datetime.fromtimestamp(seconds, UTC)
     what = "a date without a time" if isinstance(value, date) else type(value).__name__
-    raise ValueError(f"expected a datetime with a time zone, seconds since 1970 or ISO 8601 text, came {what}")
+    if isinstance(value, np.datetime64):
+        what = "a datetime64, which has no zone: use value.item().replace(tzinfo=UTC) if it is UTC, of unit us or s"
+    raise ValueError(f"expected a datetime with a time zone, seconds since 1970 or ISO 8601 text, got {what}")
 
 
 def format_time(moment: datetime) -> str:

@@ -1,30 +1,40 @@
 """Numba kernels: arrays and scalars in, arrays out.
 
-numba keeps compiled kernels on disk and looks only at a kernel's own source file to tell whether one is out of date
-(its modification time, since 0.68 its content), though kernels inline helpers from other files of this folder. So the
-stamp by which it tells carries the content of all of them: after an edit, or an upgrade, to any of them every kernel
-is compiled anew, instead of running with the old helper inside.
+numba keeps compiled kernels on disk. To find out whether one is out of date it looks only at the kernel's own source file
+(its modification time, since 0.68 its content), but kernels inline helpers from other files of this folder. So the stamp
+that numba compares holds the content of all of them: after an edit, or an upgrade, every kernel is compiled again and
+never runs with an old helper inside.
 
-Where they are kept is chosen here too: the first directory that can be written, or that holds all of them for this
-machine and version and then need not be. `ahead.py` compiles them before they are asked for.
+This module also chooses where compiled kernels are kept: the first directory that can be written, or one that holds all
+kernels for this machine and version already. Where all are there, `compiled` reads each from there at import. Else it is
+compiled at its first call; `ahead.py` has other processes compile all of them meanwhile.
+
+Several processes may compile the same kernel at once. Files of other sources, versions or processors have other names, and
+each process compiles the signatures of a kernel in the same order. So a file has the same code, whoever wrote it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numba
-from numba.core import caching
+from numba.core import caching, sigutils
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
 from tierstore.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 KERNELS = "kernels"  # within a data directory
@@ -33,18 +43,24 @@ _data: list[Path] = []  # the data directory, which takes them where nothing els
 
 
 def sources_digest(folder: Path) -> bytes:
-    """Of all Python sources in `folder`."""
+    """Of all Python sources in `folder` and in the folders in it."""
     whole = hashlib.sha256()
-    for source in sorted(folder.glob("*.py")):
+    for source in sorted(folder.rglob("*.py")):
         content = source.read_bytes()
-        whole.update(f"{source.name} {len(content)}\n".encode() + content)
+        whole.update(f"{source.relative_to(folder)} {len(content)}\n".encode() + content)
     return whole.digest()
 
 
-def _mark(folder: Path) -> str:
-    """The name of the file that says: all kernels of these sources are here, for this numba and this processor."""
+@lru_cache
+def _identity(folder: Path) -> str:
+    """Of these sources, this numba and this processor."""
     machine = repr((numba.__version__, cpu_target.target_context.codegen().magic_tuple()))
-    return f"complete-{hashlib.sha256(sources_digest(folder) + machine.encode()).hexdigest()[:32]}"
+    return hashlib.sha256(sources_digest(folder) + machine.encode()).hexdigest()[:32]
+
+
+def _mark(folder: Path) -> str:
+    """The name of the file that says: all kernels are here."""
+    return f"complete-{_identity(folder)}"
 
 
 def _places(folder: Path) -> Iterator[Path]:
@@ -103,15 +119,26 @@ def directory(folder: Path = _FOLDER) -> Path:
     )
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of a process that is to import from where this one does, and, run with `-P`, nothing from its directory.
+
+    In a clone another copy of the package lies there, whose kernels are kept elsewhere.
+    """
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+
+
 def is_complete() -> bool:
     """Whether all kernels are compiled, for this machine and version."""
     return (directory() / _mark(_FOLDER)).exists()
 
 
 def set_complete() -> None:
-    """Say so, from now on. What said so of other versions or machines goes: their kernels were replaced."""
-    for old in directory().glob("complete-*"):
-        old.unlink(missing_ok=True)
+    """Say so, from now on. Files of other versions or machines go."""
+    identity = _identity(_FOLDER)
+    for pattern in ("complete-*", "*.nb[ic]"):
+        for file in directory().glob(pattern):
+            if identity not in file.name:
+                file.unlink(missing_ok=True)
     (directory() / _mark(_FOLDER)).touch()
 
 
@@ -119,8 +146,8 @@ def stamp_caches(folder: Path) -> None:
     """From now on compiled functions of `folder` are kept in its `directory`, until any source there changes."""
 
     class Stamped(caching._CacheLocator):  # type: ignore[misc]
-        def __init__(self, py_func: Any) -> None:
-            self._line = py_func.__code__.co_firstlineno
+        def __init__(self, py_func: Any, source: str) -> None:
+            self._place = f"{source}-{py_func.__code__.co_firstlineno}-{identity}"
 
         def get_cache_path(self) -> str:
             return str(directory(folder))
@@ -132,14 +159,135 @@ def stamp_caches(folder: Path) -> None:
             return stamp
 
         def get_disambiguator(self) -> str:
-            return str(self._line)
+            return self._place  # two modules of one name may each have a kernel of one name
 
         @classmethod
         def from_function(cls, py_func: Any, py_file: str) -> Any:
-            return cls(py_func) if Path(py_file).parent == folder else None
+            with suppress(ValueError):
+                source = Path(py_file).relative_to(folder).with_suffix("")
+                return cls(py_func, "-".join(source.parts))
+            return None
 
-    stamp = sources_digest(folder)
+    stamp, identity = sources_digest(folder), _identity(folder)
     caching.CacheImpl._locator_classes.insert(0, Stamped)
 
 
 stamp_caches(_FOLDER)
+
+
+class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """numba's, of one kernel. A file that is damaged counts as missing; one that cannot be written is not kept."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache.cache_path, cache._impl.filename_base, cache._impl.locator.get_source_stamp())
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except Exception:  # noqa: BLE001 - whatever pickle makes of it: cut short by a failure of power, say
+            return {}
+
+    def _load_data(self, name: str) -> Any:
+        try:
+            return super()._load_data(name)
+        except Exception as error:
+            raise OSError(f"{name} is damaged: {error}") from error
+
+    def save(self, key: Any, data: Any) -> None:
+        try:
+            super().save(key, data)
+        except OSError as error:
+            if must_keep:
+                raise
+            log.warning("a compiled kernel is not kept in %s: %s", self._cache_path, error)
+
+
+# when a kernel is needed: for any look-up; for what changes rows, or makes look-ups faster; for reactors
+FIRST, SOON, LAST = range(3)
+must_keep = False  # whether a kernel that cannot be kept is an error; else it is used all the same
+awaited = False  # whether other processes compile the kernels of SOON now; look-ups do without those meanwhile
+
+
+class Entry(NamedTuple):
+    """A kernel that is called from Python, or through its address."""
+
+    when: int
+    dispatcher: Any  # numba's
+    build: Callable[[], object]  # compile it, or read it from the cache; any thread, any number of times
+
+
+entries: list[Entry] = []  # of the modules that are imported
+
+
+def compiled(
+    *signatures: Any, when: int = SOON, inner: bool = False, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit(signatures, nogil=True, cache=True)`, but compiled at the first call where it is not in the cache.
+
+    inner: only kernels call it. It is compiled with each of these, and not kept for itself.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(nogil=True, cache=not inner, **options)(function)
+        if not inner:
+            dispatcher._cache._cache_file = _Files(dispatcher._cache)
+        get_call_template = dispatcher.get_call_template
+
+        def build() -> None:
+            with global_compiler_lock:
+                if dispatcher._can_compile:
+                    for signature in signatures:
+                        dispatcher.compile(signature)
+                    dispatcher.disable_compile()  # for any other
+
+        def compile_for(*_: Any) -> Any:
+            build()
+            return dispatcher  # which numba calls then
+
+        def type_call(args: Any, kws: Any) -> Any:
+            build()
+            return get_call_template(args, kws)
+
+        # numba calls these where it would compile for the types of the arguments: of a call, and in another kernel
+        dispatcher._compile_for_args, dispatcher.get_call_template = compile_for, type_call
+        if not inner:
+            _add(Entry(when, dispatcher, build))
+        return dispatcher
+
+    return decorate
+
+
+class compiled_c:
+    """`numba.cfunc(signature, cache=True)`, but compiled when its address is first needed."""
+
+    def __init__(self, signature: Any, when: int = SOON) -> None:
+        self._signature, self._when = signature, when
+
+    def __call__(self, function: Callable[..., Any]) -> compiled_c:
+        self._function = function
+        _add(Entry(self._when, numba.njit(function), lambda: self.address))
+        return self
+
+    @cached_property
+    def address(self) -> int:
+        with global_compiler_lock:
+            signature = sigutils.normalize_signature(self._signature)
+            callback = cast("Any", CFunc)(self._function, signature, locals={}, options={})
+            callback.enable_caching()
+            callback._cache._cache_file = _Files(callback._cache)
+            callback.compile()
+            self._compiled = callback  # kept: its code is
+            return int(callback.address)
+
+
+def _add(entry: Entry) -> None:
+    entries.append(entry)
+    if is_complete():
+        entry.build()
+
+
+def load(when: int = LAST) -> None:
+    """Compile kernels that are not, or read them from the cache, up to those of `when`, so that no request waits for it."""
+    for entry in entries:
+        if entry.when <= when:
+            entry.build()

@@ -1,10 +1,10 @@
-"""Kernels compiled ahead of their first use, in several processes side by side.
+"""Kernels compiled before their first use, by several processes at once.
 
     python -m tierstore.kernels.ahead SHARE SHARES    # one such process
 
-Otherwise each is compiled where its module is imported, one after the other. Each process decorates all kernels, so that
-it knows what calls what, and compiles its share into the one cache; no kernel is of two shares, so nobody writes what
-another one writes. What a crash leaves is compiled at the next start.
+Each process compiles its share of the kernels into the cache: first those that every look-up needs, last those of the
+reactors. A store may be opened when the first are there (`prepare`), and the others follow beside it. A kernel that is
+called before it is there is compiled where it is called. After a crash the next start compiles what is missing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-import numba
+from numba.core import codegen
 from numba.core.caching import NullCache
 
 from tierstore import kernels
@@ -30,112 +31,211 @@ log = logging.getLogger(__name__)
 
 _LIMIT_S = 1800.0  # of all of it, on a machine that is very busy
 MOST = 8  # processes, of about 270 MB each
+_NICE = 10  # of processes beside a store that is open
+
+Say = Callable[[str], None]
 
 
-def prepare(say: Callable[[str], None] = log.info) -> None:
-    """`compile_all`, with as many processes as there are processors; what fails is left to whoever imports a kernel."""
-    try:
-        compile_all(min(MOST, len(os.sched_getaffinity(0))), say)
-    except (StorageError, OSError, subprocess.TimeoutExpired) as error:
-        log.warning("kernels are compiled one after the other: %s", error)
+class Compilation:
+    """Processes that compile all kernels, from now on. They end with this process. Any thread may wait."""
+
+    def __init__(self, processes: int, say: Say, nice: int = 0) -> None:
+        """`nice`: of the processes once the first kernels are there."""
+        self.error: str | None = None  # what failed, once `done`
+        self.first, self.done = threading.Event(), threading.Event()
+        self.seconds = 0.0  # once `done`
+        self._processes, self._say, self._nice = processes, say, nice
+        kernels.awaited = True
+        threading.Thread(target=self._run, name="tierstore-compile", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._compile()
+        except (StorageError, OSError, subprocess.TimeoutExpired) as error:
+            self.error = str(error)
+        kernels.awaited = False
+        self.first.set()
+        self.done.set()
+
+    def _compile(self) -> None:
+        start_s = time.monotonic()
+        self._say(f"compiling kernels with {self._processes} processes: once for each version and machine")
+        running: list[subprocess.Popen[bytes]] = []
+        ours, theirs = os.pipe()  # each ends when this does: a signal may end this process between any two lines
+        try:
+            running.extend(start_share(i, self._processes, ours) for i in range(self._processes))
+            if _have_compiled(running, kernels.FIRST):
+                self._say(f"kernels of look-ups are compiled ({time.monotonic() - start_s:.1f} s); others follow")
+                self.first.set()
+                for process in running:
+                    with suppress(ProcessLookupError):
+                        os.setpriority(os.PRIO_PROCESS, process.pid, self._nice)
+                if _have_compiled(running, kernels.SOON):
+                    kernels.load(kernels.SOON)
+                    kernels.awaited = False
+            for process in running:
+                _, error = process.communicate(timeout=_LIMIT_S)
+                if process.returncode:
+                    why = error.decode(errors="replace").strip()[-500:] or f"a process ended with {process.returncode}"
+                    raise StorageError(f"kernels cannot be compiled: {why}")
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+            os.close(ours)
+            os.close(theirs)
+        kernels.set_complete()
+        self.seconds = time.monotonic() - start_s
+        self._say(f"kernels are compiled ({self.seconds:.1f} s), and kept in {kernels.directory()}")
 
 
-def compile_all(processes: int, say: Callable[[str], None] = lambda _: None) -> float:
-    """Have all kernels compiled and kept for this machine and version. Returns the seconds that it took, 0 if they were.
+_lock = threading.Lock()
+_running: Compilation | None = None  # guarded by _lock
 
-    `say` is told, in a line each, what is being done and what was. Raises StorageError where a process fails.
+
+def start(say: Say = log.info) -> Compilation | None:
+    """Have all kernels compiled, with as many processes as there are processors. None where they are compiled already."""
+    global _running
+    with _lock:
+        if kernels.is_complete():
+            return None
+        if _running is None:
+            _running = Compilation(min(MOST, len(os.sched_getaffinity(0))), say, _NICE)
+        return _running
+
+
+def prepare(say: Say = log.info) -> None:
+    """Return once the kernels are compiled that every look-up needs. After a failure each is compiled at its first call."""
+    compilation = start(say)
+    if compilation is not None:
+        _wait(compilation.first)
+        if compilation.error is not None:
+            log.warning("each kernel is compiled at its first call: %s", compilation.error)
+
+
+def _wait(event: threading.Event) -> None:
+    """In steps: a signal that reaches another thread does not end a wait of the main one, which handles signals."""
+    while not event.wait(0.1):
+        pass
+
+
+def compile_all(processes: int, say: Say = lambda _: None) -> float:
+    """Compile all kernels for this machine and version. Returns the seconds that it took, 0 if they were compiled already.
+
+    `say` is called with a line before and after. Raises StorageError where a process fails.
     """
     if kernels.is_complete():
         return 0.0
-    begun_s = time.monotonic()
-    say(f"compiling kernels with {processes} processes: once for each version and machine, for 10 to 60 s")
-    command = [sys.executable, "-m", "tierstore.kernels.ahead"]
-    running: list[subprocess.Popen[bytes]] = []
-    ours, theirs = os.pipe()  # each ends when this does: a signal may end this process between any two lines
-    try:
-        for i in range(processes):
-            share = [*command, str(i), str(processes)]
-            running.append(subprocess.Popen(share, stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-        for process in running:
-            _, error = process.communicate(timeout=_LIMIT_S)
-            if process.returncode:
-                raise StorageError(f"kernels cannot be compiled: {error.decode(errors='replace').strip()[-500:]}")
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-        os.close(ours)
-        os.close(theirs)
-    kernels.set_complete()
-    seconds = time.monotonic() - begun_s
-    say(f"kernels are compiled ({seconds:.1f} s), and kept in {kernels.directory()}")
-    return seconds
+    compilation = Compilation(processes, say)
+    _wait(compilation.done)
+    if compilation.error is not None:
+        raise StorageError(compilation.error)
+    return compilation.seconds
+
+
+def start_share(share: int, shares: int, stdin: int) -> subprocess.Popen[bytes]:
+    """A process that does `compile_share`, and ends when `stdin` does."""
+    command = [sys.executable, "-P", "-m", "tierstore.kernels.ahead", str(share), str(shares)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, env=kernels.child_environment())
 
 
 def compile_share(share: int, shares: int) -> None:
-    """Compile one share of the kernels into the cache. For a process of its own: no kernel is compiled by import here."""
-    found: list[tuple[Any, Callable[[], object]]] = []
-    decorate, decorate_c = numba.njit, numba.cfunc
-
-    def collect(*arguments: Any, **options: Any) -> Any:
-        if not arguments or (callable(arguments[0]) and not hasattr(arguments[0], "return_type")):
-            return decorate(*arguments, **options)
-        signatures = arguments[0] if isinstance(arguments[0], (list, tuple)) else [arguments[0]]
-
-        def later(function: Callable[..., Any]) -> Any:
-            dispatcher = decorate(**options)(function)
-            found.append((dispatcher, lambda: [dispatcher.compile(signature) for signature in signatures]))
-            return dispatcher
-
-        return later
-
-    def collect_c(*arguments: Any, **options: Any) -> Any:
-        """Of what is called by address: nobody asks for that here."""
-
-        def later(function: Callable[..., Any]) -> Any:
-            dispatcher = decorate()(function)
-            found.append((dispatcher, lambda: decorate_c(*arguments, **options)(function)))
-            return dispatcher
-
-        return later
-
-    numba.njit, numba.cfunc = collect, collect_c
-    for module in pkgutil.iter_modules(kernels.__path__):
-        importlib.import_module(f"{kernels.__name__}.{module.name}")
+    """Compile one share of the kernels into the cache. For a process of its own, which calls none of them."""
+    kernels.must_keep = True
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)
+    _make_cheaper([entry.dispatcher for entry in kernels.entries])
     # identities differ from process to process, the order and the sizes do not: all come to the same shares
-    mine = _share([_needs(dispatcher, {}) for dispatcher, _ in found], share, shares)
-    for i, (dispatcher, _) in enumerate(found):
+    needs = [_needs(entry.dispatcher, {}) for entry in kernels.entries]
+    mine = _share(needs, [entry.when for entry in kernels.entries], share, shares)
+    for i, entry in enumerate(kernels.entries):
         if i not in mine:
-            dispatcher._cache = NullCache()  # compiled where one of ours calls it, and kept by its own process
-    for i in sorted(mine):
-        _, build = found[i]
-        build()
+            entry.dispatcher._cache = NullCache()  # compiled where one of ours calls it, and kept by its own process
+    for when in (kernels.FIRST, kernels.SOON, kernels.LAST):
+        for i in mine:
+            if kernels.entries[i].when == when:
+                kernels.entries[i].build()
+        os.write(1, b"%d\n" % when)
 
 
-def _share(needs: list[dict[int, int]], share: int, shares: int) -> set[int]:
-    """Which kernels one of `shares` processes takes; `needs` are the functions that each needs, and their sizes.
+def _have_compiled(processes: list[subprocess.Popen[bytes]], when: int) -> bool:
+    """Wait until all have compiled the kernels of `when`. False where one has ended before."""
+    return all(p.stdout is not None and p.stdout.readline() == b"%d\n" % when for p in processes)
 
-    The largest first, each to whom has least with it: what two kernels call is compiled once where both are of one share.
+
+def _share(needs: list[dict[int, int]], when: list[int], share: int, shares: int) -> list[int]:
+    """Which kernels one of `shares` processes compiles, in order; `needs`: the functions that each needs, and their sizes.
+
+    Those needed first come first, then the largest, each to the share that is smallest with it. What two kernels of one share
+    call is compiled once.
     """
     held: list[dict[int, int]] = [{} for _ in range(shares)]
-    mine = set()
-    for i in sorted(range(len(needs)), key=lambda i: -sum(needs[i].values())):
+    mine = []
+    for i in sorted(range(len(needs)), key=lambda i: (when[i], -sum(needs[i].values()))):
         least = min(range(shares), key=lambda k: sum((held[k] | needs[i]).values()))
         held[least] |= needs[i]
         if least == share:
-            mine.add(i)
+            mine.append(i)
     return mine
 
 
 def _needs(dispatcher: Any, needs: dict[int, int]) -> dict[int, int]:
     """The functions that are compiled with a kernel, itself included, by identity, with the size of their bytecode."""
+    for called in _called(dispatcher, {}).values():
+        needs[id(called.py_func)] = len(called.py_func.__code__.co_code)
+    return needs
+
+
+def _called(dispatcher: Any, found: dict[int, Any]) -> dict[int, Any]:
+    """A kernel, and the functions that are compiled with it, by identity."""
     function = dispatcher.py_func
-    if id(function) not in needs:
-        needs[id(function)] = len(function.__code__.co_code)
+    if id(function) not in found:
+        found[id(function)] = dispatcher
         for name in function.__code__.co_names:
             if hasattr(called := function.__globals__.get(name), "py_func"):
-                _needs(called, needs)
-    return needs
+                _called(called, found)
+    return found
+
+
+def _make_cheaper(entries: list[Any]) -> None:
+    """Compile only what is kept. For a process that calls no kernel.
+
+    numba makes machine code of each function that a kernel calls, with wrappers to call it from Python and from C. Only what
+    is made where it is inlined is kept. (It is optimized before that too; without that, pooling was slower.)
+    """
+    found: dict[int, Any] = {}
+    for dispatcher in entries:
+        _called(dispatcher, found)
+    kept = {id(dispatcher.py_func) for dispatcher in entries}
+    for function, dispatcher in found.items():
+        dispatcher.targetoptions["no_cfunc_wrapper"] = True
+        dispatcher.targetoptions["no_cpython_wrapper"] = function not in kept
+
+    library = codegen.JITCodeLibrary
+    finish, set_env = library._finalize_final_module, codegen.JITCPUCodegen.set_env
+
+    def is_kept(self: Any) -> bool:
+        if (
+            getattr(self, "_compiled_object", None) is not None
+        ):  # read from the cache, where an earlier compilation has left it
+            return True
+        names = (function.name for function in self._final_module.functions if not function.is_declaration)
+        return any(name.startswith(("_ZN7cpython", "cfunc.")) for name in names)  # the wrappers
+
+    def finish_kept(self: Any) -> None:
+        if is_kept(self):
+            finish(self)
+        else:
+            self._finalize_dynamic_globals()
+            self._finalized = True
+
+    def set_env_of_kept(self: Any, name: str, env: Any) -> None:
+        # no address: a kernel from the cache, kept by a process of another kind, of which nothing is made here
+        if self._engine.is_symbol_defined(name) and self._engine.get_global_value_address(name):
+            set_env(self, name, env)
+
+    library._finalize_final_module, codegen.JITCPUCodegen.set_env = finish_kept, set_env_of_kept
 
 
 def _end_with_parent() -> None:

@@ -262,16 +262,6 @@ def trailing_zeros(typingctx: Any, word: Any) -> Any:
 
 
 @intrinsic
-def last_one(typingctx: Any, word: Any) -> Any:
-    """The place of the highest bit that is set in a uint32 (-1 for 0)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sub(_I64(31), builder.zext(builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0)), _I64))
-
-    return types.int64(types.uint32), codegen
-
-
-@intrinsic
 def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
     """Copy `count` bytes from address `source` to address `target`; the two do not overlap."""
 

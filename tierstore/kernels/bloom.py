@@ -1,10 +1,10 @@
-"""A Bloom filter over int64 keys that asks memory once a key: is this key perhaps one of those?
+"""A Bloom filter over int64 keys that reads memory once a key: may this key be one of those that were added?
 
 Split blocks of 256 bits, as Parquet has them (parquet-format, BloomFilter.md; the idea is Putze, Sanders and Singler,
-2007): the upper half of a key's hash picks a block, the lower half one bit in each of its eight words.
+2007): the upper half of a key's hash chooses a block, the lower half one bit in each of its eight words.
 
-Free functions of arrays, nogil. One writer at a time adds; any number of threads ask meanwhile. Bits are only ever
-set, each word at once, so whoever asks sees a key that was added before the array or a newer one was handed over.
+Free functions of arrays, nogil. One writer at a time adds, while any number of threads read. Bits are only ever set, each
+word at once. So a reader finds every key that was added before it got the array.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
+from tierstore.kernels import FIRST, compiled
 from tierstore.kernels.atomics import prefetch
-from tierstore.kernels.overlay_index import _mix
+from tierstore.kernels.hashing import mix
 from tierstore.types import Keys
 
 Filter = npt.NDArray[np.uint32]
@@ -31,18 +32,18 @@ _SALTS = np.array(
 _KEYS = types.Array(types.int64, 1, "C", readonly=True)
 
 
-@njit("int64(int64, int64)", cache=True, nogil=True)
+@compiled("int64(int64, int64)", inner=True)
 def _block_of(key: Any, blocks: Any) -> Any:
-    return np.int64(((_mix(key) >> _U64(32)) * _U64(blocks)) >> _U64(32)) * WORDS
+    return np.int64(((mix(key) >> _U64(32)) * _U64(blocks)) >> _U64(32)) * WORDS
 
 
-@njit("uint32(int64, int64)", cache=True, nogil=True)
+@compiled("uint32(int64, int64)", inner=True)
 def _bit(key: Any, word: Any) -> Any:
-    product = _U32(_U32(_mix(key)) * _SALTS[word])  # numba widens what it multiplies
+    product = _U32(_U32(mix(key)) * _SALTS[word])  # numba widens what it multiplies
     return _U32(_U32(1) << (product >> _U32(27)))
 
 
-@njit(types.int64(_KEYS, types.uint32[::1]), cache=True, nogil=True)
+@compiled(types.int64(_KEYS, types.uint32[::1]))
 def _add(keys: Any, words: Any) -> Any:
     blocks, new = len(words) // WORDS, 0
     for key in keys:
@@ -57,19 +58,19 @@ def _add(keys: Any, words: Any) -> Any:
     return new
 
 
-@njit(types.int64(_KEYS, types.uint32[::1], types.boolean[::1]), cache=True, nogil=True)
-def _ask(keys: Any, words: Any, perhaps: Any) -> Any:
+@compiled(types.int64(_KEYS, types.uint32[::1], types.boolean[::1]), when=FIRST)
+def probe(keys: Any, words: Any, maybe: Any) -> Any:
     blocks, found = len(words) // WORDS, 0
     base = np.int64(words.ctypes.data)
     for i in range(len(keys)):
         if i + _AHEAD < len(keys):
             prefetch(base + 4 * _block_of(keys[i + _AHEAD], blocks))
-        if perhaps[i]:
+        if maybe[i]:
             continue
         at, there = _block_of(keys[i], blocks), True
         for j in range(WORDS):
             there &= (words[at + j] & _bit(keys[i], j)) != 0
-        perhaps[i] = there
+        maybe[i] = there
         found += there
     return found
 
@@ -80,10 +81,10 @@ def empty(keys: int, bits_a_key: int) -> Filter:
 
 
 def add(words: Filter, keys: Keys) -> int:
-    """Put `keys` (int64 [n]) in. Returns how many were not there yet, as far as the filter can tell."""
+    """Add `keys` (int64 [n]). Returns how many were new, as far as the filter can tell."""
     return int(_add(keys, words))
 
 
-def ask(words: Filter, keys: Keys, perhaps: npt.NDArray[np.bool_]) -> int:
-    """Set perhaps[i] where keys[i] may be in; others are left as they are. Returns how many were set."""
-    return int(_ask(keys, words, perhaps))
+def may_hold(words: Filter, keys: Keys, maybe: npt.NDArray[np.bool_]) -> int:
+    """Set maybe[i] where keys[i] may have been added; the others stay as they are. Returns how many were set."""
+    return int(probe(keys, words, maybe))

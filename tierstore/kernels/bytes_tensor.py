@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
+
+from tierstore.kernels import compiled
 
 _BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=True)
 
 
-@njit(types.int64(_BYTES, types.Array(types.uint8, 1, "C"), types.Array(types.int64, 1, "C")), cache=True, nogil=True)
+@compiled(types.int64(_BYTES, types.Array(types.uint8, 1, "C"), types.Array(types.int64, 1, "C")))
 def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
     """Returns the number of wire bytes used, or -1 - i where element i runs past the end."""
     size = len(wire)
@@ -40,10 +42,8 @@ def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
     return at
 
 
-@njit(
+@compiled(
     types.void(_BYTES, types.Array(types.int64, 1, "C", readonly=True), types.Array(types.uint8, 1, "C")),
-    cache=True,
-    nogil=True,
 )
 def _join(data, offsets, wire):  # type: ignore[no-untyped-def]
     at = np.int64(0)
@@ -75,7 +75,7 @@ def split_prefixed(wire: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArray
     wire uint8[bytes], contiguous, read-only or not. Raises ValueError unless the elements fill `wire` exactly.
     """
     if count * 4 > len(wire):
-        raise ValueError(f"{count} elements need at least {count * 4} bytes, came {len(wire)}")
+        raise ValueError(f"{count} elements need at least {count * 4} bytes, got {len(wire)}")
     readonly = wire.view()
     readonly.flags.writeable = False
     data = np.empty(len(wire) - 4 * count, np.uint8)
@@ -84,5 +84,5 @@ def split_prefixed(wire: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArray
     if used < 0:
         raise ValueError(f"element {-1 - used} of {count} takes more than its share of the {len(wire)} bytes")
     if used != len(wire):
-        raise ValueError(f"{count} elements take {used} bytes, came {len(wire)}")
+        raise ValueError(f"{count} elements take {used} bytes, got {len(wire)}")
     return data, offsets

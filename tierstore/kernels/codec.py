@@ -1,8 +1,7 @@
 """Storage dtypes: float vectors to the bytes of a stored row, and back.
 
 Free functions of arrays without state: any thread may call them, the kernels run without the GIL, nothing
-here touches a disk. Every kernel has one specialization, compiled (or read from numba's cache) at import,
-so that no request ever waits for the compiler.
+here touches a disk. Every kernel has one specialization, so that no request waits for the compiler once it is compiled.
 
 The layout of a row, little-endian, `StorageDtype.row_bytes(dim)` bytes, at any alignment:
 
@@ -32,8 +31,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
+from tierstore.kernels import FIRST, compiled
 from tierstore.kernels.atomics import prefetch
 from tierstore.kernels.raw import (
     fma,
@@ -72,8 +72,8 @@ class BadRow(ValueError):
         super().__init__(f"row {row}, column {column}: {reason}")
 
 
-@njit("void(int64, int64, int64)", cache=True, nogil=True)
-def _copy(source: Any, dest: Any, size: Any) -> Any:
+@compiled("void(int64, int64, int64)", inner=True)
+def copy_bytes(source: Any, dest: Any, size: Any) -> Any:
     words = size >> 3
     for k in range(words):
         store_u64(dest, k, load_u64(source, k))
@@ -81,7 +81,7 @@ def _copy(source: Any, dest: Any, size: Any) -> Any:
         store_u8(dest, k, load_u8(source, k))
 
 
-@njit("void(int64, int64, int64, int64, int64)", cache=True, nogil=True)
+@compiled("void(int64, int64, int64, int64, int64)", inner=True)
 def decode_row(code: Any, out_code: Any, source: Any, dest: Any, dim: Any) -> Any:
     """Decode one row of `dim` numbers from address `source` to address `dest`.
 
@@ -89,7 +89,7 @@ def decode_row(code: Any, out_code: Any, source: Any, dest: Any, dim: Any) -> An
     alignment is needed. A value beyond float16 becomes Inf there, as in NumPy.
     """
     if code == out_code:
-        _copy(source, dest, dim * (4 >> code))
+        copy_bytes(source, dest, dim * (4 >> code))
     elif out_code == _F32_CODE:
         if code == _F16_CODE:
             for k in range(dim):
@@ -116,10 +116,9 @@ def decode_row(code: Any, out_code: Any, source: Any, dest: Any, dim: Any) -> An
 _POSITIONS = types.Array(types.int64, 1, "C", readonly=True)
 
 
-@njit(
+@compiled(
     types.int64(*[types.int64] * 5, _POSITIONS, _POSITIONS, types.int64, types.int64, types.int64),
-    cache=True,
-    nogil=True,
+    when=FIRST,
 )
 def _decode_scatter(
     code: Any,
@@ -148,14 +147,14 @@ def _decode_scatter(
     return -1
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64)", cache=True, nogil=True)
+@compiled("void(int64, int64, int64, int64, int64, int64, int64)", when=FIRST)
 def _decode_all(code: Any, out_code: Any, rows: Any, n: Any, row_bytes: Any, out: Any, dim: Any) -> Any:
     out_bytes = dim * (4 >> out_code)
     for i in range(n):
         decode_row(code, out_code, rows + i * row_bytes, out + i * out_bytes, dim)
 
 
-@njit("void(int64, int64, int64)", cache=True, nogil=True, fastmath={"nnan", "nsz"})
+@compiled("void(int64, int64, int64)", fastmath={"nnan", "nsz"}, inner=True)
 def _encode_int8(source: Any, dest: Any, dim: Any) -> Any:
     """One row of finite float32 to scale, offset and codes. The arithmetic is in float64: a range may overflow float32."""
     low = high = load_f32(source, 0)
@@ -178,7 +177,27 @@ def _encode_int8(source: Any, dest: Any, dim: Any) -> Any:
         store_u8(dest + 8, k, np.uint8(min(code, np.int32(255))))
 
 
-@njit("UniTuple(int64, 3)(int64, int64, int64, int64, int64, int64, int64)", cache=True, nogil=True)
+@compiled("boolean(boolean, int64, int64)", inner=True)
+def _not_finite(half: Any, source: Any, size: Any) -> Any:
+    """Whether a NaN or an infinity is in `size` bytes of float16 (`half`) or float32: one more carries an exponent of all ones."""
+    exponent = np.uint64(0x7C00_7C00_7C00_7C00) if half else np.uint64(0x7F80_0000_7F80_0000)
+    one = np.uint64(0x0400_0400_0400_0400) if half else np.uint64(0x0080_0000_0080_0000)
+    carried = np.uint64(0)
+    for k in range(size >> 3):
+        carried |= (load_u64(source, k) & exponent) + one
+    word = np.uint64(0)
+    for k in range(size & ~7, size):
+        word |= np.uint64(load_u8(source, k)) << np.uint64(8 * (k & 7))
+    carried |= (word & exponent) + one
+    return carried & (np.uint64(0x8000_8000_8000_8000) if half else np.uint64(0x8000_0000_8000_0000)) != 0
+
+
+@compiled("boolean(boolean, int64, int64)")
+def _any_not_finite(half: Any, source: Any, size: Any) -> Any:
+    return _not_finite(half, source, size)
+
+
+@compiled("UniTuple(int64, 3)(int64, int64, int64, int64, int64, int64, int64)")
 def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, row_bytes: Any) -> Any:
     """Returns (row, column, reason) of the first number that `code` cannot hold, or (-1, -1, 0)."""
     limit = np.int32(_F16_LIMIT if code == _F16_CODE else _BF16_LIMIT if code == _BF16_CODE else _INFINITE)
@@ -186,6 +205,9 @@ def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, r
     wide = np.empty(dim, np.float32)
     for i in range(n):
         source, dest = vectors + i * dim * width, out + i * row_bytes
+        if in_code == _F16_CODE and code == _F16_CODE and not _not_finite(True, source, dim * 2):
+            copy_bytes(source, dest, dim * 2)
+            continue
         if in_code == _F16_CODE:
             decode_row(in_code, _F32_CODE, source, wide.ctypes.data, dim)
             source = np.int64(wide.ctypes.data)
@@ -198,7 +220,7 @@ def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, r
                 if bits >= limit:
                     return i, k, 1 if bits > _INFINITE else 2 if bits == _INFINITE else 3
         if code == _F32_CODE:
-            _copy(source, dest, dim * 4)
+            copy_bytes(source, dest, dim * 4)
         elif code == _F16_CODE:
             for k in range(dim):
                 store_f16(dest, k, load_f32(source, k))
@@ -248,6 +270,11 @@ def encode(vectors: Vectors, dtype: StorageDtype, out: Rows | None = None) -> Ro
         value = vectors[row, column]
         raise BadRow(row, column, f"{value} is {_REASONS[reason]}" + (f" for {dtype}" if reason == 3 else ""))
     return out
+
+
+def all_finite(vectors: Vectors) -> bool:
+    """Whether no number of `vectors`, float32 or float16 and contiguous, is a NaN or an infinity."""
+    return not _any_not_finite(out_code(vectors) == 1, address_of(vectors), vectors.nbytes)
 
 
 def decode(rows: Rows, dtype: StorageDtype, out: Vectors) -> None:

@@ -1,12 +1,12 @@
-"""Reader threads without the interpreter: rows that memory does not hold are read from the sealed base.
+"""Reader threads without the interpreter: they read rows that memory does not hold from the sealed base.
 
-A reactor that is left with cold keys makes a job of the request and writes its number to a pipe, from which all reader
-threads take. One completes the answer in the job's own memory and writes the number to the reactor's pipe. A job keeps
-the generation that the reactor had announced, and so its view, until the reactor takes it back.
+A reactor that needs such rows makes a job of the request and writes its number to a pipe, from which all reader threads
+read. One of them completes the answer in the job's own memory and writes the number to the reactor's pipe. A job keeps the
+generation that the reactor had announced, and so its view, until the reactor reclaims it.
 
-What the filter of changed keys cannot rule out is RocksDB's to answer, and so is what the drive could not read Python's
-to explain: such a job ends as FOR_PYTHON, and Python answers the request from its beginning. Rows that were read are
-offered to the cache through a pipe to Python, who writes it; an offer that finds no room is dropped.
+Keys that the filter of changed keys cannot rule out are for RocksDB, and keys that the drive could not read, or that are in
+another node's partitions, need an error from Python: such a job ends as FOR_PYTHON, and Python answers the request from the start. Rows that were read are
+offered to the cache through a pipe to Python, which writes them; an offer that finds no room is dropped.
 
 Free functions of addresses, nogil. Nothing here survives a crash.
 """
@@ -19,10 +19,11 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import bloom, lookupplan, sealed
+from tierstore.kernels import LAST, bloom, compiled, lookupplan, sealed
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes
 from tierstore.kernels.codec import decode_row
 from tierstore.kernels.lookupplan import word
+from tierstore.kernels.partitions import group, partition_at
 from tierstore.kernels.raw import i64_at, load_u8, store_u8, store_u64, u32_at
 from tierstore.kernels.sysio import EINTR, allocate, read, release, write
 from tierstore.types import Tier
@@ -58,8 +59,19 @@ def _perhaps_changed(changed, keys):  # type: ignore[no-untyped-def]
     found = 0
     for i in range(word(layers, 0)):
         words = nb.carray(u32_at(word(layers, 1 + 2 * i)), (word(layers, 2 + 2 * i),))
-        found += bloom._ask(keys, words, perhaps)
+        found += bloom.probe(keys, words, perhaps)
     return found > 0
+
+
+@nb.njit
+def _are_own(table, keys):  # type: ignore[no-untyped-def]
+    """Whether this node has the partitions of all `keys`."""
+    is_own, partitions = word(table, lookupplan.OWN_AT), word(table, lookupplan.PARTITIONS)
+    if is_own != 0:
+        for i in range(keys.size):
+            if load_u8(is_own, partition_at(keys[i], partitions)) == 0:
+                return False
+    return True
 
 
 @nb.njit
@@ -101,7 +113,11 @@ def _fetch(shared, outbox, table, seq, keys_at, n, state_at, out_code, out):  # 
         if load_u8(state_at, i) == _PENDING:
             places[k], wanted_keys[k] = i, word(keys_at, i)
             k += 1
-    order = np.argsort(wanted_keys)
+    order, parts = np.argsort(wanted_keys), word(base, lookupplan.PARTS)
+    if parts > 1:
+        ascending, starts = order, np.empty(parts + 1, np.int64)
+        order = np.empty(pending, np.int64)
+        group(wanted_keys, ascending, order, starts)
     which = np.empty(pending, np.int64)  # of the distinct keys, for each in order
     keys = np.empty(pending, np.int64)
     distinct = 0
@@ -112,10 +128,11 @@ def _fetch(shared, outbox, table, seq, keys_at, n, state_at, out_code, out):  # 
             distinct += 1
         which[k] = distinct - 1
     keys = keys[:distinct]
-    if _perhaps_changed(word(base, lookupplan.CHANGED_AT), keys):
+    if not _are_own(table, keys) or _perhaps_changed(word(base, lookupplan.CHANGED_AT), keys):
         return False
     files = word(base, lookupplan.FILES)
     fences = nb.carray(i64_at(word(base, lookupplan.FENCES_AT)), (word(base, lookupplan.FENCES),))
+    part_starts = nb.carray(i64_at(word(base, lookupplan.PART_STARTS_AT)), (parts + 1,))
     ends = nb.carray(i64_at(word(base, lookupplan.ENDS_AT)), (files,))
     counts = nb.carray(i64_at(word(base, lookupplan.ROWS_AT)), (files,))
     fds = nb.carray(i64_at(word(base, lookupplan.FDS_AT)), (files,))
@@ -123,8 +140,8 @@ def _fetch(shared, outbox, table, seq, keys_at, n, state_at, out_code, out):  # 
     rows, buffer = np.empty(distinct * row_bytes, np.uint8), np.empty(block_bytes, np.uint8)
     state, trouble = np.zeros(distinct, np.uint8), np.zeros(distinct, np.int32)
     failed = sealed._look_up(
-        keys, np.ones(distinct, np.bool_), nb.int64(rows.ctypes.data), row_bytes, row_bytes, state, trouble, fences, ends,
-        counts, fds, word(base, lookupplan.PER_BLOCK), block_bytes, nb.int64(buffer.ctypes.data), _WINDOW,
+        keys, np.ones(distinct, np.bool_), nb.int64(rows.ctypes.data), row_bytes, row_bytes, state, trouble, fences, part_starts,
+        ends, counts, fds, word(base, lookupplan.PER_BLOCK), block_bytes, nb.int64(buffer.ctypes.data), _WINDOW,
     )  # fmt: skip
     if failed != 0 or buffer.size == 0:
         return False
@@ -157,7 +174,7 @@ def _finish_bags(shared, outbox, call, table, seq, keys, n, state, tail, out):  
     return done
 
 
-@nb.njit(types.int64(types.int64, types.int64, types.int64), nogil=True, cache=True)
+@compiled(types.int64(types.int64, types.int64, types.int64), when=LAST)
 def finish(shared: Any, outbox: Any, job: Any) -> Any:
     """Complete the answer of a job: DONE or FOR_PYTHON."""
     variant, view, tail = word(job, VARIANT), word(job, VIEW), word(job, TAIL)
@@ -188,7 +205,7 @@ def finish(shared: Any, outbox: Any, job: Any) -> Any:
     return DONE
 
 
-@nb.njit(types.void(*[types.int64] * 5), nogil=True, cache=True)
+@compiled(types.void(*[types.int64] * 5), when=LAST)
 def serve(shared: Any, jobs: Any, inbox: Any, outbox: Any, done: Any) -> Any:
     """Take jobs from `inbox` (descriptors of pipes) until STOPPING. `done`: address of the reactors' own pipes."""
     message = np.empty(1, np.int64)

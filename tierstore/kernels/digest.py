@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
+from tierstore.kernels import compiled
 from tierstore.types import Keys, Rows
 
 # odd multipliers and the closing mix are those of MurmurHash3's 64-bit finalizer (Appleby, public domain)
@@ -36,7 +37,7 @@ def digest_rows(keys: Keys, rows: Rows) -> int:
     return int(_digest(np.ascontiguousarray(keys).view(np.uint64), words, np.uint64(row_bytes)))
 
 
-@njit("uint64(uint64)", cache=True, nogil=True)
+@compiled("uint64(uint64)", inner=True)
 def _mix(x: np.uint64) -> np.uint64:
     x ^= x >> np.uint64(33)
     x *= _C1
@@ -45,7 +46,7 @@ def _mix(x: np.uint64) -> np.uint64:
     return x ^ (x >> np.uint64(33))
 
 
-@njit(types.uint64(_U64S, _WORDS, types.uint64), cache=True, nogil=True)
+@compiled(types.uint64(_U64S, _WORDS, types.uint64))
 def _digest(keys: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], row_bytes: np.uint64) -> np.uint64:
     total = np.uint64(0)
     for i in range(keys.shape[0]):

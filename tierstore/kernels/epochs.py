@@ -1,22 +1,23 @@
-"""Readers that take no lock and tell nobody: epoch-based reclamation, the words of it.
+"""Readers that take no lock: epoch-based reclamation, its words.
 
-A reader writes the generation that it has seen into a word of its own, then takes what is published, and writes 0 when
-it is done. A publisher stores the address of something new and raises the generation. What was replaced may be let go
-once no reader's word is from before (`held_below`). With the fence between a reader's word and its look at what is
-published, either the publisher sees the word, or the reader sees the new address (Fraser, "Practical lock-freedom",
-2004, calls it epoch-based; RCU is the kernel's name for the like).
+A reader writes the generation that it has seen into a word of its own, then uses what is published, and writes 0 when it
+is done. A publisher stores the address of something new and raises the generation. What was replaced may be freed once no
+reader's word is older (`held_below`). There is a fence between a reader's word and its read of what is published: so
+either the publisher sees the word, or the reader sees the new address (Fraser, "Practical lock-freedom", 2004, calls it
+epoch-based; RCU is the Linux kernel's name for something similar).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
+from tierstore.kernels import FIRST, compiled
 from tierstore.kernels.atomics import acquire_i64, add_at, fence_all, release_i64
 
 
-@njit("int64(int64, int64, int64)", cache=True, nogil=True)
+@compiled("int64(int64, int64, int64)", when=FIRST)
 def publish(place: Any, address: Any, generation: Any) -> Any:
     """Store `address` at `place` and raise the generation, both addresses of int64. Returns the new generation."""
     release_i64(place, address)
@@ -25,7 +26,7 @@ def publish(place: Any, address: Any, generation: Any) -> Any:
     return new
 
 
-@njit(types.boolean(*[types.int64] * 4), cache=True, nogil=True)
+@compiled(types.boolean(*[types.int64] * 4), when=FIRST)
 def held_below(words: Any, count: Any, stride: Any, generation: Any) -> Any:
     """Whether one of `count` words, `stride` words apart, is of a generation before the one named. 0 is none."""
     for i in range(count):
@@ -35,7 +36,7 @@ def held_below(words: Any, count: Any, stride: Any, generation: Any) -> Any:
     return False
 
 
-@njit("int64(int64, int64)", cache=True, nogil=True)
+@compiled("int64(int64, int64)", when=FIRST)
 def add(address: Any, value: Any) -> Any:
     """Add to the int64 at an address as one step, for Python beside compiled threads. Returns what was there before."""
     return add_at(address, value)

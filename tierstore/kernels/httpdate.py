@@ -8,6 +8,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
+from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import store_u8
 
@@ -28,7 +29,7 @@ def _put(at, i, value, digits):  # type: ignore[no-untyped-def]
 @nb.njit
 def write_date_at(seconds, at):  # type: ignore[no-untyped-def]
     """Write the date of `seconds` since 1970 to DATE_BYTES bytes at an address."""
-    days, rest = seconds // 86400, seconds % 86400
+    days, of_day = seconds // 86400, seconds % 86400
     # days from 1 March of the year 0, in which a leap day comes last (Hinnant, "chrono-compatible date algorithms")
     shifted = days + 719468
     era, of_era = shifted // 146097, shifted % 146097
@@ -40,15 +41,15 @@ def write_date_at(seconds, at):  # type: ignore[no-untyped-def]
     copy_bytes(at + 7, nb.int64(_MONTHS.ctypes.data) + 5 * month, 5)
     _put(at, 12, year + 400 * era + (1 if month >= 10 else 0), 4)
     store_u8(at, 16, nb.uint8(32))
-    _put(at, 17, rest // 3600, 2)
+    _put(at, 17, of_day // 3600, 2)
     store_u8(at, 19, nb.uint8(58))
-    _put(at, 20, rest // 60 % 60, 2)
+    _put(at, 20, of_day // 60 % 60, 2)
     store_u8(at, 22, nb.uint8(58))
-    _put(at, 23, rest % 60, 2)
+    _put(at, 23, of_day % 60, 2)
     copy_bytes(at + 25, nb.int64(_GMT.ctypes.data), 4)
 
 
-@nb.njit(types.void(types.int64, types.int64), nogil=True, cache=True)
+@compiled(types.void(types.int64, types.int64), when=LAST)
 def write_date(seconds: Any, at: Any) -> Any:
     """`write_date_at` for Python."""
     write_date_at(seconds, at)

@@ -20,13 +20,17 @@ import numba as nb
 import numpy as np
 from numba import types
 
+from tierstore.kernels import LAST, compiled
 from tierstore.kernels.raw import load_u8
 
 PLAIN, CUT, FOREIGN = 0, 1, 2
 
 # what `parse` finds, int64 words; offsets count from the request's first byte
-HEAD_BYTES, PATH_AT, PATH_BYTES, BODY_BYTES, JSON_BYTES, HOST_AT, HOST_BYTES, TIMEOUT_MS, UNUSUAL = range(9)
-FOUND_WORDS = 9
+(
+    HEAD_BYTES, PATH_AT, PATH_BYTES, BODY_BYTES, JSON_BYTES, HOST_AT, HOST_BYTES, TIMEOUT_MS, UNUSUAL, AUTHORIZATION_AT,
+    AUTHORIZATION_BYTES,
+) = range(11)  # fmt: skip
+FOUND_WORDS = 11
 NONE = -1  # JSON_BYTES without Inference-Header-Content-Length
 
 MOST_HEAD_BYTES = 8192
@@ -53,8 +57,8 @@ IGNORED = (
     "x-forwarded-proto", "x-real-ip",
 )  # fmt: skip
 # Headers that are read. Of each there may be one.
-HOST, CONTENT_LENGTH, CONNECTION, JSON_LENGTH, ACCEPT_ENCODING, REQUEST_ID, TIMEOUT, ENVOY_TIMEOUT = READ = (
-    "host", "content-length", "connection", "inference-header-content-length", "accept-encoding", "x-request-id",
+HOST, CONTENT_LENGTH, CONNECTION, JSON_LENGTH, ACCEPT_ENCODING, REQUEST_ID, AUTHORIZATION, TIMEOUT, ENVOY_TIMEOUT = READ = (
+    "host", "content-length", "connection", "inference-header-content-length", "accept-encoding", "x-request-id", "authorization",
     "x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms",
 )  # fmt: skip
 # why a PLAIN head is not for the short way; bits of UNUSUAL
@@ -202,6 +206,7 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
     if i <= 0:
         return -i
     found[BODY_BYTES], found[JSON_BYTES], found[HOST_BYTES], found[TIMEOUT_MS], found[UNUSUAL] = -1, NONE, 0, 0, 0
+    found[AUTHORIZATION_AT] = found[AUTHORIZATION_BYTES] = 0
     seen = 0
     while True:
         if i < n and load_u8(at, i) == _CR:
@@ -242,6 +247,8 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
                 found[UNUSUAL] |= CODED
         elif number == 5:  # x-request-id
             found[UNUSUAL] |= ROUTED
+        elif number == 6:  # authorization
+            found[AUTHORIZATION_AT], found[AUTHORIZATION_BYTES] = value, size
         else:  # a timeout
             timeout = _number(at + value, size)
             if timeout < 0:
@@ -250,7 +257,7 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
                 found[TIMEOUT_MS] = timeout
 
 
-@nb.njit(types.int64(types.int64, types.int64, types.int64[::1]), nogil=True, cache=True)
+@compiled(types.int64(types.int64, types.int64, types.int64[::1]), when=LAST)
 def parse(at: Any, n: Any, found: Any) -> Any:
     """What the `n` bytes at address `at` begin with: PLAIN, CUT or FOREIGN. `found`, int64[FOUND_WORDS], says the rest."""
     return parse_at(at, n, found)

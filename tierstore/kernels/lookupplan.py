@@ -1,6 +1,6 @@
 """Look-ups by plan: what a request's bytes ask for, as numbers, run over a view's tiers straight into an answer.
 
-Plans and views are int64 words made in Python (`service/reactor/plans.py`, `engine/native.py`); here they are read by
+Plans and views are int64 words made in Python (`service/reactor/plan_index.py`, `engine/native.py`); here they are read by
 address, and nothing is written but the answer, its states and the caller's scratch memory. Any thread, without the
 interpreter lock; the caller sees to it that what the words point to stays.
 
@@ -20,35 +20,38 @@ import numba as nb
 import numpy as np
 from numba import types
 
+from tierstore.kernels import FIRST, LAST, compiled, compiled_c
 from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.host_cache.lookup import lookup_at, values_at
+from tierstore.kernels.host_cache.pool import add_f32_rows, close_bag, pool_at
 from tierstore.kernels.overlay_index import answer_at
 from tierstore.kernels.raw import load_f32, load_u8, load_u32, load_u64, store_f16, store_u8, store_u64
-from tierstore.kernels.setlookup import known_at, lookup_at
-from tierstore.kernels.setpool import add_f32_rows, close_bag, pool_at
 from tierstore.kernels.sysio import clear_bytes, same_bytes
 from tierstore.types import Tier
 
 # served
 ACTIVE, CANARY, SHARE = range(3)
-SERVED_WORDS = 3
 SHARE_UNIT = 1 << 32
 
 # view
 VIEW_TOKEN, VIEW_SEQ, VIEW_TABLES = range(3)
 VIEW_WORDS = 3
 (
-    HOST_AT, OVERLAYS, OVERLAYS_AT, DEFAULT_AT, HALF_DEFAULT_AT, TABLE_DIM, CODE, ROW_BYTES, TABLE_ID, BASE_AT,
-) = range(10)  # fmt: skip
-TABLE_WORDS = 10  # HOST_AT 0: no host tier; BASE_AT 0: no sealed base
+    HOST_AT, OVERLAYS, OVERLAYS_AT, DEFAULT_AT, HALF_DEFAULT_AT, TABLE_DIM, CODE, ROW_BYTES, TABLE_ID, BASE_AT, OWN_AT, PARTITIONS,
+) = range(12)  # fmt: skip
+TABLE_WORDS = (
+    12  # HOST_AT 0: no host tier; BASE_AT 0: no sealed base; OWN_AT 0: it has every key, else bool[PARTITIONS]
+)
 
 # a sealed base: its block index and files, as `sealed.look_up` has them, and where the filter of changed keys is told
-FENCES_AT, FENCES, ENDS_AT, ROWS_AT, FDS_AT, FILES, PER_BLOCK, BLOCK_BYTES, CHANGED_AT = range(9)
-BASE_WORDS = 9
+FENCES_AT, FENCES, PART_STARTS_AT, PARTS, ENDS_AT, ROWS_AT, FDS_AT, FILES, PER_BLOCK, BLOCK_BYTES, CHANGED_AT = range(
+    11
+)
+BASE_WORDS = 11
 
 # plan
-PATH_AT, PATH_BYTES, JSON_AT, JSON_BYTES, TAIL_BYTES, MODEL, ASKED, VARIANT, OTHER_VARIANT, LAST_USED = range(10)
-PLAN_WORDS = 10
-ANY_VERSION, ONE_VERSION = 0, 1  # of ASKED: the active version or the canary as the share says; that of a variant
+PATH_AT, PATH_BYTES, JSON_AT, JSON_BYTES, TAIL_BYTES, MODEL, WANTED, VARIANT, OTHER_VARIANT, LAST_USED = range(10)
+ANY_VERSION, ONE_VERSION = 0, 1  # of WANTED: the active version or the canary as the share says; that of a variant
 
 # variant
 TOKEN, HEAD_AT, HEAD_BYTES, DATE_AT, ANSWER_BYTES, CALLS, COUNTS, KEYS = range(8)
@@ -100,7 +103,7 @@ def place_at(path, path_bytes, text, text_bytes, tail_bytes):  # type: ignore[no
     return hash_at(text, text_bytes, nb.int64(hash_at(path, path_bytes, tail_bytes)))
 
 
-@nb.njit(types.uint64(*[types.int64] * 5), nogil=True, cache=True)
+@compiled(types.uint64(*[types.int64] * 5), when=FIRST)
 def place(path: Any, path_bytes: Any, text: Any, text_bytes: Any, tail_bytes: Any) -> Any:
     """`place_at` for Python, which fills the index."""
     return place_at(path, path_bytes, text, text_bytes, tail_bytes)
@@ -131,7 +134,7 @@ def choose(plan, served, dice):  # type: ignore[no-untyped-def]
     active, canary = word(served, ACTIVE), word(served, CANARY)
     one, other = word(plan, VARIANT), word(plan, OTHER_VARIANT)
     view = active
-    if word(plan, ASKED) == ANY_VERSION:
+    if word(plan, WANTED) == ANY_VERSION:
         if canary != 0 and dice < word(served, SHARE):
             view = canary
     elif one != 0 and canary != 0 and word(one, TOKEN) == word(canary, VIEW_TOKEN):
@@ -157,7 +160,7 @@ def _probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def
     host = word(table, HOST_AT)
     if host == 0:
         return 0
-    return lookup_at(known_at(host), keys, n, state, out_code, out, default)
+    return lookup_at(values_at(host), keys, n, state, out_code, out, default)
 
 
 @nb.njit
@@ -302,7 +305,7 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
         if word(call, PADDED) != 0:
             _set_padding(call, keys, n, state, 0, 0)
         clear_bytes(left, bags)
-        host, combiner = known_at(word(table, HOST_AT)), word(call, COMBINER)
+        host, combiner = values_at(word(table, HOST_AT)), word(call, COMBINER)
         hits = pool_at(host, keys, n, state, starts, bags, weights, combiner, pooled, left, row)
     if hits >= 0:
         if is_cold(state, n):
@@ -318,7 +321,7 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
     return ANSWERED
 
 
-@nb.cfunc(types.int64(*[types.int64] * 6), cache=True)
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
 def run(variant: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: Any) -> Any:
     """Answer all calls of a variant under a view: ANSWERED, COLD where rows are left for the disk, or DOUBTFUL.
 

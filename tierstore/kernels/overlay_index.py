@@ -11,14 +11,16 @@ its key is compared.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit, types
 
+from tierstore.kernels import compiled
 from tierstore.kernels.atomics import prefetch, stack_bytes
-from tierstore.kernels.codec import address_of, decode_row, out_code
+from tierstore.kernels.codec import address_of, copy_bytes, decode_row, out_code
+from tierstore.kernels.hashing import mix
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
 from tierstore.types import Keys, Rows, States, StorageDtype, Tier, Vectors
 
@@ -38,21 +40,27 @@ _PENDING, _OVERLAY, _ABSENT = int(Tier.PENDING), int(Tier.OVERLAY), int(Tier.ABS
 _KEYS = types.Array(types.int64, 1, "C", readonly=True)
 
 
-@njit("uint64(int64)", cache=True, nogil=True)
-def _mix(key: Any) -> Any:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): every bit of the key moves every bit of the hash."""
-    h = np.uint64(key) + np.uint64(0x9E3779B97F4A7C15)
-    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return h ^ (h >> np.uint64(31))
+class Part(NamedTuple):
+    """Rows of a delta: `keys` int64[n], `rows` uint8[n, row_bytes] as stored, `deleted` bool[n]."""
+
+    keys: Keys
+    rows: Rows
+    deleted: npt.NDArray[np.bool_]
+
+    def contiguous(self) -> Part:
+        return Part(*map(np.ascontiguousarray, self))
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        return address_of(self.keys), address_of(self.rows), address_of(self.deleted)
 
 
-@njit(types.int64(_KEYS, types.uint64[::1]), cache=True, nogil=True)
+@compiled(types.int64(_KEYS, types.uint64[::1]))
 def _build(keys: Any, index: Any) -> Any:
     """Returns -1, or the first row whose key was there before."""
     mask = np.uint64(len(index) - 1)
     for row in range(len(keys)):
-        h = _mix(keys[row])
+        h = mix(keys[row])
         at, tag = h & mask, h & _TAG
         while index[at] != _EMPTY:
             if index[at] & _TAG == tag and keys[index[at] & _ROW] == keys[row]:
@@ -70,13 +78,13 @@ def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys:
     row_bytes, code = np.int64(load_u64(words, _ROW_BYTES)), np.int64(load_u64(words, _CODE))
     index, mask = np.int64(index), slots - np.uint64(1)
     out_bytes = dim * (4 >> out_code)
-    asked_bytes: Any = min(row_bytes, _PREFETCH_BYTES)
+    prefetch_bytes: Any = min(row_bytes, _PREFETCH_BYTES)
     hashes, found = stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES)
     answered = 0
     for start in range(0, n, _BLOCK):
         stop = min(start + _BLOCK, n)
         for i in range(start, stop):
-            h = _mix(np.int64(load_u64(keys, i)))
+            h = mix(np.int64(load_u64(keys, i)))
             store_u64(hashes, i - start, h)
             prefetch(index + np.int64((h & mask) << np.uint64(3)))
         hits = 0
@@ -92,7 +100,7 @@ def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys:
                 if slot & _TAG == tag and load_u64(table_keys, row) == load_u64(keys, i):
                     store_u64(found, i - start, np.uint64(row))
                     hits += 1
-                    for ahead in range(0, asked_bytes, 64):
+                    for ahead in range(0, prefetch_bytes, 64):
                         prefetch(rows + row * row_bytes + ahead)
                     break
                 at = (at + np.uint64(1)) & mask
@@ -110,12 +118,12 @@ def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys:
     return answered
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", cache=True, nogil=True)
+@compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
 def _answer(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
     return answer_at(words, out_code, dim, default, out, keys, n, state)
 
 
-@njit(types.int64[::1](_KEYS), cache=True, nogil=True)
+@compiled(types.int64[::1](_KEYS))
 def _dedup_last(keys: Any) -> Any:
     """Radix sort, byte by byte from the least, of (key, position); bytes that all keys share are skipped."""
     n = len(keys)
@@ -149,6 +157,59 @@ def _dedup_last(keys: Any) -> Any:
             order[kept] = order[i]
             kept += 1
     return order[:kept].copy()
+
+
+@compiled(types.int64(_KEYS, _KEYS))
+def _count_in_both(old: Any, new: Any) -> Any:
+    i = j = n = 0
+    while i < len(old) and j < len(new):
+        a, b = old[i], new[j]
+        n += a == b
+        i += a <= b
+        j += b <= a
+    return n
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _merge(
+    old_keys: Any, old_rows: Any, old_marks: Any, old_n: Any,
+    new_keys: Any, new_rows: Any, new_marks: Any, new_n: Any,
+    keys: Any, rows: Any, marks: Any, row_bytes: Any,
+) -> Any:  # fmt: skip
+    """Merge two parts whose keys ascend; a key in both keeps its new row. All but the lengths are addresses."""
+    i = j = n = 0
+    while i < old_n or j < new_n:
+        old, new = np.int64(0), np.int64(0)
+        if i < old_n:
+            old = np.int64(load_u64(old_keys, i))
+        if j < new_n:
+            new = np.int64(load_u64(new_keys, j))
+        if j == new_n or (i < old_n and old < new):
+            store_u64(keys, n, np.uint64(old))
+            store_u8(marks, n, load_u8(old_marks, i))
+            copy_bytes(old_rows + i * row_bytes, rows + n * row_bytes, row_bytes)
+            i += 1
+        else:
+            store_u64(keys, n, np.uint64(new))
+            store_u8(marks, n, load_u8(new_marks, j))
+            copy_bytes(new_rows + j * row_bytes, rows + n * row_bytes, row_bytes)
+            i += i < old_n and old == new
+            j += 1
+        n += 1
+
+
+def merge(old: Part, new: Part) -> Part:
+    """Both in one: distinct keys ascending, where a key in both has its row of `new`.
+
+    Of each: `keys` int64[n] distinct and ascending, `rows` uint8[n, row_bytes] as wide as the other's, `deleted` bool[n].
+    """
+    if new.rows.shape[1] != old.rows.shape[1]:
+        raise ValueError(f"rows are to be of one width, got {old.rows.shape[1]} and {new.rows.shape[1]} bytes")
+    a, b = old.contiguous(), new.contiguous()
+    n, row_bytes = len(a.keys) + len(b.keys) - _count_in_both(a.keys, b.keys), a.rows.shape[1]
+    both = Part(np.empty(n, np.int64), np.empty((n, row_bytes), np.uint8), np.empty(n, np.bool_))
+    _merge(*a.addresses, len(a.keys), *b.addresses, len(b.keys), *both.addresses, row_bytes)
+    return both
 
 
 def build(keys: Keys) -> Index:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
 from tierstore.errors import InvalidInput
+from tierstore.kernels import FIRST, compiled
 from tierstore.types import Combiner
 
 _COMBINERS = {Combiner.SUM: 0, Combiner.MEAN: 1, Combiner.SQRTN: 2}
@@ -28,11 +29,10 @@ _WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
 _COUNTS = types.Array(types.boolean, 1, "C", readonly=True)
 
 
-@njit(
+@compiled(
     types.int64(_VECTORS, _OFFSETS, _WEIGHTS, _COUNTS, types.int64, types.float32[:, ::1]),
-    cache=True,
-    nogil=True,
     error_model="numpy",
+    when=FIRST,
 )
 def _pool(vectors: Any, offsets: Any, weights: Any, counts: Any, combiner: Any, out: Any) -> Any:
     """Returns -1, or the first bag that does not lie within the vectors. Empty `weights` or `counts` mean none."""
@@ -70,7 +70,7 @@ def _pool(vectors: Any, offsets: Any, weights: Any, counts: Any, combiner: Any, 
     return -1
 
 
-@njit(types.boolean(_OFFSETS, types.int64), cache=True, nogil=True)
+@compiled(types.boolean(_OFFSETS, types.int64), when=FIRST)
 def _are_starts(offsets: Any, n_keys: Any) -> Any:
     if offsets.size == 0:
         return n_keys == 0

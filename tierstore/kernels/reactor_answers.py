@@ -6,26 +6,31 @@ Kernels for the thread of one reactor.
 from __future__ import annotations
 
 import numba as nb
+import numpy as np
 
 from tierstore.kernels import coldread, httphead, lookupplan
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, release_i64
-from tierstore.kernels.raw import call_at, load_u64, store_u64
-from tierstore.kernels.reactor_connections import allow_to_leave, end, send_first, tell
+from tierstore.kernels.httpdate import DATE_BYTES
+from tierstore.kernels.raw import call_at, load_u8, load_u64, store_u8, store_u64
+from tierstore.kernels.reactor_connections import end, notify, send_first, set_send_deadline
 from tierstore.kernels.reactor_words import (
+    ALLOWED_AT,
     ANNOUNCED,
     ANSWERED,
     ANSWERS,
-    ANY_HOST,
     BEGAN_NS,
     BOUNDS,
     BUCKETS_FROM,
+    CLOSES,
     COUNT_WORDS,
     DATE_S,
     DICE,
+    DRAIN,
+    FINISH,
+    FLAGS,
     FOR_PYTHON,
     HANDED,
     HEAD_ROOM,
-    HOSTS_AT,
     IN_AT,
     INFER_NS,
     INFLIGHT,
@@ -47,7 +52,6 @@ from tierstore.kernels.reactor_words import (
     PLAN_SLOTS,
     PLANS_AT,
     REQUEST,
-    RUN,
     SENDING,
     SERIAL,
     STATE,
@@ -59,24 +63,41 @@ from tierstore.kernels.reactor_words import (
 from tierstore.kernels.sysio import (
     allocate,
     monotonic_ns,
+    move_bytes,
     release,
     same_bytes,
     write,
 )
 
+_CLOSE = np.frombuffer(b"connection: close\r\n", np.uint8)
+
 # --- requests
 
 
 @nb.njit
-def knows_host(me, at, size):  # type: ignore[no-untyped-def]
-    """Whether the value of Host has passed the guard before: a number, and so many times (address, bytes)."""
-    if me.shared[ANY_HOST] != 0:
-        return size > 0
-    hosts = acquire_i64(shared_at(me, HOSTS_AT))
-    for i in range(nb.int64(load_u64(hosts, 0))):
-        there = nb.int64(load_u64(hosts, 1 + 2 * i))
-        if nb.int64(load_u64(hosts, 2 + 2 * i)) == size and same_bytes(there, at, size) != 0:
+def is_allowed(me, at, found):  # type: ignore[no-untyped-def]
+    """Whether the headers Host and Authorization of the request at `at` have passed the check of access before.
+
+    The table has a number, and so many times (address, bytes) of a Host and of an Authorization; one of no bytes
+    stands for any. What is secret is compared in a time that does not depend on it.
+    """
+    pairs = acquire_i64(shared_at(me, ALLOWED_AT))
+    host, host_bytes = at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]
+    token, token_bytes = at + found[httphead.AUTHORIZATION_AT], found[httphead.AUTHORIZATION_BYTES]
+    for i in range(nb.int64(load_u64(pairs, 0))):
+        pair = pairs + 8 * (1 + 4 * i)
+        if nb.int64(load_u64(pair, 1)) != host_bytes or same_bytes(nb.int64(load_u64(pair, 0)), host, host_bytes) == 0:
+            continue
+        expected = nb.int64(load_u64(pair, 3))
+        if expected == 0:
             return True
+        if expected == token_bytes:
+            there = nb.int64(load_u64(pair, 2))
+            other = nb.uint8(0)
+            for k in range(expected):
+                other |= load_u8(there, k) ^ load_u8(token, k)
+            if other == 0:
+                return True
     return False
 
 
@@ -154,11 +175,11 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
     store_u64(at, 0, nb.uint64(number))
     if write(me.job_outbox, at, 8) != 8:  # there is room for all of them
         store_u64(job, coldread.OUTCOME, nb.uint64(coldread.FOR_PYTHON))
-        take_back(me, number)
+        finish_job(me, number)
 
 
 @nb.njit
-def take_back(me, number):  # type: ignore[no-untyped-def]
+def finish_job(me, number):  # type: ignore[no-untyped-def]
     """A job that readers are done with. Returns its connection if there is an answer to be sent, or -1."""
     job = me.jobs + 8 * coldread.JOB_WORDS * number
     fd, variant = lookupplan.word(job, coldread.FD), lookupplan.word(job, coldread.VARIANT)
@@ -184,20 +205,29 @@ def take_back(me, number):  # type: ignore[no-untyped-def]
         release(block)
         add_at(shared_at(me, INFLIGHT), -size)
         me.lines[me.number, HANDED] += 1
-        if row[LOST] != 0 or not tell(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
+        if row[LOST] != 0 or not notify(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
             end(me, fd, True)
         return -1
     row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES], row[STATE] = block, block, size, 0, SENDING
     if row[LOST] != 0:
         end(me, fd, True)
         return -1
-    allow_to_leave(me, fd, size)
+    set_send_deadline(me, fd, size)
     return fd
 
 
 @nb.njit
-def answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
-    """Answer the look-up of `whole` bytes at `at`, whose head is in `found`, if a plan is known.
+def _add_close(variant, head):  # type: ignore[no-untyped-def]
+    """Add the header that ends a connection to the `head` of an answer, behind its date. What is before it moves forward."""
+    before = lookupplan.word(variant, lookupplan.DATE_AT) + DATE_BYTES + 2
+    move_bytes(head - _CLOSE.size, head, before)
+    for i in range(_CLOSE.size):
+        store_u8(head - _CLOSE.size + before, i, _CLOSE[i])
+
+
+@nb.njit
+def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
+    """Answer the look-up of `whole` bytes at `at`, whose head is in `found`, if a plan is known. `last`: nothing came behind it.
 
     Returns ANSWERED; MADE_A_JOB where rows must be read, then the connection's row has its number; or else nothing was
     done, and the request is one FOR_PYTHON.
@@ -206,12 +236,17 @@ def answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
     head = found[httphead.HEAD_BYTES]
     text_bytes = found[httphead.JSON_BYTES]
     tail_bytes = found[httphead.BODY_BYTES] - text_bytes
-    if text_bytes <= 0 or tail_bytes < 0 or found[httphead.UNUSUAL] & ~httphead.ROUTED != 0 or me.shared[MODE] != RUN:
+    if (
+        text_bytes <= 0
+        or tail_bytes < 0
+        or found[httphead.UNUSUAL] & ~httphead.ROUTED != 0
+        or me.shared[MODE] >= FINISH
+    ):
         return FOR_PYTHON
     timeout_ns = found[httphead.TIMEOUT_MS] * 1_000_000
     if timeout_ns > 0 and me.conns[fd, BEGAN_NS] > 0 and began - me.conns[fd, BEGAN_NS] >= timeout_ns:
         return FOR_PYTHON
-    if not knows_host(me, at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]):
+    if not is_allowed(me, at, found):
         return FOR_PYTHON
     plan = lookupplan.find_plan(
         acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
@@ -234,7 +269,8 @@ def answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
     planned = monotonic_ns()
     tail = at + head + text_bytes
     came = call_at(me.run, variant, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
-    if came == lookupplan.COLD:
+    closing = last and me.shared[MODE] == DRAIN
+    if came == lookupplan.COLD and not closing:
         return make_job(me, fd, variant, view, began, planned)
     if came != lookupplan.ANSWERED:
         return FOR_PYTHON
@@ -243,6 +279,11 @@ def answer(me, fd, at, whole, began):  # type: ignore[no-untyped-def]
     before = lookupplan.word(variant, lookupplan.HEAD_BYTES)
     target = me.answer + HEAD_ROOM - before
     lookupplan.copy_head(variant, me.date, target)
+    if closing:
+        _add_close(variant, target)
+        target -= _CLOSE.size
+        before += _CLOSE.size
+        me.conns[fd, FLAGS] |= CLOSES
     lookupplan.count_keys(variant, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
     me.lines[me.number, ANSWERS] += 1

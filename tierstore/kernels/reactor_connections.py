@@ -30,6 +30,7 @@ from tierstore.kernels.reactor_words import (
     MESSAGE_WORDS,
     MOST_CONNECTIONS,
     MOST_DESCRIPTORS,
+    MOVED_NS,
     NEEDED,
     OPEN,
     OTHER_OPEN,
@@ -74,7 +75,7 @@ from tierstore.kernels.sysio import (
 
 
 @nb.njit
-def tell(me, kind, fd, serial, value, more):  # type: ignore[no-untyped-def]
+def notify(me, kind, fd, serial, value, more):  # type: ignore[no-untyped-def]
     """Write a message to Python's pipe, which has room for one from every connection."""
     at = me.date + 64
     store_u64(at, 0, nb.uint64(kind + 256 * fd))
@@ -103,7 +104,7 @@ def let_go_of_answer(me, fd):  # type: ignore[no-untyped-def]
     """The answer has left, or nobody wants it."""
     row = me.conns[fd]
     if row[PIECES] > 0:
-        tell(me, SENT, fd, row[SERIAL], 0, 0)
+        notify(me, SENT, fd, row[SERIAL], 0, 0)
     elif row[OUT_BASE] != 0:
         release(row[OUT_BASE])
         add_at(shared_at(me, INFLIGHT), -(row[OUT_AT] + row[OUT_BYTES] - row[OUT_BASE]))
@@ -123,7 +124,7 @@ def end(me, fd, abort):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def hand_over(me, fd):  # type: ignore[no-untyped-def]
+def yield_to_requests(me, fd):  # type: ignore[no-untyped-def]
     """Give a connection to Python, with its bytes, which Python frees."""
     row = me.conns[fd]
     epoll_set(me.lines[me.number, EPOLL], EPOLL_DEL, fd, 0, 0)
@@ -131,14 +132,14 @@ def hand_over(me, fd):  # type: ignore[no-untyped-def]
     add_at(shared_at(me, OTHER_OPEN), 1)  # before it is counted out here: there are never fewer than there are
     forget(me, fd)
     me.lines[me.number, HANDED] += 1
-    if not tell(me, CONNECTION, fd, serial, at, size):
+    if not notify(me, CONNECTION, fd, serial, at, size):
         release(at)
         close(fd)
         add_at(shared_at(me, OTHER_OPEN), -1)
 
 
 @nb.njit
-def take_in(me, fd, now):  # type: ignore[no-untyped-def]
+def start_serving(me, fd, now):  # type: ignore[no-untyped-def]
     """Begin to serve a connection, on the reactor that has the fewest. False where there is no row for it."""
     if fd >= me.limits[MOST_DESCRIPTORS]:
         return False
@@ -178,9 +179,9 @@ def accept_new(me, now):  # type: ignore[no-untyped-def]
         send_at_once(fd)
         there = acquire_i64(shared_at(me, OPEN)) + acquire_i64(shared_at(me, OTHER_OPEN))
         if there >= me.limits[MOST_CONNECTIONS]:
-            if not tell(me, REFUSED, fd, 0, 0, 0):
+            if not notify(me, REFUSED, fd, 0, 0, 0):
                 close(fd)
-        elif not take_in(me, fd, now):
+        elif not start_serving(me, fd, now):
             close(fd)
 
 
@@ -208,27 +209,32 @@ def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
     copy_bytes(kept, at + sent, left)
     add_at(shared_at(me, INFLIGHT), left)
     row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES], row[STATE] = kept, kept, left, 0, SENDING
-    allow_to_leave(me, fd, left)
+    set_send_deadline(me, fd, left)
 
 
 @nb.njit
-def allow_to_leave(me, fd, size):  # type: ignore[no-untyped-def]
+def set_send_deadline(me, fd, size):  # type: ignore[no-untyped-def]
     """Until when an answer must have left: so long without any rate, and the time that it takes at the slowest."""
     slowest = size * 1_000_000_000 // me.limits[SLOWEST_RATE]
-    me.conns[fd, DEADLINE_NS] = monotonic_ns() + me.limits[STALL_NS] + slowest
+    me.conns[fd, MOVED_NS] = monotonic_ns()
+    me.conns[fd, DEADLINE_NS] = me.conns[fd, MOVED_NS] + me.limits[STALL_NS] + slowest
 
 
 @nb.njit
 def send_on(me, fd):  # type: ignore[no-untyped-def]
     """Go on with an answer. True once all of it has left; a connection that is lost is marked."""
     row = me.conns[fd]
+    moved = False
     while True:
         while row[OUT_BYTES] > 0:
             took = send(fd, row[OUT_AT], row[OUT_BYTES], 1 if row[PIECES] > 1 else 0)
             if took > 0:
                 row[OUT_AT] += took
                 row[OUT_BYTES] -= took
+                moved = True
             elif took == -EAGAIN:
+                if moved:
+                    row[MOVED_NS] = monotonic_ns()
                 return False
             elif took != -EINTR:
                 row[LOST] = 1

@@ -19,25 +19,26 @@ from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 FREE, READING, AWAY, SENDING = range(4)
 (
     STATE, SERIAL, OWNER, IN_AT, IN_ROOM, IN_BYTES, NEEDED, OUT_AT, OUT_BYTES, OUT_BASE, PIECES_AT, PIECES, DEADLINE_NS,
-    FLAGS, LOST, BEGAN_NS, JOB,
-) = range(17)  # fmt: skip
+    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS,
+) = range(18)  # fmt: skip
 CONNECTION_WORDS = 24
 # of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
 MAY_READ, CLOSES, ENDED = 1, 2, 4
 
 # words of `shared`, a cache line each, as some are written often
 (
-    MODE, GENERATION_AT, PLANS_AT, PLAN_SLOTS, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, HOSTS_AT,
-    ANY_HOST,
-) = range(0, 12 * 8, 8)  # fmt: skip
-SHARED_WORDS = 12 * 8
-RUN, FINISH, STOP = range(3)  # of MODE: answer; answer what has begun, then close; end now
+    MODE, GENERATION_AT, PLANS_AT, PLAN_SLOTS, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT,
+) = range(0, 11 * 8, 8)  # fmt: skip
+SHARED_WORDS = 11 * 8
+# of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
+RUN, DRAIN, FINISH, STOP = range(4)
 
 # words of `limits`
 (
     MOST_CONNECTIONS, MOST_BODY, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS, MOST_DESCRIPTORS,
-) = range(9)  # fmt: skip
-LIMIT_WORDS = 9
+    PRESSED_STALL_NS, FINISH_NS,
+) = range(11)  # fmt: skip
+LIMIT_WORDS = 11
 
 # words of a reactor's line in `lines`
 ANNOUNCED, LOAD, EPOLL, ANSWERS, HANDED, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(10)

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
+from tierstore.kernels import FIRST, compiled
 from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.partitions import partition_at
 from tierstore.kernels.raw import fold_multiply, load_u64, store_u64
 from tierstore.kernels.sysio import NOWAIT, WILL_NEED, advise, read_at
 from tierstore.types import Keys, Rows, States, Tier
@@ -40,7 +42,7 @@ _WANTED = types.Array(types.boolean, 1, "C", readonly=True)
 _I64S = types.int64[::1]
 
 
-@njit("uint64(int64, int64, int64)", cache=True, nogil=True)
+@compiled("uint64(int64, int64, int64)", inner=True)
 def _checksum(at: Any, block_bytes: Any, number: Any) -> Any:
     """Of all of a block but its last 8 bytes, in whose place the block's number goes in."""
     a, b, c, d = _S0, _S1, _S2, _S3
@@ -57,7 +59,7 @@ def _checksum(at: Any, block_bytes: Any, number: Any) -> Any:
     return x ^ (x >> _U64(33))
 
 
-@njit(types.void(_KEYS, *[types.int64] * 6), cache=True, nogil=True)
+@compiled(types.void(_KEYS, *[types.int64] * 6))
 def _pack(keys: Any, rows: Any, row_bytes: Any, out: Any, per_block: Any, block_bytes: Any, first_block: Any) -> Any:
     for block in range((len(keys) + per_block - 1) // per_block):
         at = out + block * block_bytes
@@ -69,7 +71,7 @@ def _pack(keys: Any, rows: Any, row_bytes: Any, out: Any, per_block: Any, block_
         store_u64(at, words - 1, _checksum(at, block_bytes, first_block + block))
 
 
-@njit(types.int64(_I64S, *[types.int64] * 7), cache=True, nogil=True)
+@compiled(types.int64(_I64S, *[types.int64] * 7))
 def _unpack(
     keys: Any, rows: Any, row_bytes: Any, blocks: Any, per_block: Any, block_bytes: Any, first_block: Any, floor: Any
 ) -> Any:
@@ -90,7 +92,7 @@ def _unpack(
     return -1
 
 
-@njit("int64(int64, int64, int64, int64)", cache=True, nogil=True)
+@compiled("int64(int64, int64, int64, int64)", inner=True)
 def _read_whole(fd: Any, buffer: Any, size: Any, offset: Any) -> Any:
     """0, an error number, or CUT. Waits for the drive."""
     done = 0
@@ -105,14 +107,14 @@ def _read_whole(fd: Any, buffer: Any, size: Any, offset: Any) -> Any:
     return 0
 
 
-@njit(types.int64(_KEYS, types.int64, types.int64), cache=True, nogil=True)
-def _last_at_most(sorted_keys: Any, key: Any, start: Any) -> Any:
-    """The last place whose key is at most `key`, where that at `start` is; strides grow from there, then halve."""
+@compiled(types.int64(_KEYS, types.int64, types.int64, types.int64), inner=True)
+def _last_at_most(sorted_keys: Any, key: Any, start: Any, end: Any) -> Any:
+    """The last place before `end` whose key is at most `key`, where that at `start` is; strides grow from there, then halve."""
     low, step = start, 1
-    while low + step < len(sorted_keys) and sorted_keys[low + step] <= key:
+    while low + step < end and sorted_keys[low + step] <= key:
         low += step
         step += step
-    high = min(low + step, len(sorted_keys))
+    high = min(low + step, end)
     while high - low > 1:
         middle = (low + high) >> 1
         if sorted_keys[middle] <= key:
@@ -122,13 +124,12 @@ def _last_at_most(sorted_keys: Any, key: Any, start: Any) -> Any:
     return low
 
 
-@njit(
+@compiled(
     types.int64(
         _KEYS, _WANTED, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
         types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64,
     ),
-    cache=True,
-    nogil=True,
+    inner=True,
 )  # fmt: skip
 def _answer(
     keys: Any, wanted: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
@@ -162,31 +163,37 @@ def _answer(
     return 0
 
 
-@njit(
+@compiled(
     types.int64(
         _KEYS, _WANTED, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
-        _KEYS, _KEYS, _KEYS, _KEYS, types.int64, types.int64, types.int64, types.int64,
+        _KEYS, _KEYS, _KEYS, _KEYS, _KEYS, types.int64, types.int64, types.int64, types.int64,
     ),
-    cache=True,
-    nogil=True,
+    when=FIRST,
 )  # fmt: skip
 def _look_up(
     keys: Any, wanted: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
-    fences: Any, file_ends: Any, file_rows: Any, fds: Any, per_block: Any, block_bytes: Any, buffer: Any, window: Any,
+    fences: Any, part_starts: Any, file_ends: Any, file_rows: Any, fds: Any,
+    per_block: Any, block_bytes: Any, buffer: Any, window: Any,
 ) -> Any:  # fmt: skip
     waiting = np.empty((len(keys), 4), np.int64)  # first key, last key, block, file: of blocks that are not in memory
     waits, failed, first, block, file = 0, 0, 0, 0, 0
-    while first < len(keys) and (len(fences) == 0 or keys[first] < fences[0]):
-        if wanted[first]:
-            state[first] = _ABSENT
-        first += 1
+    parts, part, end = len(part_starts) - 1, -1, 0
     while first < len(keys):
         if not wanted[first]:
             first += 1
             continue
-        block = _last_at_most(fences, keys[first], block)
+        of = 0 if parts == 1 else partition_at(keys[first], parts)
+        if of != part:
+            part, block, end = of, part_starts[of], part_starts[of + 1]
+        if block == end or keys[first] < fences[block]:  # before all keys of its part
+            state[first] = _ABSENT
+            first += 1
+            continue
+        block = _last_at_most(fences, keys[first], block, end)
         last = first + 1
-        while last < len(keys) and (block + 1 == len(fences) or keys[last] < fences[block + 1]):
+        while last < len(keys) and (block + 1 == end or keys[last] < fences[block + 1]):
+            if parts > 1 and partition_at(keys[last], parts) != part:
+                break
             last += 1
         while block >= file_ends[file]:
             file += 1
@@ -269,14 +276,16 @@ def look_up(
     rows: Rows,
     state: States,
     fences: Keys,
+    part_starts: npt.NDArray[np.int64],
     files: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
     per_block: int,
     block_bytes: int,
     window: int,
 ) -> npt.NDArray[np.int32] | None:
-    """Answer the `wanted` of `keys` (int64 [n], ascending, distinct): rows[i] and state[i] DISK, or ABSENT.
+    """Answer the `wanted` of `keys` (int64 [n], distinct, by part and then ascending): rows[i] and state[i] DISK, or ABSENT.
 
-    `fences` is the first key of each block of all files in order; `files` are, one for each: the blocks up to its end,
+    `fences` is the first key of each block of all files in order. With one part keys ascend from file to file; else part p has
+    the keys of partition p, and the blocks part_starts[p] to part_starts[p + 1] - 1. `files` are, one for each: the blocks up to its end,
     counted over all files, its rows, its descriptor. `rows` is uint8 [n, row_bytes], a row without gaps.
 
     Blocks that are in the system's cache are read at once; the others afterwards, `window` of them on their way at a
@@ -287,7 +296,7 @@ def look_up(
     ends, counts, fds = files
     failed = _look_up(
         keys, wanted, rows.ctypes.data, rows.strides[0], rows.shape[1], state, trouble,
-        fences, ends, counts, fds, per_block, block_bytes, buffer.ctypes.data, window,
+        fences, part_starts, ends, counts, fds, per_block, block_bytes, buffer.ctypes.data, window,
     )  # fmt: skip
     if not failed:
         return None

@@ -1,10 +1,10 @@
-"""A load's helper at work in short slices: its main thread is stopped again and again, wherever it is, and goes on by itself.
+"""A load's helper process in short slices: a timer stops its main thread again and again, and it goes on by itself.
 
-Who looks something up beside it then waits for one slice at most. A helper that rested between its batches alone would be
-in the way of a look-up for as long as that takes; measured, look-ups were slower so than beside one that never rested.
+A look-up on the same processor then waits for one slice at most. A helper that paused only between its batches would hold
+a look-up up for a whole batch; measured, that was slower for look-ups than a helper that never paused.
 
-A timer's signal comes once a period, and its handler, which is compiled, sleeps for what of the period is no work. So nobody
-else is needed to let the helper go on, and a parent that is killed leaves nobody stopped. For a helper's main thread.
+A timer's signal comes once a period. Its handler, which is compiled, sleeps for the part of the period that is not work.
+So no other process is needed to let the helper go on, and a killed parent leaves no helper stopped. For the main thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Slices:
     """One in a process. For any thread that has SIGALRM blocked, as all but the main thread must have."""
 
     def __init__(self) -> None:
-        self._rest = np.zeros(2, np.int64)  # a timespec, which the handler reads
-        at = address_of(self._rest)
+        self._pause = np.zeros(2, np.int64)  # a timespec, which the handler reads
+        at = address_of(self._pause)
 
         @nb.cfunc(types.void(types.int32))
         def stop(_signal):  # type: ignore[no-untyped-def]
@@ -49,5 +49,5 @@ class Slices:
             signal.setitimer(signal.ITIMER_REAL, 0)
             return
         period_s = SLICE_S / share
-        self._rest[1] = int((period_s - SLICE_S) * 1e9)
+        self._pause[1] = int((period_s - SLICE_S) * 1e9)
         signal.setitimer(signal.ITIMER_REAL, period_s, period_s)

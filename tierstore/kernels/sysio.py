@@ -32,8 +32,8 @@ _POINTER = _I8.as_pointer()
 
 def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     module = builder.module
-    known = module.globals.get(name)
-    return known if known is not None else ir.Function(module, ir.FunctionType(result, arguments), name)
+    declared = module.globals.get(name)
+    return declared if declared is not None else ir.Function(module, ir.FunctionType(result, arguments), name)
 
 
 def _or_error(builder: Any, got: Any) -> Any:
@@ -203,6 +203,16 @@ def epoll_set(typingctx: Any, epoll: Any, operation: Any, fd: Any, mask: Any, da
         return _call(builder, "epoll_ctl", _I32, kinds, [epoll, operation, fd, builder.ptrtoint(event, _I64)])
 
     return _signature(5), codegen
+
+
+@intrinsic
+def poll(typingctx: Any, entries: Any, count: Any, timeout_ms: Any) -> Any:
+    """How many of `count` entries (struct pollfd, 8 bytes: descriptor int32, events int16, returned events int16) are ready."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "poll", _I32, [_POINTER, _I64, _I32], args)
+
+    return _signature(3), codegen
 
 
 def _clock(builder: Any, which: int) -> Any:

@@ -1,6 +1,6 @@
-"""XXH3-64 with seed 0 of many strings at once: the code of a string key.
+"""XXH3-64 with seed 0: of many strings at once, the codes of string keys; and of the parts of a long input, in any order.
 
-A function of arrays without state, nogil; any thread may call it. What it answers is on disk and in clients, so it
+Functions of arrays without state, nogil; any thread may call them. What they answer is on disk and in clients, so it
 never changes. Written from the public description of the algorithm (xxhash.com, doc/xxhash_spec.md, XXH3 by Yann
 Collet); the tests hold it against the `xxhash` package for every length.
 """
@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
+from tierstore.kernels import compiled
 from tierstore.kernels.raw import fold_multiply, load_u8, load_u32, load_u64, swap_bytes
 from tierstore.types import Keys
 
@@ -43,6 +44,8 @@ _STRIPE, _STRIPES = (
 _WORDS = np.array(
     [int.from_bytes(_SECRET[at : at + 8].tobytes(), "little") for at in range(len(_SECRET) - 7)], np.uint64
 )
+BLOCK = _STRIPE * _STRIPES  # bytes
+LANES = 8
 _EMPTY = _WORDS[56] ^ _WORDS[64]
 _FLIP_1_TO_3 = (_WORDS[0] & np.uint64(0xFFFFFFFF)) ^ (_WORDS[0] >> np.uint64(32))
 _FLIP_4_TO_8 = _WORDS[8] ^ _WORDS[16]
@@ -53,25 +56,25 @@ _U64 = np.uint64
 _OFFSETS = types.Array(types.int64, 1, "C", readonly=True)
 
 
-@njit("uint64(uint64)", cache=True, nogil=True)
+@compiled("uint64(uint64)", inner=True)
 def _avalanche(x: Any) -> Any:
     x = (x ^ (x >> _U64(37))) * _MIX_1
     return x ^ (x >> _U64(32))
 
 
-@njit("uint64(uint64)", cache=True, nogil=True)
+@compiled("uint64(uint64)", inner=True)
 def _avalanche_small(x: Any) -> Any:
     x = (x ^ (x >> _U64(33))) * _P64_2
     x = (x ^ (x >> _U64(29))) * _P64_3
     return x ^ (x >> _U64(32))
 
 
-@njit("uint64(uint64, uint64)", cache=True, nogil=True)
+@compiled("uint64(uint64, uint64)", inner=True)
 def _rotate(x: Any, bits: Any) -> Any:
     return (x << bits) | (x >> (_U64(64) - bits))
 
 
-@njit("uint64(int64, int64)", cache=True, nogil=True)
+@compiled("uint64(int64, int64)", inner=True)
 def _hash_to_16(at: Any, size: Any) -> Any:
     if size > 8:
         low = _FLIP_LOW ^ load_u64(at, 0)
@@ -91,13 +94,13 @@ def _hash_to_16(at: Any, size: Any) -> Any:
     return _avalanche_small(_EMPTY)
 
 
-@njit("uint64(int64, int64)", cache=True, nogil=True)
+@compiled("uint64(int64, int64)", inner=True)
 def _mix(at: Any, secret: Any) -> Any:
     """16 bytes with the 16 bytes of the secret from `secret` on."""
     return fold_multiply(load_u64(at, 0) ^ _WORDS[secret], load_u64(at, 1) ^ _WORDS[secret + 8])
 
 
-@njit("uint64(int64, int64)", cache=True, nogil=True)
+@compiled("uint64(int64, int64)", inner=True)
 def _hash_to_240(at: Any, size: Any) -> Any:
     acc = _U64(size) * _P64_1
     if size <= 128:
@@ -112,7 +115,7 @@ def _hash_to_240(at: Any, size: Any) -> Any:
     return _avalanche(acc + _mix(at + size - 16, 119))
 
 
-@njit(types.void(types.int64, types.int64, types.uint64[::1]), cache=True, nogil=True)
+@compiled(types.void(types.int64, types.int64, types.uint64[::1]), inner=True)
 def _accumulate(at: Any, secret: Any, acc: Any) -> Any:
     """One stripe into the eight accumulators."""
     for i in range(8):
@@ -122,24 +125,35 @@ def _accumulate(at: Any, secret: Any, acc: Any) -> Any:
         acc[i] += (keyed & _U64(0xFFFFFFFF)) * (keyed >> _U64(32))
 
 
-@njit(types.uint64(types.int64, types.int64, types.uint64[::1]), cache=True, nogil=True)
-def _hash_long(at: Any, size: Any, acc: Any) -> Any:
-    for i in range(8):  # a loop: assigning a slice costs 2 s of compiling the message of an error that cannot be
-        acc[i] = _START[i]
-    stripes = (size - 1) // _STRIPE  # the last one, whole or not, is taken from the end
-    for n in range(stripes):
-        _accumulate(at + _STRIPE * n, 8 * (n % _STRIPES), acc)
-        if n % _STRIPES == _STRIPES - 1:  # a block is full and more follows
-            for i in range(8):
-                acc[i] = (acc[i] ^ (acc[i] >> _U64(47)) ^ _WORDS[128 + 8 * i]) * _P32_1
-    _accumulate(at + size - _STRIPE, 121, acc)
+@compiled(types.void(types.uint64[::1]), inner=True)
+def _scramble(acc: Any) -> Any:
+    """After each block that more follows."""
+    for i in range(8):
+        acc[i] = (acc[i] ^ (acc[i] >> _U64(47)) ^ _WORDS[128 + 8 * i]) * _P32_1
+
+
+@compiled(types.uint64(types.int64, types.int64, types.uint64[::1]), inner=True)
+def _finish(end: Any, size: Any, acc: Any) -> Any:
+    """The last stripe, whole or not, is taken from the end."""
+    _accumulate(end - _STRIPE, 121, acc)
     x = _U64(size) * _P64_1
     for i in range(0, 8, 2):
         x += fold_multiply(acc[i] ^ _WORDS[11 + 8 * i], acc[i + 1] ^ _WORDS[19 + 8 * i])
     return _avalanche(x)
 
 
-@njit(types.int64(types.int64, types.int64, _OFFSETS, types.int64[::1]), cache=True, nogil=True)
+@compiled(types.uint64(types.int64, types.int64, types.uint64[::1]), inner=True)
+def _hash_long(at: Any, size: Any, acc: Any) -> Any:
+    for i in range(8):  # a loop: assigning a slice costs 2 s of compiling the message of an error that cannot be
+        acc[i] = _START[i]
+    for n in range((size - 1) // _STRIPE):
+        _accumulate(at + _STRIPE * n, 8 * (n % _STRIPES), acc)
+        if n % _STRIPES == _STRIPES - 1:
+            _scramble(acc)
+    return _finish(at + size, size, acc)
+
+
+@compiled(types.int64(types.int64, types.int64, _OFFSETS, types.int64[::1]))
 def _hash_strings(data: Any, data_size: Any, offsets: Any, out: Any) -> Any:
     """Returns -1, or the first string that does not lie within the data."""
     acc = np.empty(8, np.uint64)
@@ -175,3 +189,50 @@ def hash_strings(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64] | n
             f"string {bad} lies within {len(data)} bytes, got offsets {offsets[bad]} to {offsets[bad + 1]}"
         )
     return out
+
+
+@compiled(types.void(types.int64, types.uint64[:, ::1]))
+def _sum_blocks(at: Any, out: Any) -> Any:
+    for n in range(len(out)):
+        for i in range(8):
+            out[n, i] = _U64(0)
+        for stripe in range(_STRIPES):
+            _accumulate(at + BLOCK * n + _STRIPE * stripe, 8 * stripe, out[n])
+
+
+@compiled(types.void(types.uint64[:, ::1], types.uint64[::1]))
+def add_sums(sums: Any, acc: Any) -> Any:
+    """Add the sums of the next blocks, uint64[n, LANES], to the accumulators, uint64[LANES]."""
+    for n in range(len(sums)):
+        for i in range(8):
+            acc[i] += sums[n, i]
+        _scramble(acc)
+
+
+@compiled(types.uint64(types.int64, types.int64, types.int64, types.uint64[::1]))
+def _hash_end(at: Any, end: Any, size: Any, acc: Any) -> Any:
+    for n in range((end - at - 1) // _STRIPE):
+        _accumulate(at + _STRIPE * n, 8 * n, acc)
+    return _finish(end, size, acc)
+
+
+def started() -> npt.NDArray[np.uint64]:
+    """The accumulators before the first block."""
+    return _START.copy()
+
+
+def sum_blocks(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """What each whole block of `data` (uint8[n * BLOCK]) adds to the accumulators, wherever it is in the input: uint64[n, LANES]."""
+    out = np.empty((len(data) // BLOCK, LANES), np.uint64)
+    _sum_blocks(data.ctypes.data, out)
+    return out
+
+
+def hash_end(tail: npt.NDArray[np.uint8], size: int, acc: npt.NDArray[np.uint64]) -> int:
+    """XXH3-64 of an input of `size` bytes, more than 240, all of whose blocks but the last, whole or not, were added to `acc`.
+
+    `tail` is that last block, after the 64 bytes that are before it, if there are any.
+    """
+    last = (size - 1) % BLOCK + 1
+    at = tail.ctypes.data
+    return int(_hash_end(at + len(tail) - last, at + len(tail), size, acc))

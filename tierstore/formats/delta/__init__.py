@@ -1,0 +1,1 @@
+"""Deltas: reading and writing them."""

@@ -1,0 +1,329 @@
+"""Reading a delta: concatenated Arrow IPC streams, validated whole.
+
+`read_delta` is a pure function; any thread may call it, with bytes that nobody changes meanwhile. Its
+result is immutable by convention; of the bytes it may share those of string keys. Whatever the bytes are, it
+returns a delta or raises DeltaError, within the memory that it was allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from tierstore.errors import DeltaError, InvalidInput, StorageError
+from tierstore.formats.columns import (
+    KEY,
+    MAX_DIM,
+    VECTOR,
+    Malformed,
+    check_vector_kind,
+    first_not_finite,
+    key_column,
+    key_type_of,
+    value_kind,
+    vector_column,
+)
+from tierstore.formats.delta.frames import BadFrames, split_streams
+from tierstore.formats.names import DENSE_TABLE, MAX_ORDINAL
+from tierstore.formats.regular import read_regular
+from tierstore.formats.strings import validate
+from tierstore.formats.times import parse_time
+from tierstore.kernels.codec import all_finite
+from tierstore.kernels.overlay_index import dedup_last
+from tierstore.types import Keys, KeyType, Vectors, check_name
+
+ONNX = "onnx"
+MAX_DECODED_BYTES = 1 << 30
+_DECIMAL = re.compile(r"[0-9]{1,19}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaTable:
+    """What a delta changes in one table.
+
+    key: the keys' type. keys int64[m]: codes, ascending and distinct; of strings their hashes, of which those of two keys
+    that collide are equal. vectors float32 or float16 [m, dim], zeros in deleted rows. deleted bool[m]. dim: None (and
+    vectors [m, 0]) if every row is deleted.
+    """
+
+    key: KeyType
+    keys: Keys
+    vectors: Vectors
+    deleted: npt.NDArray[np.bool_]
+    dim: int | None
+    given: tuple[pa.Array, npt.NDArray[np.int64]] | None = (
+        None  # for string keys: all strings of the delta, and which of them these are
+    )
+
+    def strings_at(self, positions: npt.NDArray[np.int64]) -> pa.Array:
+        """large_string: the keys at some positions of a table with string keys."""
+        assert self.given is not None
+        strings, rows = self.given
+        return strings.take(pa.array(rows[positions]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """A delta. `digest` is the XXH3-64 of its `nbytes` bytes: the same seq with another digest is a conflict.
+
+    base_version: the one version that it is for, or None for all. dense: the new ONNX model, or None.
+    """
+
+    model: str
+    seq: int
+    event_time: datetime
+    base_version: int | None
+    tables: dict[str, DeltaTable]
+    dense: bytes | None
+    digest: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    model: str
+    seq: int
+    event_time: datetime
+    base_version: int | None
+    parts: int
+
+
+def read_delta(
+    data: bytes | bytearray | memoryview | str | Path, *, max_decoded_bytes: int = MAX_DECODED_BYTES
+) -> Delta:
+    """Read and validate a delta from bytes, or from the file at a path.
+
+    Raises DeltaError for anything but a whole and well-formed delta (`schema/delta.md`), or one that
+    would take more than `max_decoded_bytes` in memory; StorageError if the file cannot be read.
+    """
+    if isinstance(data, (str, Path)):
+        path = Path(data)
+        try:
+            data = read_regular(path)
+        except OSError as error:
+            raise StorageError(f"cannot read the delta {path}: {error.strerror or error}") from error
+    view = memoryview(data).cast("B")
+    if not len(view):
+        raise DeltaError("expected Arrow IPC streams, got no bytes at all")
+    try:
+        return _read(view, max_decoded_bytes)
+    except DeltaError:
+        raise
+    except (BadFrames, Malformed) as error:
+        raise DeltaError(f"bad delta: {error}") from error
+    except (pa.ArrowException, ValueError, TypeError, KeyError, OSError, MemoryError, OverflowError) as error:
+        # Arrow raises several builtin types; all of them mean that the bytes are not Arrow
+        raise DeltaError(f"bad delta: not valid Arrow data: {error}") from error
+
+
+def _read(view: memoryview, max_decoded_bytes: int) -> Delta:
+    heads: list[_Head] = []
+    tables: dict[str, _Collected] = {}
+    dense: bytes | None = None
+    streams = split_streams(view, max_decoded_bytes)
+    for start, end in streams:
+        reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
+        heads.append(_head(reader.schema.metadata or {}))
+        while True:
+            try:
+                batch, metadata = reader.read_next_batch_with_custom_metadata()
+            except StopIteration:
+                break
+            name = _table_name(metadata)
+            if name == DENSE_TABLE:
+                dense = _onnx(batch)
+            else:
+                tables.setdefault(name, _Collected(name)).add(batch)
+    head = heads[0]
+    if any(other != head for other in heads[1:]):
+        raise DeltaError("bad delta: its streams differ in model, seq, event_time, base_version or parts")
+    if len(streams) != head.parts:
+        raise DeltaError(
+            f"bad delta: expected {head.parts} streams, as its metadata `parts` says, got {len(streams)}: it was cut or joined with another"
+        )
+    return Delta(
+        model=head.model,
+        seq=head.seq,
+        event_time=head.event_time,
+        base_version=head.base_version,
+        tables={name: collected.finish(max_decoded_bytes) for name, collected in tables.items() if collected.codes},
+        dense=dense,
+        digest=str(xxhash.xxh3_64_hexdigest(view)),
+        nbytes=len(view),
+    )
+
+
+def _head(metadata: Mapping[bytes, bytes]) -> _Head:
+    def text(name: str) -> str | None:
+        value = metadata.get(name.encode())
+        try:
+            return None if value is None else value.decode()
+        except UnicodeDecodeError:
+            raise DeltaError(f"bad delta: schema metadata {name!r} is not UTF-8") from None
+
+    def number(name: str) -> int | None:
+        value = text(name)
+        if value is None:
+            return None
+        if _DECIMAL.fullmatch(value) is None or not 1 <= int(value) <= MAX_ORDINAL:
+            raise DeltaError(
+                f"bad delta: schema metadata {name!r}: expected a decimal number from 1 to {MAX_ORDINAL}, got {value!r}"
+            )
+        return int(value)
+
+    model, seq, event_time = text("model"), number("seq"), text("event_time")
+    if model is None or seq is None or event_time is None:
+        raise DeltaError("bad delta: expected schema metadata `model`, `seq` and `event_time`")
+    try:
+        return _Head(
+            check_name("model", model), seq, parse_time(event_time), number("base_version"), number("parts") or 1
+        )
+    except DeltaError:
+        raise
+    except ValueError as error:
+        raise DeltaError(f"bad delta: {error}") from error
+
+
+def _table_name(metadata: Any) -> str:
+    raw = dict(metadata or {}).get(b"table")
+    if raw is None:
+        raise DeltaError("bad delta: a record batch does not name its table in its custom metadata `table`")
+    name = str(raw.decode(errors="replace"))
+    if name == DENSE_TABLE:
+        return name
+    try:
+        return check_name("table", name)
+    except InvalidInput as error:
+        raise DeltaError(f"bad delta: {error}") from error
+
+
+def _onnx(batch: pa.RecordBatch) -> bytes:
+    kind = batch.schema.field(0).type if batch.num_columns else None
+    if batch.schema.names != [ONNX] or not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise DeltaError(f"table {DENSE_TABLE}: expected one binary column {ONNX!r}, got {_shown(batch.schema)}")
+    batch.validate(full=True)
+    if len(batch) != 1 or batch.column(0).null_count:
+        raise DeltaError(f"table {DENSE_TABLE}: expected one row that is not null, got {len(batch)} rows")
+    return bytes(batch.column(0)[0].as_py())
+
+
+def _shown(schema: pa.Schema) -> str:
+    shown = ", ".join(f"{column.name!r} ({column.type})" for column in schema)
+    return str(shown[:200] or "no columns")
+
+
+@dataclass(slots=True)
+class _Collected:
+    """A table's rows in their order in the delta, over batches and streams."""
+
+    name: str
+    key: KeyType | None = None
+    dim: int | None = None
+    rows: int = 0
+    codes: list[Keys] = field(default_factory=list)
+    kept: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+    vectors: list[Vectors] = field(default_factory=list)
+    strings: list[pa.Array] = field(default_factory=list)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Append a batch's rows. Raises DeltaError naming the table and the row in it."""
+        try:
+            self._add(batch)
+        except Malformed as error:
+            row = "" if error.row is None else f", row {self.rows + error.row}"
+            raise DeltaError(f"table {self.name!r}{row}: {error.reason}") from error
+
+    def _add(self, batch: pa.RecordBatch) -> None:
+        if sorted(batch.schema.names) != [KEY, VECTOR]:
+            raise Malformed(f"expected columns {KEY!r} and {VECTOR!r}, got {_shown(batch.schema)}")
+        key, vector = batch.column(KEY), batch.column(VECTOR)
+        key_type = key_type_of(key.type)
+        if key_type is None or self.key not in (None, key_type):
+            raise Malformed(f"column {KEY!r}: expected {self.key or 'int64, uint64 or string'}, got {key.type}")
+        self.key = key_type
+        if not pa.types.is_null(vector.type):
+            check_vector_kind(vector.type, None)
+            if value_kind(vector.type) not in (pa.float32(), pa.float16()):
+                raise Malformed(f"column {VECTOR!r}: expected float32 or float16, got {value_kind(vector.type)}")
+        validate(key)
+        vector.validate(full=True)
+        codes, strings = key_column(key, key_type)
+        kept = np.zeros(len(batch), np.bool_)
+        if not pa.types.is_null(vector.type):
+            kept = vector.is_valid().to_numpy(zero_copy_only=False)
+            self._add_vectors(vector, kept)
+        self.codes.append(codes)
+        self.kept.append(kept)
+        if strings is not None:
+            self.strings.append(strings)
+        self.rows += len(batch)
+
+    def _add_vectors(self, vector: pa.Array, kept: npt.NDArray[np.bool_]) -> None:
+        if not kept.any():
+            return
+        if self.dim is None:
+            self.dim = self._dim_of(vector)
+        vectors = vector_column(vector, self.dim)
+        if not all_finite(vectors):
+            bad = first_not_finite(vectors)
+            raise Malformed("the vector holds NaN or Inf", int(np.flatnonzero(kept)[bad]))
+        self.vectors.append(vectors)
+
+    def _dim_of(self, vector: pa.Array) -> int:
+        if pa.types.is_fixed_size_list(vector.type):
+            dim = int(vector.type.list_size)
+        else:
+            dim = int(pc.list_value_length(vector).drop_null()[0].as_py())
+        if not 1 <= dim <= MAX_DIM:
+            raise Malformed(f"expected a vector of 1 to {MAX_DIM} numbers, got {dim}")
+        return dim
+
+    def finish(self, max_bytes: int) -> DeltaTable:
+        assert self.key is not None
+        codes, kept = _joined(self.codes), _joined(self.kept)
+        last = dedup_last(codes)
+        given = None
+        if self.key is KeyType.STRING:
+            strings = pa.concat_arrays(self.strings)
+            last = _last_of_each(strings, codes, last)
+            given = strings, last
+        deleted = ~kept[last]
+        dim = self.dim if not deleted.all() else None
+        if dim is None:
+            return DeltaTable(self.key, codes[last], np.zeros((len(last), 0), np.float32), deleted, None, given)
+        dtype = np.result_type(*self.vectors)
+        if len(last) * dim * dtype.itemsize > max_bytes:
+            raise DeltaError(
+                f"table {self.name!r}: its {len(last)} rows of {dim} numbers would take more than {max_bytes} bytes in memory: split the delta"
+            )
+        vectors = _joined(self.vectors)
+        if kept.all():
+            vectors = vectors.take(last, axis=0)
+        else:  # a deleted row has no vector in the delta
+            vectors = vectors.take(np.maximum(np.cumsum(kept) - 1, 0)[last], axis=0)
+            vectors[deleted] = 0
+        return DeltaTable(self.key, codes[last], vectors, deleted, dim, given)
+
+
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _last_of_each(strings: pa.Array, codes: Keys, last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The last row of each string, ordered by code. `last`: the last row of each code, which is mostly the same."""
+    order = np.argsort(codes, kind="stable")
+    equal = np.flatnonzero(codes[order[1:]] == codes[order[:-1]])
+    if not pc.any(pc.not_equal(strings.take(pa.array(order[equal])), strings.take(pa.array(order[equal + 1])))).as_py():
+        return last
+    last = dedup_last(strings.dictionary_encode().indices.to_numpy().astype(np.int64))
+    return last[np.argsort(codes[last], kind="stable")]

@@ -1,0 +1,125 @@
+"""Vectors as callers pass them (frames, Arrow, PyTorch, plain Python), normalised to one array; and the key type of such keys.
+
+Pure functions; any thread may call them, with arrays that nobody writes meanwhile. A result may share memory with the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tierstore.errors import InvalidInput
+from tierstore.formats.columns import key_type_of
+from tierstore.types import KeyType
+
+_EXPECTED = "expected vectors of shape [n, dim], or a column of n lists of dim numbers"
+
+
+def as_rows(vectors: Any) -> npt.NDArray[Any]:
+    """Vectors as float16, float32, float64 or integers of shape [n, dim].
+
+    Takes NumPy arrays (`ml_dtypes.bfloat16` and object arrays of arrays included), sequences of sequences, Arrow list
+    and fixed-size list columns, pandas columns of arrays or lists, frames of one column a dimension, and tensors of
+    PyTorch, on any device, with or without gradients. Raises InvalidInput, naming the row where one is
+    wrong. `dim` is 0 where there are no rows.
+    """
+    if isinstance(vectors, (pa.Array, pa.ChunkedArray)):
+        return list_rows(vectors)
+    if hasattr(vectors, "detach"):
+        return _from_torch(vectors)
+    if not isinstance(vectors, np.ndarray):
+        vectors = _as_array(vectors.to_numpy() if hasattr(vectors, "to_numpy") else vectors)
+    if vectors.dtype.name == "bfloat16":
+        vectors = vectors.astype(np.float32)
+    if vectors.dtype == object:
+        vectors = _stacked(vectors)
+    if vectors.shape == (0,):
+        return np.empty((0, 0), np.float32)
+    if vectors.dtype.kind not in "fiu" or vectors.ndim != 2:
+        raise InvalidInput(f"{_EXPECTED}; got {list(vectors.shape)} of {vectors.dtype}")
+    return np.asarray(vectors)
+
+
+def guessed_key_type(keys: Any) -> KeyType:
+    """The key type of a table for these keys, where it is not given: a list of int counts as int64."""
+    if isinstance(keys, (pa.Array, pa.ChunkedArray)):
+        return key_type_of(keys.type) or KeyType.INT64
+    if not isinstance(keys, np.ndarray) and hasattr(keys, "__array__"):
+        keys = np.asarray(keys)  # a column of a frame, a tensor
+    if isinstance(keys, np.ndarray) and keys.dtype.kind != "O":
+        return (
+            KeyType.STRING if keys.dtype.kind in "UST" else KeyType.UINT64 if keys.dtype == np.uint64 else KeyType.INT64
+        )
+    first = next(iter(keys), None) if isinstance(keys, Iterable) else None
+    return KeyType.STRING if isinstance(first, (str, bytes)) else KeyType.INT64
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this Arrow type holds vectors."""
+    kind = _storage(kind)
+    t = pa.types
+    lists = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+    views = t.is_list_view(kind) or t.is_large_list_view(kind)
+    return bool((lists or views) and (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)))
+
+
+def list_rows(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+    """[n, dim] of an Arrow column of lists, or of fixed-shape tensors. InvalidInput names the row that does not fit."""
+    if not is_list(column.type):
+        raise InvalidInput(f"{_EXPECTED}; got an Arrow column of {column.type}")
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if column.null_count:
+        raise InvalidInput(f"vector {_first(column.is_null())} is null")
+    if not len(column):
+        return np.empty((0, 0), np.float32)
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    other = np.flatnonzero(lengths != lengths[0])
+    if len(other):
+        raise InvalidInput(f"vector {other[0]} has {lengths[other[0]]} numbers, those before it {lengths[0]}")
+    values = column.flatten()
+    if values.null_count:
+        at = _first(values.is_null())
+        raise InvalidInput(f"number {at % lengths[0]} of vector {at // lengths[0]} is null")
+    return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(len(column), -1)
+
+
+def _storage(kind: pa.DataType) -> pa.DataType:
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def _from_torch(tensor: Any) -> npt.NDArray[Any]:
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        raise InvalidInput(f"{_EXPECTED}; got a sparse tensor: give the rows that it holds, or .to_dense()")
+    tensor = tensor.cpu()
+    if str(tensor.dtype) == "torch.bfloat16":  # which NumPy does not have
+        tensor = tensor.float()
+    return as_rows(tensor.numpy())
+
+
+def _as_array(vectors: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(vectors)
+    except ValueError:  # rows of several lengths, which `_stacked` names
+        return _stacked(vectors)
+
+
+def _stacked(rows: Any) -> npt.NDArray[Any]:
+    """One array from rows that are arrays or lists."""
+    try:
+        column = pa.array(rows)
+    except (pa.ArrowException, TypeError) as error:
+        raise InvalidInput(f"{_EXPECTED}; {error}") from error
+    return list_rows(column)
+
+
+def _first(mask: pa.Array) -> int:
+    return int(np.argmax(mask.to_numpy(zero_copy_only=False)))

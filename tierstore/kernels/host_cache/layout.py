@@ -1,0 +1,136 @@
+"""The set-associative cache of the host tier: how it lies in memory, and where in it a key lies.
+
+`lookup.py` reads it: any number of threads at any time, without a lock and without the GIL. `write.py` writes it: one
+thread at a time. `Areas` are views of one mapping. Nothing survives the process.
+
+**A set** has 56 ways, in eight lines of seven. Each key has a home: one line of its set. A key lies in its home, or, if
+that is full of other keys whose home it is, in another line of the set, and the home says in which. So a look-up usually
+reads one line and the row, and its cost is the number of places in memory that it reads. A set whose memory is all zeros
+is empty, so fresh pages need no writing. Numbers are little-endian.
+
+    line, 64 bytes      0  uint32 version, odd while the line or one of its rows is written
+                        4  7 x 2 bits heat      6  uint8 which of the 7 are occupied
+                        7  uint8 which lines of the set hold keys whose home this is
+                        8  7 x int64 key
+    absent, 64 bytes    of four lines: 0  uint32 version   4  uint8 which of the 7 are occupied   5  uint8 which were
+                        looked up lately    6  uint8 hand   8  7 x int64 keys that do not exist
+    policy, 128 bytes   a set: `heat.py`
+
+**Which set**: `region * sets_per_region + fastrange(high hash bits)`, where the region is the low `depth` bits of the
+hash. With one bit less, the upper half of all sets falls onto the lower half; with one more it splits again. That is how
+a table is halved and doubled in place. Meanwhile sets up to a cursor are merged already (as in linear hashing), so that
+each key has exactly one set at every moment. Depth and cursor are one word, the geometry.
+
+**Reading without a lock** (a sequence lock for each line): read the version, read the line and the row, read the version
+again. If it was odd or has changed, all that was read is void and is read again. After a bounded number of tries the key
+counts as a miss, which is always allowed. A key that is just being moved to another line may be missed too. A reader with
+an old geometry looks in a set that its key has left, and misses. Memory is given back only above the last region in use,
+and pages come back as zeros. Versions then start from 0 again, so a reader that slept since before could take two lives
+of a line for one. The epoch changes before memory is given back and before it is used again, and voids such a read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from tierstore.kernels.atomics import match8, trailing_zeros
+
+LINE_BYTES = 64
+LINE_WAYS = 7
+LINES = 8
+WAYS = LINES * LINE_WAYS
+ABSENT_BYTES = 64
+ABSENT_WAYS = 7
+LINES_AN_ABSENT = 4  # that have one line of absent keys together
+ABSENTS = LINES // LINES_AN_ABSENT  # of a set
+CONTROL_BYTES = 128  # what follows begins at a multiple of it: two lines that processors like to fetch together
+
+HEAT_AT, OCCUPIED_AT, AWAY_AT = 4, 6, 7  # byte offsets in a line
+GEOMETRY, EPOCH = 0, 1  # words of the control line
+
+
+class Areas(NamedTuple):
+    """Views of one mapping; all but `rows` twice where two widths are needed. Index is set or line times size."""
+
+    control: npt.NDArray[np.int64]  # geometry, epoch
+    lines: npt.NDArray[np.uint8]
+    lines32: npt.NDArray[np.uint32]  # the same bytes
+    lines64: npt.NDArray[np.int64]  # the same bytes
+    policy: npt.NDArray[np.uint8]
+    policy16: npt.NDArray[np.uint16]  # the same bytes
+    absent: npt.NDArray[np.uint8]
+    absent32: npt.NDArray[np.uint32]  # the same bytes
+    absent_keys: npt.NDArray[np.int64]  # the same bytes
+    rows: int  # address of the first row
+    row_bytes: int
+    sets_per_region: int
+
+
+def _array(element: types.Type, *, readonly: bool = False) -> types.Array:
+    return types.Array(element, 1, "C", readonly=readonly)
+
+
+_BYTES = _array(types.uint8)
+AREAS = types.NamedTuple(
+    (
+        _array(types.int64), _BYTES, _array(types.uint32), _array(types.int64), _BYTES, _array(types.uint16), _BYTES,
+        _array(types.uint32), _array(types.int64), types.int64, types.int64, types.int64,
+    ),
+    Areas,
+)  # fmt: skip
+KEYS = _array(types.int64, readonly=True)
+BOOLS = _array(types.boolean, readonly=True)
+
+
+@nb.njit(inline="always")
+def home_of(hashed):  # type: ignore[no-untyped-def]
+    """Which line of its set a key belongs to, from bits that choose neither region nor set nor fingerprint."""
+    return nb.int64((hashed >> nb.uint64(8)) & nb.uint64(LINES - 1))
+
+
+@nb.njit(inline="always")
+def set_of(hashed, geometry, sets_per_region):  # type: ignore[no-untyped-def]
+    """The key's set under a geometry (see the module's text): depth in its low 8 bits, cursor above."""
+    depth, cursor = nb.uint64(geometry & 255), geometry >> 8
+    within = nb.int64(((hashed >> nb.uint64(32)) * nb.uint64(sets_per_region)) >> nb.uint64(32))
+    index = nb.int64(hashed & ((nb.uint64(1) << depth) - nb.uint64(1))) * sets_per_region + within
+    half = (sets_per_region << nb.int64(depth)) >> 1
+    return index - half if index >= half and index - half < cursor else index
+
+
+@nb.njit(inline="always")
+def find_in_line(lines, lines64, line, key):  # type: ignore[no-untyped-def]
+    """Where in a line `key` is, 0..6, or -1."""
+    matches = (match8(lines64, line * 8, key) >> nb.uint32(1)) & nb.uint32(lines[line * LINE_BYTES + OCCUPIED_AT])
+    return trailing_zeros(matches) if matches != 0 else -1
+
+
+@nb.njit(inline="always")
+def find_way(lines, lines64, s, home, key):  # type: ignore[no-untyped-def]
+    """The way of set `s` that holds `key`, whose home is line `home`, or -1."""
+    place = find_in_line(lines, lines64, s * LINES + home, key)
+    if place >= 0:
+        return home * LINE_WAYS + place
+    away = nb.uint32(lines[(s * LINES + home) * LINE_BYTES + AWAY_AT])
+    while away != 0:
+        other = trailing_zeros(away)
+        place = find_in_line(lines, lines64, s * LINES + other, key)
+        if place >= 0:
+            return other * LINE_WAYS + place
+        away &= away - nb.uint32(1)
+    return -1
+
+
+@nb.njit(inline="always")
+def find_absent(absent, absent_keys, a, key):  # type: ignore[no-untyped-def]
+    """The place of `key` in line `a` of absent keys, or -1."""
+    occupied = absent[a * ABSENT_BYTES + 4]
+    for i in range(ABSENT_WAYS):
+        if absent_keys[a * 8 + 1 + i] == key and (occupied >> i) & 1:
+            return i
+    return -1

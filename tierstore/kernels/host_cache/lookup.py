@@ -1,0 +1,329 @@
+"""The reading half of the host tier's cache (`layout.py`): look up a batch of keys.
+
+Any number of threads may run these at any time, without a lock and without the GIL, while one thread writes (`write.py`).
+They get a table as addresses (`WHERE`), because taking a dozen arrays apart would cost a batch of few keys too much. The
+caller holds the mapping for as long as they run.
+
+**Four stages a key**, `AHEAD` keys apart, so that memory loads while other keys are worked on: prefetch the line; find
+the key in it and prefetch the row; do the same for the few keys that lie in another line of the set; copy and check. A
+ring on the stack passes from stage to stage, for each key: its line (and its place there in the low bits), the address of
+its row, and the version that the line had when the key was found.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+from numba import types
+
+from tierstore.kernels import FIRST, compiled
+from tierstore.kernels.atomics import (
+    acquire_i64,
+    acquire_u32,
+    copy_bytes,
+    copy_line,
+    fence_acquire,
+    match8_at,
+    prefetch_far,
+    relaxed_i64,
+    relaxed_u32,
+    stack_bytes,
+    trailing_zeros,
+)
+from tierstore.kernels.codec import decode_row
+from tierstore.kernels.hashing import mix
+from tierstore.kernels.host_cache.heat import bump_heat
+from tierstore.kernels.host_cache.layout import (
+    ABSENT_BYTES,
+    ABSENT_WAYS,
+    AWAY_AT,
+    EPOCH,
+    GEOMETRY,
+    HEAT_AT,
+    KEYS,
+    LINE_BYTES,
+    LINE_WAYS,
+    LINES,
+    LINES_AN_ABSENT,
+    OCCUPIED_AT,
+    home_of,
+    set_of,
+)
+from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
+from tierstore.types import Tier
+
+# words of `WHERE`: addresses of the areas, and what a row is
+CONTROL, LINES_AT, ABSENT_AT, ROWS_AT, ROW_BYTES, SETS_PER_REGION, CODE, DIM, DEFAULT_AT = range(9)
+WORDS = DEFAULT_AT + 1
+WHERE = types.Array(types.int64, 1, "C")
+AS_STORED = 8  # instead of 0 for float32 and 1 for float16: rows are answered as they are stored
+
+AHEAD = 16  # keys between the stages
+_RING = 64  # at least three stages and the key itself; a power of two
+RING_BYTES = 8 * _RING
+_TRIES = 64  # of a reader against a writer
+_PREFETCH_BYTES = 512  # of a row; the hardware follows from there
+SKIP, _ELSEWHERE = -1, 0  # instead of a row: not asked for, not in its home line
+
+_PENDING = int(Tier.PENDING)
+_HOST = int(Tier.HOST)
+_ABSENT = int(Tier.ABSENT)
+STATES = types.Array(types.uint8, 1, "C")
+FLOATS = types.Array(types.float32, 2, "C")
+
+
+@nb.njit(inline="always")
+def as_values(words):  # type: ignore[no-untyped-def]
+    """The words as values: words in memory would be read again after every store."""
+    return words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8]
+
+
+@nb.njit(inline="always")
+def values_at(words):  # type: ignore[no-untyped-def]
+    """`as_values` of words at an address."""
+    return (
+        nb.int64(load_u64(words, 0)), nb.int64(load_u64(words, 1)), nb.int64(load_u64(words, 2)),
+        nb.int64(load_u64(words, 3)), nb.int64(load_u64(words, 4)), nb.int64(load_u64(words, 5)),
+        nb.int64(load_u64(words, 6)), nb.int64(load_u64(words, 7)), nb.int64(load_u64(words, 8)),
+    )  # fmt: skip
+
+
+@nb.njit(inline="always")
+def _place_in(line, key):  # type: ignore[no-untyped-def]
+    """Where in the line at an address `key` is, 0..6, or -1."""
+    matches = (match8_at(line, key) >> 1) & nb.int64(load_u8(line, OCCUPIED_AT))
+    return trailing_zeros(nb.uint32(matches)) if matches != 0 else -1
+
+
+@nb.njit(inline="always")
+def _row_of(where, line, place):  # type: ignore[no-untyped-def]
+    return where[ROWS_AT] + ((line - where[LINES_AT]) // LINE_BYTES * LINE_WAYS + place) * where[ROW_BYTES]
+
+
+@nb.njit(inline="always")
+def _prefetch_row(row, size):  # type: ignore[no-untyped-def]
+    at = row & ~63
+    while at < row + size:
+        prefetch_far(at)
+        at += 64
+
+
+@nb.njit(inline="always")
+def _set_at(where, line):  # type: ignore[no-untyped-def]
+    """The address of the first line of the set that `line` is in."""
+    return line - ((line - where[LINES_AT]) & (LINES * LINE_BYTES - 1))
+
+
+@nb.njit(inline="always")
+def _absent_at(where, line):  # type: ignore[no-untyped-def]
+    return where[ABSENT_AT] + (line - where[LINES_AT]) // (LINE_BYTES * LINES_AN_ABSENT) * ABSENT_BYTES
+
+
+@nb.njit(inline="always")
+def _copy(where, out_code, row, target, out_bytes):  # type: ignore[no-untyped-def]
+    if out_code == where[CODE] or out_code == AS_STORED:
+        copy_bytes(target, row, out_bytes)
+    else:
+        decode_row(where[CODE], out_code, row, target, where[DIM])
+
+
+@nb.njit
+def _read(where, epoch, line, key, out_code, target, out_bytes):  # type: ignore[no-untyped-def]
+    """Write the row of `key` to `target` if `line` holds it. Returns 1, or 0 if not, or -1 if a writer came in between."""
+    for _ in range(_TRIES):
+        version = acquire_u32(line)
+        if version & 1:
+            continue
+        place = _place_in(line, key)
+        if place >= 0:
+            _copy(where, out_code, _row_of(where, line, place), target, out_bytes)
+        fence_acquire()
+        if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:
+            return -1
+        head = relaxed_i64(line)
+        if head & 0xFFFFFFFF == version:
+            if place >= 0:
+                bump_heat(line + HEAT_AT, place, head >> (8 * HEAT_AT))
+                return 1
+            return 0
+    return -1
+
+
+@nb.njit
+def _search(where, geometry, epoch, key, out_code, target, out_bytes, default):  # type: ignore[no-untyped-def]
+    """Look one key up without stages: its home line, the others that it may be in, the absent keys."""
+    hashed = mix(key)
+    home = set_of(hashed, geometry, where[SETS_PER_REGION]) * LINES + home_of(hashed)
+    line = where[LINES_AT] + home * LINE_BYTES
+    if _read(where, epoch, line, key, out_code, target, out_bytes) > 0:
+        return _HOST
+    away = nb.uint32(load_u8(line, AWAY_AT))
+    while away != 0:
+        other = _set_at(where, line) + trailing_zeros(away) * LINE_BYTES
+        if _read(where, epoch, other, key, out_code, target, out_bytes) > 0:
+            return _HOST
+        away &= away - nb.uint32(1)
+    absent = _absent_at(where, line)
+    for _ in range(_TRIES):
+        version = acquire_u32(absent)
+        if version & 1:
+            continue
+        occupied, place = nb.int64(load_u8(absent, 4)), -1
+        for i in range(ABSENT_WAYS):
+            if nb.int64(load_u64(absent, 1 + i)) == key and (occupied >> i) & 1:
+                place = i
+        fence_acquire()
+        if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:
+            break
+        if relaxed_u32(absent) == version:
+            if place < 0:
+                break
+            copy_bytes(target, default, out_bytes)
+            used = nb.int64(load_u8(absent, 5))
+            if not (used >> place) & 1:
+                store_u8(absent, 5, nb.uint8(used | (1 << place)))
+            return _ABSENT
+    return _PENDING
+
+
+@nb.njit
+def prefetch_lines(where, geometry, keys, begin, end, rings):  # type: ignore[no-untyped-def]
+    """Stage 1 of keys [begin, end)."""
+    lines, lines_at, sets_per_region = rings[0], where[LINES_AT], where[SETS_PER_REGION]
+    for i in range(begin, end):
+        hashed = mix(nb.int64(load_u64(keys, i)))
+        line = lines_at + (set_of(hashed, geometry, sets_per_region) * LINES + home_of(hashed)) * LINE_BYTES
+        store_u64(lines, i & (_RING - 1), nb.uint64(line))
+        prefetch_far(line)
+
+
+@nb.njit(inline="always")
+def _find_in(where, line, key, at, rings):  # type: ignore[no-untyped-def]
+    """Note where the row of `key` is, if `line` holds it, as entry `at` of the rings, and ask for it."""
+    lines, rows, versions = rings
+    version = acquire_u32(line)
+    place = _place_in(line, key)
+    if place < 0:
+        return False
+    row = _row_of(where, line, place)
+    _prefetch_row(row, min(where[ROW_BYTES], _PREFETCH_BYTES))
+    store_u64(lines, at, nb.uint64(line | place))
+    store_u64(rows, at, nb.uint64(row))
+    store_u64(versions, at, nb.uint64(version))
+    return True
+
+
+@nb.njit
+def find_at_home(where, keys, state, begin, end, rings):  # type: ignore[no-untyped-def]
+    """Stage 2."""
+    lines, rows, _ = rings
+    for i in range(begin, end):
+        at = i & (_RING - 1)
+        if load_u8(state, i) != _PENDING:
+            store_u64(rows, at, nb.uint64(SKIP))
+            continue
+        line = nb.int64(load_u64(lines, at))
+        if _find_in(where, line, nb.int64(load_u64(keys, i)), at, rings):
+            continue
+        store_u64(rows, at, nb.uint64(_ELSEWHERE))
+        prefetch_far(_absent_at(where, line))
+        away = nb.uint32(load_u8(line, AWAY_AT))
+        while away != 0:
+            prefetch_far(_set_at(where, line) + trailing_zeros(away) * LINE_BYTES)
+            away &= away - nb.uint32(1)
+
+
+@nb.njit
+def find_elsewhere(where, keys, begin, end, rings):  # type: ignore[no-untyped-def]
+    """Stage 3."""
+    lines, rows, _ = rings
+    for i in range(begin, end):
+        at = i & (_RING - 1)
+        if nb.int64(load_u64(rows, at)) != _ELSEWHERE:
+            continue
+        line = nb.int64(load_u64(lines, at))
+        away = nb.uint32(load_u8(line, AWAY_AT))
+        while away != 0:
+            other = _set_at(where, line) + trailing_zeros(away) * LINE_BYTES
+            if _find_in(where, other, nb.int64(load_u64(keys, i)), at, rings):
+                break
+            away &= away - nb.uint32(1)
+
+
+@nb.njit(inline="always")
+def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignore[no-untyped-def]
+    """Stage 4 of key `i`: its row to address `target`. Returns its state, or SKIP if it was not asked for.
+
+    `kind` of answer: its code, its bytes, whether these are the row's own lines of 64 bytes, the default's address.
+    """
+    lines, rows, versions = rings
+    out_code, out_bytes, whole, default = kind
+    at = i & (_RING - 1)
+    row = nb.int64(load_u64(rows, at))
+    if row == SKIP:
+        return SKIP
+    if row != _ELSEWHERE:
+        line = nb.int64(load_u64(lines, at))
+        place, line = line & 63, line & ~63
+        version = nb.int64(load_u64(versions, at))
+        if whole:
+            for offset in range(0, out_bytes, 64):
+                copy_line(target + offset, row + offset)
+        else:
+            _copy(where, out_code, row, target, out_bytes)
+        fence_acquire()
+        head = relaxed_i64(line)
+        if head & 0xFFFFFFFF == version and version & 1 == 0:
+            bump_heat(line + HEAT_AT, place, head >> (8 * HEAT_AT))
+            return _HOST
+    return _search(where, geometry, epoch, nb.int64(load_u64(keys, i)), out_code, target, out_bytes, default)
+
+
+@nb.njit
+def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ignore[no-untyped-def]
+    """`lookup` of `n` keys and states at addresses; `where` are the words as values."""
+    out_bytes = where[ROW_BYTES] if out_code == AS_STORED else where[DIM] * (4 >> out_code)
+    kind = out_code, out_bytes, out_code == where[CODE] and out_bytes & 63 == 0, default
+    epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
+    geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
+    rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
+    hits = 0
+    for step in range(0, n + 3 * AHEAD, AHEAD):
+        prefetch_lines(where, geometry, keys_at, step, min(step + AHEAD, n), rings)
+        begin = step - AHEAD
+        if begin >= 0:
+            find_at_home(where, keys_at, state_at, begin, min(step, n), rings)
+        begin -= AHEAD
+        if begin >= 0:
+            find_elsewhere(where, keys_at, begin, min(begin + AHEAD, n), rings)
+        begin -= AHEAD
+        for i in range(max(begin, 0), min(begin + AHEAD, n)):
+            of_key = answer(where, geometry, epoch, keys_at, i, kind, out + i * out_bytes, rings)
+            if of_key != SKIP:
+                store_u8(state_at, i, nb.uint8(of_key))
+                hits += of_key == _HOST
+    fence_acquire()
+    if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:  # rather than at each key: it changes only with the size
+        for i in range(n):
+            if load_u8(state_at, i) == _HOST:
+                store_u8(state_at, i, nb.uint8(_PENDING))
+        return 0
+    return hits
+
+
+@compiled(types.int64(WHERE, KEYS, STATES, types.int64, types.int64, types.int64), when=FIRST)
+def lookup(words, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
+    """Answer what is here among the keys whose state is PENDING: rows with HOST, absent keys with ABSENT.
+
+    `out` is the address of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED, `default` that of
+    one such row. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were answered with HOST.
+    """
+    keys_at, state_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data)
+    return lookup_at(as_values(words), keys_at, keys.size, state_at, out_code, out, default)
+
+
+@compiled(types.int64(WHERE, KEYS, STATES, FLOATS), when=FIRST)
+def lookup_float32(where, keys, state, out):  # type: ignore[no-untyped-def]
+    """`lookup` into a float32 array [n, dim]; -1 if the sizes do not fit, and nothing is done."""
+    if out.shape[0] != keys.size or out.shape[1] != where[DIM] or state.size != keys.size:
+        return -1
+    return lookup(where, keys, state, 0, nb.int64(out.ctypes.data), where[DEFAULT_AT])

@@ -1,0 +1,222 @@
+"""How a reactor reads requests from a connection and goes on with answers that did not leave at once. See `reactor.py`.
+
+Kernels for the thread of one reactor.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+
+from tierstore.kernels import httphead
+from tierstore.kernels.atomics import acquire_i64, copy_bytes, fence_all, release_i64
+from tierstore.kernels.reactor_answers import answer, drop_job, submit
+from tierstore.kernels.reactor_connections import (
+    end,
+    let_go_of_answer,
+    notify,
+    send_on,
+    yield_to_requests,
+)
+from tierstore.kernels.reactor_words import (
+    AGAIN_WORDS,
+    ANNOUNCED,
+    ANSWERED,
+    ARRIVAL_NS,
+    AWAY,
+    BEGAN_NS,
+    BUFFER_BYTES,
+    CLOSES,
+    DEADLINE_NS,
+    ENDED,
+    FINISH,
+    FLAGS,
+    FREE,
+    GENERATION_AT,
+    HANDED,
+    IDLE_NS,
+    IN_AT,
+    IN_BYTES,
+    IN_ROOM,
+    JOB,
+    LOST,
+    MAY_READ,
+    MODE,
+    MOST_BODY,
+    NEEDED,
+    PIPELINED,
+    READING,
+    REQUEST,
+    SENDING,
+    SERIAL,
+    STATE,
+    line_at,
+)
+from tierstore.kernels.sysio import (
+    EAGAIN,
+    EINTR,
+    allocate,
+    monotonic_ns,
+    move_bytes,
+    receive,
+    release,
+)
+
+
+@nb.njit
+def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
+    """Deal with the request that the `size` bytes at `at` begin with. Returns how many bytes are done with; 0: more must come first.
+
+    The state tells what became of it: AWAY, a whole request for Python; FREE, the connection itself is to be handed
+    over; else it was answered, or is not all there.
+    """
+    row, found, limits = me.conns[fd], me.found, me.limits
+    began = monotonic_ns()
+    form = httphead.parse_at(at, size, found)
+    if form == httphead.CUT and size < httphead.MOST_HEAD_BYTES:
+        return 0
+    if (
+        form != httphead.PLAIN
+        or found[httphead.HEAD_BYTES] > httphead.MOST_HEAD_BYTES
+        or found[httphead.BODY_BYTES] > limits[MOST_BODY]
+    ):
+        row[STATE] = FREE
+        return 0
+    whole = found[httphead.HEAD_BYTES] + found[httphead.BODY_BYTES]
+    if size < whole:
+        row[NEEDED] = whole
+        return 0
+    row[NEEDED] = 0
+    line = line_at(me, me.number, ANNOUNCED)
+    release_i64(line, acquire_i64(me.shared[GENERATION_AT]))
+    fence_all()
+    came = answer(me, fd, at, whole, size == whole, began)
+    release_i64(line, 0)
+    if came != ANSWERED:
+        row[STATE], row[NEEDED] = AWAY, whole
+        return 0
+    row[BEGAN_NS] = 0
+    return whole
+
+
+@nb.njit
+def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
+    """Keep `left` bytes that begin at `base + at`, with room for the request that they begin. False: no memory."""
+    row = me.conns[fd]
+    if left == 0:
+        release(row[IN_AT])
+        row[IN_AT] = row[IN_BYTES] = 0
+        return True
+    room = max(row[NEEDED], left, 4096 if row[NEEDED] == 0 else 0)
+    if row[NEEDED] == 0 and left * 2 > room:
+        room = min(2 * room, max(left, httphead.MOST_HEAD_BYTES))
+    if base == row[IN_AT] and row[IN_ROOM] >= room:
+        if at > 0:
+            move_bytes(base, base + at, left)
+    else:
+        kept = allocate(room + 64)
+        if kept == 0:
+            return False
+        copy_bytes(kept, base + at, left)
+        release(row[IN_AT])
+        row[IN_AT], row[IN_ROOM] = kept, room
+    row[IN_BYTES] = left
+    return True
+
+
+@nb.njit
+def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
+    """Read what has come, and answer the requests that are whole. The connection may be closed afterwards."""
+    row = me.conns[fd]
+    answered = 0
+    while True:
+        if row[IN_AT] != 0:
+            base, room, have = row[IN_AT], row[IN_ROOM], row[IN_BYTES]
+        else:
+            base, room, have = me.buffer, nb.int64(BUFFER_BYTES), nb.int64(0)
+        if row[FLAGS] & MAY_READ and have < room:
+            got = receive(fd, base + have, room - have)
+            if got == -EINTR:
+                continue
+            if got < 0 and got != -EAGAIN:
+                end(me, fd, False)
+                return
+            if got == 0:
+                row[FLAGS] |= ENDED
+            if got <= 0 or (got < room - have and row[FLAGS] & ENDED == 0):  # the end itself comes after the last bytes
+                row[FLAGS] &= ~MAY_READ
+            have += max(got, 0)
+        at = 0
+        while at < have and row[STATE] == READING and have - at >= row[NEEDED]:
+            if answered == PIPELINED:
+                break
+            used = _request(me, fd, base + at, have - at)
+            if row[LOST] != 0:
+                end(me, fd, True)
+                return
+            if used == 0:
+                break
+            at += used
+            answered += 1
+        left = have - at
+        if (row[IN_AT] != 0 or left > 0) and not _keep(me, fd, base, at, left):
+            if row[JOB] != 0:
+                drop_job(me, fd)
+            end(me, fd, True)
+            return
+        if row[STATE] == READING:
+            if row[FLAGS] & CLOSES:
+                end(me, fd, False)
+                return
+            if answered == PIPELINED and left > 0:
+                if me.again[0] < AGAIN_WORDS:
+                    me.again[0] += 1
+                    me.again[me.again[0]] = fd
+                    return
+                answered = 0
+                continue
+            if left == 0:
+                row[DEADLINE_NS] = now + me.limits[IDLE_NS]
+            elif row[BEGAN_NS] == 0:
+                row[BEGAN_NS] = now
+                row[DEADLINE_NS] = now + me.limits[ARRIVAL_NS]
+            if row[FLAGS] & MAY_READ == 0:
+                if row[FLAGS] & ENDED or (left == 0 and me.shared[MODE] >= FINISH):
+                    end(me, fd, False)
+                return
+        elif row[STATE] == AWAY:
+            row[DEADLINE_NS] = 0
+            if row[JOB] != 0:
+                submit(me, fd)
+                return
+            me.lines[me.number, HANDED] += 1
+            if not notify(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
+                end(me, fd, True)
+            return
+        elif row[STATE] == SENDING:
+            return
+        else:
+            yield_to_requests(me, fd)
+            return
+
+
+@nb.njit
+def continue_sending(me, fd, now):  # type: ignore[no-untyped-def]
+    """Send more of an answer. True if the connection is to be read now."""
+    row = me.conns[fd]
+    if not send_on(me, fd):
+        if row[LOST] != 0:
+            end(me, fd, True)
+        return False
+    let_go_of_answer(me, fd)
+    if row[NEEDED] > 0:  # the request that it answers is still there
+        left = row[IN_BYTES] - row[NEEDED]
+        done = row[NEEDED]
+        row[NEEDED] = 0
+        _keep(me, fd, row[IN_AT], done, left)
+    row[BEGAN_NS] = 0
+    if row[FLAGS] & CLOSES:
+        end(me, fd, False)
+        return False
+    row[STATE] = READING
+    row[DEADLINE_NS] = now + me.limits[IDLE_NS]
+    return True
