@@ -1,9 +1,15 @@
-"""Work that gives way to requests: on threads of low priority, what tells such threads from others, and rests.
+"""Background work: threads of low priority, and pauses in which requests go first.
 
-A switch warms a version while another one serves; at the same priority it would take every other turn of a core from the
-look-ups. Niceness is a thread's own on Linux, and one without privileges cannot take it back: hence a thread that ends.
+A switch warms a version while another one serves. At the same priority it would get every second turn of a processor that
+look-ups need. Niceness belongs to a thread on Linux, and a thread without privileges cannot raise its priority again.
+So background work runs on a thread of its own, which ends with the work.
 
-Any thread may call anything here; what is called must not hold a lock that requests wait for. Nothing survives a crash.
+How long the pauses are: background work earns time to pause, by working and by the clock, and saves up at most
+`_MOST_SAVED_S` of it. A pause lasts as long as requests are being answered, but no longer than what is saved up, and no
+longer than `_LONGEST_PAUSE_S`. So work that has hardly paused may wait for a burst of requests to end, and under requests
+without end the work takes about four times as long as alone.
+
+Any thread may call anything here. The caller must not hold a lock that requests wait for. Nothing survives a crash.
 """
 
 from __future__ import annotations
@@ -19,108 +25,114 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-NICENESS = 10  # a tenth of the turns beside a thread that has none, and all there are beside an idle core
+NICENESS = 10  # a tenth of the turns against a thread that has none; all turns of an idle processor
 
-_REST_S = 50e-6  # in which a thread that waits wakes up; without it, who lets a lock go is the first to take it again
-_PATIENCE_S = 4e-3  # for requests to be answered, in one rest
-_RESTS_A_WORK = 3.0  # of rest at most for one of processor time: what must be done takes four times as long at worst
-_RESTS_A_TIME = 0.25  # and for one of time that has passed since the last rest, be it of work, of waiting or of leisure
-_MOST_S = 20e-3  # of rest that is saved up
-_LOOK_S = 100e-6  # between two looks whether they are answered
-_NAP_S = 0.02  # of a rest, between two looks how long it is to be
-
-
-class _Here(threading.local):
-    gives_way = False
-    hurries = False
-    rested_until = 0.0
-    worked_s = 0.0  # until then, in processor time
-    saved_s = 0.0
+_SHORTEST_PAUSE_S = (
+    50e-6  # a waiting thread wakes up within it; else the thread that frees a lock gets it again at once
+)
+_LONGEST_PAUSE_S = 4e-3  # requests that take longer than this are not waited for
+_EARNED_BY_WORK = 3.0  # seconds of pause earned by a second of processor time
+_EARNED_BY_TIME = 0.25  # seconds of pause earned by a second since the last pause, whether it was worked or waited
+_MOST_SAVED_S = 20e-3
+_POLL_S = 100e-6  # between two looks whether requests are still being answered
+_SHARE_POLL_S = 0.02  # between two readings of the share in `Pace.sleep`
 
 
-_here = _Here()
+class _ThreadState(threading.local):
+    """What this module keeps of a thread."""
+
+    is_background = False
+    never_yields = False
+    paused_until = 0.0  # when the last pause ended
+    cpu_s = 0.0  # the thread's processor time by then
+    saved_s = 0.0  # of pause, earned and not used
+
+
+_thread = _ThreadState()
 
 
 class Requests(Protocol):
-    """Who knows of requests."""
+    """Something that counts requests."""
 
     def under_way(self) -> bool:
-        """Whether one is being answered, at a glance: without waiting, and not to be relied on."""
+        """Whether a request is being answered. A guess that costs nothing: it never waits, and may be out of date."""
 
 
-_watched: tuple[weakref.ref[Requests], ...] = ()  # replaced whole; asked in this order, up to the first that says yes
-_watching = threading.Lock()
+_sources: tuple[weakref.ref[Requests], ...] = ()  # replaced as a whole; read in order, up to the first that says yes
+_sources_lock = threading.Lock()
 
 
-def watch(requests: Requests, *, first: bool = False) -> None:
-    """From now on, `hand_over` lets these go first, as long as the object lives. `first`: it knows of nearly all that there are."""
-    global _watched
-    with _watching:
-        new, alive = weakref.ref(requests), [known for known in _watched if known() is not None]
-        _watched = (new, *alive) if first else (*alive, new)
+def register_requests(requests: Requests, *, first: bool = False) -> None:
+    """Let `yield_to_requests` wait for these requests, for as long as the object lives.
+
+    `first`: it is read before the others, because it counts nearly all requests.
+    """
+    global _sources
+    with _sources_lock:
+        new, alive = weakref.ref(requests), [source for source in _sources if source() is not None]
+        _sources = (new, *alive) if first else (*alive, new)
 
 
 @contextlib.contextmanager
-def hurrying(hurries: bool) -> Iterator[None]:
-    """Whether the calling thread waits for no requests in the block: what it does must keep up with something else."""
-    before, _here.hurries = _here.hurries, hurries
+def without_yielding(hurry: bool) -> Iterator[None]:
+    """With `hurry`, the calling thread does not wait for requests in the block: its work must keep up with something."""
+    before, _thread.never_yields = _thread.never_yields, hurry
     try:
         yield
     finally:
-        _here.hurries = before
+        _thread.never_yields = before
 
 
 def _are_under_way() -> bool:
-    return any((requests := known()) is not None and requests.under_way() for known in _watched)
+    return any((requests := source()) is not None and requests.under_way() for source in _sources)
 
 
-def give_way() -> None:
-    """Lower the priority of the calling thread, for good. A thread started by it inherits that."""
-    _here.gives_way = True
-    with contextlib.suppress(OSError):  # it would only be slower for others
+def become_background() -> None:
+    """Lower the priority of the calling thread, for good. Threads that it starts inherit the priority."""
+    _thread.is_background = True
+    with contextlib.suppress(OSError):  # where that is refused, requests are only slower
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def gives_way() -> bool:
-    """Whether the calling thread has called `give_way`."""
-    return _here.gives_way
+def is_background() -> bool:
+    """Whether the calling thread has called `become_background`."""
+    return _thread.is_background
 
 
-def hand_over() -> None:
-    """Let threads go on that wait: for the interpreter lock, which they would get after the switch interval (5 ms), for the
-    processor, or for a lock that the caller has just let go; and requests that are under way be answered.
+def yield_to_requests() -> None:
+    """Pause: let waiting threads run, and requests that are under way be answered.
 
-    A request takes the interpreter lock many times, and would wait each time. To be called after half a millisecond of
-    work, or less.
+    Without it, a thread that waits for the interpreter lock gets it only after the switch interval (5 ms), and a request
+    takes that lock many times. Call it after half a millisecond of work, or less.
     """
-    began = time.monotonic()
-    earned_s = _RESTS_A_WORK * (time.thread_time() - _here.worked_s) + _RESTS_A_TIME * (began - _here.rested_until)
-    saved_s = min(_MOST_S, _here.saved_s + earned_s)
-    until = began + min(_PATIENCE_S, saved_s)
-    time.sleep(_REST_S)
-    while (now := time.monotonic()) < until and not _here.hurries and _are_under_way():
-        time.sleep(_LOOK_S)
-    _here.rested_until, _here.worked_s = now, time.thread_time()
-    _here.saved_s = max(0.0, saved_s - (now - began))
+    start = time.monotonic()
+    earned_s = _EARNED_BY_WORK * (time.thread_time() - _thread.cpu_s) + _EARNED_BY_TIME * (start - _thread.paused_until)
+    saved_s = min(_MOST_SAVED_S, _thread.saved_s + earned_s)
+    deadline = start + min(_LONGEST_PAUSE_S, saved_s)
+    time.sleep(_SHORTEST_PAUSE_S)
+    while (now := time.monotonic()) < deadline and not _thread.never_yields and _are_under_way():
+        time.sleep(_POLL_S)
+    _thread.paused_until, _thread.cpu_s = now, time.thread_time()
+    _thread.saved_s = max(0.0, saved_s - (now - start))
 
 
-def rest() -> None:
-    """`hand_over`, if the calling thread gives way; nothing where no requests are to be given way to."""
-    if gives_way():
-        hand_over()
+def yield_if_background() -> None:
+    """`yield_to_requests` on a background thread; nothing on any other."""
+    if is_background():
+        yield_to_requests()
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """Do `work` on a thread that gives way, and wait for it. What it returns or raises is the caller's."""
-    with ThreadPoolExecutor(1, "tierstore-background", initializer=give_way) as thread:
+    """Call `work` on a background thread and wait for it. Returns what it returns, raises what it raises."""
+    with ThreadPoolExecutor(1, "tierstore-background", initializer=become_background) as thread:
         return thread.submit(work).result()
 
 
 class Pace:
-    """Has the thread that calls `rest` be at work for a share of the time, by resting after work. Of one thread.
+    """Keeps one thread at work for a share of the time: `sleep` makes it pause in proportion to the work before.
 
-    `share` is asked anew all the while; at 0 work stands still, but for no longer than `most_s`. `clock` tells what
-    counts as work: all time that passes, or `time.thread_time`.
+    `share` (0 to 1) is read again during the pause. At 0 the pause lasts until it rises, but no longer than `most_s`.
+    `clock` says what counts as work: by default all time that passes; `time.thread_time` for processor time.
     """
 
     def __init__(
@@ -130,15 +142,15 @@ class Pace:
         self.begin()
 
     def begin(self) -> None:
-        """What came before was no work."""
-        self._began = self._clock()
+        """Work begins here: nothing before counts."""
+        self._start = self._clock()
 
-    def rest(self) -> None:
-        """Work since `begin`, or since the last rest, has earned one."""
-        worked_s, rests = self._clock() - self._began, time.monotonic()
-        while (share := self._share()) < 1 and (rested_s := time.monotonic() - rests) < self._most_s:
-            left_s = worked_s / share - worked_s - rested_s if share > 0 else _NAP_S
-            if left_s <= 0:
+    def sleep(self) -> None:
+        """Pause for the work done since `begin` or since the last pause."""
+        worked_s, start = self._clock() - self._start, time.monotonic()
+        while (share := self._share()) < 1 and (paused_s := time.monotonic() - start) < self._most_s:
+            remaining_s = worked_s / share - worked_s - paused_s if share > 0 else _SHARE_POLL_S
+            if remaining_s <= 0:
                 break
-            time.sleep(min(left_s, _NAP_S))
+            time.sleep(min(remaining_s, _SHARE_POLL_S))
         self.begin()

@@ -1,9 +1,9 @@
 """What a tier is: the batched protocols that the cascade is written against.
 
 A look-up passes its keys through the caches, fastest first, then to the one row store below them. Each
-answers what it holds among the keys whose state is `Tier.PENDING`, says so in `state`, and leaves the
-rest to the next. Only the row store knows what exists; a cache may forget anything at any time, and
-must never answer anything but a key's newest row, or that a key does not exist when it does.
+answers the keys that it holds among those whose state is `Tier.PENDING`, says so in `state`, and leaves the
+others to the next tier. Only the row store knows which keys exist. A cache may forget anything at any time,
+but it must never answer an old row, or that a key does not exist when it does.
 """
 
 from __future__ import annotations
@@ -20,18 +20,35 @@ class RowStore(Protocol):
     """The last tier: holds every row of every table of one version. Any thread may read."""
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
-        """Fill rows[i], uint8[n, row_bytes], and state[i], or set state[i] to ABSENT. `keys` ascending and distinct."""
+        """Fill rows[i], uint8[n, row_bytes], and state[i], or set state[i] to ABSENT. `keys` are ascending and distinct."""
 
     def words_at(self, table_id: int, row_bytes: int) -> int:
-        """The address of words by which kernels read a table (`lookupplan.BASE_WORDS`), until `close`; 0: they cannot."""
+        """The address of the words by which kernels read a table (`lookupplan.BASE_WORDS`), valid until `close`; 0: they cannot."""
 
     def close(self) -> None: ...
+
+
+class Records(Protocol):
+    """What a version's own records are read from."""
+
+    def record(self, name: str) -> bytes | None: ...
+    def watermark(self) -> int | None: ...
+
+
+class SharedRowStore(RowStore, Protocol):
+    """A row store that others write as well, so that a row may be newer than the view that asks for it."""
+
+    def get_at(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
+        """`get` for a view of `seq`. Overloaded where rows may be newer than that: the request is to be sent again.
+
+        Keys that could not be read stay PENDING where defaults are to be answered for them.
+        """
 
 
 class CacheTier(Protocol):
     """A cache of one table of one version. Any thread may call anything; `lookup` never waits for a writer.
 
-    `seq` is that of the view under which a promoted row was read; see `raise_floor`.
+    `seq` is the seq of the view under which a promoted row was read; see `raise_floor`.
     """
 
     @property
@@ -49,31 +66,31 @@ class CacheTier(Protocol):
     budget_bytes: int  # at most
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
-        """Decode rows of resident keys into `out`, the table's default for keys known absent; count heat.
+        """Decode rows of resident keys into `out`, the table's default for keys that do not exist; count heat.
 
         Returns how many keys were answered with a row.
         """
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
-        """Offer distinct keys with their stored rows; admission is the tier's. Returns rows let in."""
+        """Offer distinct keys with their stored rows; admission is the tier's. Returns the rows admitted."""
 
     def insert_absent(self, keys: Keys, seq: int) -> int:
-        """Offer distinct keys that do not exist. Returns keys let in."""
+        """Offer distinct keys that do not exist. Returns the keys admitted."""
 
     def raise_floor(self, seq: int) -> None:
-        """Refuse from now on what was read under a view older than `seq`, because a delta is about to be folded."""
+        """From now on refuse rows read under a view older than `seq`, because a delta is about to be folded."""
 
     def update(self, keys: Keys, rows: Rows, deleted: npt.NDArray[np.bool_]) -> None:
-        """Bring what is held of distinct keys up to a delta. Lets no key in."""
+        """Apply a delta to those of its distinct keys that are resident. Admits no key."""
 
     def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
-        """Fill free room with distinct keys, hottest first; none if `seq` is below the floor. Returns rows let in."""
+        """Fill free room with distinct keys, hottest first; none if `seq` is below the floor. Returns the rows admitted."""
 
     def hot_keys(self, limit: int) -> Keys:
         """At most `limit` resident keys, distinct, hottest first."""
 
     def resize(self, fraction: float) -> None:
-        """Use this part of the budget, keeping the hottest rows, and give the rest of the memory back."""
+        """Use this part of the budget, keep the hottest rows, and give the remaining memory back."""
 
     def stats(self) -> dict[str, Any]: ...
 

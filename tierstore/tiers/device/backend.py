@@ -1,0 +1,121 @@
+"""What the device tier asks of a GPU: memory, streams that copy and launch, and the kernels' source.
+
+Two things speak this protocol: `device.CudaDevice` over CuPy, and a stand-in of the tests that runs the same kernels
+on the CPU. Work in a stream is done in order and later: a download is there only after `synchronize`, and memory
+that is uploaded must stay as it is until then. Any thread may call anything; two threads that put work into one stream
+agree on its order themselves. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+from typing import Any, Protocol
+
+import numpy as np
+
+from tierstore.errors import StorageError
+
+THREADS = 256  # of a block, a multiple of a warp
+TEAM = 8  # lanes that work on one key
+_PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "lookup.cu", "write.cu")
+
+# `struct Table` of layout.cuh
+TABLE = np.dtype(
+    [
+        ("segments", np.uint64, 7), ("sets_per_region", np.uint64), ("fallback", np.uint64), ("depth", np.uint32),
+        ("row_bytes", np.uint32), ("stride", np.uint32), ("dim", np.uint32), ("code", np.uint32), ("unused", np.uint32),
+    ]
+)  # fmt: skip
+
+
+class DeviceError(StorageError):
+    """The device, or its driver, failed."""
+
+
+class OutOfDeviceMemory(DeviceError):
+    """The device has not enough free memory."""
+
+
+class Captured(DeviceError):
+    """The program captures a CUDA graph, during which the driver refuses the call. The device goes on working."""
+
+
+class Buffer(Protocol):
+    """Device memory, 256-byte aligned. Freed by `free`, or with the last reference."""
+
+    address: int
+    nbytes: int
+
+    def free(self) -> None: ...
+
+
+class Stream(Protocol):
+    """A queue of work. `Any` is an event, which only streams of the same device can use."""
+
+    def upload(self, to: int, data: np.ndarray) -> None:
+        """Copy contiguous pinned memory to address `to`."""
+
+    def download(self, data: np.ndarray, at: int) -> None:
+        """Copy from address `at` into contiguous pinned memory."""
+
+    def clear(self, at: int, nbytes: int) -> None:
+        """Fill with zeros."""
+
+    def launch(self, kernel: str, threads: int, *args: Any) -> None:
+        """Run a kernel with at least this many threads. `args`: NumPy scalars of its types, and `TABLE` arrays [1]."""
+
+    def record(self) -> Any:
+        """An event that occurs when all work so far is done."""
+
+    def wait_for_caller(self) -> None:
+        """Let later work wait for the work in the streams of the calling thread's program.
+
+        An answer may get the memory of an array that was freed while the program's kernels were still to read it.
+        """
+
+    def wait(self, event: Any) -> None:
+        """Let later work wait for an event of another stream."""
+
+    def synchronize(self) -> None:
+        """Wait until all work so far is done. DeviceError if any of it has failed."""
+
+
+class Backend(Protocol):
+    """One device."""
+
+    number: int
+
+    def alloc(self, nbytes: int) -> Buffer:
+        """Memory that holds anything. OutOfDeviceMemory where there is none."""
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """uint8[nbytes] of page-locked CPU memory, freed with its last reference."""
+
+    def stream(self) -> Stream: ...
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array on the device for an answer; it belongs to the caller.
+
+        OutOfDeviceMemory where there is no room, Captured while the calling thread captures a CUDA graph.
+        """
+
+    def synchronize(self) -> None:
+        """Wait for everything in every stream."""
+
+    def address_of(self, array: Any) -> int:
+        """The device address of an array from `empty`."""
+
+
+@cache
+def kernel_names() -> tuple[str, ...]:
+    return tuple(re.findall(r"__global__ void (\w+)\(", kernel_source()))
+
+
+@cache
+def kernel_source() -> str:
+    """The kernels, as one file of CUDA C++ that includes nothing."""
+    folder = resources.files("tierstore.tiers.device") / "cuda"
+    texts = [(folder / part).read_text(encoding="utf-8") for part in _PARTS]
+    return "\n".join(text.replace("#pragma once\n", "") for text in texts)

@@ -1,0 +1,255 @@
+"""The only importer of CuPy: finds GPUs, and implements `backend.py` with their memory, streams and kernels.
+
+`find_devices` imports CuPy, and nothing before it. A machine without CuPy, or without a GPU, has no device tier, and the
+reason is reported. Driver errors become `DeviceError` here. Any thread may call anything; CUDA's current device, which each
+thread has its own, is set around every call and restored. Kernels are compiled when a device's first stream is made, while
+a store opens. Nothing survives the process.
+
+Not run on a GPU by this revision. The tests run the kernels and all logic above on the CPU, compile the kernels with
+NVRTC where it is installed, and compare what is called here with what CuPy has, where that is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, OutOfDeviceMemory, kernel_names
+from tierstore.tiers.device.compile import compile_kernels
+
+IPC_HANDLE_BYTES = 64
+NOT_INSTALLED = "extra gpu is not installed"
+NO_DEVICE = "no CUDA device"
+_CAPTURING = range(900, 910)  # cudaErrorStreamCapture…: the call is refused, and the device goes on working
+_OUT_OF_MEMORY = 2
+_Result = TypeVar("_Result")
+
+
+def find_devices() -> tuple[int, str | None]:
+    """(number of CUDA devices, why there is none)."""
+    try:
+        cupy = import_module("cupy")
+    except ImportError as error:
+        if getattr(error, "name", None) == "cupy":
+            return 0, NOT_INSTALLED
+        return 0, f"CuPy cannot be imported: {' '.join(str(error).split())[:300]}"
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:  # noqa: BLE001 - a driver that is missing or too old may raise anything
+        return 0, f"{NO_DEVICE}: {error}"
+    return count, None if count else NO_DEVICE
+
+
+def _translated(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Run a method with its device as the current one, and translate its errors."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any) -> _Result:
+        with self.device.current():
+            return method(self, *args)
+
+    return run
+
+
+class CudaBuffer:
+    """Memory by cudaMalloc: freed memory goes back to the driver, so that the budget is what other programs see."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        with device.current():
+            try:
+                self._memory = device.cupy.cuda.Memory(nbytes)
+            except device.runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                device.cupy.get_default_memory_pool().free_all_blocks()  # which CuPy keeps for later arrays
+                self._memory = device.cupy.cuda.Memory(nbytes)
+        self.address = int(self._memory.ptr)
+
+    def free(self) -> None:
+        with self.device.current():
+            self._memory = None
+
+
+class CudaStream:
+    """A stream that does not wait for the default one."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
+        self._kernels = device.kernels()
+        with device.current():
+            self._stream = device.cupy.cuda.Stream(non_blocking=True)
+
+    @_translated
+    def upload(self, to: int, data: np.ndarray) -> None:
+        self._copy(to, data.ctypes.data, data.nbytes, self.device.runtime.memcpyHostToDevice)
+
+    @_translated
+    def download(self, data: np.ndarray, at: int) -> None:
+        self._copy(data.ctypes.data, at, data.nbytes, self.device.runtime.memcpyDeviceToHost)
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
+        if nbytes:
+            self.device.runtime.memcpyAsync(to, source, nbytes, kind, self._stream.ptr)
+
+    @_translated
+    def clear(self, at: int, nbytes: int) -> None:
+        if nbytes:
+            self.device.runtime.memsetAsync(at, 0, nbytes, self._stream.ptr)
+
+    @_translated
+    def launch(self, kernel: str, threads: int, *args: Any) -> None:
+        if threads > 0:
+            self._kernels[kernel]((-(-threads // THREADS),), (THREADS,), args, stream=self._stream)
+
+    @_translated
+    def record(self) -> Any:
+        event = self.device.cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        return event
+
+    @_translated
+    def wait(self, event: Any) -> None:
+        self._stream.wait_event(event)
+
+    @_translated
+    def wait_for_caller(self) -> None:
+        streams = self.device.cupy.cuda
+        for stream in (streams.get_current_stream(), streams.Stream.null):
+            event = streams.Event(disable_timing=True)
+            event.record(stream)
+            self._stream.wait_event(event)
+
+    @_translated
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class CudaDevice:
+    """One GPU. A `Backend`."""
+
+    def __init__(self, number: int) -> None:
+        count, why = find_devices()
+        if number >= count:
+            raise ConfigError(f"there is no CUDA device {number}: {why or f'there are {count}'}")
+        self.number = number
+        self.cupy = import_module("cupy")
+        self.runtime = self.cupy.cuda.runtime
+        self._lock = threading.Lock()
+        self._kernels: Mapping[str, Any] = {}  # filled at first use; guarded by _lock
+
+    @property
+    def device(self) -> CudaDevice:
+        return self
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        cuda = self.cupy.cuda
+        try:
+            with cuda.Device(self.number):
+                yield
+        except cuda.memory.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(f"device {self.number}: {error}") from error
+        except (self.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+            if error.status in _CAPTURING:
+                raise Captured(_captured(self.number)) from error
+            # cudaErrorMemoryAllocation of the runtime, CUDA_ERROR_OUT_OF_MEMORY of the driver
+            kind = OutOfDeviceMemory if error.status == _OUT_OF_MEMORY else DeviceError
+            raise kind(f"device {self.number}: {error}") from error
+
+    @_translated
+    def kernels(self) -> Mapping[str, Any]:
+        """This device's kernels by name; compiled at the first call. DeviceError where that fails."""
+        with self._lock:
+            if not self._kernels:
+                cuda = self.cupy.cuda
+                module = cuda.function.Module()  # which its functions keep
+                module.load(compile_kernels(cuda.nvrtc, cuda.Device(self.number).compute_capability))
+                self._kernels = {name: module.get_function(name) for name in kernel_names()}
+            return self._kernels
+
+    def alloc(self, nbytes: int) -> CudaBuffer:
+        return CudaBuffer(self, nbytes)
+
+    @_translated
+    def pinned(self, nbytes: int) -> np.ndarray:
+        memory = self.cupy.cuda.PinnedMemory(nbytes, self.runtime.hostAllocPortable)
+        return np.frombuffer(self.cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+
+    def stream(self) -> CudaStream:
+        return CudaStream(self)
+
+    @_translated
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        if self.cupy.cuda.get_current_stream().is_capturing():
+            raise Captured(_captured(self.number))  # the call below would end the caller's capture
+        return self.cupy.empty(shape, dtype)
+
+    def address_of(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    @_translated
+    def synchronize(self) -> None:
+        self.runtime.deviceSynchronize()
+
+
+class IpcMemory:
+    """Device memory of another process. Its first `nbytes` are read and written."""
+
+    def __init__(self, device: CudaDevice, handle: bytes, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        with device.current():
+            self._address = int(device.runtime.ipcOpenMemHandle(handle))
+            held = _bytes_from(self._address)
+        if held is not None and held < nbytes:
+            self.close()
+            raise ConfigError(f"device {device.number}: the handle is of {held} bytes, not of {nbytes}")
+
+    @_translated
+    def read(self, at: int, data: np.ndarray) -> None:
+        """Fill `data` (contiguous, in CPU memory) from byte `at` on."""
+        runtime = self.device.runtime
+        runtime.memcpy(data.ctypes.data, self._address + at, data.nbytes, runtime.memcpyDeviceToHost)
+
+    @_translated
+    def write(self, at: int, data: np.ndarray) -> None:
+        runtime = self.device.runtime
+        runtime.memcpy(self._address + at, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
+        # the other process is notified over a socket, which does not order work on the device
+        runtime.streamSynchronize(self.device.cupy.cuda.Stream.null.ptr)
+
+    @_translated
+    def close(self) -> None:
+        self.device.runtime.ipcCloseMemHandle(self._address)
+
+
+def _captured(number: int) -> str:
+    return f"device {number}: a CUDA graph is being captured, and a look-up cannot be part of it; look up after the capture"
+
+
+def _bytes_from(address: int) -> int | None:
+    """Bytes of device memory from an address to the end of its allocation; None where the driver does not say.
+
+    Memory after that belongs to others, perhaps to us.
+    """
+    try:
+        get_range = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+    except (OSError, AttributeError):
+        return None
+    begin, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    if get_range(ctypes.byref(begin), ctypes.byref(nbytes), ctypes.c_uint64(address)):
+        return None
+    return begin.value + nbytes.value - address
+
+
+def open_ipc(handle: bytes, device: int, nbytes: int) -> IpcMemory:
+    """Open a cudaIpcMemHandle_t of another process on this machine. ConfigError or DeviceError where it cannot be."""
+    return IpcMemory(CudaDevice(device), handle, nbytes)

@@ -1,0 +1,178 @@
+"""The device memory of one table, and the stream in which all of its kernels run. See `table.py` for why one stream.
+
+`order` is held for a few launches, while kernels are put into the stream. Methods that write are for one
+thread at a time. Errors of the device are DeviceError. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.tiers.device.backend import TEAM, Buffer, DeviceError, Stream
+from tierstore.tiers.device.layout import COUNTER_BYTES, LINE_BYTES, DeviceLayout, keys_of, runs_of
+from tierstore.tiers.device.workspaces import DeviceMemory, Workspace
+from tierstore.types import Keys, Rows, TableSpec
+
+Counters = npt.NDArray[np.int64]  # of one kernel that writes, int64[4]
+
+
+class GivenUp(DeviceError):
+    """Another thread has given the table up while a writer was at work."""
+
+
+class TableMemory:
+    """Segments of sets, of which `depth` + 1 are in use; the smallest first. Not in use any more once `table` is None."""
+
+    def __init__(self, spec: TableSpec, layout: DeviceLayout, device: DeviceMemory, default: np.ndarray) -> None:
+        # constant after construction
+        self._name, self._layout, self._device = spec.name, layout, device
+        self.order = threading.Lock()
+        self.stream: Stream = device.backend.stream()
+        self._control: Buffer = device.backend.alloc(layout.control_bytes)  # counters, default vector
+        # guarded by order
+        self.depth = 0
+        self._segments = [self._new_segment(0)]
+        self.table: np.ndarray | None = self._described()
+        with device.workspace() as ws:
+            ws.staging(0, spec.dim, np.float32)[:] = default
+            self.stream.upload(self._control.address + COUNTER_BYTES, ws.staging(0, spec.dim * 4))
+            self.stream.synchronize()
+
+    def _new_segment(self, number: int) -> Buffer:
+        buffer = self._device.backend.alloc(self._layout.segment_bytes(number))
+        self.stream.clear(buffer.address, buffer.nbytes)
+        return buffer
+
+    def _described(self) -> np.ndarray:
+        addresses = [segment.address for segment in self._segments]
+        return self._layout.table(addresses, self._control.address + COUNTER_BYTES, self.depth)
+
+    @contextmanager
+    def reading(self) -> Iterator[tuple[Stream, np.ndarray, Buffer] | None]:
+        """Put kernels that read into the stream, with nothing in between, within the block.
+
+        Gives (stream, `TABLE` to launch with, a buffer to hold until they have run: it has the default vector), or None
+        where the table is not in use. Where a kernel has found rows is valid for kernels of the same block only.
+        """
+        with self.order:
+            yield None if self.table is None else (self.stream, self.table, self._control)
+
+    @contextmanager
+    def writing(self) -> Iterator[np.ndarray]:
+        """Put kernels that write into the stream, within the block. Gives `TABLE`. Raises GivenUp."""
+        with self.order:
+            if self.table is None:
+                raise GivenUp(f"the device tier of table {self._name} was given up")
+            yield self.table
+
+    def run_writer(
+        self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple[np.uint64, ...] = ()
+    ) -> Counters:
+        """Send [0, end) of `ws` up, run a kernel that writes, and wait for it. Returns what it has counted."""
+        if end:
+            ws.upload(0, end)
+        uploaded = ws.stream.record()
+        counters = self._control.address
+        with self.writing() as table:
+            self.stream.wait(uploaded)
+            self.stream.clear(counters, COUNTER_BYTES)
+            self.stream.launch(kernel, teams * TEAM, table, *args, np.uint64(counters), *after)
+            done = self.stream.record()
+        ws.stream.wait(done)
+        # what was staged first has been read by now
+        counted = ws.staging(0, 4, np.int64)
+        ws.stream.download(counted.view(np.uint8), counters)
+        ws.stream.synchronize()
+        return counted.copy()
+
+    def halve(self) -> Counters:
+        """Merge the upper half of the sets into the lower and free it. Returns what the merge has counted."""
+        sets = self._layout.sets(self.depth - 1)
+        with self._device.workspace() as ws:
+            counters = self._control.address
+            with self.writing() as table:
+                self.stream.clear(counters, COUNTER_BYTES)
+                self.stream.launch("merge", sets * TEAM, table, np.int64(sets), np.uint64(counters))
+                counted = ws.staging(0, 4, np.int64)
+                self.stream.download(counted.view(np.uint8), counters)
+                last = self._segments.pop()
+                self.depth -= 1
+                self.table = self._described()
+            self.stream.synchronize()  # from here on no kernel uses the upper half
+            last.free()
+            return counted.copy()
+
+    def double(self) -> None:
+        """Twice the sets. Raises OutOfDeviceMemory, and then nothing has changed."""
+        sets = self._layout.sets(self.depth)
+        buffer = self._device.backend.alloc(self._layout.segment_bytes(self.depth + 1))
+        with self.writing():
+            self.stream.clear(buffer.address, buffer.nbytes)
+            self._segments.append(buffer)
+            self.depth += 1
+            self.table = self._described()
+            self.stream.launch("split", sets * TEAM, self.table, np.int64(sets))
+        self.stream.synchronize()
+
+    def resident(self) -> list[tuple[Keys, npt.NDArray[np.uint8]]]:
+        """(keys, heat) of all sets in use, in parts. For a writer: nothing else may write meanwhile."""
+        return [part for segment in range(self.depth + 1) for part in self._read_segment(segment)]
+
+    def _read_segment(self, segment: int) -> list[tuple[Keys, npt.NDArray[np.uint8]]]:
+        parts = []
+        sets = self._layout.segment_sets(segment)
+        step = max(1, self._device.workspace_bytes // LINE_BYTES)
+        for begin in range(0, sets, step):
+            n = min(step, sets - begin)
+            with self._device.workspace() as ws:
+                staged = ws.staging(0, n * LINE_BYTES)
+                with self.order:
+                    self.stream.download(staged, self._segments[segment].address + begin * LINE_BYTES)
+                self.stream.synchronize()
+                parts.append(keys_of(staged.view(np.uint64).reshape(n, LINE_BYTES // 8)))
+        return parts
+
+    def give_up(self) -> None:
+        """Not in use from now on. Its memory is held until `free`, because kernels may still be running."""
+        with self.order:
+            self.table = None
+
+    def free(self) -> None:
+        """Give the memory back, once kernels under way have ended. May be repeated. Raises DeviceError, but frees it."""
+        with self.order:
+            self.table = None
+            segments, self._segments = self._segments, []
+        if not segments:
+            return
+        try:
+            self.stream.synchronize()
+        finally:
+            for buffer in segments:
+                buffer.free()
+            del self._control  # its memory goes with the last look-up that answers with the default
+
+
+def stage_keys(
+    ws: Workspace, keys: Keys, sets: npt.NDArray[np.int64], *sizes: int, extra: tuple[int, ...] = ()
+) -> tuple[list[int], int]:
+    """Put keys that are sorted by set, and where each run of equal sets begins, into `ws`.
+
+    Returns the offsets of (keys, runs, each of `sizes`, the end of what goes up, each of `extra`) and the number of runs.
+    """
+    runs = runs_of(sets)
+    at = ws.cut(len(keys) * 8, len(runs) * 4, *sizes, 0, *extra)
+    ws.staging(at[0], len(keys), np.int64)[:] = keys
+    ws.staging(at[1], len(runs), np.uint32)[:] = runs
+    return at, len(runs) - 1
+
+
+def stage_rows(ws: Workspace, at: int, rows: Rows, stride: int) -> None:
+    """Put rows uint8[n, row_bytes] into `ws` at an offset, one every `stride` bytes."""
+    staged = ws.staging(at, len(rows) * stride).reshape(len(rows), stride)
+    staged[:, : rows.shape[1]] = rows

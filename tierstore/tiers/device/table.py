@@ -1,0 +1,400 @@
+"""The device tier: one table's hottest rows in GPU memory.
+
+Any number of threads may call anything. All kernels of a table run in one stream: **the order of that stream is what
+makes rows whole and deltas visible**. A kernel that reads never runs beside one that writes, and a look-up that is put
+in after `update` has returned sees what it wrote. So kernels need no versions, no fences and no second tries. The price:
+kernels of one table do not overlap, which a program that launches them from Python does not notice. Copies do overlap,
+in the workspaces' own streams. See docs/decisions/device-tier.md.
+
+`_lock` is held by one writer at a time; `insert` and `insert_absent` do not wait for it. A device that fails is not used
+from then on: look-ups leave every key to the next tier. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels.codec import out_code
+from tierstore.tiers.checks import check_answer, check_rows
+from tierstore.tiers.device.backend import TEAM, Buffer, Captured, DeviceError, OutOfDeviceMemory, Stream
+from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
+from tierstore.tiers.device.memory import GivenUp, TableMemory, stage_keys, stage_rows
+from tierstore.tiers.device.workspaces import ALIGN, DeviceMemory, Workspace
+from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
+
+log = logging.getLogger(__name__)
+
+ROWS, ABSENT_KEYS, ADMITTED, EVICTED = range(4)  # of the counters
+_CHUNK = 8192  # keys of one kernel that writes: look-ups wait for it
+_LARGEST = 1 << 20  # keys of one kernel that reads
+_PENDING = np.uint8(Tier.PENDING)
+
+
+class DeviceTable:
+    """A set-associative cache of one table of one version in device memory (see `cuda/layout.cuh`). A `CacheTier`.
+
+    It never uses more than `budget_bytes`, including all bookkeeping; workspaces belong to the device. `fraction` (1,
+    1/2 … 1/64) says how much of it is in use. Where the device has less free memory, the table is smaller.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        budget_bytes: int,
+        device: DeviceMemory,
+        *,
+        default_vector: np.ndarray,
+        fraction: float = 1.0,
+    ) -> None:
+        # constant after construction
+        self.spec, self.budget_bytes, self.device = spec, int(budget_bytes), device
+        self.layout = DeviceLayout(spec, self.budget_bytes)
+        self._lock = threading.Lock()
+        self._memory: TableMemory | None = None
+        self.problem: str | None = None
+        # guarded by _lock
+        self._floor_seq = -1
+        self._counters = np.zeros(4, np.int64)
+        self._dropped_stale = self._dropped_busy = 0
+        if self.layout.sets_per_region and self._step:
+            try:
+                default = np.ascontiguousarray(default_vector, np.float32)
+                self._memory = TableMemory(spec, self.layout, device, default)
+            except DeviceError as error:
+                self.give_up(error)
+            else:
+                self.resize(fraction)
+
+    @property
+    def _is_in_use(self) -> bool:
+        return self._memory is not None and self._memory.table is not None
+
+    @property
+    def _depth(self) -> int:
+        return 0 if self._memory is None else self._memory.depth
+
+    def give_up(self, error: DeviceError) -> None:
+        """The device has failed: never read the table again, because what it holds may be out of date."""
+        if isinstance(error, GivenUp):
+            return
+        if self.problem is None:
+            log.error("the device tier of table %s is given up: %s", self.spec.name, error)
+        self.problem = str(error)
+        if self._memory is not None:
+            self._memory.give_up()
+        self._counters[:2] = 0
+
+    # --- look-ups
+
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
+        """Answer keys whose state is PENDING: row and DEVICE, or the default and ABSENT; other keys stay as they are.
+
+        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous, in CPU memory. Rows of
+        `out` whose keys stay PENDING hold anything. Counts heat. Returns how many were answered with a row.
+        """
+        half = out_code(out)
+        check_answer(self.spec, keys, out, state)
+        pending = np.flatnonzero(state == _PENDING)
+        width = self.spec.dim * (4 >> half)
+        step = min(_LARGEST, (self.device.workspace_bytes - 4 * ALIGN) // (17 + width))
+        answered = 0
+        if step < 1:
+            return answered
+        for begin in range(0, len(pending), step):
+            if not self._is_in_use:
+                break
+            at = pending[begin : begin + step]
+            try:
+                with self.device.workspace() as ws:
+                    answered += self._lookup(ws, keys, at, out, state, half)
+            except Captured:  # the next tier answers; a writer must not stop here
+                break
+            except DeviceError as error:
+                self.give_up(error)
+        return answered
+
+    def _lookup(self, ws: Workspace, keys: Keys, at: np.ndarray, out: Vectors, state: States, half: int) -> int:
+        n, width = len(at), self.spec.dim * (4 >> half)
+        keys_at, source_at, state_at, out_at = ws.cut(n * 8, n * 8, n, n * width)
+        np.take(keys, at, out=ws.staging(keys_at, n, np.int64))
+        ws.upload(keys_at, keys_at + n * 8)
+        uploaded = ws.stream.record()
+        none = np.uint64(0)
+        with self.reading() as view:
+            if view is None:
+                ws.stream.synchronize()
+                return 0
+            stream, table, buffer = view
+            stream.wait(uploaded)
+            stream.clear(int(ws.at(state_at)), n)
+            stream.launch(
+                "probe", n * TEAM, table, ws.at(keys_at), ws.at(state_at), np.int64(n), ws.at(source_at),
+                none, none, none, none, none,
+            )  # fmt: skip
+            stream.launch("gather", n * TEAM, table, ws.at(source_at), np.int64(n), ws.at(out_at), np.uint32(half))
+            answered = stream.record()
+        ws.stream.wait(answered)
+        ws.download(state_at, out_at + n * width)
+        ws.stream.synchronize()
+        del buffer
+        found = ws.staging(state_at, n)
+        rows = ws.staging(out_at, n * self.spec.dim, out.dtype).reshape(n, self.spec.dim)
+        if n == len(out) and found.all():
+            out[:], state[:] = rows, found
+        else:
+            hit = np.flatnonzero(found)
+            out[at[hit]] = rows[hit]
+            state[at] = found
+        return int(np.count_nonzero(found == Tier.DEVICE))
+
+    def reading(self) -> AbstractContextManager[tuple[Stream, np.ndarray, Buffer] | None]:
+        """As `TableMemory.reading`; None as well where there never was any memory."""
+        return nullcontext() if self._memory is None else self._memory.reading()
+
+    # --- writers
+
+    def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
+        """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns the rows admitted.
+
+        Dropped as a whole (0) if `seq` is below the floor or another writer is at work; `HostTable` says why.
+        """
+        return self.exchange(keys, rows, seq, keep=False)[0]
+
+    def exchange(self, keys: Keys, rows: Rows, seq: int, *, keep: bool = True) -> tuple[int, Keys, Rows]:
+        """`insert`, and with `keep` also (keys, rows) of those that were evicted for it, current in a view of `seq`."""
+        rows = check_rows(self.spec, keys, rows)
+        nobody = np.empty(0, np.int64), np.empty((0, self.spec.row_bytes), np.uint8)
+        if not self._begin_promotion(seq):
+            return 0, *nobody
+        try:
+            return self._insert(keys, rows, evict=True, keep=keep)
+        except DeviceError as error:
+            self.give_up(error)
+            return 0, *nobody
+        finally:
+            self._lock.release()
+
+    def insert_absent(self, keys: Keys, seq: int) -> int:
+        """Remember distinct keys that do not exist in a view of `seq`; dropped as by `insert`. Returns the keys admitted."""
+        if not self._begin_promotion(seq):
+            return 0
+        try:
+            admitted = int(self._counters[ADMITTED])
+            order, sets = self.layout.by_set(np.ascontiguousarray(keys), self._depth)
+            for begin in range(0, len(keys), self._step):
+                part = order[begin : begin + self._step]
+                with self.device.workspace() as ws:
+                    at, runs = stage_keys(ws, keys[part], sets[begin : begin + self._step])
+                    self._write(ws, at[-1], "insert_absent", runs, ws.at(at[0]), ws.at(at[1]), np.int64(runs))
+            let_in = int(self._counters[ADMITTED]) - admitted
+            self._counters[ADMITTED] = admitted  # which counts rows
+            return let_in
+        except DeviceError as error:
+            self.give_up(error)
+            return 0
+        finally:
+            self._lock.release()
+
+    def _begin_promotion(self, seq: int) -> bool:
+        """Acquire the lock if it is free and the promotion is not stale; the caller releases it."""
+        if not self._is_in_use:
+            return False
+        if not self._lock.acquire(blocking=False):
+            self._dropped_busy += 1
+            return False
+        if not self._is_in_use or seq < self._floor_seq:
+            self._dropped_stale += 1
+            self._lock.release()
+            return False
+        return True
+
+    def raise_floor(self, seq: int) -> None:
+        """From now on promotions read under a view older than `seq` are dropped. To be called before the fold writes to disk."""
+        with self._lock:
+            self._floor_seq = max(self._floor_seq, seq)
+
+    def update(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
+        """Fold: apply a delta to resident rows, of distinct `keys`, rows uint8[n, row_bytes], deleted bool[n].
+
+        Rows of deleted keys are not read. Keys that are not resident are not admitted. Every look-up that starts
+        after the return sees it. The lock is released between chunks, as by the host tier.
+        """
+        rows = check_rows(self.spec, keys, rows)
+        if deleted.shape != keys.shape:
+            raise ValueError(f"expected deleted[{len(keys)}], got {list(deleted.shape)}")
+        begin = 0
+        while begin < len(keys):
+            with self._lock:
+                if not self._is_in_use:
+                    return
+                end = begin + self._step
+                part = np.ascontiguousarray(keys[begin:end])
+                try:
+                    self._update(part, rows[begin:end], deleted[begin:end])
+                except DeviceError as error:
+                    self.give_up(error)
+                    return
+                begin = end
+
+    def _update(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
+        order, sets = self.layout.by_set(keys, self._depth)
+        n = len(keys)
+        with self.device.workspace() as ws:
+            at, runs = stage_keys(ws, keys[order], sets, n * self.layout.stride, n)
+            _, runs_at, rows_at, deleted_at, end = at
+            stage_rows(ws, rows_at, rows[order], self.layout.stride)
+            ws.staging(deleted_at, n)[:] = deleted[order]
+            self._write(
+                ws, end, "update", runs, ws.at(0), ws.at(rows_at), ws.at(deleted_at), ws.at(runs_at), np.int64(runs)
+            )
+
+    def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
+        """Fill free places with distinct keys, hottest first; nothing is evicted. Returns the rows admitted.
+
+        Once the version serves, `seq` is that of the view they were read under; dropped if it is below the floor.
+        """
+        keys, rows = np.ascontiguousarray(keys), check_rows(self.spec, keys, rows)
+        with self._lock:
+            if not self._is_in_use or (seq is not None and seq < self._floor_seq):
+                return 0
+            try:
+                return self._insert(keys, rows, evict=False, keep=False)[0]
+            except DeviceError as error:
+                self.give_up(error)
+                return 0
+
+    def _insert(self, keys: Keys, rows: Rows, *, evict: bool, keep: bool) -> tuple[int, Keys, Rows]:
+        """Holds `_lock`."""
+        admitted, stride = int(self._counters[ADMITTED]), self.layout.stride
+        order, sets = self.layout.by_set(np.ascontiguousarray(keys), self._depth)
+        out_keys, out_rows = [np.empty(0, np.int64)], [np.empty((0, self.spec.row_bytes), np.uint8)]
+        for begin in range(0, len(keys), self._step):
+            part = order[begin : begin + self._step]
+            n = len(part)
+            with self.device.workspace() as ws:
+                kept = (n * 8, n * stride) if keep else (0, 0)
+                at, runs = stage_keys(ws, keys[part], sets[begin : begin + self._step], n * stride, extra=kept)
+                _, runs_at, rows_at, end, out_at, out_rows_at = at
+                stage_rows(ws, rows_at, rows[part], self.layout.stride)
+                where = (ws.at(out_at), ws.at(out_rows_at)) if keep else (np.uint64(0), np.uint64(0))
+                evicted = self._write(
+                    ws, end, "insert", runs, ws.at(0), ws.at(rows_at), ws.at(runs_at), np.int64(runs),
+                    np.uint32(evict), after=where,
+                )[EVICTED]  # fmt: skip
+                if keep and evicted:
+                    ws.download(out_at, out_at + evicted * 8)
+                    ws.download(out_rows_at, out_rows_at + evicted * stride)
+                    ws.stream.synchronize()
+                    out_keys.append(ws.staging(out_at, evicted, np.int64).copy())
+                    staged = ws.staging(out_rows_at, evicted * stride).reshape(evicted, stride)
+                    out_rows.append(staged[:, : self.spec.row_bytes].copy())
+        return int(self._counters[ADMITTED]) - admitted, np.concatenate(out_keys), np.concatenate(out_rows)
+
+    @property
+    def _step(self) -> int:
+        """Keys that one kernel writes: as many as a workspace stages with their rows, twice."""
+        return min(_CHUNK, (self.device.workspace_bytes - 8 * ALIGN) // (2 * self.layout.stride + 32))
+
+    def _write(
+        self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple[np.uint64, ...] = ()
+    ) -> np.ndarray:
+        """`TableMemory.run_writer`, and add its counters up; returns them. Holds `_lock`."""
+        assert self._memory is not None
+        counted = self._memory.run_writer(ws, end, kernel, teams, *args, after=after)
+        self._counters += counted
+        return counted
+
+    # --- size
+
+    def resize(self, fraction: float) -> None:
+        """Use `fraction` (1, 1/2 … 1/64) of the budget, keep the hottest rows, and give other memory back.
+
+        Look-ups go on, and wait for one kernel a step. A fraction between two of these counts as the smaller. Where the
+        device has no memory to grow, the table stays as it is, and `problem` says so.
+        """
+        with self._lock:
+            memory = self._memory
+            if memory is None or memory.table is None:
+                return
+            wanted = self._depth_of(fraction)
+            try:
+                while wanted < memory.depth:
+                    self._counters += memory.halve()
+                while wanted > memory.depth:
+                    memory.double()
+                if memory.table is not None:
+                    self.problem = None  # of an earlier try to grow
+            except OutOfDeviceMemory as error:
+                self.problem = f"the device has no memory for more than {self.bytes_in_use:,} bytes of table {self.spec.name}: {error}"
+                log.warning("%s", self.problem)
+            except DeviceError as error:
+                self.give_up(error)
+
+    def _depth_of(self, fraction: float) -> int:
+        halvings = 0
+        while fraction < 1 and halvings < self.layout.max_depth:
+            fraction, halvings = fraction * 2, halvings + 1
+        return self.layout.max_depth - halvings
+
+    def hot_keys(self, limit: int) -> Keys:
+        """Resident keys int64[m], m <= limit, hottest first, by 4 degrees of heat."""
+        return self.hot(limit)[0]
+
+    def hot(self, limit: int) -> tuple[Keys, npt.NDArray[np.uint8]]:
+        """(`hot_keys`, their heat)."""
+        nothing = np.empty(0, np.int64), np.empty(0, np.uint8)
+        with self._lock:
+            if self._memory is None or self._memory.table is None or limit <= 0:
+                return nothing
+            try:
+                found = self._memory.resident()
+            except DeviceError as error:
+                self.give_up(error)
+                return nothing
+        keys, heat = np.concatenate([keys for keys, _ in found]), np.concatenate([heat for _, heat in found])
+        hottest = np.argsort(MAX_HEAT - heat, kind="stable")[:limit]
+        return keys[hottest], heat[hottest]
+
+    @property
+    def rows_resident(self) -> int:
+        return int(self._counters[ROWS])
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows that fit into the part in use."""
+        return 0 if not self._is_in_use else self.layout.sets(self._depth) * WAYS
+
+    @property
+    def allowed_bytes(self) -> int:
+        """Bytes that it may use at the present fraction."""
+        return int(self.budget_bytes * 0.5 ** (self.layout.max_depth - self._depth))
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of device memory held at the present fraction."""
+        return 0 if not self._is_in_use else self.layout.bytes_at(self._depth)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since construction, and sizes; read without the lock."""
+        rows, absent, admitted, evicted = self._counters.tolist()
+        return {
+            "rows": rows, "capacity_rows": self.capacity_rows, "absent_keys": absent, "bytes": self.bytes_in_use,
+            "budget_bytes": self.budget_bytes, "admitted": admitted, "evicted": evicted,
+            "dropped_stale": self._dropped_stale, "dropped_busy": self._dropped_busy, "problem": self.problem,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Give the memory back, once kernels under way have ended; later look-ups leave every key PENDING."""
+        with self._lock:
+            self._counters[:2] = 0
+            if self._memory is not None:
+                try:
+                    self._memory.free()
+                except DeviceError as error:
+                    log.warning("table %s: %s", self.spec.name, error)

@@ -1,0 +1,114 @@
+"""A device's workspaces: fixed memory in which look-ups and writers stage what is uploaded and downloaded.
+
+A workspace is a piece of device memory, as much page-locked CPU memory (its staging buffer), and a stream for the copies
+between them. Their number and size are fixed, so staging memory is bounded: larger requests are cut into chunks, and a
+thread that finds all workspaces in use waits for one. Any thread may use one.
+
+Half of them are for answers that stay on the device. A thread that holds one of those may look keys up in the tiers below,
+other devices among them, and so need one of the other half. A thread that holds one of the other half waits for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, Stream
+
+ALIGN = 16  # the widest access of a kernel
+WORKSPACES = 4
+WORKSPACE_BYTES = 8 << 20
+_SHARE = 16  # workspaces together use at most one part in so many of the budget
+
+
+class Workspace:
+    """One workspace, held by one thread. Parts are at the same offsets in device memory and in the staging buffer."""
+
+    def __init__(self, backend: Backend, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._buffer: Buffer = backend.alloc(nbytes)
+        self._pinned = backend.pinned(nbytes)
+        self.stream: Stream = backend.stream()
+        self.is_free = True  # no kernel or copy of an earlier user can still be using it
+
+    def cut(self, *sizes: int) -> list[int]:
+        """Offsets of parts of these sizes, one after another. ValueError where they do not fit."""
+        offsets, at = [], 0
+        for size in sizes:
+            offsets.append(at)
+            at += -(-size // ALIGN) * ALIGN
+        if at > self.nbytes:
+            raise ValueError(f"a workspace of {self.nbytes} bytes cannot hold {at}")
+        return offsets
+
+    def at(self, offset: int) -> np.uint64:
+        """The device address of an offset, as an argument of kernels."""
+        return np.uint64(self._buffer.address + offset)
+
+    def staging(self, offset: int, count: int, dtype: type | np.dtype = np.uint8) -> np.ndarray:
+        """`count` elements of its page-locked CPU memory."""
+        nbytes = count * np.dtype(dtype).itemsize
+        return self._pinned[offset : offset + nbytes].view(dtype)
+
+    def upload(self, begin: int, end: int) -> None:
+        """Put an upload of [begin, end) into the stream."""
+        self.stream.upload(int(self.at(begin)), self._pinned[begin:end])
+
+    def download(self, begin: int, end: int) -> None:
+        self.stream.download(self._pinned[begin:end], int(self.at(begin)))
+
+    def free(self) -> None:
+        self._buffer.free()
+
+
+class DeviceMemory:
+    """A device and its workspaces. They are part of `budget_bytes`; the remainder is for tables."""
+
+    def __init__(self, backend: Backend, budget_bytes: int) -> None:
+        self.backend = backend
+        self.workspace_bytes = min(WORKSPACE_BYTES, budget_bytes // _SHARE // WORKSPACES // ALIGN * ALIGN)
+        self.table_bytes = budget_bytes - WORKSPACES * self.workspace_bytes
+        # guarded by _changed
+        self._changed = threading.Condition()
+        self._all = [Workspace(backend, self.workspace_bytes) for _ in range(WORKSPACES)]
+        self._idle = {True: self._all[: WORKSPACES // 2], False: self._all[WORKSPACES // 2 :]}
+
+    @contextmanager
+    def workspace(self, *, answers: bool = False) -> Iterator[Workspace]:
+        """Hold one within the block, with `answers` one of that half. Waits while all of that half are in use."""
+        idle = self._idle[answers]
+        with self._changed:
+            self._changed.wait_for(lambda: bool(idle))
+            workspace = idle.pop()
+        try:
+            self._wait_until_free(workspace)
+            yield workspace
+        except BaseException:
+            # work in streams may still use it, and the next user's work does not wait for that
+            workspace.is_free = False
+            with suppress(DeviceError):
+                self._wait_until_free(workspace)
+            raise
+        finally:
+            with self._changed:
+                idle.append(workspace)
+                self._changed.notify_all()
+
+    def _wait_until_free(self, workspace: Workspace) -> None:
+        """Wait for all work that may use it. DeviceError where the driver refuses: then the next user waits."""
+        if not workspace.is_free:
+            self.backend.synchronize()
+            workspace.is_free = True
+
+    @property
+    def held(self) -> int:
+        """Workspaces that are in use now."""
+        return WORKSPACES - sum(map(len, self._idle.values()))
+
+    def close(self) -> None:
+        """Free them. None may be in use."""
+        for workspace in self._all:
+            workspace.free()

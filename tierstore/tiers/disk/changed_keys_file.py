@@ -1,0 +1,132 @@
+"""The filters of changed keys (`changed_keys.py`) in a file next to RocksDB, so that a start need not read all of RocksDB's keys.
+
+    header (16 bytes) | entries
+
+An entry is what one delta has added to the filters: for each table, the keys that its filter did not find. Replayed in
+order, entries give the same filters, bit by bit. That matters: a key that a filter found by chance is in no entry, and the
+filter must go on finding it. An entry is durable before RocksDB has the delta, and has the delta's watermark. So a file that
+reaches RocksDB's watermark lacks nothing; any other file is written again. schema/layout.md has the bytes.
+
+For the one writer of a tier. A crash leaves whole entries, and perhaps a part of a last one, whose delta is not in RocksDB.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from tierstore.errors import StorageError
+from tierstore.formats import files
+from tierstore.tiers.disk.changed_keys import BITS_A_KEY, SMALLEST, ChangedKeys
+from tierstore.types import Keys
+
+log = logging.getLogger(__name__)
+
+NAME = "changed.keys"
+FORMAT = 1
+_HEADER = struct.Struct("<8sHHI")  # magic, format, bits a key, keys of the smallest layer
+_ENTRY = struct.Struct("<QqQ")  # bytes of its tables, watermark, checksum of both and of the tables
+_TABLE = struct.Struct("<IIQ")  # id, 0, keys
+_HEAD = _HEADER.pack(b"TIERCHGD", FORMAT, BITS_A_KEY, SMALLEST)
+
+
+def entry(watermark: int, tables: Mapping[int, Keys]) -> bytes:
+    """The bytes of one entry. `tables` gives for each table id the keys that are new to its filter."""
+    parts = [part for number, keys in tables.items() for part in (_TABLE.pack(number, 0, len(keys)), keys.tobytes())]
+    body = b"".join(parts)
+    return _ENTRY.pack(len(body), watermark, _checksum(watermark, body)) + body
+
+
+def _checksum(watermark: int, body: bytes | memoryview) -> int:
+    digest = xxhash.xxh3_64(_ENTRY.pack(len(body), watermark, 0))
+    digest.update(body)
+    return int(digest.intdigest())
+
+
+def replay(path: Path, watermark: int) -> tuple[dict[int, ChangedKeys], int] | None:
+    """(filters by table id, bytes of the file up to its last whole entry), or None for a file that is behind RocksDB.
+
+    StorageError where it cannot be read.
+    """
+    try:
+        data = np.memmap(path, np.uint8, "r").data if path.stat().st_size else memoryview(b"")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    if bytes(data[: len(_HEAD)]) != _HEAD:
+        return None
+    filters: dict[int, ChangedKeys] = {}
+    at, reached = len(_HEAD), -1
+    while at + _ENTRY.size <= len(data):
+        size, upto, checksum = _ENTRY.unpack_from(data, at)
+        body = data[at + _ENTRY.size : at + _ENTRY.size + size]
+        if len(body) < size or _checksum(upto, body) != checksum:
+            break
+        _put(body, filters)
+        at, reached = at + _ENTRY.size + size, max(reached, upto)
+    return (filters, at) if reached >= watermark else None
+
+
+def _put(body: memoryview, filters: dict[int, ChangedKeys]) -> None:
+    at = 0
+    while at < len(body):
+        number, _, count = _TABLE.unpack_from(body, at)
+        at += _TABLE.size
+        keys = np.frombuffer(body, np.int64, count, at)
+        filters.setdefault(number, ChangedKeys()).put(keys)
+        at += keys.nbytes
+
+
+def rewrite(path: Path, entries: Iterable[bytes]) -> int:
+    """Publish a file of these entries. Returns its bytes. Raises StorageError, and what `entries` raises."""
+    with files.publish(path) as file:
+        file.write(_HEAD)
+        for each in entries:
+            file.write(each)
+        return file.tell()
+
+
+class ChangedFile:
+    """The file, open for appending. Where it cannot be written it is removed, and the next start writes it again."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """`size`: bytes up to the last whole entry; what follows is cut off."""
+        self._path = path
+        self._file: BinaryIO | None = None
+        with self._ignoring_errors():
+            self._file = open(path, "r+b")  # noqa: SIM115 - it stays open
+            self._file.truncate(size)
+            self._file.seek(size)
+
+    def add(self, watermark: int, tables: Mapping[int, Keys]) -> bool:
+        """Append an entry and make it durable. False where it is not in the file, and the file is still there."""
+        if self._file is not None:
+            with self._ignoring_errors():
+                self._file.write(entry(watermark, tables))
+                files.sync(self._file, self._path)
+        return self._file is not None or not files.exists(self._path)
+
+    @contextmanager
+    def _ignoring_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, StorageError) as error:
+            log.warning("%s is not kept up to date: %s", self._path, error)
+            self.close()
+            with suppress(StorageError):  # if the file stays, its watermark shows that it is behind
+                files.remove_file(self._path)
+
+    def close(self) -> None:
+        """May be repeated."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # it tries once more to write what could not be written
+                file.close()

@@ -1,0 +1,311 @@
+"""The disk tier over sealed base files: loaded rows are in files of our own, rows that deltas changed are in RocksDB.
+
+A key is looked up in RocksDB only if a filter in memory says that a delta may have changed it. All others are read from the
+base by kernels (`kernels/sealed.py`), without the interpreter lock and without an object for each row. RocksDB's record
+`base` names the base's files, so that one that is missing, cut off or replaced is refused when the tier is opened. The
+filter is kept in a file (`changed_keys_file.py`), and is filled from RocksDB where that file is not up to date.
+
+Threads and crashes: as in `tier.py`. The base never changes after a load.
+
+Why a look-up never answers an older row than an earlier look-up: `ingest` adds a delta's keys to the filter first, then
+ingests, and then returns. A look-up
+
+    - that read the filter before the key was added reads the base: it began before the ingest ended, so nothing
+      relies on the delta being here yet;
+    - that finds the key in the filter reads RocksDB, which has the delta's row, or, until the ingest is done, what it had
+      before. If that is nothing, the base has the newest row.
+
+Of two look-ups, one after the other, the second sees the filter and RocksDB as the first saw them, or later. If the filter
+were filled after the ingest, a look-up in between would miss a row that another thread has read already.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import Corruption, StorageError
+from tierstore.formats.files import make_dir, rename_all
+from tierstore.kernels.codec import address_of
+from tierstore.tiers.disk import changed_keys_file
+from tierstore.tiers.disk.changed_keys import ChangedKeys
+from tierstore.tiers.disk.changed_keys_file import ChangedFile
+from tierstore.tiers.disk.database import Database
+from tierstore.tiers.disk.merge import ascending, merged_blocks
+from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.disk.sealed_file import Opened, SealedFile, open_sealed, read_blocks
+from tierstore.tiers.disk.sealed_table import SealedTable, scatter
+from tierstore.tiers.disk.sst import SstFile
+from tierstore.tiers.disk.tier import WATERMARK, DiskTier
+from tierstore.types import MAX_PARTITIONS, BaseKind, Keys, Rows, States, Tier
+
+log = logging.getLogger(__name__)
+
+BASE = "base"
+
+
+def base_record(files: Sequence[SealedFile | SstFile], parts: int = 1) -> dict[str, bytes]:
+    """The record that names the sealed files of a tier's base, and of how many partitions they are where each is of one."""
+    entries = [{"name": file.path.name, "bytes": file.bytes, "xxh3": file.xxh3} for file in files]
+    return {BASE: json.dumps(entries if parts == 1 else {"partitions": parts, "files": entries}).encode()}
+
+
+class SealedTier(DiskTier):
+    """A RocksDB directory that has the base's files in its folder `base`. Make one with `create` or `open`."""
+
+    _open_threads = 1  # deltas are only a few files
+
+    def __init__(self, path: Path, database: Database, readers: ReaderPool) -> None:
+        super().__init__(path, database, readers)
+        # replaced whole by the one writer, so that readers need no lock
+        self._base: dict[int, SealedTable] = {}
+        self._changed: dict[int, ChangedKeys] = {}
+        self._words: dict[int, npt.NDArray[np.int64]] = {}  # for kernels, by table
+        self._changed_file: ChangedFile | None = None  # of the writer
+
+    @classmethod
+    def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
+        """As DiskTier.open; raises Corruption for a base file that is missing or is not the one that was built."""
+        tier = cls._open(path, block_cache_bytes, reader, read_only=read_only)
+        try:
+            tier._open_base()
+            tier._fill_changed(keep=not read_only)
+        except BaseException:
+            tier.close()
+            raise
+        return tier
+
+    def _fill_changed(self, *, keep: bool) -> None:
+        """Fill the filters from their file, or else from RocksDB's keys. With `keep`, that file is kept up to date from now on."""
+        path, watermark = self.path / changed_keys_file.NAME, self.watermark()
+        replayed = None if watermark is None else changed_keys_file.replay(path, watermark)
+        size: int | None = None
+        if replayed is not None:
+            self._changed, size = replayed
+        elif keep and watermark is not None:
+            try:
+                size = changed_keys_file.rewrite(path, self._entries_from_rocksdb(watermark))
+            except StorageError as error:
+                log.warning("%s; the next start fills the filters again", error)
+        if size is None:
+            self._changed = {}
+            for table_id, keys in self._table_keys():
+                self._changed_in(table_id).add(keys)
+        elif keep:
+            self._changed_file = ChangedFile(path, size)
+        self._have_filters()
+
+    def _have_filters(self) -> None:
+        """Make a filter for each table of the base, before any reader: only the writer adds to the dictionary later."""
+        self._changed = {table_id: ChangedKeys() for table_id in self._base} | self._changed
+
+    def _entries_from_rocksdb(self, watermark: int) -> Iterator[bytes]:
+        for table_id, keys in self._table_keys():
+            yield changed_keys_file.entry(-1, {table_id: self._changed_in(table_id).add(keys)})
+        yield changed_keys_file.entry(watermark, {})
+
+    def _open_base(self) -> None:
+        self._base = _open_tables(self.path, self.record(BASE))
+        self._have_filters()
+
+    def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
+        """Ingest the base's files, once, with their `base_record`; or a delta, as DiskTier does.
+
+        A delta's files must be as `write_sst(delta=True)` returned them, with their keys.
+        """
+        sealed = [file for file in files if isinstance(file, SealedFile)]
+        sorted_files = [file for file in files if not isinstance(file, SealedFile)]
+        if sealed:
+            self._move_in(sealed)
+        for file in sorted_files:
+            if not isinstance(file, SstFile) or file.keys is None:
+                raise ValueError(f"{file}: expected a file of a delta with its keys")
+            self._change(
+                file.keys, file.records.get(WATERMARK)
+            )  # before the rows are there: see the module's docstring
+        super().ingest(sorted_files)
+        if sealed:
+            self._open_base()
+
+    def _change(self, keys: Sequence[tuple[int, Keys]], watermark: bytes | None) -> None:
+        new = {table_id: self._changed_in(table_id).add(changed) for table_id, changed in keys}
+        if self._changed_file is not None:
+            seq = int(watermark) if watermark is not None and watermark.isdigit() else -1
+            if not self._changed_file.add(seq, new) and seq == self.watermark():
+                raise StorageError(
+                    f"{self.path / changed_keys_file.NAME} can be neither written nor removed, and would pass for up to date"
+                )
+
+    def _move_in(self, sealed: list[SealedFile]) -> None:
+        if self._base or self.record(BASE) is not None:
+            raise ValueError(f"{self.path} has its base already; load another version")
+        folder = make_dir(self.path / BASE)
+        rename_all([(file.path, folder / file.path.name) for file in sealed])
+
+    def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
+        """As DiskTier.get. A table whose rows are of another length than `rows` is Corruption, for all keys."""
+        keys = np.ascontiguousarray(keys)
+        with self._database.entered():
+            changed, table = self._changed.get(table_id), self._base.get(table_id)
+            maybe = None if changed is None else changed.maybe_changed(keys)
+            failures: list[StorageError] = []
+            if table is None and maybe is None:
+                state[:] = Tier.ABSENT
+            elif table is None:
+                super().get(table_id, keys, rows, state)
+            elif maybe is None:
+                failures += table.get(keys, rows, state, self._readers, wanted=np.ones(len(keys), np.bool_))
+            else:
+                failures += self._get_both(table, table_id, keys, rows, state, maybe)
+        if failures:
+            raise _joined(failures)
+
+    def words_at(self, table_id: int, row_bytes: int) -> int:
+        """As in RowStore; 0 where there is no base, or where its rows have another length."""
+        table, changed = self._base.get(table_id), self._changed.get(table_id)
+        if table is None or changed is None or table.row_bytes != row_bytes:
+            return 0
+        words = self._words.setdefault(table_id, table.words(address_of(changed.place)))
+        return address_of(words)
+
+    def _get_both(
+        self, table: SealedTable, table_id: int, keys: Keys, rows: Rows, state: States, maybe: npt.NDArray[np.bool_]
+    ) -> list[StorageError]:
+        """Read keys that deltas may have changed from RocksDB, and from the base all keys that RocksDB does not have."""
+        failures: list[StorageError] = []
+        maybe_changed = np.flatnonzero(maybe)
+        found, got = np.zeros(len(maybe_changed), np.uint8), np.empty((len(maybe_changed), rows.shape[1]), np.uint8)
+        lost = np.zeros(len(maybe_changed), np.bool_)
+        try:
+            self._get(table_id, keys[maybe_changed], got, found, unknown=Tier.PENDING)
+        except StorageError as error:
+            failures.append(error)
+            lost = np.isin(keys[maybe_changed], error.keys)
+        scatter(maybe_changed, got, found, rows, state)
+        maybe[maybe_changed[(found == Tier.PENDING) & ~lost]] = False  # RocksDB does not have them
+        return failures + table.get(keys, rows, state, self._readers, wanted=~maybe)
+
+    def stats(self) -> dict[str, int]:
+        """RocksDB's, whose `bytes` and `files` are of deltas, and the base's. `…_memory_bytes` are held while it is open."""
+        return super().stats() | {
+            "base_files": sum(len(table.files) for table in self._base.values()),
+            "base_bytes": self._base_bytes(),
+            "base_index_memory_bytes": sum(table.first_keys.nbytes for table in self._base.values()),
+            "changed_keys": sum(changed.keys for changed in self._changed.values()),
+            "changed_filter_memory_bytes": sum(changed.nbytes for changed in self._changed.values()),
+        }
+
+    def bytes_on_disk(self) -> int:
+        """Bytes of the base and of RocksDB's sorted files."""
+        return super().bytes_on_disk() + self._base_bytes()
+
+    def close(self) -> None:
+        """As DiskTier.close, and close the base."""
+        super().close()  # waits for calls under way: after this none uses a file descriptor
+        self._close_base()
+        if self._changed_file is not None:
+            self._changed_file.close()
+
+    def _close_base(self) -> None:
+        base, self._base = self._base, {}
+        for table in base.values():
+            table.close()
+
+    def _base_bytes(self) -> int:
+        return sum(file.size for table in self._base.values() for file in table.files)
+
+    def _changed_in(self, table_id: int) -> ChangedKeys:
+        changed = self._changed.get(table_id)
+        if changed is None:
+            changed = ChangedKeys()
+            self._changed = self._changed | {table_id: changed}
+        return changed
+
+    def _live_blocks(
+        self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
+    ) -> Iterator[tuple[Keys, Rows, int]]:
+        """As in DiskTier, of the base with the deltas' changes merged in."""
+        table = self._base.get(table_id)
+        deltas = self._entries(table_id, row_bytes, entries, low, high)
+        if table is None:
+            yield from super()._live_blocks(table_id, row_bytes, entries, low, high)
+            return
+        table.check_row_bytes(row_bytes, table.first_keys[:0])
+        yield from merged_blocks(self._base_blocks(table, entries, low, high), deltas, entries)
+
+    def _base_blocks(
+        self, table: SealedTable, entries: int, low: int | None, high: int | None
+    ) -> Iterator[tuple[Keys, Rows]]:
+        parts = [part for part in range(table.parts) if table.part_starts[part] < table.part_starts[part + 1]]
+        each = entries if len(parts) == 1 else max(1, entries // (2 * len(parts)))  # `ascending` may hold two of each
+        return ascending([self._part_blocks(table, each, low, high, part) for part in parts], each)
+
+    def _part_blocks(
+        self, table: SealedTable, entries: int, low: int | None, high: int | None, part: int
+    ) -> Iterator[tuple[Keys, Rows]]:
+        for file, first, last in table.runs(low, high, entries, part):
+            with self._database.entered():
+                keys, rows = read_blocks(file, first, last, None)
+            begin = 0 if low is None else int(np.searchsorted(keys, low))
+            end = len(keys) if high is None else int(np.searchsorted(keys, high))
+            for start in range(begin, end, entries):
+                piece = slice(start, min(start + entries, end))
+                yield keys[piece], rows[piece]
+
+
+BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTier}
+
+
+def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
+    if record is None:
+        raise Corruption(f"{path}: the record of its base is missing; drop the version and load its snapshot again")
+    opened: list[Opened] = []
+    parts, entries = _entries_of(record, path)
+    _allow_descriptors(len(entries))
+    try:
+        for entry in entries:
+            opened.append(open_sealed(path / BASE / entry["name"], xxh3=entry["xxh3"], size=entry["bytes"]))  # noqa: PERF401
+        of_table: dict[int, list[Opened]] = {}
+        for file in opened:
+            of_table.setdefault(file.table_id, []).append(file)
+        return {table_id: SealedTable(files, parts) for table_id, files in of_table.items()}
+    except BaseException:
+        for file in opened:
+            os.close(file.fd)
+        raise
+
+
+def _allow_descriptors(more: int) -> None:
+    """Raise this process's soft limit of open files, if so many more would use up half of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = len(os.listdir("/proc/self/fd"))
+    if soft != resource.RLIM_INFINITY and held + more > soft // 2:
+        wanted = soft + 2 * (held + more)
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _entries_of(record: bytes, path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """What `base_record` was made of: how many partitions, and name, bytes and checksum of each file."""
+    try:
+        document = json.loads(record)
+        parts, files = (1, document) if isinstance(document, list) else (document["partitions"], document["files"])
+        if not 1 <= parts <= MAX_PARTITIONS:
+            raise ValueError(f"expected at most {MAX_PARTITIONS} partitions, got {parts}")
+        return parts, [{"name": str(e["name"]), "bytes": int(e["bytes"]), "xxh3": str(e["xxh3"])} for e in files]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Corruption(f"{path}: the record of its base cannot be read: {error}") from error
+
+
+def _joined(failures: list[StorageError]) -> StorageError:
+    first = failures[0]
+    first.keys = sorted({int(key) for failure in failures for key in failure.keys})
+    return first

@@ -1,0 +1,209 @@
+"""A sealed base file: rows of one table, sorted by key, in blocks that kernels read. Written once, never changed.
+
+    header (4096 bytes) | blocks | first key of each block (int64) | trailer (48 bytes)
+
+Every block carries a checksum of its own; header, first keys and trailer have one together, in the trailer.
+schema/layout.md has the bytes.
+
+Free functions; any thread may call them. A file appears under its name whole and synced, or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tierstore.errors import Corruption, StorageError
+from tierstore.formats import files
+from tierstore.kernels.sealed import HEADER_BYTES, pack, unpack
+from tierstore.tiers.disk.block_shape import block_shape
+from tierstore.types import Keys, Rows
+
+FORMAT = 1
+_MAGIC, _END = b"TIERSEAL", b"LAESREIT"
+_HEADER = struct.Struct("<8sIIIIIQ")  # magic, format, table id, bytes a row, bytes a block, rows a full block, content
+_TRAILER = struct.Struct("<QQqqQ8s")  # rows, blocks, first key, last key, checksum, magic
+_READ_BYTES = 1 << 20
+_PACK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """A finished file. `xxh3` is the checksum in its trailer, 16 hex digits."""
+
+    path: Path
+    xxh3: str
+    bytes: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open file, checked in all that can be checked without reading its blocks."""
+
+    path: Path
+    fd: int
+    xxh3: str
+    table_id: int
+    row_bytes: int
+    rows: int
+    per_block: int
+    block_bytes: int
+    first_keys: Keys  # the first key of each block
+    last_key: int
+    size: int
+
+
+def write_sealed(path: Path, table_id: int, keys: Keys, rows: Rows) -> SealedFile:
+    """Write one file of `keys` (int64 [n], ascending, distinct) and `rows` (uint8 [n, row_bytes]).
+
+    Raises ValueError when keys are out of order or there are none, StorageError when the disk fails or is
+    full; no file is left then.
+    """
+    return write_sealed_parts(path, table_id, rows.shape[1], [(keys, rows)])
+
+
+def write_sealed_parts(path: Path, table_id: int, row_bytes: int, parts: Iterable[tuple[Keys, Rows]]) -> SealedFile:
+    """`write_sealed`, of rows in parts of any length. One part is held at a time."""
+    block_bytes, per_block = block_shape(row_bytes)
+    content = xxhash.xxh3_64()
+    first_keys: list[Keys] = []
+    count = blocks = 0
+    last_key: int | None = None
+    partial: tuple[Keys, Rows] = np.empty(0, np.int64), np.empty((0, row_bytes), np.uint8)  # less than a block
+    with files.publish(path) as file:
+
+        def put(keys: Keys, rows: Rows) -> None:
+            nonlocal blocks
+            at_once = max(1, _PACK_BYTES // block_bytes) * per_block
+            for begin in range(0, len(keys), at_once):
+                part = slice(begin, begin + at_once)
+                packed = pack(keys[part], rows[part], per_block, block_bytes, blocks).data
+                content.update(packed)
+                file.write(packed)
+                first_keys.append(keys[part][::per_block].copy())
+                blocks += len(first_keys[-1])
+
+        file.write(bytes(HEADER_BYTES))
+        for keys, rows in parts:
+            if (
+                len(keys) != len(rows)
+                or not np.all(keys[1:] > keys[:-1])
+                or (len(keys) and last_key is not None and last_key >= keys[0])
+            ):
+                raise ValueError(f"{path.name}: expected one row for each of one or more ascending, distinct keys")
+            if not len(keys):
+                continue
+            count, last_key = count + len(keys), int(keys[-1])
+            begin = min(len(keys), -len(partial[0]) % per_block)  # fills the partial block
+            partial = np.concatenate([partial[0], keys[:begin]]), np.concatenate([partial[1], rows[:begin]])
+            if len(partial[0]) == per_block:
+                put(*partial)
+                partial = partial[0][:0], partial[1][:0]
+            end = begin + (len(keys) - begin) // per_block * per_block
+            put(keys[begin:end], rows[begin:end])
+            if end < len(keys):
+                partial = keys[end:].copy(), rows[end:].copy()
+            del keys, rows
+        put(*partial)
+        if last_key is None:
+            raise ValueError(f"{path.name}: expected one row for each of one or more ascending, distinct keys")
+        all_first_keys = np.concatenate(first_keys)
+        file.write(all_first_keys.data)
+        # with the hash of the blocks: a file of other rows under the same keys must not pass for this one
+        header = _HEADER.pack(_MAGIC, FORMAT, table_id, row_bytes, block_bytes, per_block, content.intdigest())
+        header = header.ljust(HEADER_BYTES, b"\0")
+        trailer = _trailer(header, all_first_keys, count, last_key)
+        file.write(trailer)
+        size = file.tell()
+        file.seek(0)
+        file.write(header)
+    return SealedFile(path, _checksum(trailer), size, count)
+
+
+def open_sealed(path: Path, *, xxh3: str, size: int) -> Opened:
+    """Open the file that `write_sealed` described so; its first keys are read, its blocks are not.
+
+    Raises Corruption if it is not that file or was cut off, StorageError if it cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise Corruption(f"{path} is missing; drop the version and load its snapshot again") from error
+    except OSError as error:
+        raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
+    try:
+        return _opened(path, fd, xxh3, size)
+    except OSError as error:
+        os.close(fd)
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _opened(path: Path, fd: int, xxh3: str, size: int) -> Opened:
+    found = os.fstat(fd).st_size
+    if found != size or size < HEADER_BYTES + _TRAILER.size:
+        raise Corruption(f"{path}: expected {size} bytes, found {found}: the file was cut off or replaced")
+    header = _read(fd, 0, HEADER_BYTES)
+    trailer = _read(fd, size - _TRAILER.size, _TRAILER.size)
+    magic, form, table_id, row_bytes, block_bytes, per_block, _ = _HEADER.unpack_from(header)
+    rows, blocks, _, last_key, _, end = _TRAILER.unpack(trailer)
+    if (magic, end) != (_MAGIC, _END) or blocks * block_bytes + blocks * 8 + HEADER_BYTES + _TRAILER.size != size:
+        raise Corruption(f"{path} is not a sealed file, or its ends are damaged")
+    if form != FORMAT:
+        raise Corruption(f"{path}: expected format {FORMAT}, got {form}; it was written by another release")
+    first_keys = np.frombuffer(_read(fd, HEADER_BYTES + blocks * block_bytes, 8 * blocks), np.int64)
+    if _trailer(header, first_keys, rows, last_key) != trailer or _checksum(trailer) != xxh3:
+        raise Corruption(f"{path}: header, first keys or trailer do not match their checksum {xxh3}")
+    # look-ups read single blocks: reading ahead would only fill the system's cache
+    os.posix_fadvise(fd, 0, HEADER_BYTES + blocks * block_bytes, os.POSIX_FADV_RANDOM)
+    return Opened(path, fd, xxh3, table_id, row_bytes, rows, per_block, block_bytes, first_keys, last_key, size)
+
+
+def read_blocks(file: Opened, first: int, last: int, floor: int | None) -> tuple[Keys, Rows]:
+    """Keys and rows of blocks [first, last), with every checksum verified; `floor` is the key before them, if any.
+
+    Raises Corruption naming file and block, StorageError if the drive does not give them.
+    """
+    try:
+        raw = _read(file.fd, HEADER_BYTES + first * file.block_bytes, (last - first) * file.block_bytes)
+    except OSError as error:
+        raise StorageError(f"cannot read {file.path}: {error.strerror or error}") from error
+    if len(raw) < (last - first) * file.block_bytes:
+        raise Corruption(f"{file.path} ends within block {first + len(raw) // file.block_bytes}")
+    count = min(file.rows, last * file.per_block) - first * file.per_block
+    keys, rows, bad = unpack(
+        np.frombuffer(raw, np.uint8), count, file.row_bytes, file.per_block, file.block_bytes, first, floor
+    )
+    if bad >= 0:
+        raise Corruption(f"{file.path}: block {first + bad} (key {file.first_keys[first + bad]} on) is damaged")
+    if not np.array_equal(keys[:: file.per_block], file.first_keys[first:last]):
+        raise Corruption(f"{file.path}: blocks {first} to {last - 1} are not those that belong there")
+    return keys, rows
+
+
+def _trailer(header: bytes, first_keys: Keys, rows: int, last_key: int) -> bytes:
+    first_key = int(first_keys[0]) if len(first_keys) else 0
+    whole = xxhash.xxh3_64(header)
+    whole.update(first_keys.data)
+    whole.update(_TRAILER.pack(rows, len(first_keys), first_key, last_key, 0, _END))
+    return _TRAILER.pack(rows, len(first_keys), first_key, last_key, whole.intdigest(), _END)
+
+
+def _checksum(trailer: bytes) -> str:
+    return f"{_TRAILER.unpack(trailer)[4]:016x}"
+
+
+def _read(fd: int, offset: int, size: int) -> bytes:
+    parts = []
+    while size and (part := os.pread(fd, min(size, _READ_BYTES), offset)):
+        parts.append(part)
+        offset, size = offset + len(part), size - len(part)
+    return b"".join(parts)

@@ -1,0 +1,169 @@
+"""The sealed files of one table as one: finds the block that may hold a key, and lets the kernel read it there.
+
+Constant; any thread may read. The tier (`sealed.py`) opens the files, and closes them when nobody reads them any more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import Corruption, StorageError
+from tierstore.formats.keys import partition_of
+from tierstore.kernels import sealed as kernel
+from tierstore.kernels.codec import address_of
+from tierstore.kernels.partitions import group
+from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.disk.sealed_file import Opened
+from tierstore.types import Keys, Rows, States, Tier
+
+_CHUNK_KEYS = 1024  # of one task: 2 ms warm
+_WINDOW = 32  # reads that a task has under way
+_READ_BYTES = 4 << 20  # of a scan
+
+
+class SealedTable:
+    """The base files of one table, whose keys ascend from file to file.
+
+    Or in `parts`: then each file has keys of one partition of so many, files are in the order of their partitions, and keys
+    ascend within each.
+    """
+
+    def __init__(self, files: list[Opened], parts: int = 1) -> None:
+        one, of = files[0], [_partition_of_all(file, parts) for file in files]
+        for (before, part), (after, next_part) in pairwise(zip(files, of, strict=True)):
+            if (after.row_bytes, after.block_bytes) != (one.row_bytes, one.block_bytes):
+                raise Corruption(f"{after.path}: its rows are not laid out as those in {one.path}")
+            if next_part < part or (next_part == part and before.last_key >= int(after.first_keys[0])):
+                raise Corruption(f"{after.path}: its keys begin before those of {before.path} end")
+        self.parts = parts
+        self.row_bytes, self.per_block, self.block_bytes = one.row_bytes, one.per_block, one.block_bytes
+        ends = np.cumsum([len(file.first_keys) for file in files], dtype=np.int64)
+        self.first_keys: Keys = (
+            one.first_keys if len(files) == 1 else np.concatenate([file.first_keys for file in files])
+        )
+        # in memory once: those of the files are parts of it
+        self.files = [
+            replace(file, first_keys=self.first_keys[end - len(file.first_keys) : end])
+            for file, end in zip(files, ends.tolist(), strict=True)
+        ]
+        blocks = np.bincount(of, [len(file.first_keys) for file in files], parts).astype(np.int64)
+        self.part_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks)])
+        self._numbers = (
+            ends,
+            np.array([file.rows for file in files], np.int64),
+            np.array([file.fd for file in files], np.int64),
+        )
+
+    def words(self, changed_at: int) -> npt.NDArray[np.int64]:
+        """The addresses of its parts, for kernels (`lookupplan.BASE_WORDS`); `changed_at` is the filter's."""
+        ends, rows, fds = self._numbers
+        return np.array(
+            [address_of(self.first_keys), len(self.first_keys), address_of(self.part_starts), self.parts, address_of(ends), address_of(rows), address_of(fds), len(fds),
+             self.per_block, self.block_bytes, changed_at],
+            np.int64,
+        )  # fmt: skip
+
+    def check_row_bytes(self, row_bytes: int, keys: Keys) -> None:
+        if row_bytes != self.row_bytes:
+            raise Corruption(
+                f"{self.files[0].path}: expected rows of {row_bytes} bytes, found {self.row_bytes}: "
+                "version.json and the base do not belong together",
+                keys=keys.tolist(),
+            )
+
+    def get(
+        self, keys: Keys, rows: Rows, state: States, readers: ReaderPool, *, wanted: npt.NDArray[np.bool_]
+    ) -> list[StorageError]:
+        """Answer those of `keys` (int64 [n], ascending, distinct) that are `wanted` (bool [n]).
+
+        Returns at most one error, with the keys that could not be read; they and the unwanted keys stay as they were.
+        """
+        self.check_row_bytes(rows.shape[1], keys)
+        if not len(keys):
+            return []
+        if self.parts > 1 or rows.strides[1] != 1:  # the kernel copies whole rows, and wants keys by part
+            order, starts = np.empty(len(keys), np.int64), np.empty(self.parts + 1, np.int64)
+            group(keys, np.arange(len(keys)), order, starts)
+            whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
+            failures = self._get(keys[order], whole, found, readers, wanted[order])
+            scatter(order, whole, found, rows, state)
+            return failures
+        return self._get(keys, rows, state, readers, wanted)
+
+    def _get(
+        self, keys: Keys, rows: Rows, state: States, readers: ReaderPool, wanted: npt.NDArray[np.bool_]
+    ) -> list[StorageError]:
+        """`get` of keys by part and then ascending, into rows without gaps."""
+        lost: list[tuple[int, npt.NDArray[np.int32]]] = []
+
+        def read(start: int, stop: int) -> None:
+            trouble = kernel.look_up(
+                keys[start:stop], wanted[start:stop], rows[start:stop], state[start:stop],
+                self.first_keys, self.part_starts, self._numbers, self.per_block, self.block_bytes, _WINDOW,
+            )  # fmt: skip
+            if trouble is not None:
+                lost.append((start, trouble))
+
+        readers.run(len(keys), read, _CHUNK_KEYS)
+        return [self._why(keys, lost)] if lost else []
+
+    def _why(self, keys: Keys, lost: list[tuple[int, npt.NDArray[np.int32]]]) -> StorageError:
+        trouble = np.zeros(len(keys), np.int32)
+        for start, wrong in lost:
+            trouble[start : start + len(wrong)] = wrong
+        codes = keys[trouble != 0].tolist()
+        what = int(trouble[trouble != 0][0])
+        part = int(partition_of(np.array(codes[:1]), self.parts)[0])
+        begin, end = self.part_starts[part : part + 2]
+        block = int(begin + np.searchsorted(self.first_keys[begin:end], codes[0], "right")) - 1
+        number = int(np.searchsorted(self._numbers[0], block, "right"))
+        block -= int(self._numbers[0][number - 1]) if number else 0
+        shown = ", ".join(map(str, codes[:5])) + (", …" if len(codes) > 5 else "")
+        where = f"reading {len(codes)} keys of table {self.files[0].table_id} ({shown}): {self.files[number].path}, block {block}"
+        if what > 0:
+            return StorageError(f"{where}: {os.strerror(what)}", keys=codes)
+        words = {
+            kernel.DAMAGED: "its checksum does not match",
+            kernel.CUT: "the file ends before it",
+            kernel.MISPLACED: "another block lies in its place",
+        }
+        return Corruption(f"{where}: {words[what]}", keys=codes)
+
+    def runs(self, low: int | None, high: int | None, entries: int, part: int) -> Iterator[tuple[Opened, int, int]]:
+        """(file, first block, last block + 1) of pieces that together hold every key in [low, high) of a part, ascending."""
+        at_once = max(1, min(_READ_BYTES // self.block_bytes, entries // self.per_block))
+        begin, end = self.part_starts[part : part + 2]
+        those = np.searchsorted(self._numbers[0], (begin, end), "right")
+        for file in self.files[slice(*those.tolist())]:
+            first = 0 if low is None else max(0, int(np.searchsorted(file.first_keys, low, "right")) - 1)
+            last = len(file.first_keys) if high is None else int(np.searchsorted(file.first_keys, high))
+            if low is not None and file.last_key < low:
+                continue
+            for begin in range(first, last, at_once):
+                yield file, begin, min(begin + at_once, last)
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file.fd)
+
+
+def _partition_of_all(file: Opened, parts: int) -> int:
+    """The partition that all keys of a file are in. Corruption where they are in several."""
+    of = partition_of(file.first_keys, parts)
+    if (of != of[0]).any():
+        raise Corruption(f"{file.path}: its keys are in several partitions of {parts}")
+    return int(of[0])
+
+
+def scatter(where: npt.NDArray[np.int64], got: Rows, found: States, rows: Rows, state: States) -> None:
+    """Copy answered rows and states to their positions; pending ones stay as they are."""
+    there = found == Tier.DISK
+    rows[where[there]] = got[there]
+    answered = found != Tier.PENDING
+    state[where[answered]] = found[answered]

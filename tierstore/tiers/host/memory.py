@@ -1,0 +1,168 @@
+"""The memory of a host table: one mapping, how much of it is in use, and how that grows and shrinks in place.
+
+Linux only: pages that are given back come back as zeros, which makes them empty sets. Any thread may read; `resize` is for
+one thread at a time, `void` for one that holds all of the table's locks. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ConfigError
+from tierstore.kernels.codec import address_of
+from tierstore.kernels.host_cache import resize as resize_kernels
+from tierstore.kernels.host_cache.layout import CONTROL_BYTES, EPOCH, GEOMETRY
+from tierstore.tiers.background import yield_if_background, yield_to_requests
+from tierstore.tiers.host.layout import Layout
+from tierstore.types import Keys
+
+_STEP_BYTES = 1 << 18  # of sets that a resize changes before it lets other writers have the lock
+_STEP_SETS = 512  # of which keys are listed before others have their turn
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
+
+
+class HostMemory:
+    """A mapping laid out by `layout`, of which at least `sets` are in use. Its pages become real as they are touched.
+
+    Raises ConfigError where it cannot be reserved.
+    """
+
+    def __init__(self, layout: Layout, sets: int, table: str) -> None:
+        # constant after construction
+        self._layout = layout
+        try:
+            self._mapping = mmap.mmap(-1, layout.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot reserve {layout.size} bytes for table {table}: {error}; lower host_budget"
+            ) from error
+        self.areas = layout.cut(self._mapping)
+        depth = layout.max_depth
+        while depth and sets <= layout.sets_per_region << (depth - 1):
+            depth -= 1
+        self.areas.control[GEOMETRY] = (layout.sets_per_region << depth) - sets << 8 | depth
+        self.areas.control[EPOCH] = 1  # never 0, as it reads once the memory is given back
+
+    @property
+    def size(self) -> int:
+        """Bytes of the mapping."""
+        return self._layout.size
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(depth, cursor) as in `kernels/host_cache/layout.py`."""
+        geometry = int(self.areas.control[GEOMETRY])
+        return geometry & 255, geometry >> 8
+
+    @property
+    def sets_spanned(self) -> int:
+        """Nothing lies beyond so many sets."""
+        return self._layout.sets_per_region << self.shape[0]
+
+    @property
+    def sets_in_use(self) -> int:
+        depth, cursor = self.shape
+        return (self._layout.sets_per_region << depth) - cursor
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes that may be touched at present."""
+        return CONTROL_BYTES + self.sets_in_use * self._layout.set_bytes
+
+    def keys_by_heat(self, begin: int, end: int, limit: int) -> list[Keys]:
+        """At most `limit` resident keys of the sets [begin, end): one array for each degree of heat, hottest first."""
+        steps = [(first, min(first + _STEP_SETS, end)) for first in range(begin, end, _STEP_SETS)]
+        counts = np.zeros(resize_kernels.RANKS, np.int64)
+        for first, last in steps:
+            resize_kernels.count_ranks(self.areas, first, last, counts)
+            yield_if_background()
+        stop = np.minimum(counts[::-1].cumsum(), limit)[::-1].copy()
+        start = np.append(stop[1:], 0)
+        at = start.copy()
+        out = np.empty(stop[0], np.int64)
+        for first, last in steps:
+            resize_kernels.list_keys(self.areas, first, last, out, at, stop)
+            yield_if_background()
+        return [out[start[rank] : at[rank]] for rank in reversed(range(resize_kernels.RANKS))]
+
+    def resize(self, sets: int, lock: threading.Lock, counters: npt.NDArray[np.int64]) -> None:
+        """Use so many sets, keeping the hottest rows. Takes `lock`, the writers', for one step after the other.
+
+        A table that is halved as often as it can be stays as it is.
+        """
+        while self.sets_in_use > sets and self.shape[0]:
+            self._merge(self.sets_in_use - sets, lock, counters)
+        while self.sets_in_use < sets:
+            self._split(sets - self.sets_in_use, lock, counters)
+
+    def _merge(self, most: int, lock: threading.Lock, counters: npt.NDArray[np.int64]) -> None:
+        """Give back at most so many sets of the upper half, and at least one."""
+        depth, cursor = self.shape
+        half = self._layout.sets_per_region << (depth - 1)
+        until = min(half, cursor + most)
+        for begin, end in self._steps(cursor, until):
+            with lock:
+                resize_kernels.merge(self.areas, begin, end, counters)
+            yield_to_requests()
+        with lock:
+            if until == half:
+                self.areas.control[GEOMETRY] = depth - 1
+            self.areas.control[EPOCH] += 1
+            self._give_back(half, self._layout.sets if until == half else half + until)
+
+    def _split(self, most: int, lock: threading.Lock, counters: npt.NDArray[np.int64]) -> None:
+        """Take at most so many sets of the upper half into use, and at least one."""
+        depth, cursor = self.shape
+        with lock:
+            self.areas.control[EPOCH] += 1
+            if not cursor:
+                depth, cursor = depth + 1, self._layout.sets_per_region << depth
+                # twice the sets, all of them merged: every key lies where it lay before
+                self.areas.control[GEOMETRY] = cursor << 8 | depth
+        for begin, end in reversed(self._steps(max(0, cursor - most), cursor)):
+            with lock:
+                resize_kernels.split(self.areas, begin, end, counters)
+            yield_to_requests()
+
+    def _steps(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The sets [begin, end) in parts, between which others have the lock."""
+        step = max(1, _STEP_BYTES // self._layout.set_bytes)
+        return [(at, min(at + step, end)) for at in range(begin, end, step)]
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """Free the memory of the sets [begin, end) in every area, whole pages; they read as zeros, as empty sets do."""
+        page = mmap.PAGESIZE
+        at = CONTROL_BYTES
+        for size in self._layout.area_bytes():
+            first = -(-(at + begin * size) // page) * page
+            last = (at + end * size) // page * page
+            if last > first:
+                self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+            at += self._layout.sets * size
+
+    def huge_page_bytes(self) -> int:
+        """Bytes of the mapping that the kernel backs with huge pages (0 where it does not say). Takes milliseconds."""
+        first = address_of(self.areas.control)
+        last, total, inside = first + self.size, 0, False
+        with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                word, _, value = line.partition(" ")
+                if word.endswith(":"):
+                    total += int(value.split()[0]) << 10 if inside and word == "AnonHugePages:" else 0
+                else:
+                    begin, end = (int(address, 16) for address in word.split("-"))
+                    inside = begin < last and end > first
+        return total
+
+    def void(self) -> None:
+        """Free the pages, though a reader may still hold the arrays: what it reads becomes void first, then zeros.
+
+        The address range itself goes with the last reference to the areas.
+        """
+        self.areas.control[EPOCH] += 1
+        self._mapping.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,325 @@
+"""The host tier: one table's hottest rows in CPU memory.
+
+Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Writers hold the table's own lock for a
+short time. `insert` and `insert_absent` give up if it is held, because no request should wait for a promotion; other writers
+wait. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import kernels
+from tierstore.kernels.codec import address_of, out_code
+from tierstore.kernels.host_cache import lookup as lookup_kernels
+from tierstore.kernels.host_cache import pool as pool_kernels
+from tierstore.kernels.host_cache import write as write_kernels
+from tierstore.kernels.host_cache.layout import CONTROL_BYTES, WAYS, Areas
+from tierstore.kernels.pool import combiner_code
+from tierstore.tiers.checks import check_answer, check_rows
+from tierstore.tiers.host.layout import Layout
+from tierstore.tiers.host.memory import HostMemory
+from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
+
+_CHUNK = 2048  # keys that a writer handles before it lets others have the lock
+_PART = 1 << 15  # sets whose keys are listed as one: 15 MB of them
+_FLOAT32 = np.dtype(np.float32)
+_NO_WEIGHTS = np.empty(0, np.float32)
+
+
+class HostTable:
+    """A set-associative cache of one table of one version (see `kernels/host_cache/layout.py`) in one mapping.
+
+    The mapping is never larger than `budget_bytes` and includes all bookkeeping; its pages become real as
+    they are touched. `fraction` (0 to 1) says how much of it may be in use; `resize` changes that. With a
+    budget too small for one set the table holds nothing, and the next tier answers every key.
+    """
+
+    def __init__(
+        self, spec: TableSpec, budget_bytes: int, *, default_vector: np.ndarray, fraction: float = 1.0
+    ) -> None:
+        # constant after construction
+        self.spec, self.budget_bytes = spec, int(budget_bytes)
+        self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
+        self._layout = Layout(spec, self.budget_bytes)
+        # the mapping, and its addresses; a thread that uses the addresses holds the areas meanwhile. None where the table
+        # holds nothing, or no longer
+        self._memory: HostMemory | None = None
+        self._areas: Areas | None = None  # of `_memory`
+        self._where = np.zeros(lookup_kernels.WORDS, np.int64)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._floor_seq = -1
+        self._counters = np.zeros(4, np.int64)
+        self._dropped_stale = self._dropped_busy = 0
+        self._fraction = fraction
+        if self._layout.sets:
+            self._open(fraction)
+        self._resize_lock = threading.Lock()  # held for a whole resize; acquired before _lock
+
+    def _open(self, fraction: float) -> None:
+        self._memory = HostMemory(self._layout, self._sets_of(fraction), self.spec.name)
+        areas = self._memory.areas
+        self._where[:] = (
+            address_of(areas.control), address_of(areas.lines), address_of(areas.absent), areas.rows,
+            self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim, address_of(self._defaults[0]),
+        )  # fmt: skip
+        self._areas = areas
+
+    def _sets_of(self, fraction: float) -> int:
+        """How many sets fit into a fraction of the budget; at least one region is always in use."""
+        sets = (int(self.budget_bytes * fraction) - CONTROL_BYTES) // self._layout.set_bytes
+        return min(max(sets, self._layout.sets_per_region), self._layout.sets)
+
+    @property
+    def allowed_bytes(self) -> int:
+        """Bytes that it may use at present: `fraction` of the budget."""
+        return int(self.budget_bytes * self._fraction)
+
+    @property
+    def words_at(self) -> int:
+        """The address of the words by which kernels look up here (`host_cache/lookup.py`, `WHERE`), or 0 where the table holds nothing."""
+        return 0 if self._areas is None else address_of(self._where)
+
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
+        """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; other keys stay as they are.
+
+        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous. Rows of `out`
+        whose keys stay PENDING hold anything. Counts heat. Returns how many were answered with a row.
+        """
+        areas = self._areas  # keeps the mapping until this returns
+        if areas is None:
+            return 0
+        if out.dtype is _FLOAT32:
+            try:
+                hits = int(lookup_kernels.lookup_float32(self._where, keys, state, out))
+            except TypeError:  # not contiguous, read-only, or at an odd address
+                hits = -1
+            if hits >= 0:
+                return hits
+        check_answer(self.spec, keys, out, state)
+        half = out_code(out)
+        keys = np.ascontiguousarray(keys)
+        return int(
+            lookup_kernels.lookup(self._where, keys, state, half, address_of(out), address_of(self._defaults[half]))
+        )
+
+    def pool(
+        self,
+        keys: Keys,
+        starts: Keys,
+        weights: npt.NDArray[np.float32] | None,
+        combiner: Combiner,
+        out: Vectors,
+        state: States,
+        unpooled: npt.NDArray[np.uint8],
+    ) -> int:
+        """Pool the bags whose keys are all here. The others get a 1 in `unpooled`, uint8[bags], zeros before.
+
+        `keys` int64[n], `starts` int64[bags] as `check_offsets` returns them, `weights` float32[n] or None, `out`
+        float32 [bags, dim], `state` uint8[n], all contiguous. Keys whose state is not PENDING contribute nothing; the
+        state of the others becomes HOST, ABSENT or stays. Counts heat. Returns how many keys were answered with a row,
+        or -1 if nothing was done.
+        """
+        areas = self._areas  # keeps the mapping until this returns
+        if areas is None or kernels.awaited:
+            return -1
+        pool_weights = _NO_WEIGHTS if weights is None else weights
+        code = combiner_code(combiner)
+        hits: int = pool_kernels.pool(self._where, keys, state, starts, pool_weights, code, out, unpooled)
+        return hits
+
+    def stored(self, keys: Keys) -> tuple[Rows, States]:
+        """(rows uint8[n, row_bytes], states) of keys, as stored; the state is HOST for those that are here. Counts heat."""
+        size = self.spec.row_bytes
+        rows, state, absent = (
+            np.zeros((len(keys), size), np.uint8),
+            np.zeros(len(keys), np.uint8),
+            np.zeros(size, np.uint8),
+        )
+        areas = self._areas  # keeps the mapping until this returns
+        if areas is not None:
+            keys = np.ascontiguousarray(keys)
+            lookup_kernels.lookup(
+                self._where, keys, state, lookup_kernels.AS_STORED, address_of(rows), address_of(absent)
+            )
+        return rows, state
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows that fit into the part that is in use."""
+        memory = self._memory
+        return 0 if memory is None else memory.sets_in_use * WAYS
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the mapping that may be touched at the present fraction."""
+        memory = self._memory
+        return 0 if memory is None else memory.bytes_in_use
+
+    def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
+        """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns the rows admitted.
+
+        Dropped as a whole (0) if `seq` is below the floor, another writer is at work, or the kernel is not compiled yet.
+        """
+        areas = self._begin_promotion(seq)
+        if areas is None:
+            return 0
+        try:
+            rows = check_rows(self.spec, keys, rows)
+            return int(write_kernels.insert(areas, np.ascontiguousarray(keys), address_of(rows), True, self._counters))
+        finally:
+            self._lock.release()
+
+    def insert_absent(self, keys: Keys, seq: int) -> int:
+        """Remember distinct keys that do not exist in a view of `seq`; dropped as by `insert`. Returns the keys admitted."""
+        areas = self._begin_promotion(seq)
+        if areas is None:
+            return 0
+        try:
+            return int(write_kernels.insert_absent(areas, np.ascontiguousarray(keys), self._counters))
+        finally:
+            self._lock.release()
+
+    def _begin_promotion(self, seq: int) -> Areas | None:
+        """Acquire the lock if it is free and the promotion is not stale; the caller releases it.
+
+        Why the floor is checked under the lock. A request reads row r0 of key k from disk under seq 5.
+        Delta 6 changes k to r1: its fold raises the floor to 6, writes r1 to disk, then updates k here
+        if resident. If the promotion checked the floor first, lost its processor, and wrote only after
+        that update had found k not resident, r0 would hide r1 for good. Under one lock the
+        promotion is either wholly before `raise_floor`, and then the update finds k and overwrites it,
+        or wholly after, and then it is dropped.
+        """
+        if self._areas is None or kernels.awaited:
+            return None
+        if not self._lock.acquire(blocking=False):
+            self._dropped_busy += 1
+            return None
+        if self._areas is None or seq < self._floor_seq:
+            self._dropped_stale += 1
+            self._lock.release()
+            return None
+        return self._areas
+
+    def raise_floor(self, seq: int) -> None:
+        """From now on promotions read under a view older than `seq` are dropped. To be called before the fold writes to disk."""
+        with self._lock:
+            self._floor_seq = max(self._floor_seq, seq)
+
+    def update(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
+        """Fold: apply a delta to resident rows, of distinct `keys`, rows uint8[n, row_bytes], deleted bool[n].
+
+        Rows of deleted keys are not read. Keys that are not resident are not admitted. The lock is
+        released between chunks: promotions in between were read under the delta's view or a newer one, or
+        are refused by the floor, and so never bring an older row.
+        """
+        rows = check_rows(self.spec, keys, rows)
+        keys, deleted = np.ascontiguousarray(keys), np.ascontiguousarray(deleted)
+        if deleted.shape != keys.shape:
+            raise ValueError(f"expected deleted[{len(keys)}], got {list(deleted.shape)}")
+        for begin in range(0, len(keys), _CHUNK):
+            with self._lock:
+                if self._areas is None:
+                    return
+                end = min(len(keys), begin + _CHUNK)
+                write_kernels.update(self._areas, keys, address_of(rows), deleted, begin, end, self._counters)
+
+    def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
+        """Fill free places with distinct keys, hottest first; nothing is evicted. Returns the rows admitted.
+
+        Once the version serves, `seq` is that of the view they were read under; dropped if it is below the floor.
+        """
+        keys, rows = np.ascontiguousarray(keys), check_rows(self.spec, keys, rows)
+        admitted = 0
+        for begin in range(0, len(keys), _CHUNK):
+            with self._lock:
+                if self._areas is None or (seq is not None and seq < self._floor_seq):
+                    return admitted
+                chunk = keys[begin : begin + _CHUNK]
+                admitted += int(
+                    write_kernels.insert(self._areas, chunk, address_of(rows[begin:]), False, self._counters)
+                )
+        return admitted
+
+    def hot_keys(self, limit: int) -> Keys:
+        """Resident keys int64[m], m <= limit, hottest first, by 8 degrees of heat; approximate while others write."""
+        return self._hottest(limit, None)
+
+    def sample_keys(self, limit: int) -> Keys:
+        """Some resident keys int64[m], m <= limit, from so few sets that it takes no time, however large the table is."""
+        return self._hottest(limit, limit)
+
+    def _hottest(self, limit: int, sets: int | None) -> Keys:
+        """Of the first `sets` sets, by default of all."""
+        with self._resize_lock:  # a key moves to another set only with this lock: none is listed twice
+            memory = self._memory
+            if memory is None or limit <= 0:
+                return np.empty(0, np.int64)
+            all_sets = memory.sets_spanned
+            sets = all_sets if sets is None else min(sets, all_sets)
+            return np.concatenate(memory.keys_by_heat(0, sets, limit))
+
+    def hot_keys_by_part(self) -> Iterator[list[Keys]]:
+        """All resident keys, part by part: for each part int64 arrays, one for each degree of heat, hottest first.
+
+        Uses memory for one part only, and lets everything else go on between two. During a `resize` a key may be missing
+        or appear twice.
+        """
+        first = 0
+        while True:
+            with self._resize_lock:
+                memory = self._memory
+                if memory is None or first >= memory.sets_spanned:
+                    return
+                part = memory.keys_by_heat(first, min(first + _PART, memory.sets_spanned), sys.maxsize)
+            yield part
+            first += _PART
+
+    def resize(self, fraction: float) -> None:
+        """Use `fraction` (0 to 1) of the budget, keep the hottest rows, and give other memory back.
+
+        Readers and writers go on meanwhile; only another resize waits. The time is in proportion to the change. A table
+        cannot shrink below `smallest_fraction`, and stays there.
+        """
+        with self._resize_lock:
+            if self._memory is None:
+                return
+            self._fraction = fraction
+            self._memory.resize(self._sets_of(fraction), self._lock, self._counters)
+
+    @property
+    def smallest_fraction(self) -> float:
+        return 0.5**self._layout.max_depth
+
+    def huge_page_bytes(self) -> int:
+        """Bytes of the mapping that the kernel backs with huge pages (0 where it does not say). Takes milliseconds."""
+        memory = self._memory
+        return 0 if memory is None else memory.huge_page_bytes()
+
+    @property
+    def rows_resident(self) -> int:
+        return int(self._counters[write_kernels.ROWS])
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since construction, and sizes; read without the lock."""
+        rows, absent, admitted, evicted = self._counters.tolist()
+        return {
+            "rows": rows, "capacity_rows": self.capacity_rows, "absent_keys": absent, "bytes": self.bytes_in_use,
+            "budget_bytes": self.allowed_bytes, "admitted": admitted, "evicted": evicted,
+            "dropped_stale": self._dropped_stale, "dropped_busy": self._dropped_busy,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Give the memory back. Look-ups under way end safely; later ones leave every key PENDING."""
+        with self._resize_lock, self._lock:
+            memory, self._memory, self._areas = self._memory, None, None
+            self._counters[:2] = 0
+            if memory is not None:
+                memory.void()

@@ -1,0 +1,94 @@
+"""Commands to the server that has a slot, tried again where the cluster has changed. For writes and admin, not for look-ups.
+
+Any thread may call anything. Whatever is sent here may arrive twice: every write of ours is such that this changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from tierstore.errors import ClusterUnavailable, ConfigError, StorageError
+from tierstore.tiers.remote.cluster import Cluster
+from tierstore.tiers.remote.connections import driver
+from tierstore.tiers.remote.options import Address
+
+_PAUSE_S = 0.05
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
+
+Packed = bytes | bytearray | memoryview
+
+
+def command(*words: bytes) -> bytes:
+    """One command as it goes over the wire."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: float) -> list[Any]:
+    """Send commands (see `command`) to the master of `slot` over one connection. Returns their replies.
+
+    Follows the slot to another server, and waits for a new master, for at most `timeout_s`; it then raises ClusterUnavailable.
+    Raises StorageError with the server's words where it refuses a command (no memory, no permission, wrong type).
+    """
+    redis = driver()
+    deadline_s = time.monotonic() + timeout_s
+    target: Address | None = None
+    while True:
+        seen = cluster.topology
+        try:
+            with cluster.connections.borrowed(target or cluster.master_of(slot)) as connection:
+                return _send(connection, packed, asking=target is not None)
+        except redis.exceptions.AskError as error:
+            target = Address(error.host, error.port)
+            continue
+        except redis.exceptions.MovedError as error:
+            problem: Exception = error
+            with suppress(ClusterUnavailable):
+                cluster.refresh(seen)
+            cluster.moved(slot, Address(error.host, error.port))
+        except (
+            redis.exceptions.TryAgainError,
+            redis.exceptions.ClusterDownError,
+            redis.exceptions.BusyLoadingError,
+        ) as error:
+            problem = error
+        except redis.exceptions.MasterDownError as error:
+            problem = error
+        except redis.ResponseError as error:
+            if not str(error).startswith("READONLY") and not isinstance(error, redis.exceptions.ReadOnlyError):
+                raise StorageError(f"the cluster refuses a command for slot {slot}: {error}") from error
+            problem = error
+        except ConfigError:
+            raise
+        except (redis.RedisError, OSError) as error:
+            problem = error
+            with suppress(ClusterUnavailable):
+                cluster.suspect(cluster.master_of(slot))
+        target = None
+        if time.monotonic() > deadline_s:
+            raise ClusterUnavailable(f"slot {slot} could not be written within {timeout_s:g} s: {problem}") from problem
+        time.sleep(_PAUSE_S)
+        with suppress(ClusterUnavailable):
+            cluster.refresh(seen)
+
+
+def _send(connection: Any, packed: Sequence[Packed], *, asking: bool) -> list[Any]:
+    """All replies, or the first error among them, after all were read."""
+    redis = driver()
+    parts = [part for one in packed for part in ((_ASKING, one) if asking else (one,))]
+    connection.send_packed_command(parts, check_health=False)
+    replies: list[Any] = []
+    failed: Exception | None = None
+    for number in range(len(parts)):
+        try:
+            reply = connection.read_response()
+        except redis.ResponseError as error:
+            failed = failed or error
+            continue
+        if not asking or number % 2:
+            replies.append(reply)
+    if failed is not None:
+        raise failed
+    return replies

@@ -1,0 +1,252 @@
+"""A cluster that is connected: which server has which slot, and connections to them. redis-py's own client is `client`.
+
+Any thread may call anything. A map of slots is replaced as a whole when the cluster has changed; nobody waits for that but those
+whose keys have moved.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tierstore.errors import Closed, ClusterUnavailable, ConfigError, StorageError
+from tierstore.tiers.remote.connections import Connections, driver, explain
+from tierstore.tiers.remote.layout import SLOTS, choose_tags
+from tierstore.tiers.remote.options import Address, Endpoints, Options, parse_urls
+
+log = logging.getLogger(__name__)
+
+_REFRESH_EVERY_S = 0.1  # at most
+_CLIENT_RETRIES = 3
+
+Topology = dict[int, tuple[Address, ...]]  # slot → its master, then its replicas
+
+
+def connect(urls: str, options: Options | None = None) -> Cluster:
+    """Connect to the cluster that has any of these servers (`redis://h1:6379,h2:6379`, see `parse_urls`).
+
+    Raises ConfigError (addresses, user, password, TLS; a server without cluster mode), ClusterUnavailable (none answers),
+    MissingExtra.
+    """
+    return Cluster(parse_urls(urls), options or Options())
+
+
+class Cluster:
+    """See the module. `close` ends its connections; look-ups under way then end, with Closed."""
+
+    def __init__(self, endpoints: Endpoints, options: Options) -> None:
+        # constant after construction
+        self.endpoints, self.options = endpoints, options
+        self.connections = Connections(endpoints, options)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._suspects: dict[Address, float] = {}  # until when
+        self._outstanding = 0
+        self._closed = False
+        self.refreshes = 0
+        # guarded by _connecting
+        self._connecting = threading.Lock()
+        self._client: Any = None
+        # replaced as a whole, guarded by _refreshing
+        self._refreshing = threading.Lock()
+        self._refreshed_s = 0.0
+        self._refresh_error: ConfigError | ClusterUnavailable | None = None
+        self._topology: Topology = {}
+        try:
+            self.refresh()
+            if missing := SLOTS - len(self._topology):
+                log.warning("the cluster at %s does not serve %d of its %d slots", endpoints, missing, SLOTS)
+        except BaseException:
+            self.connections.close()
+            raise
+
+    @property
+    def client(self) -> Any:
+        """redis-py's client of the cluster, with replies as bytes, for all that is not a look-up of rows."""
+        with self._connecting:
+            self.check_open()
+            if self._client is None:
+                self._client = self._new_client()
+            return self._client
+
+    def _new_client(self) -> Any:
+        module, redis = driver("redis.cluster"), driver()
+        nodes = [module.ClusterNode(one.host, one.port) for one in self._servers()]
+        try:
+            return module.RedisCluster(
+                startup_nodes=nodes, ssl=self.endpoints.tls, protocol=2, require_full_coverage=False,
+                socket_timeout=max(5.0, self.options.timeout_s), socket_connect_timeout=self.options.connect_timeout_s,
+                **self.endpoints.credentials,
+            )  # fmt: skip
+        except (redis.RedisError, OSError) as error:
+            raise explain(self.endpoints, error) from error
+
+    def master_of(self, slot: int) -> Address:
+        """Raises ClusterUnavailable where no server has the slot."""
+        try:
+            return self._topology[slot][0]
+        except KeyError:
+            raise ClusterUnavailable(
+                f"no server of the cluster at {self.endpoints} has slot {slot}: check `redis-cli --cluster check`"
+            ) from None
+
+    def replicas_of(self, slot: int) -> tuple[Address, ...]:
+        return self._topology.get(slot, ())[1:]
+
+    def masters(self) -> dict[Address, list[int]]:
+        """The slots of each master that has some, in a steady order."""
+        found: dict[Address, list[int]] = {}
+        for slot, servers in sorted(self._topology.items()):
+            found.setdefault(servers[0], []).append(slot)
+        return found
+
+    def tags(self, per_master: int) -> list[bytes]:
+        """Tags for a new version, `per_master` of them on each master; see `layout.choose_tags`."""
+        self.refresh()
+        if missing := SLOTS - len(self._topology):
+            raise ClusterUnavailable(
+                f"the cluster at {self.endpoints} does not serve {missing} of its {SLOTS} slots: repair it before a load"
+            )
+        return choose_tags(list(self.masters().values()), per_master)
+
+    def refresh(self, seen: Topology | None = None, deadline_s: float | None = None) -> None:
+        """Read anew which server has which slot. With `seen`: unless that was done, or has failed, since `seen` was the map.
+
+        Keeps the old map and raises ClusterUnavailable if no server answers by the deadline, ConfigError if they refuse.
+        """
+        if not self._refreshing.acquire(timeout=_remaining(deadline_s)):
+            raise ClusterUnavailable(f"no server of the cluster at {self.endpoints} has said in time where slots are")
+        try:
+            since_s = time.monotonic() - self._refreshed_s
+            if seen is not None:
+                if seen is not self._topology:
+                    return
+                if self._refresh_error is not None and since_s < self.options.suspect_s:
+                    raise self._refresh_error
+                time.sleep(max(0.0, min(_REFRESH_EVERY_S - since_s, _remaining(deadline_s))))
+            self._refresh_error = None
+            try:
+                self._topology = self._read_any(deadline_s)
+                self.refreshes += 1
+            except (ClusterUnavailable, ConfigError) as error:
+                self._refresh_error = error
+                raise
+            finally:
+                self._refreshed_s = time.monotonic()
+        finally:
+            self._refreshing.release()
+
+    def _read_any(self, deadline_s: float | None) -> Topology:
+        """The map of slots of the first server that answers."""
+        error: ConfigError | ClusterUnavailable | None = None
+        for address in self._servers():
+            if error is not None and _remaining(deadline_s) == 0:
+                break
+            try:
+                return self._read_topology(address, max(0.01, _remaining(deadline_s)))
+            except (ClusterUnavailable, ConfigError) as failed:
+                error = error if isinstance(error, ConfigError) else failed
+                self.suspect(address)
+        assert error is not None
+        raise error
+
+    @property
+    def topology(self) -> Topology:
+        """The map of slots as it is now; it is never changed, but replaced."""
+        return self._topology
+
+    def moved(self, slot: int, target: Address) -> None:
+        """A server has said who has the slot now; until the next refresh."""
+        with self._refreshing:
+            if self._topology.get(slot, (None,))[0] != target:
+                self._topology = self._topology | {slot: (target, *self._topology.get(slot, ())[1:])}
+
+    def suspect(self, address: Address) -> None:
+        """The server has failed: for a moment replicas are asked in its place."""
+        with self._lock:
+            self._suspects[address] = time.monotonic() + self.options.suspect_s
+        self.connections.forget(address)
+
+    def is_suspect(self, address: Address) -> bool:
+        with self._lock:
+            until = self._suspects.get(address)
+            if until is not None and until < time.monotonic():
+                del self._suspects[address]
+                until = None
+            return until is not None
+
+    @property
+    def timeout_s(self) -> float:
+        """That a look-up may take without a deadline of its own."""
+        return self.options.timeout_s
+
+    def reserve(self, size: int) -> bool:
+        """Count bytes that a look-up waits for. False, and not counted, where there are too many already."""
+        with self._lock:
+            if self._outstanding and self._outstanding + size > self.options.outstanding_bytes:
+                return False
+            self._outstanding += size
+            return True
+
+    def release(self, size: int) -> None:
+        with self._lock:
+            self._outstanding -= size
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the remote tier on {self.endpoints} was closed")
+
+    def stats(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "outstanding_bytes": self._outstanding,
+                "suspects": sorted(map(str, self._suspects)),
+                "connections_opened": self.connections.opened,
+                "topology_reads": self.refreshes,
+            }
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.connections.close()
+        with self._connecting:
+            if self._client is not None:
+                self._client.close()
+
+    def _servers(self) -> list[Address]:
+        """All that may be asked about the cluster, those that failed lately last."""
+        found = dict.fromkeys(self.endpoints.addresses)
+        found.update(dict.fromkeys(_distinct(self._topology.values())))
+        return sorted(found, key=self.is_suspect)
+
+    def _read_topology(self, address: Address, timeout_s: float) -> Topology:
+        redis = driver()
+        try:
+            with self.connections.borrowed(address, timeout_s=timeout_s) as connection:
+                connection.send_command("CLUSTER", "SLOTS")
+                reply = connection.read_response()
+        except (redis.RedisError, OSError) as error:
+            raise error if isinstance(error, StorageError) else explain(address, error) from error
+        found: Topology = {}
+        for low, high, *servers in reply:
+            addresses = tuple(
+                Address(server[0].decode() if server[0] else address.host, int(server[1])) for server in servers
+            )
+            found.update(dict.fromkeys(range(low, high + 1), addresses))
+        if not found:
+            raise ClusterUnavailable(
+                f"{address} knows of no slots: the cluster was not created yet, or the server was reset"
+            )
+        return found
+
+
+def _remaining(deadline_s: float | None) -> float:
+    """Seconds until a deadline; a day where there is none."""
+    return 86400.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+
+
+def _distinct(groups: Iterable[tuple[Address, ...]]) -> Iterable[Address]:
+    return dict.fromkeys(one for group in dict.fromkeys(groups) for one in group)

@@ -1,0 +1,311 @@
+"""One batch of keys of one table, read from all servers at once, with another try where a server failed or a slot has moved.
+
+For one thread. The first try goes to the masters, by kernels over sockets (`kernels/resp.py`). What failed is tried again: where
+the slots are now, or at a replica; a slot that is just being migrated is read through redis-py's own client, which knows how.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ClusterUnavailable, ConfigError
+from tierstore.kernels import partitions, resp
+from tierstore.kernels.codec import address_of
+from tierstore.tiers.joining import Watermarks
+from tierstore.tiers.remote.cluster import Cluster
+from tierstore.tiers.remote.connections import Connection, driver
+from tierstore.tiers.remote.layout import APPLYING, SEQ
+from tierstore.tiers.remote.options import Address
+from tierstore.tiers.remote.requests import TableLayout
+from tierstore.types import Keys, Rows, States, Tier
+
+_ATTEMPTS = 4
+_PAUSE_S = 0.02  # before another try where the server says that it is not ready
+
+
+class Cause(Enum):
+    STALE = "has closed an idle connection"
+    UNREACHABLE = "does not answer"
+    BUSY = "is not ready"
+    SUSPECT = "is not asked for a moment"
+    MOVED = "has given the slot away"
+    MIGRATING = "is giving the slot away"
+    MISSING = "does not have the version"
+    REFUSED = "refuses"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a tag was not read."""
+
+    cause: Cause
+    address: Address | None
+    text: str
+    slot: int = -1
+    target: Address | None = None
+
+    def __str__(self) -> str:
+        return f"{self.address} {self.cause.value}: {self.text}" if self.address else self.text
+
+
+_BY_WORD = {
+    "CLUSTERDOWN": Cause.BUSY, "LOADING": Cause.BUSY, "MASTERDOWN": Cause.BUSY, "BUSY": Cause.BUSY, "TRYAGAIN": Cause.MIGRATING,
+    "ASK": Cause.MIGRATING, "MOVED": Cause.MOVED,
+}  # fmt: skip
+
+
+class Read:
+    """Of the places `wanted` of `codes`, into the same places of `rows` and `state`."""
+
+    def __init__(
+        self, cluster: Cluster, table: TableLayout, codes: Keys, wanted: Keys, rows: Rows, state: States
+    ) -> None:
+        self._cluster, self._table = cluster, table
+        self._codes, self._rows, self._state = codes, rows, state
+        tags = len(table.tags)
+        self._order = np.empty(len(wanted), np.int64)
+        self._starts = np.empty(tags + 1, np.int64)
+        partitions.group(codes, wanted, self._order, self._starts)
+        self._marks = np.full((tags, 2), -1, np.int64)
+        self._errors = np.zeros((tags, resp.ERROR_BYTES), np.uint8)
+        self._failures: dict[int, Failure] = {}
+
+    def run(self, deadline_s: float) -> Watermarks:
+        """Until the deadline (of `time.monotonic`). Raises ClusterUnavailable for keys that were not read, after all others were."""
+        pending = np.flatnonzero(np.diff(self._starts)).tolist()
+        read = list(pending)
+        for attempt in range(_ATTEMPTS):
+            topology = self._cluster.topology
+            groups, until_s = self._assign(pending, deadline_s, first=attempt == 0)
+            self._exchange(groups, until_s)
+            self._clear_failed()
+            pending = sorted(self._failures)
+            if not pending or time.monotonic() >= deadline_s or not self._prepare_retry(topology, deadline_s):
+                break
+            if migrating := [tag for tag in pending if self._failures[tag].cause is Cause.MIGRATING]:
+                self._read_by_client(migrating)
+                pending = sorted(self._failures)
+                if not pending:
+                    break
+        if pending:
+            raise self._error(pending)
+        marks = Watermarks.none(len(self._table.tags))
+        marks.low[read], marks.high[read] = self._marks[read, 0], self._marks[read, 1]
+        return marks
+
+    def _places(self, tag: int) -> Keys:
+        return self._order[self._starts[tag] : self._starts[tag + 1]]
+
+    def _assign(
+        self, tags: Iterable[int], deadline_s: float, *, first: bool
+    ) -> tuple[dict[tuple[Address, bool], list[int]], float]:
+        """The tags by the server to ask (and whether as a replica), and how long to wait for it."""
+        cluster, options, failures = self._cluster, self._cluster.options, self._failures
+        self._failures = {}
+        groups: dict[tuple[Address, bool], list[int]] = defaultdict(list)
+        others = False
+        for tag in tags:
+            slot = self._table.slots[tag]
+            try:
+                master = cluster.master_of(slot)
+            except ClusterUnavailable as error:
+                self._failures[tag] = Failure(Cause.BUSY, None, str(error))
+                continue
+            replicas = cluster.replicas_of(slot) if options.replica_after_s > 0 else ()
+            others |= bool(replicas)
+            if not cluster.is_suspect(master):
+                groups[master, False].append(tag)
+            elif sound := [one for one in replicas if not cluster.is_suspect(one)]:
+                groups[sound[0], True].append(tag)
+            else:
+                text = failures[tag].text if tag in failures else "it has failed a moment ago"
+                self._failures[tag] = Failure(Cause.SUSPECT, master, text)
+        until_s = deadline_s
+        if first and others:
+            until_s = min(until_s, time.monotonic() + options.replica_after_s)
+        return groups, until_s
+
+    def _exchange(self, groups: dict[tuple[Address, bool], list[int]], until_s: float) -> None:
+        """Ask all servers at once; fills rows and states, and `_failures`."""
+        table = self._table
+        opened: list[tuple[Connection, bool, list[int]]] = []
+        commands: list[tuple[int, int, int, int]] = []
+        words = np.zeros((len(groups), resp.CONNECTION_WORDS), np.int64)
+        requests: list[npt.NDArray[np.uint8]] = []
+        try:
+            for (address, replica), tags in groups.items():
+                try:
+                    wait_s = max(0.001, (until_s - time.monotonic()) / 2)  # the others still get their time
+                    connection = self._cluster.connections.acquire(address, replica=replica, timeout_s=wait_s)
+                except (ClusterUnavailable, ConfigError) as error:
+                    cause = Cause.UNREACHABLE if isinstance(error, ClusterUnavailable) else Cause.REFUSED
+                    self._failures.update((tag, Failure(cause, address, str(error))) for tag in tags)
+                    continue
+                connection.fit(table.element_bytes)
+                row = words[len(opened)]
+                opened.append((connection, replica, tags))
+                row[resp.COMMAND] = len(commands)
+                requests.append(table.request(tags, self._codes, self._order, self._starts, commands))
+                row[resp.END], row[resp.ITEM] = len(commands), -1
+                row[resp.SEND_AT], row[resp.SEND_BYTES] = address_of(requests[-1]), len(requests[-1])
+                row[resp.BUFFER_AT], row[resp.BUFFER_BYTES] = address_of(connection.buffer), connection.buffer_bytes
+                row[resp.FD] = connection.socket.fileno()
+            words = words[: len(opened)]
+            self._marks[[tag for _, _, tags in opened for tag in tags]] = -1
+            self._errors[:] = 0
+            program = np.array(commands, np.int64).reshape(-1, resp.COMMAND_WORDS)
+            self._transfer([one for one, _, _ in opened], words, requests, program, until_s)
+        except BaseException:
+            for connection, _, _ in opened:
+                connection.close()
+            raise
+        for (connection, replica, tags), row in zip(opened, words, strict=True):
+            self._judge(connection, replica, tags, int(row[resp.STATUS]))
+
+    def _transfer(
+        self,
+        connections: list[Connection],
+        words: npt.NDArray[np.int64],
+        requests: list[npt.NDArray[np.uint8]],
+        commands: npt.NDArray[np.int64],
+        until_s: float,
+    ) -> None:
+        table, rows = self._table, self._rows
+        output = (
+            commands, self._order, address_of(rows), rows.strides[0], table.row_bytes, table.head, table.head_bytes,
+            address_of(self._state), self._marks, self._errors,
+        )  # fmt: skip
+        if not self._cluster.endpoints.tls:
+            resp.exchange(words, np.empty(len(words), np.int64), int(until_s * 1e9), *output)
+            return
+        for connection, row, request in zip(connections, words, requests, strict=True):
+            row[resp.STATUS] = _status_of(lambda c=connection, r=request: c.send(r, until_s))
+        for i, (connection, row) in enumerate(zip(connections, words, strict=True)):
+            while row[resp.STATUS] == resp.RUNNING:
+                row[resp.STATUS] = _status_of(lambda c=connection, r=row: c.receive(r, until_s))
+                if row[resp.STATUS] == resp.RUNNING:
+                    resp.parse(words, i, *output)
+
+    def _judge(self, connection: Connection, replica: bool, tags: list[int], status: int) -> None:
+        """After an exchange: keep the connection or not, and note which tags were not read."""
+        address = connection.address
+        if status == resp.DONE:
+            self._cluster.connections.release(connection, replica=replica)
+            for tag in tags:
+                if failure := self._failure_of(tag, address):
+                    self._failures[tag] = failure
+            return
+        connection.close()
+        if status == resp.TIMED_OUT:
+            failure = Failure(Cause.UNREACHABLE, address, "no complete answer in time")
+        elif status == resp.UNEXPECTED:
+            failure = Failure(
+                Cause.REFUSED,
+                address,
+                f"its answer is not rows of {self._table.row_bytes} bytes, as {self._table} has them",
+            )
+        elif connection.used:
+            failure = Failure(Cause.STALE, address, "the connection was closed")
+        else:
+            failure = Failure(Cause.UNREACHABLE, address, "it closed the connection")
+        self._failures.update(dict.fromkeys(tags, failure))
+
+    def _failure_of(self, tag: int, address: Address) -> Failure | None:
+        """What the replies for one tag say is wrong."""
+        if self._errors[tag, 0]:
+            text = self._errors[tag].tobytes().rstrip(b"\0").decode(errors="replace")
+            word, _, details = text.partition(" ")
+            target = None
+            if word == "MOVED":
+                host, _, port = details.rpartition(" ")[2].rpartition(":")
+                target = Address(host or address.host, int(port)) if port.isdigit() else None
+            return Failure(_BY_WORD.get(word, Cause.REFUSED), address, text, self._table.slots[tag], target)
+        if self._marks[tag, 0] < 0 or self._marks[tag, 1] < 0:
+            return Failure(
+                Cause.MISSING,
+                address,
+                f"there is no watermark of {self._table} under the tag {self._table.tags[tag].decode()}",
+            )
+        return None
+
+    def _clear_failed(self) -> None:
+        for tag in self._failures:
+            self._state[self._places(tag)] = Tier.PENDING
+
+    def _prepare_retry(self, seen: Any, deadline_s: float) -> bool:
+        """Learn from the failures where to ask next. False if asking again is of no use."""
+        cluster = self._cluster
+        causes = {failure.cause for failure in self._failures.values()}
+        if causes <= {Cause.REFUSED, Cause.MISSING, Cause.SUSPECT}:
+            return False
+        for failure in set(self._failures.values()):
+            if failure.address is None:
+                continue
+            if failure.cause is Cause.STALE:
+                cluster.connections.forget(failure.address)
+            elif failure.cause is Cause.UNREACHABLE or failure.text.startswith("LOADING"):
+                cluster.suspect(failure.address)
+        if causes & {Cause.UNREACHABLE, Cause.BUSY, Cause.MOVED}:
+            try:
+                cluster.refresh(seen, deadline_s)
+            except (ClusterUnavailable, ConfigError):
+                return Cause.STALE in causes
+            for failure in set(self._failures.values()):
+                if failure.target is not None:
+                    cluster.moved(failure.slot, failure.target)
+        if Cause.BUSY in causes:
+            time.sleep(max(0.0, min(_PAUSE_S, deadline_s - time.monotonic())))
+        return True
+
+    def _read_by_client(self, tags: list[int]) -> None:
+        """Tags whose slot is being migrated: redis-py follows it from server to server."""
+        redis = driver()
+        table, client = self._table, self._cluster.client
+        for tag in tags:
+            places = self._places(tag)
+            fields = np.ascontiguousarray(self._codes[places]).view("V8").tolist()
+            try:
+                (low, _), values, marks = (
+                    client.execute_command("HMGET", table.watermark_keys[tag], SEQ, APPLYING),
+                    client.execute_command("HMGET", table.rows_keys[tag], *fields),
+                    client.execute_command("HMGET", table.watermark_keys[tag], SEQ, APPLYING),
+                )
+            except (redis.RedisError, OSError) as error:
+                self._failures[tag] = Failure(Cause.BUSY, None, f"slot {table.slots[tag]} is being migrated: {error}")
+                continue
+            if low is None or marks[0] is None:
+                self._failures[tag] = Failure(
+                    Cause.MISSING, None, f"there is no watermark of {table} while its slot moves"
+                )
+                continue
+            del self._failures[tag]
+            found = np.fromiter((value is not None for value in values), np.bool_, len(values))
+            joined = b"".join(value for value in values if value is not None)
+            self._rows[places[found]] = np.frombuffer(joined, np.uint8).reshape(-1, table.row_bytes)
+            self._state[places] = np.where(found, Tier.REMOTE, Tier.ABSENT)
+            self._marks[tag] = int(low), max(int(mark or 0) for mark in marks)
+
+    def _error(self, pending: list[int]) -> ClusterUnavailable:
+        keys = np.sort(np.concatenate([self._codes[self._places(tag)] for tag in pending]))
+        reasons = dict.fromkeys(str(self._failures[tag]) for tag in pending)
+        return ClusterUnavailable(
+            f"{len(keys)} keys of {self._table} could not be read: {'; '.join(list(reasons)[:3])}", keys=keys.tolist()
+        )
+
+
+def _status_of(call: Any) -> int:
+    """How a transfer through Python ended."""
+    try:
+        return resp.RUNNING if call() else resp.CLOSED
+    except TimeoutError:
+        return resp.TIMED_OUT
+    except OSError:
+        return resp.CLOSED

@@ -1,0 +1,103 @@
+"""Where a cluster is and how to talk to it: the addresses of `--remote`, and limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from tierstore.errors import ConfigError
+
+PORT = 6379
+USER_VARIABLE, PASSWORD_VARIABLE = "TIERSTORE_REMOTE_USER", "TIERSTORE_REMOTE_PASSWORD"
+_TLS_OPTIONS = {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"}
+_EXAMPLE = "redis://host1:6379,host2:6379 (or rediss:// for TLS)"
+
+
+class Address(NamedTuple):
+    """Of a server of the cluster."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Limits of one node's use of the cluster.
+
+    `timeout_s` bounds a look-up, everything in it included, unless the caller has a deadline of its own. `replica_after_s`: a
+    server that has not answered by then is left, and its keys are asked from a replica; 0: replicas are not asked at all.
+    `connections`: the most to each server that are kept. `outstanding_bytes`: the most that look-ups under way may be waiting for.
+    """
+
+    timeout_s: float = 1.0
+    connect_timeout_s: float = 1.0
+    replica_after_s: float = 0.25
+    connections: int = 16
+    outstanding_bytes: int = 256 << 20
+    suspect_s: float = 0.5  # a server that failed is left alone so long, where a replica can answer
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """What `parse_urls` found: where to begin, and what redis-py needs for a connection."""
+
+    addresses: tuple[Address, ...]
+    tls: bool
+    credentials: dict[str, Any] = field(repr=False)  # the password is one of them
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.addresses))
+
+
+def parse_urls(urls: str, environment: Mapping[str, str] = os.environ) -> Endpoints:
+    """`redis://[user[:password]@]host[:port],…` or `rediss://…`, with `?ssl_ca_certs=FILE` and the like at the end.
+
+    The scheme and the user need to be given once, before the first address. User and password may also be in the
+    environment (TIERSTORE_REMOTE_USER, TIERSTORE_REMOTE_PASSWORD), which keeps them out of lists of processes.
+    Raises ConfigError; it never shows the password.
+    """
+    scheme, separator, remaining = urls.strip().partition("://")
+    if not separator or scheme not in ("redis", "rediss"):
+        raise ConfigError(f"expected the address of a cluster, such as {_EXAMPLE}, got {hidden(urls)!r}")
+    remaining, _, query = remaining.partition("?")
+    addresses: list[Address] = []
+    credentials: dict[str, Any] = {}
+    for part in map(str.strip, remaining.split(",")):
+        if "://" in part and part.partition("://")[0] != scheme:
+            raise ConfigError(f"expected {scheme}:// for all addresses of a cluster, got {hidden(part)!r}")
+        try:
+            one = urlsplit(f"redis://{part.rpartition('://')[2]}")
+            port = one.port or PORT
+        except ValueError:
+            raise ConfigError(f"expected host:port with a port of 1 to 65535, got {hidden(part)!r}") from None
+        if not one.hostname or one.path.strip("/"):
+            raise ConfigError(f"expected addresses such as {_EXAMPLE}, got {hidden(part)!r}")
+        addresses.append(Address(one.hostname, port))
+        if one.username:
+            credentials["username"] = unquote(one.username)
+        if one.password:
+            credentials["password"] = unquote(one.password)
+    for name, variable in (("username", USER_VARIABLE), ("password", PASSWORD_VARIABLE)):
+        if name not in credentials and environment.get(variable):
+            credentials[name] = environment[variable]
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in _TLS_OPTIONS or scheme != "rediss":
+            raise ConfigError(
+                f"expected options of TLS ({', '.join(sorted(_TLS_OPTIONS))}) after rediss://…?, got {name}"
+            )
+        credentials[name] = value
+    return Endpoints(tuple(dict.fromkeys(addresses)), scheme == "rediss", credentials)
+
+
+def hidden(url: str) -> str:
+    """The address without user and password, for messages."""
+    return ",".join(
+        head + separator + part.rpartition("@")[2]
+        for head, separator, part in (one.partition("://") if "://" in one else ("", "", one) for one in url.split(","))
+    )

@@ -1,0 +1,291 @@
+"""Rows into the cluster: a version's load, deltas tag by tag, and the removal of a version.
+
+A version can be read from the moment on at which its tags have watermarks (`finish`), which is after all its rows. A delta goes
+to each tag by a script on the server, which refuses an epoch that is too low and a seq that is not the next, and changes
+rows, watermark and epoch as one. A large delta goes in chunks; the watermark then says which delta is being applied, and moves
+with the last chunk.
+
+A `Writer` is for one thread; it sends to several servers at once. Everything may be done again after a crash: rows are the
+same rows, a delta that is there is left alone, and one that is half there is applied from its beginning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ClusterUnavailable, Corruption, Fenced, SequenceGap, StorageError
+from tierstore.kernels import partitions, resp
+from tierstore.kernels.codec import address_of
+from tierstore.tiers.remote.calls import call, command
+from tierstore.tiers.remote.cluster import Cluster
+from tierstore.tiers.remote.layout import APPLYING, CHUNK, EPOCH, SEQ, rows_key, slot_of, watermark_key
+from tierstore.tiers.remote.scripts import ALREADY, APPLIED, APPLY, FENCED, GAP
+from tierstore.tiers.remote.tier import RemoteTable
+from tierstore.types import Keys, Rows, Tier
+
+_CHUNK_BYTES = 512 << 10  # of a command of a load
+_DELTA_BYTES = 1 << 20  # of a script: a server answers nobody else meanwhile, about 5 ms
+_THREADS = 8
+_FIRST_STEP = 10_000
+
+T = TypeVar("T")
+
+
+class Change(NamedTuple):
+    """What a delta does to one table: distinct codes int64 [n], rows uint8 [n, row_bytes], and bool [n] where a key goes."""
+
+    table: str
+    codes: Keys
+    rows: Rows
+    deleted: npt.NDArray[np.bool_]
+
+
+class TagState(NamedTuple):
+    """A tag's watermark, as it is stored."""
+
+    seq: int
+    applying: int
+    epoch: int
+    chunk: int
+
+
+class Writer:
+    """Of one version. `row_bytes` is of each table. `wait_replicas`: a write counts once so many replicas have it (`WAIT`)."""
+
+    def __init__(
+        self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],
+        *, timeout_s: float = 30.0, wait_replicas: int = 0,
+    ) -> None:  # fmt: skip
+        self._cluster, self._model, self._version = cluster, model, version
+        self._row_bytes, self._tags = dict(row_bytes), list(tags)
+        self._slots = [slot_of(tag) for tag in tags]
+        self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
+        self._threads = ThreadPoolExecutor(min(_THREADS, len(tags)), "tierstore-remote-write")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- a load
+
+    def write_rows(self, table: str, codes: Keys, rows: Rows) -> None:
+        """Put `rows` uint8 [n, row_bytes] of `codes` int64 [n] into the cluster, over what is there. Raises ClusterUnavailable,
+        StorageError (the cluster has no memory, for one)."""
+        rows = self._checked(table, codes, rows)
+        order, starts = self._grouped(codes)
+
+        def write(tag: int) -> None:
+            per_command = max(1, _CHUNK_BYTES // (rows.shape[1] + resp.KEY_BYTES))
+            for start in range(starts[tag], starts[tag + 1], per_command):
+                places = order[start : min(start + per_command, starts[tag + 1])]
+                self._call(tag, [self._put_command(self._rows_key(tag, table), codes, places, rows)])
+
+        self._on_tags(write, np.flatnonzero(np.diff(starts)).tolist())
+
+    def finish(self, *, seq: int, epoch: int = 0) -> None:
+        """The load is complete, with every delta up to `seq`: from now on the version can be read."""
+        fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0")
+        self._on_tags(lambda tag: self._call(tag, [command(b"HSET", self._watermark_key(tag), *fields)]))
+
+    def count(self, table: str) -> int:
+        """Rows of a table that the cluster has."""
+        return sum(self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0])))
+
+    def verify(self, table: str, rows: int, codes: Keys, sample: Rows) -> None:
+        """Compare the number of rows, and the rows of `codes`. Raises Corruption that says what differs.
+
+        After `finish`. `codes` are ascending and distinct.
+        """
+        found = self.count(table)
+        if found != rows:
+            raise Corruption(
+                f"{self._model}, version {self._version}: table {table} has {found} rows in the cluster, expected {rows}"
+            )
+        reader = RemoteTable(self._cluster, self._model, self._version, table, self._tags, self._row_bytes[table])
+        for start in range(0, len(codes), _FIRST_STEP):
+            part = codes[start : start + _FIRST_STEP]
+            got, state = np.zeros((len(part), self._row_bytes[table]), np.uint8), np.zeros(len(part), np.uint8)
+            reader.fetch(part, got, state, deadline_s=time.monotonic() + self._timeout_s)
+            wrong = (state != Tier.REMOTE) | (got != sample[start : start + _FIRST_STEP]).any(axis=1)
+            if wrong.any():
+                raise Corruption(
+                    f"{self._model}, version {self._version}: {int(wrong.sum())} of {len(part)} sampled rows of table {table} "
+                    f"differ in the cluster, code {int(part[wrong.argmax()])} first"
+                )
+
+    # ---- deltas
+
+    def states(self) -> list[TagState | None]:
+        """The watermark of each tag; None where there is none, because the version is not complete or was dropped."""
+
+        def read(tag: int) -> TagState | None:
+            (values,) = self._call(tag, [command(b"HMGET", self._watermark_key(tag), SEQ, APPLYING, EPOCH, CHUNK)])
+            return None if values[0] is None else TagState(*(int(value or 0) for value in values))
+
+        return self._on_tags(read)
+
+    def fence(self, epoch: int) -> None:
+        """From now on refuse writes under a lower epoch than this. Raises Fenced if there is a higher one already."""
+        self._on_tags(lambda tag: self._run(tag, epoch, 0, 0, True, []))
+
+    def apply_delta(self, epoch: int, seq: int, changes: Sequence[Change]) -> list[bool]:
+        """Put delta `seq` into every tag, those included that it does not change. Returns for each whether it was new there.
+
+        Raises Fenced, SequenceGap (a tag lacks deltas before this one; `expected_seq` is the lowest), ClusterUnavailable. Some
+        tags may have it then: apply it again.
+        """
+        grouped = [
+            (change, self._checked(change.table, change.codes, change.rows), *self._grouped(change.codes))
+            for change in changes
+        ]
+
+        def apply(tag: int) -> bool:
+            chunks = list(_chunked(self._of_tag(tag, grouped)))
+            outcome = ALREADY
+            for number, chunk in enumerate(chunks):
+                outcome = self._run(tag, epoch, seq, number, number == len(chunks) - 1, chunk)
+                if outcome == ALREADY:
+                    break
+            return outcome == APPLIED
+
+        return self._on_tags(apply)
+
+    def _of_tag(self, tag: int, grouped: Sequence[tuple[Change, Rows, Keys, Keys]]) -> Iterator[_Piece]:
+        """A tag's part of the changes, in pieces that a script can do."""
+        for change, rows, order, starts in grouped:
+            places = order[starts[tag] : starts[tag + 1]]
+            gone = places[change.deleted[places]]
+            put = places[~change.deleted[places]]
+            step = max(1, _DELTA_BYTES // (8 + rows.shape[1]))
+            for start in range(0, len(put), step):
+                part = put[start : start + step]
+                yield _Piece(change.table, rows.shape[1], change.codes[part].tobytes(), rows[part].tobytes(), b"")
+            for start in range(0, len(gone), _DELTA_BYTES // 8):
+                yield _Piece(
+                    change.table,
+                    rows.shape[1],
+                    b"",
+                    b"",
+                    change.codes[gone[start : start + _DELTA_BYTES // 8]].tobytes(),
+                )
+
+    def _run(self, tag: int, epoch: int, seq: int, chunk: int, last: bool, pieces: Sequence[_Piece]) -> int:
+        """The script on one tag: APPLIED or ALREADY."""
+        keys = [self._watermark_key(tag), *(self._rows_key(tag, piece.table) for piece in pieces)]
+        arguments = [b"%d" % number for number in (epoch, seq, chunk, last)]
+        for piece in pieces:
+            arguments += [b"%d" % piece.row_bytes, piece.codes, piece.rows, piece.gone]
+        outcome, value = self._call(tag, [command(b"EVAL", APPLY, b"%d" % len(keys), *keys, *arguments)])[0]
+        what = f"{self._model}, version {self._version}, tag {self._tags[tag].decode()}"
+        if outcome == FENCED:
+            raise Fenced(
+                f"{what}: epoch {epoch} is over, epoch {int(value)} writes now; this node is not the ingester any more"
+            )
+        if outcome == GAP:
+            raise SequenceGap(f"{what}: expected delta {int(value)}, got {seq}", expected_seq=int(value))
+        if outcome not in (APPLIED, ALREADY):
+            raise StorageError(f"{what}: there is no watermark: the version is not complete, or was dropped")
+        return int(outcome)
+
+    # ---- the end of a version
+
+    def drop(self, *, pause_s: float = 0.1, check: Callable[[], None] | None = None) -> None:
+        """Remove the version: first its watermarks, so that nobody reads half of it, then its rows, one hash at a time.
+
+        The server frees a hash beside its work (UNLINK); `pause_s` between two keeps that from piling up. `check` is called
+        between them and may raise. May be called again.
+        """
+        self._on_tags(lambda tag: self._call(tag, [command(b"UNLINK", self._watermark_key(tag))]))
+        for table in self._row_bytes:
+            for tag in range(len(self._tags)):
+                if check is not None:
+                    check()
+                if self._call(tag, [command(b"UNLINK", self._rows_key(tag, table))])[0]:
+                    time.sleep(pause_s)
+
+    # ---- in common
+
+    def _call(self, tag: int, packed: list[Any]) -> list[Any]:
+        if not self._wait_replicas:
+            return call(self._cluster, self._slots[tag], packed, timeout_s=self._timeout_s)
+        wait = command(b"WAIT", b"%d" % self._wait_replicas, b"%d" % int(self._timeout_s * 1000))
+        *replies, have = call(self._cluster, self._slots[tag], [*packed, wait], timeout_s=self._timeout_s)
+        if have < self._wait_replicas:
+            raise ClusterUnavailable(
+                f"{have} replicas have what was written to slot {self._slots[tag]}, expected {self._wait_replicas} "
+                "(`remote_wait_replicas`): check the cluster's replicas"
+            )
+        return replies
+
+    def _on_tags(self, work: Callable[[int], T], tags: Sequence[int] | None = None) -> list[T]:
+        """`work(tag)` of all tags, several at a time; the first error after all have ended."""
+        futures = [self._threads.submit(work, tag) for tag in (range(len(self._tags)) if tags is None else tags)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+    def _grouped(self, codes: Keys) -> tuple[Keys, Keys]:
+        order, starts = np.empty(len(codes), np.int64), np.empty(len(self._tags) + 1, np.int64)
+        partitions.group(np.ascontiguousarray(codes), np.arange(len(codes)), order, starts)
+        return order, starts
+
+    def _checked(self, table: str, codes: Keys, rows: Rows) -> Rows:
+        if rows.shape != (len(codes), self._row_bytes[table]) or rows.dtype != np.uint8:
+            raise ValueError(
+                f"expected rows uint8[{len(codes)}, {self._row_bytes[table]}], got {rows.dtype}{list(rows.shape)}"
+            )
+        return np.ascontiguousarray(rows)
+
+    def _put_command(self, key: bytes, codes: Keys, places: Keys, rows: Rows) -> memoryview:
+        """HSET of the rows at `places`."""
+        row_bytes = rows.shape[1]
+        head = b"$%d\r\n" % row_bytes
+        begin = b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%s\r\n" % (2 + 2 * len(places), len(key), key)
+        out = np.empty(len(begin) + len(places) * (resp.KEY_BYTES + len(head) + row_bytes + 2), np.uint8)
+        out[: len(begin)] = np.frombuffer(begin, np.uint8)
+        resp.encode_rows(
+            np.ascontiguousarray(codes), places, address_of(rows), row_bytes, row_bytes, int.from_bytes(head, "little"),
+            len(head), address_of(out) + len(begin),
+        )  # fmt: skip
+        return out.data
+
+    def _watermark_key(self, tag: int) -> bytes:
+        return watermark_key(self._tags[tag], self._model, self._version)
+
+    def _rows_key(self, tag: int, table: str) -> bytes:
+        return rows_key(self._tags[tag], self._model, self._version, table)
+
+
+class _Piece(NamedTuple):
+    table: str
+    row_bytes: int
+    codes: bytes
+    rows: bytes
+    gone: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.codes) + len(self.rows) + len(self.gone)
+
+
+def _chunked(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces together as long as they are small; one empty chunk if there is nothing."""
+    chunk: list[_Piece] = []
+    for piece in pieces:
+        if chunk and sum(one.size for one in chunk) + piece.size > _DELTA_BYTES:
+            yield chunk
+            chunk = []
+        chunk.append(piece)
+    yield chunk

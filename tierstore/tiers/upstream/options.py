@@ -1,0 +1,69 @@
+"""Where the nodes are that have the rows, and how to talk to them: the addresses of `--upstream`, and limits."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from tierstore.errors import ConfigError
+
+_EXAMPLE = "http://a:8000,http://b:8000"
+
+
+class Address(NamedTuple):
+    """Of a node."""
+
+    host: str
+    port: int
+    tls: bool = False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Limits of a front's use of its nodes.
+
+    `timeout_s` bounds a look-up, other tries included. `other_after_s`: a node that has not answered by then is left, and its keys
+    are asked from another one that owns them. `connections`: the most to each node that are kept.
+    """
+
+    timeout_s: float = 1.0
+    connect_timeout_s: float = 1.0
+    other_after_s: float = 0.25
+    connections: int = 16
+    outstanding_bytes: int = 256 << 20
+    suspect_s: float = 0.5  # a node that failed is left alone so long
+    token: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+
+
+def parse_urls(urls: str) -> tuple[Address, ...]:
+    """`http://host:port,…` or `https://host:port,…`. Raises ConfigError."""
+    addresses = []
+    for part in map(str.strip, urls.split(",")):
+        try:
+            one = urlsplit(part)
+            port = one.port
+        except ValueError:
+            raise ConfigError(f"upstream: expected a port of 1 to 65535, got {part!r}") from None
+        tls = one.scheme == "https"
+        plain = not (one.path.strip("/") or one.query or one.fragment or one.username or one.password)
+        if not (tls or one.scheme == "http") or not one.hostname or not plain:
+            raise ConfigError(f"upstream: expected addresses of nodes such as {_EXAMPLE}, got {part!r}")
+        addresses.append(Address(one.hostname, port or (443 if tls else 80), tls))
+    return tuple(dict.fromkeys(addresses))
+
+
+def tls_context(addresses: tuple[Address, ...], ca: str | None) -> ssl.SSLContext | None:
+    """What checks the certificates of nodes; None where none speaks TLS. ConfigError for a file that has no authorities."""
+    if not any(address.tls for address in addresses):
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"upstream_ca: cannot read {ca}: {error}") from error

@@ -1,0 +1,125 @@
+"""What a node in front and the nodes that have the rows send each other: paths, and rows as bytes. Pure functions.
+
+A request for rows is a POST with the body `<upto: int64> <floor: int64> <line: 16 characters> <codes: int64[n], ascending>`, all
+little-endian: rows as of `upto`, of no use without the delta `floor`. Its answer is `<seq: int64> <n: int64> <states: uint8[n]> <rows>`: the seq that all of the rows have, one state a code, and the rows of
+the codes that are there, one after the other, as stored.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import Corruption
+from tierstore.types import Keys, Rows
+
+PREFIX = "/upstream"
+OCTETS = "application/octet-stream"
+THERE, ABSENT, FOREIGN = 1, 2, 3  # states: FOREIGN is of a partition that the node does not own
+MOST_KEYS = 65536  # of a request
+MOST_BYTES = 16 << 20  # of the rows of an answer
+_HEAD = struct.Struct("<qq")
+_REQUEST = struct.Struct("<qq16s")
+_ENTRY = struct.Struct("<qq")  # of a delta: seq, bytes; its digest and its bytes follow
+DIGEST_BYTES = 16
+
+
+def keys_at_once(row_bytes: int) -> int:
+    """How many codes a request may have."""
+    return max(1, min(MOST_KEYS, MOST_BYTES // row_bytes))
+
+
+def rows_path(model: str, version: int, table: str) -> str:
+    return f"{PREFIX}/models/{model}/versions/{version}/tables/{table}/rows"
+
+
+class RowsReply(NamedTuple):
+    """`rows` uint8[number of THERE in `states`, row_bytes], in the order of the codes."""
+
+    seq: int
+    states: npt.NDArray[np.uint8]
+    rows: Rows
+
+
+def encode_rows(seq: int, states: npt.NDArray[np.uint8], rows: Rows) -> list[bytes | memoryview]:
+    """The answer, in parts."""
+    parts: list[bytes | memoryview] = [_HEAD.pack(seq, len(states)), np.ascontiguousarray(states).data]
+    if rows.size:
+        parts.append(np.ascontiguousarray(rows).data.cast("B"))
+    return parts
+
+
+def decode_rows(body: bytearray, keys: int, row_bytes: int) -> RowsReply:
+    """Corruption where it is not the answer to `keys` codes of such rows."""
+    if len(body) < _HEAD.size + keys:
+        raise Corruption(f"expected an answer for {keys} keys, got {len(body)} bytes")
+    seq, n = _HEAD.unpack_from(body)
+    states = np.frombuffer(body, np.uint8, keys, _HEAD.size)
+    there = int(np.count_nonzero(states == THERE))
+    if n != keys or len(body) != _HEAD.size + keys + there * row_bytes:
+        raise Corruption(
+            f"expected {there} rows of {row_bytes} bytes for {keys} keys, got {n} keys and {len(body)} bytes"
+        )
+    return RowsReply(seq, states, np.frombuffer(body, np.uint8, offset=_HEAD.size + keys).reshape(there, row_bytes))
+
+
+class RowsRequest(NamedTuple):
+    upto: int
+    floor: int
+    line: str
+    codes: Keys
+
+
+MOST_REQUEST_BYTES = _REQUEST.size + 8 * MOST_KEYS
+
+
+def encode_request(request: RowsRequest) -> bytes:
+    head = _REQUEST.pack(request.upto, request.floor, request.line.encode())
+    return head + np.ascontiguousarray(request.codes, "<i8").tobytes()
+
+
+def decode_request(body: bytes | bytearray | memoryview) -> RowsRequest:
+    """ValueError where it is none, or its codes are not ascending and distinct."""
+    size = len(body) - _REQUEST.size
+    if size % 8 or not 0 <= size <= 8 * MOST_KEYS:
+        raise ValueError(
+            f"expected at most {MOST_KEYS} codes of 8 bytes after {_REQUEST.size} bytes, got {len(body)} bytes"
+        )
+    upto, floor, line = _REQUEST.unpack_from(body)
+    codes: Keys = np.frombuffer(body, "<i8", offset=_REQUEST.size)
+    if len(codes) > 1 and not (codes[1:] > codes[:-1]).all():
+        raise ValueError("expected codes that are ascending and distinct")
+    return RowsRequest(upto, floor, line.decode("ascii", "replace"), codes)
+
+
+class Entry(NamedTuple):
+    """A delta as the log has it."""
+
+    seq: int
+    digest: str
+    data: bytes
+
+
+def encode_entries(entries: list[Entry]) -> list[bytes | memoryview]:
+    """Deltas, in parts."""
+    parts: list[bytes | memoryview] = []
+    for seq, digest, data in entries:
+        parts += [_ENTRY.pack(seq, len(data)), digest.encode().ljust(DIGEST_BYTES), data]
+    return parts
+
+
+def decode_entries(body: bytearray) -> list[Entry]:
+    """Corruption where the last one is cut short."""
+    entries, at, text = [], 0, memoryview(body)
+    while at < len(body):
+        data_at = at + _ENTRY.size + DIGEST_BYTES
+        seq, size = _ENTRY.unpack_from(body, at) if data_at <= len(body) else (0, 0)
+        if data_at + size > len(body):
+            raise Corruption(f"expected whole deltas, got {len(body)} bytes that end within one")
+        digest = bytes(text[at + _ENTRY.size : data_at]).decode().strip()
+        entries.append(Entry(seq, digest, bytes(text[data_at : data_at + size])))
+        at = data_at + size
+    return entries
