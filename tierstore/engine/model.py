@@ -1,13 +1,14 @@
-"""A model, as its callers see it: look-ups, predictions, deltas, and what there is to know of it.
+"""A model: one served name. It answers look-ups and predictions, and is composed of the parts that keep its versions.
 
-Which versions serve is `switching.py`, which there are `keeping.py`. Look-ups and deltas: any thread (see `serving.py`).
+Look-ups and deltas: any thread, whatever the parts do. The parts share `state`; the order of locks is in `lifecycle/state.py`.
 
-After a crash: CURRENT names the active version, its RocksDB holds every delta up to its watermark, and the delta
-log those above.
+After a crash: CURRENT names the active version, its RocksDB holds every delta up to its watermark, and the delta log those
+above.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -15,21 +16,38 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.engine.keeping import Keeping
-from tierstore.engine.publisher import Lease, Publisher
-from tierstore.engine.served import STABLE
-from tierstore.engine.version import Version
-from tierstore.engine.view import View
-from tierstore.formats.delta import Delta
+from tierstore.engine.deltas.apply import DeltaPath
+from tierstore.engine.deltas.fold import Folder
+from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.events.changes import audited, changing
+from tierstore.engine.lifecycle.drop import Drops
+from tierstore.engine.lifecycle.freshness import Freshness
+from tierstore.engine.lifecycle.housekeeping import Housekeeping
+from tierstore.engine.lifecycle.loads import Loads
+from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.retiring import DRAIN_S
+from tierstore.engine.lifecycle.routes import Routes
+from tierstore.engine.lifecycle.start import Starter
+from tierstore.engine.lifecycle.state import ModelState, Shared
+from tierstore.engine.lifecycle.switch import Switcher
+from tierstore.engine.lifecycle.tasks import Tasks
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.publisher import Lease
+from tierstore.engine.serving.routing import STABLE, Routing
+from tierstore.errors import StorageError
+from tierstore.formats import files
+from tierstore.formats.delta.reader import Delta
+from tierstore.formats.names import ModelDirectory
 from tierstore.predict.signature import Signature
-from tierstore.types import DeltaResult, FeatureSpec, TableSpec, Vectors
+from tierstore.types import DeltaResult, FeatureSpec, Partitions, TableSpec, Vectors
 
-Floats = npt.NDArray[np.floating[Any]]  # a CuPy array where a device was asked for
+Floats = npt.NDArray[np.floating[Any]]  # a CuPy array where a device was named
 Found = npt.NDArray[np.bool_]
 
 
 class LookupOptions(TypedDict, total=False):
-    """What all look-ups take beside `return_found`: of `View.lookup`, and which view that is."""
+    """What all look-ups accept, besides `return_found`: options of `View.lookup`, and which view that is."""
 
     dtype: str
     out: Vectors | None
@@ -38,8 +56,88 @@ class LookupOptions(TypedDict, total=False):
     route: bytes | str | None
 
 
-class Model(Keeping):
-    """One served name."""
+class Model:
+    """One served name. The parts are for the engine; `store.py` has the verbs that users call."""
+
+    def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
+        # constant after construction
+        self.name, self.where = name, where
+        self.state = state = ModelState(name, where, shared)
+        self.catalogue, self.dense = state.catalogue, state.dense
+        self.publisher = state.live.publisher  # of the current views; compiled readers look up in them
+        self.deltas = DeltaPath(
+            state.live, state.log, state.record, self.dense, self.catalogue.specs, shared.observers, state.room
+        )
+        self.folder = Folder(state.live, shared.settings.fold_grace_s)
+        self.opener = Opener(state)
+        self.routes = Routes(state)
+        self.switcher = Switcher(state, self.opener, self.routes)
+        self.starter = Starter(state, self.opener, self.routes, self.switcher)
+        self.loads = Loads(state, self.opener)
+        self.drops = Drops(state, self.opener, self.routes)
+        self.housekeeping = Housekeeping(
+            name,
+            self.folder,
+            state.retiring,
+            self.publisher.changed,
+            self.opener.free,
+            self.opener.freed,
+            lambda: shared.throttle.share,
+        )
+        self.freshness = Freshness(state, self.deltas.newest_event)
+        self._times = shared.throttle.times
+
+    # --- start and stop
+
+    @classmethod
+    def begin(cls, name: str, where: ModelDirectory, shared: Shared) -> Model:
+        """A new model, started. Where that fails nothing of it is left."""
+        try:
+            files.make_dir(where.log)
+            model = cls(name, where, shared)
+            try:
+                model.catalogue.find()
+                model.start()
+            except BaseException:
+                model.close()
+                raise
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                files.remove_tree(where.root)
+            raise
+        return model
+
+    def start(self) -> None:
+        """Open the active version, replay the log onto it, and begin to serve. After `catalogue.find`.
+
+        A version that cannot be opened is reported by `problem`, and the model waits for another. What is served of a cluster
+        is opened by the one who follows it.
+        """
+        if self.state.shared.open_remote is None:
+            self.starter.start()
+        tasks = Tasks(self.state, self.opener, self.drops, lambda: self.housekeeping.stopping)
+        self.housekeeping.start(tasks.by_problem())
+
+    def close(self) -> None:
+        """Stop the background threads, wait for look-ups under way, and close what is open."""
+        self.housekeeping.stop()
+        state, changed = self.state, self.publisher.changed
+        with state.switch, state.live.write:
+            with contextlib.suppress(StorageError):
+                state.record.repair()
+            retiring, served = state.retiring.all(), state.live.close()
+            to_close = [*retiring, *served]
+            with changed:
+                changed.wait_for(lambda: not any(map(self.publisher.reads, to_close)), timeout=DRAIN_S)
+            for version in served:
+                if (
+                    state.shared.warmer.warm_up_of(version) is None
+                ):  # else the keys saved last say more than what is in memory
+                    with contextlib.suppress(StorageError):  # they only make the next start warmer
+                        version.save_hot_keys()
+            for version in to_close:
+                self.opener.free(version)
+            self.opener.scanned.close_all()
 
     # --- look-ups and deltas
 
@@ -51,15 +149,14 @@ class Model(Keeping):
         to the canary: requests of an equal `route` (a request id) to the same one, others at random.
         """
         if isinstance(version, int):
-            self._info(version)
-        return Lease(self._serving.publisher, version, route)
+            self.catalogue.info(version)
+        return Lease(self.publisher, version, route)
 
-    def _enter(self, version: int | str | None, route: bytes | str | None) -> tuple[View, Publisher]:
-        """What entering `view(version, route)` does, in fewer steps; the caller leaves the view."""
+    def _acquire(self, version: int | str | None, route: bytes | str | None) -> View:
+        """What `view(version, route)` holds, in fewer steps; the caller releases it."""
         if isinstance(version, int):
-            self._info(version)
-        publisher = self._serving.publisher
-        return publisher.enter(version, route), publisher
+            self.catalogue.info(version)
+        return self.publisher.acquire(version, route)
 
     @overload
     def lookup(
@@ -83,12 +180,12 @@ class Model(Keeping):
         **options: Any,
     ) -> Any:
         """`View.lookup` on the view that `view(version, route)` gives."""
-        view, publisher = self._enter(version, route)
+        view = self._acquire(version, route)
         began = time.perf_counter_ns() if self._times.watched else 0
         try:
             return view.lookup(feature, keys, **options)
         finally:
-            publisher.leave(view)
+            self.publisher.release(view)
             if began:
                 self._times.add(time.perf_counter_ns() - began)
 
@@ -139,12 +236,12 @@ class Model(Keeping):
         **options: Any,
     ) -> Any:
         """`View.lookup_bags` on the view that `view(version, route)` gives."""
-        view, publisher = self._enter(version, route)
+        view = self._acquire(version, route)
         began = time.perf_counter_ns() if self._times.watched else 0
         try:
             return view.lookup_bags(feature, keys, offsets, **options)
         finally:
-            publisher.leave(view)
+            self.publisher.release(view)
             if began:
                 self._times.add(time.perf_counter_ns() - began)
 
@@ -170,7 +267,7 @@ class Model(Keeping):
     ) -> dict[str, Any]:
         """Several features at once, all of one version and one seq: {feature: what `lookup` returns}."""
         with self.view(version, route) as view:
-            return {feature: view.lookup(feature, of, **options) for feature, of in keys.items()}
+            return {feature: view.lookup(feature, its, **options) for feature, its in keys.items()}
 
     def predict(
         self,
@@ -186,27 +283,52 @@ class Model(Keeping):
 
     @property
     def signature(self) -> Signature | None:
-        """What the active version's dense part takes and gives; None where none is served. NotReady where nothing serves."""
+        """Inputs and outputs of the active version's dense part; None where none is served. NotReady where nothing serves."""
         with self.view(STABLE) as view:
             return None if view.predictor is None else view.predictor.signature
 
-    def apply_delta(self, delta: Delta, data: bytes | memoryview) -> DeltaResult:
-        """Log a delta and make it visible; `data` is what `delta` was read from."""
-        return self._serving.apply(
-            delta, data, lambda number: self._infos[number].specs if number in self._infos else None, self.dense
-        )
+    def apply_delta(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
+        """Log a delta and make it visible; `data` is what `delta` was read from, `origin` is logged with it."""
+        audit = self.state.shared.audit
+        with audited(audit, "delta", self.name, self.position, flush=False, seq=delta.seq) as noted:
+            result = self.deltas.apply(delta, data, origin)
+            noted["unchanged"] = not result.applied
+        return result
 
     # --- what there is
 
     @property
-    def publisher(self) -> Publisher:
-        """What holds the current views; for those who have compiled readers look up in them."""
-        return self._serving.publisher
+    def active_version(self) -> int | None:
+        """What `stable` stands for; None where nothing serves."""
+        return self.state.live.active_version
+
+    def changing(self, change: str, **fields: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        """As `events.changes.changing`, of this model."""
+        return changing(self.state.shared.audit, change, self.name, self.position, **fields)
+
+    def position(self) -> dict[str, Any]:
+        """What changes move, for the audit: the active version, the canary, and the newest delta of the log."""
+        return {"active": self.active_version, "canary": self.routes.canary, "seq": self.state.log.last}
+
+    @property
+    def log(self) -> DeltaLog:
+        """What deltas it has. Read only."""
+        return self.state.log
+
+    @property
+    def served(self) -> Routing:
+        """What is served at this moment."""
+        return self.publisher.served
 
     @property
     def ready(self) -> bool:
         """Whether look-ups are answered."""
-        return self._serving.current is not None
+        return self.publisher.current is not None
+
+    @property
+    def versions(self) -> list[int]:
+        """Complete versions, ascending."""
+        return self.catalogue.numbers
 
     @property
     def features(self) -> dict[str, FeatureSpec]:
@@ -218,29 +340,32 @@ class Model(Keeping):
     def tables(self) -> dict[str, TableSpec]:
         """Of the active version. NotReady where nothing serves."""
         with self.view(STABLE) as view:
-            return view.holder.specs
+            return view.open_version.specs
 
     @property
     def problem(self) -> str | None:
-        """Why nothing serves, what is lost of the log, or why background work does not get on."""
-        damage = "; ".join(self._deltas.damage[:3]) or None
-        return self._start_problem or damage or self._canary_problem or self._keeper.problem
+        """Why nothing serves, what is lost of the log, or what background work fails at."""
+        damage = "; ".join(self.state.log.damage[:3]) or None
+        freshness = self.freshness.problem
+        routing = self.state.live.start_problem or damage or self.routes.problem or self._partition_problem
+        return routing or self.housekeeping.problem or freshness
 
     @property
-    def last_event_time(self) -> str | None:
-        """Of the newest delta applied since the start, ISO 8601."""
-        event = self._serving.last_event
-        return None if event is None else event.isoformat()
+    def _partition_problem(self) -> str | None:
+        """Why the version that serves has other keys than the setting says."""
+        view, wanted = self.state.live.served.active, self.state.shared.settings.own
+        if (
+            view is None
+            or (info := view.open_version.info).is_remote
+            or info.own == wanted
+            or info.partitions == wanted
+        ):
+            return None
+        return (
+            f"version {info.number} has {_keys_of(info.partitions)}, and the setting partition asks for {_keys_of(wanted)}: it serves "
+            "what it has until a version is loaded with that setting"
+        )
 
-    def warming(self, version: Version) -> dict[str, int] | None:
-        """How far the warm-up of a version is that serves after a start: `done`, `total` in keys; None where it is over."""
-        warm_up = self._shared.warmer.of(version)
-        return None if warm_up is None else {"done": warm_up.done, "total": warm_up.total}
 
-    def resting_status(self) -> dict[str, int] | None:
-        """What rests of the version that was left last: `version`, `memory_bytes`."""
-        return self._resting.status()
-
-    def log_status(self) -> dict[str, Any]:
-        start, last = (self._deltas.start, self._deltas.last) if self._deltas.unusable is None else (None, None)
-        return {"start": start, "last": last, "entries": self._deltas.entries}
+def _keys_of(partitions: Partitions | None) -> str:
+    return "all keys" if partitions is None else f"partitions {partitions}"

@@ -1,52 +1,49 @@
 """The store: a data directory, open in this process.
 
-Any thread may call anything; `close` waits for nobody, so stop calling first. One process at a time holds the
-directory (an flock on LOCK, which the kernel drops with the process).
+Any thread may call anything; `close` does not wait for calls under way, so stop calling first. One process at a time holds the
+directory (`lifecycle/directory_lock.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
 import threading
-import urllib.parse
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tierstore.config import Settings, cores, load_settings
-from tierstore.engine.budget import HostBudget, OverlayBudget
-from tierstore.engine.callbacks import guarded, refuse_inside
-from tierstore.engine.changes import changing
-from tierstore.engine.checking import verify_store
-from tierstore.engine.devices import Devices
-from tierstore.engine.epochs import Epochs
-from tierstore.engine.loading import load
+from tierstore.access.audit import Audit
+from tierstore.config import Settings, load_settings
+from tierstore.engine.deltas.apply import delta_bytes
+from tierstore.engine.events.callbacks import guarded, refuse_inside
+from tierstore.engine.events.changes import audited
+from tierstore.engine.events.observer import Observer
+from tierstore.engine.lifecycle.directory_lock import lock, unlock
+from tierstore.engine.lifecycle.state import ignore, make_shared
+from tierstore.engine.lifecycle.sweep import sweep
+from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.engine.model import Model
-from tierstore.engine.observer import Observer
-from tierstore.engine.publisher import Publisher
-from tierstore.engine.status import model_status
-from tierstore.engine.switching import Shared, ignore
-from tierstore.engine.throttle import LookupTimes, Throttle
-from tierstore.engine.warming import Warmer
-from tierstore.errors import Closed, DeltaError, Locked, NotFound, SnapshotError, StorageError
+from tierstore.engine.operations.export import SCRATCH, ExportOptions, export, new_target
+from tierstore.engine.operations.load import LocalTarget, load
+from tierstore.engine.operations.parked import ParkedMessages
+from tierstore.engine.operations.status import store_status
+from tierstore.engine.operations.together import close_models, start_models, stop_background
+from tierstore.engine.operations.verbs import LocalVerbs, Verbs
+from tierstore.engine.operations.verify import verify_store
+from tierstore.engine.serving.epochs import Epochs
+from tierstore.engine.serving.publisher import Publisher
+from tierstore.engine.upstream.elsewhere import Elsewhere, rows_elsewhere
+from tierstore.errors import Closed, DeltaError, InvalidInput, NotFound, SnapshotError
 from tierstore.formats import files
-from tierstore.formats.built import open_source
-from tierstore.formats.delta import read_delta
+from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.names import DataDirectory
-from tierstore.formats.regular import read_regular
-from tierstore.predict.runtime import Runtime
-from tierstore.tiers.background import give_way
-from tierstore.tiers.disk import ReaderPool
-from tierstore.types import DeltaResult, ProgressFn, VerifyReport
+from tierstore.formats.snapshot.built import open_source
+from tierstore.kafka.parked import ParkedFiles
+from tierstore.types import DeltaResult, ExportReport, ProgressFn, VerifyReport
 
 log = logging.getLogger(__name__)
 
-START_THREADS = 8  # models that start at once
 SWEEP_S = 5.0  # that `close` waits for the removal of a leftover
 
 
@@ -59,90 +56,68 @@ def open_store(path: str | Path | None = None, *, config: str | Path | None = No
     return Store(load_settings(config, **({} if path is None else {"data": path}), **settings))
 
 
-class Store:
+class Store(ParkedMessages):
     """Models in one data directory. A context manager; `close` it otherwise."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.root = DataDirectory(Path(settings.data).absolute())
         files.make_dir(self.root.models)
-        self._lock_file = _lock(self.root.lock)
+        self._lock_file = lock(self.root.lock)
+        self.fleet: Elsewhere | None = None  # where the rows are on other machines
         try:
-            # of the processors, what warms a version beside the one that serves takes half at most
-            readers = ReaderPool(settings.disk_threads, background=min(settings.disk_threads, max(0, cores() // 2 - 1)))
             self.lookup_times = LookupTimes()
-            epochs = Epochs()
-            throttle = Throttle(self.lookup_times, epochs.collect, settings.load_p99_ratio)
-            self._shared = Shared(
-                settings,
-                readers,
-                HostBudget(settings.host_budget),
-                OverlayBudget(settings.overlay_budget),
-                Runtime(settings),
-                Devices(settings),
-                Warmer(self._publishers, settings.warm_rate, settings.hot_keys_every_s, throttle),
-                throttle,
-                epochs=epochs,
-            )
+            self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
             self._models_lock = threading.Lock()
             self._models: dict[str, Model] = {}
             self._loads: Counter[str] = Counter()  # under way, by model; guarded by _models_lock
             self._closed = False
-            self._sweeping = threading.Thread(target=self._sweep, name="tierstore-sweeper", daemon=True)
+            self.parked_files = ParkedFiles(self.root.parked)  # of messages that a source could not apply
+            self._sweeping = threading.Thread(
+                target=sweep, args=(self._leftovers, lambda: self._closed), name="tierstore-sweeper", daemon=True
+            )
             try:
-                self._start_models()
+                self.fleet = rows_elsewhere(self.shared, self.root, self._begin_model)
+                if self.fleet is None:
+                    start_models(self.root, self.shared, self._models)
+                else:
+                    self.fleet.start()
             except BaseException:
                 self._close_models()
                 raise
-            throttle.start()
-            self._shared.warmer.start()
+            self.shared.throttle.start()
+            self.shared.warmer.start()
             self._sweeping.start()
         except BaseException:
-            _unlock(self._lock_file)
+            unlock(self._lock_file)
             raise
 
-    def _start_models(self) -> None:
-        """Side by side: each waits for its own files most of the time."""
-        try:
-            names = self.root.models_on_disk()
-        except OSError as error:
-            raise StorageError(f"cannot read {self.root.models}: {error.strerror or error}") from error
-        for name in names:
-            self._models[name] = Model(name, self.root.model(name), self._shared)
-        models = list(self._models.values())
-        with ThreadPoolExecutor(max(1, min(START_THREADS, len(models))), "tierstore-start") as threads:
-            for _ in threads.map(Model.find, models):
-                pass
-            with self._shared.host_budget.awaiting(sum(model.host_need_bytes for model in models)):
-                for _ in threads.map(Model.start, models):
-                    pass
+    def _leftovers(self) -> list[tuple[str, Path]]:
+        of_models = [(model.name, path) for model in list(self._models.values()) for path in model.catalogue.leftovers]
+        return of_models + [("of an export", path) for path in self.root.root.glob(f"{SCRATCH}*")]
 
-    def _sweep(self) -> None:
-        """Remove what crashes have left; beside what serves, since it may be as large as a version."""
-        give_way()
-        for model in list(self._models.values()):
-            for path in model.leftovers:
-                if self._closed:
-                    return
-                try:
-                    files.remove_leftover(path)
-                except (
-                    StorageError
-                ) as error:  # a helper of a killed process may still be writing there; the next start sweeps
-                    log.warning("model %s: %s", model.name, error)
+    @property
+    def sweeping(self) -> bool:
+        """Whether leftovers of crashes are still being removed."""
+        return self._sweeping.is_alive()
 
     def _publishers(self) -> list[Publisher]:
         return [model.publisher for model in list(self._models.values())]
 
     @property
     def observers(self) -> list[Observer]:
-        """Add to it to be told of deltas and switches."""
-        return self._shared.observers
+        """Append to it to be notified of deltas and switches."""
+        return self.shared.observers
+
+    @property
+    def audit(self) -> Audit:
+        """Who changed what; for transports to add whom they refused."""
+        return self.shared.audit
 
     @property
     def epochs(self) -> Epochs:
-        """What compiled readers of views go by."""
-        return self._shared.epochs
+        """How compiled readers of views find what is served."""
+        return self.shared.epochs
 
     def publish_words(self) -> None:
         """Have compiled readers, of which there are some now, find what is served."""
@@ -181,22 +156,27 @@ class Store:
         """
         self._check_open()
         refuse_inside()  # it would do all its work before it is
-        snapshot = open_source(source)
+        with audited(self.audit, "load", model, lambda: None, source=str(source)) as noted:
+            snapshot = open_source(source, self.settings.own)
+            noted["unchanged"] = True  # so far
         manifest = snapshot.manifest
         if model is not None and manifest.model != model:
             raise SnapshotError(
-                f"expected a snapshot of model {model!r}, came one of {manifest.model!r}", file="snapshot.json"
+                f"expected a snapshot of model {model!r}, got one of {manifest.model!r}", file="snapshot.json"
             )
+        if self.fleet is not None:
+            self.fleet.member(manifest.model)
         with self._models_lock:
             held = self._models.get(manifest.model) or self._begin_model(manifest.model)
             self._loads[held.name] += 1
             aside = any(other.active_version is not None for other in self._models.values())
         try:
-            with _changing("load", held, version=manifest.version, source=str(source)):
+            with held.changing("load", version=manifest.version, source=str(source)):
                 return load(
                     held,
                     snapshot,
-                    self._shared,
+                    self.shared,
+                    LocalTarget(held, self.settings.base) if self.fleet is None else self.fleet.target(held.name),
                     activate=activate,
                     aside=aside,
                     progress=progress or ignore,
@@ -205,29 +185,18 @@ class Store:
         finally:
             with self._models_lock:
                 self._loads[held.name] -= 1
-                if held.is_empty and not self._loads[held.name] and not self._closed:
+                if held.catalogue.is_empty and not self._loads[held.name] and not self._closed and self.fleet is None:
                     # a first load that failed leaves no trace of the model, unless another one is coming
                     del self._models[held.name]
                     held.close()
                     files.remove_tree(held.where.root)
 
+    def verbs(self, model: Model) -> Verbs:
+        return LocalVerbs(model) if self.fleet is None else self.fleet.existing(model.name)
+
     def _begin_model(self, name: str) -> Model:
-        where = self.root.model(name)
-        try:
-            files.make_dir(where.log)
-            model = Model(name, where, self._shared)
-            try:
-                model.find()
-                model.start()
-            except BaseException:
-                model.close()
-                raise
-            self._models[name] = model
-        except BaseException:
-            with contextlib.suppress(StorageError):
-                files.remove_tree(where.root)
-            raise
-        return self._models[name]
+        model = self._models[name] = Model.begin(name, self.root.model(name), self.shared)
+        return model
 
     def apply_delta(
         self, source: bytes | bytearray | memoryview | str | Path, *, model: str | None = None
@@ -238,26 +207,58 @@ class Store:
         of turn, Conflict for a seq held with other content, Overloaded when deltas come faster than they are folded.
         """
         self._check_open()
-        data = _delta_bytes(source)
+        data = delta_bytes(source)
         delta = read_delta(data)
         if model is not None and delta.model != model:
-            raise DeltaError(f"expected a delta of model {model!r}, came one of {delta.model!r}")
-        return self.model(delta.model).apply_delta(delta, data)
+            raise DeltaError(f"expected a delta of model {model!r}, got one of {delta.model!r}")
+        return self.verbs(self.model(delta.model)).apply_delta(delta, data)
 
-    def activate(self, model: str, version: int, *, force: bool = False, progress: ProgressFn | None = None) -> None:
-        """Switch to a kept version: caught up, warmed, then in one step. `force` takes one that is stale.
+    def activate(
+        self,
+        model: str,
+        version: int,
+        *,
+        force: bool = False,
+        expected_active: int | None = None,
+        progress: ProgressFn | None = None,
+    ) -> None:
+        """Switch to a kept version: caught up, warmed, then in one step. `force` also switches to one that is stale.
 
+        With `expected_active`, Conflict where neither that version nor `version` is active.
         To change versions from within `progress`, here and in `rollback` and `canary`, is a Conflict.
         """
         held = self.model(model)
-        with _changing("activate", held, force=force or None):
-            held.activate(version, force=force, progress=progress or ignore)
+        progress = progress or ignore
+        with held.changing("activate", force=force or None, expected_active=expected_active):
+            self.verbs(held).activate(version, force=force, expected_active=expected_active, progress=progress)
 
-    def rollback(self, model: str, *, force: bool = False, progress: ProgressFn | None = None) -> int:
-        """Switch to the newest kept version older than the active one. Returns it."""
+    def rollback(
+        self,
+        model: str,
+        *,
+        to_seq: int | None = None,
+        force: bool = False,
+        expected_active: int | None = None,
+        progress: ProgressFn | None = None,
+    ) -> int:
+        """Switch to the newest kept version older than the active one. Returns it.
+
+        With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right after delta
+        `to_seq` was applied. With `expected_active`, Conflict where another version is active: a rollback that is sent again
+        goes back once.
+        """
         held = self.model(model)
-        with _changing("rollback", held, force=force or None):
-            return held.rollback(force=force, progress=progress or ignore)
+        if to_seq is not None:
+            if force:
+                raise InvalidInput("force is for a rollback to another version; expected to_seq without it")
+            with held.changing("rollback", to_seq=to_seq, expected_active=expected_active) as noted:
+                version = self.verbs(held).rollback_to(
+                    to_seq, expected_active=expected_active, progress=progress or ignore
+                )
+                noted["undone"] = [list(each) for each in held.state.log.undone.ranges]
+                return version
+        with held.changing("rollback", force=force or None, expected_active=expected_active):
+            return self.verbs(held).rollback(force=force, expected_active=expected_active, progress=progress or ignore)
 
     def canary(
         self,
@@ -268,89 +269,99 @@ class Store:
         force: bool = False,
         progress: ProgressFn | None = None,
     ) -> None:
-        """Serve a kept version beside the active one, to `share` (0 to 1) of the requests that name no version.
+        """Serve a kept version next to the active one, to `share` (0 to 1) of the requests that name no version.
 
         It is caught up and warmed first; for the version that is the canary already only the share changes.
         """
         held = self.model(model)
-        with _changing("canary", held, version=version, share=share, force=force or None):
-            held.canary(version, share, force=force, progress=progress or ignore)
+        with held.changing("canary", version=version, share=share, force=force or None):
+            self.verbs(held).canary(version, share, force=force, progress=progress or ignore)
 
     def promote(self, model: str) -> int:
         """Make the canary the active version, in one step. Returns it."""
         held = self.model(model)
-        with _changing("promote", held):
-            return held.promote()
+        with held.changing("promote"):
+            return self.verbs(held).promote()
 
     def withdraw(self, model: str) -> int:
         """Stop serving the canary; it is kept. Returns it."""
         held = self.model(model)
-        with _changing("withdraw", held) as told:
-            told["version"] = held.withdraw()
-        return int(told["version"])
+        with held.changing("withdraw") as fields:
+            fields["version"] = self.verbs(held).withdraw()
+        return int(fields["version"])
 
     def label(self, model: str, name: str, version: int) -> None:
         """Let a label stand for a version that is served, until that is served no more."""
         held = self.model(model)
-        with _changing("label", held, label=name, version=version):
-            held.label(name, version)
+        with held.changing("label", label=name, version=version):
+            self.verbs(held).label(name, version)
 
     def unlabel(self, model: str, name: str) -> None:
         """Remove a label."""
         held = self.model(model)
-        with _changing("unlabel", held, label=name):
-            held.unlabel(name)
+        with held.changing("unlabel", label=name):
+            self.verbs(held).unlabel(name)
 
     def deactivate(self, model: str) -> None:
         """Stop serving a model, its canary as well; its versions are kept."""
         held = self.model(model)
-        with _changing("deactivate", held):
-            held.deactivate()
+        with held.changing("deactivate"):
+            self.verbs(held).deactivate()
 
     def drop(self, model: str, version: int) -> None:
         """Delete a version. Conflict for one that is served."""
         held = self.model(model)
-        with _changing("drop", held, version=version):
-            held.drop(version)
+        with held.changing("drop", version=version):
+            self.verbs(held).drop(version)
 
     def verify(self, progress: ProgressFn | None = None) -> VerifyReport:
         """Read every version and every logged delta back and check them."""
         self._check_open()
         refuse_inside()
-        throttle = self._shared.throttle
-        with throttle.at_work("verify"):
-            models = [self._models[name] for name in self.models()]
-            return verify_store(models, guarded(progress or ignore), lambda: throttle.share)
+        models = [self._models[name] for name in self.models()]
+        return verify_store(models, guarded(progress or ignore), self.shared.throttle)
+
+    def export(
+        self,
+        model: str,
+        directory: str | Path,
+        *,
+        version: int | str | None = None,
+        as_version: int | None = None,
+        partitions: int | None = None,
+        progress: ProgressFn | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> ExportReport:
+        """Write what a model serves now, with all deltas up to one seq, as a snapshot in the new `directory`, or below a URL.
+
+        `version` is a number or a label that is served, by default the active version's; `as_version` is the number that
+        the snapshot gets, by default the same. With `partitions`, 1 or more, a built version is written. Deltas, switches and
+        look-ups go on. Set `cancelled` to stop it: Closed. InvalidInput for a model with string keys, Conflict for a directory
+        that exists. What fails leaves no directory.
+        """
+        held, options = self.model(model), ExportOptions(version, as_version, partitions)
+        where = new_target(directory, outside=self.root.root)
+        return export(held, where, options, self.root.root, guarded(progress or ignore), cancelled)
 
     def warm_share(self) -> float:
         """How much of what a start reads into memory is there, 0 to 1; 1 where nothing is to be read."""
-        progress = self._shared.warmer.progress()
-        return 1.0 if progress is None else progress[0] / max(1, progress[1])
+        return self.shared.warmer.share()
 
     def throttle(self) -> dict[str, Any]:
-        """How fast background work may go beside look-ups, and why; see `Throttle.status`."""
-        return self._shared.throttle.status()
+        """How fast background work may go while look-ups are served, and why; see `Throttle.status`."""
+        return self.shared.throttle.status()
 
     def warming(self) -> dict[str, int] | None:
         """How far the warm-up after the start is: `{"done", "total"}` in keys; None where it is over."""
-        progress = self._shared.warmer.progress()
+        progress = self.shared.warmer.progress()
         return None if progress is None else dict(zip(("done", "total"), progress, strict=True))
 
     def status(self, model: str | None = None) -> dict[str, Any]:
-        """The status document: `{"models": {name: …}}`, with the store's own bounds beside it."""
+        """The status document: `{"models": {name: …}}`, and the store's own bounds."""
         self._check_open()
         names = self.models() if model is None else [self.model(model).name]
-        shared = self._shared
-        shared.epochs.collect()
-        return {
-            "models": {name: model_status(self._models[name]) for name in names},
-            "warming": self.warming(),
-            "throttle": self.throttle(),
-            "host_budget": {"used": shared.host_budget.used, "total": shared.host_budget.total},
-            "overlay_budget": {"used": shared.overlay_budget.used, "total": shared.overlay_budget.total},
-            "device_budget": {"used": shared.devices.budget.used, "total": shared.devices.budget.total},
-            "device": shared.devices.status(),
-        }
+        document = store_status({name: self._models[name] for name in names}, self.shared, self.warming())
+        return document if self.fleet is None else self.fleet.add_status(document)
 
     def close(self) -> None:
         """Stop background work, close every version, and let go of the directory."""
@@ -361,18 +372,19 @@ class Store:
         try:
             self._close_models()
         finally:
-            _unlock(self._lock_file)
+            unlock(self._lock_file)
+
+    def end_predictions(self) -> None:
+        """End the predictions that run at this moment: a graph need not come to an end by itself."""
+        self.shared.dense.limits.end_all()
 
     def _close_models(self) -> None:
-        self._shared.throttle.close()
-        self._shared.warmer.close()
+        stop_background(self.shared)
         if self._sweeping.ident is not None:
             self._sweeping.join(SWEEP_S)  # what it leaves, the next start removes
-        with contextlib.ExitStack() as stack:  # one that fails keeps no other from being closed
-            stack.callback(self._shared.readers.close)
-            stack.callback(self._shared.devices.close)
-            for model in self._models.values():
-                stack.callback(model.close)
+        if self.fleet is not None:
+            self.fleet.close()
+        close_models(self.shared, self._models, None if self.fleet is None else self.fleet.disconnect)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -385,47 +397,3 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _changing(change: str, model: Model, **fields: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
-    return changing(change, model.name, lambda: model.active_version, **fields)
-
-
-def _lock(path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise StorageError(f"cannot use {path.parent} as a data directory: {error.strerror or error}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise Locked(
-            f"{path.parent} is open in another process{f' (pid {holder})' if holder else ''}; if that is a service, talk to it with --url"
-        ) from None
-    with contextlib.suppress(OSError):  # only for whoever wonders; a full disk must not keep the store from opening
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
-    return descriptor
-
-
-def _unlock(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that this one forked has the lock open too, and may live on
-    os.close(descriptor)
-
-
-def _delta_bytes(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, (bytearray, memoryview)):
-        return memoryview(source).cast("B")
-    path = (
-        Path(urllib.parse.unquote(source.removeprefix("file://")))
-        if isinstance(source, str) and source.startswith("file://")
-        else Path(source)
-    )
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise DeltaError(f"cannot read the delta {path}: {error.strerror or error}") from error

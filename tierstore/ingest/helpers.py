@@ -1,18 +1,17 @@
-"""Helper processes of a bulk load: started, fed one task each, watched, and ended whatever happens.
+"""Helper processes of a bulk load: start them, give each one task at a time, watch them, and end them whatever happens.
 
-They are fresh interpreters (`sys.executable -m tierstore.ingest.worker`), neither forked nor spawned
-from the caller, so any program may embed the store whatever threads and locks it has, and a shard that
-crashes a reader crashes a helper. The caller's own share is to wait on pipes: the interpreter lock is
-free meanwhile.
+They are new interpreters (`sys.executable -m tierstore.ingest.worker`), neither forked nor spawned from the caller. So any
+program may embed the store, whatever threads and locks it has, and a shard that crashes its reader crashes only a helper.
+The caller itself waits on pipes, during which the interpreter lock is free.
 
-A `Helpers` belongs to the thread that made it. Helpers end when their stdin does, so a killed parent
-leaves none behind.
+A `Helpers` belongs to the thread that made it. Helpers end when their stdin ends, so a killed parent leaves none running.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -26,9 +25,13 @@ from types import TracebackType
 from typing import Any
 
 from tierstore.errors import Corruption, DiskFull, SnapshotError, StorageError, TierstoreError
-from tierstore.formats.snapshot import Snapshot
+from tierstore.formats.objects import ObjectPath
+from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.tasks import RESULTS, Task
-from tierstore.tiers.background import hand_over
+from tierstore.kernels import child_environment
+from tierstore.tiers.background import yield_to_requests
+
+log = logging.getLogger(__name__)
 
 NICENESS = 19
 _THREADS_OF_LIBRARIES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -40,8 +43,8 @@ _STDERR_TAIL = 2000
 class Helpers:
     """`count` helper processes for one snapshot; a context manager that ends them. `scratch` takes their stderr.
 
-    With `aside` they keep to half of the processors, so that what serves finds one free. `share` says how much of the
-    time they may be at work, and is asked all the while.
+    With `aside` they use half of the processors, so that one is free for requests. `share` says for which share of the
+    time they may work; it is called again and again. `waits` is called with what a helper waits for.
     """
 
     def __init__(
@@ -52,15 +55,20 @@ class Helpers:
         *,
         aside: bool = False,
         share: Callable[[], float] = lambda: 1.0,
+        waits: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.peak_bytes = 0  # the most memory that one of them has held
-        self._share, self._told = share, 1.0
+        self._share, self._sent_share, self._waits = share, 1.0, waits
         self._selector = selectors.DefaultSelector()
         self._helpers: list[_Helper] = []
-        hello = {"root": str(snapshot.root), "manifest": snapshot.manifest.to_document()}
+        root = snapshot.root
+        hello = {
+            "root": root.document() if isinstance(root, ObjectPath) else str(root),
+            "manifest": snapshot.manifest.to_document(),
+        }
         try:
             for number in range(count):
-                hand_over()  # to start a process takes a millisecond with the interpreter lock held
+                yield_to_requests()  # to start a process takes a millisecond with the interpreter lock held
                 helper = _Helper(scratch / f"helper-{number}.stderr", aside)
                 self._helpers.append(helper)
                 self._selector.register(helper.stdout, selectors.EVENT_READ, helper)
@@ -76,41 +84,44 @@ class Helpers:
     def run(
         self, tasks: Sequence[Task], tick: Callable[[int], None], note: Callable[[Any, Any], None] | None = None
     ) -> list[Any]:
-        """Have all tasks done, in any order; their results in the order of `tasks`.
+        """Do all tasks, in any order. Returns their results in the order of `tasks`.
 
         Calls `tick(rows)` with the rows done since the last call, at least every 0.1 s, and `note(task, result)` with
-        each that is done; what they raise ends the run. Raises SnapshotError or StorageError; the helpers are of no use
-        then.
+        each that is done; what they raise ends the run. Raises SnapshotError or StorageError; do not use
+        the helpers then.
         """
         waiting = deque(enumerate(tasks))
         results: dict[int, Any] = {}
         total = len(waiting)
         for helper in self._helpers:
-            helper.take(waiting)
+            helper.start_next(waiting)
         while len(results) < total:
             rows = 0
-            self._tell_share()
+            self._send_share()
             for key, _ in self._selector.select(_TICK_S):
                 helper = key.data
                 for answer in helper.receive():
                     if "rows" in answer:
                         rows += answer["rows"]
+                    elif "waits" in answer:
+                        log.warning("%s", answer["waits"])
+                        self._waits(answer["waits"])
                     elif "done" in answer:
                         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
                         number, kind = helper.finished()
                         results[number] = RESULTS[kind](**answer["done"])
                         if note is not None:
                             note(tasks[number], results[number])
-                        helper.take(waiting)
+                        helper.start_next(waiting)
                     else:
                         raise _error(answer)
             tick(rows)
         return [results[number] for number in range(total)]
 
-    def _tell_share(self) -> None:
+    def _send_share(self) -> None:
         share = self._share()
-        if share != self._told:
-            self._told = share
+        if share != self._sent_share:
+            self._sent_share = share
             for helper in self._helpers:
                 helper.send({"share": share})
 
@@ -137,7 +148,7 @@ class _Helper:
         self._partial = b""
         self.process = start(stderr)
         if aside:
-            _keep_aside(self.process.pid)
+            _use_half_of_processors(self.process.pid)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin = self.process.stdin
@@ -150,7 +161,7 @@ class _Helper:
         except BrokenPipeError:
             raise self._died() from None
 
-    def take(self, waiting: deque[tuple[int, Task]]) -> None:
+    def start_next(self, waiting: deque[tuple[int, Task]]) -> None:
         """Start on the next of the waiting tasks, if there is one."""
         if waiting:
             number, task = waiting.popleft()
@@ -163,7 +174,7 @@ class _Helper:
         return task
 
     def receive(self) -> list[dict[str, Any]]:
-        """The answers that have come; raises StorageError if the helper has died."""
+        """The answers received so far. Raises StorageError if the helper has died."""
         data = os.read(self.stdout.fileno(), 1 << 16)
         if not data:
             raise self._died()
@@ -194,9 +205,7 @@ class _Helper:
 
 def start(stderr: Path) -> subprocess.Popen[bytes]:
     """A helper process that waits for its first line. Raises StorageError."""
-    environment = dict(os.environ) | dict.fromkeys(_THREADS_OF_LIBRARIES, "1")  # there is one helper a processor
-    # a helper must find what this process has found, wherever it was found, and nothing in its working directory
-    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = child_environment() | dict.fromkeys(_THREADS_OF_LIBRARIES, "1")  # there is one helper a processor
     try:
         with open(stderr, "wb") as errors:
             process = subprocess.Popen(
@@ -208,22 +217,22 @@ def start(stderr: Path) -> subprocess.Popen[bytes]:
             )
     except OSError as error:
         raise StorageError(f"cannot start a load helper ({sys.executable}): {error.strerror or error}") from error
-    _step_back(process.pid)
+    _lower_priority(process.pid)
     return process
 
 
-def _step_back(pid: int) -> None:
-    """Let a helper run on what look-ups leave of the processors, from its first import on."""
-    with contextlib.suppress(OSError):  # a system that does not allow it loses smoothness, not the load
+def _lower_priority(pid: int) -> None:
+    """Give a helper the lowest priority, from its first import on: look-ups come first."""
+    with contextlib.suppress(OSError):  # where that is refused, look-ups are slower during the load
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
         # not SCHED_IDLE: where other programs keep all processors busy, a load would come to a halt
         os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _keep_aside(pid: int) -> None:
-    """Have a helper keep to half of the processors.
+def _use_half_of_processors(pid: int) -> None:
+    """Let a helper use only half of the processors.
 
-    Where all are busy, who wakes up waits for the end of a time slice, however low the priority of what it waits for.
+    If all were busy, a thread that wakes up would wait for the end of a time slice, even against a lowest priority.
     """
     with contextlib.suppress(OSError):
         processors = sorted(os.sched_getaffinity(0))

@@ -1,10 +1,10 @@
-"""What a load has finished, in a file beside it: a load of the same that is begun after a crash goes on from there.
+"""What a load has finished, in a file of its directory: after a crash, another load of the same snapshot goes on from there.
 
-    XXH3-64 of the rest of the line, 16 hex digits | a space | JSON | a line feed
+    XXH3-64 of the JSON, 16 hex digits | a space | JSON | a line feed
 
-The first line says which load it is, each of the others what one task made: its key and its result, in which stand names,
-lengths and digests of files. Lines are not synced. A line that a crash or damage has spoilt does not count, and whoever goes
-on reads what the others name before it is used.
+The first line identifies the load. Each other line says what one task made: its key and its result, with names, lengths and
+digests of files. Lines are not synced. A line that a crash has damaged does not count. Files that the other lines name are
+read and checked before they are used.
 
 One thread at a time.
 """
@@ -22,21 +22,28 @@ import xxhash
 from tierstore.formats import files
 
 
+def about(path: Path) -> Any:
+    """What identifies the load of the journal at `path`; None where there is none. Raises StorageError."""
+    return next(iter(_lines(files.read_bytes(path) or b"")), None)
+
+
 class Journal:
-    """Opened at `path`; what is there counts only if it is of the load that `about` describes. StorageError."""
+    """Opened at `path`. An existing file counts only if it is of the load that `about` describes. Raises StorageError."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         lines = _lines(files.read_bytes(path) or b"")
         about = json.loads(json.dumps(about))
-        known = lines[1:] if lines[:1] == [about] else []
-        self.done: dict[str, Any] = {line["key"]: line["result"] for line in known}  # results by task, the last counts
-        files.publish_bytes(path, b"".join(map(_line, [about, *known])))  # what is spoilt must not spoil what follows
+        kept = lines[1:] if lines[:1] == [about] else []
+        self.done: dict[str, Any] = {
+            line["key"]: line["result"] for line in kept
+        }  # results by the task's key; the last line counts
+        files.publish_bytes(path, b"".join(map(_line, [about, *kept])))  # without damaged lines
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def note(self, key: str, result: dict[str, Any]) -> None:
-        """A task is done."""
+        """Record the result of a task."""
         self.done[key] = result
-        with contextlib.suppress(OSError):  # the load goes on; one that goes on from it does the task again
+        with contextlib.suppress(OSError):  # a load that goes on from it does the task again
             os.write(self._fd, _line({"key": key, "result": result}))
 
     def close(self) -> None:
@@ -49,6 +56,6 @@ def _line(document: Any) -> bytes:
 
 
 def _lines(content: bytes) -> list[Any]:
-    """Those that are whole."""
+    """The documents of whole lines."""
     pairs = (line.split(b" ", 1) for line in content.split(b"\n") if b" " in line)
     return [json.loads(text) for digest, text in pairs if xxhash.xxh3_64_hexdigest(text).encode() == digest]

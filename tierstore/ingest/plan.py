@@ -1,12 +1,12 @@
-"""How a load is cut into work, from the sizes in the manifest alone: how large runs are, how they are merged, how many files.
+"""How a load is cut into tasks, from the sizes in the manifest: how large runs are, how they are merged, how many files.
 
     shards --> runs that fit in memory --> (joined into fewer runs, where there are many) --> files of a key range each
 
-Memory is given, the table is not: so what grows with it is the number of runs. A merge reads a little of each of its runs
+Memory is fixed and tables are not, so a larger table has more runs. A merge reads a little of each of its runs
 at a time; with more than `MAX_FAN_IN` of them that would be too little for a drive, and too many files open. Then about
 the square root of them are joined at a time first, which writes and reads the rows once more.
 
-Pure: nothing is read, and nothing is remembered.
+Pure functions and immutable values.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tierstore.formats.manifest import TableEntry
-from tierstore.types import BaseKind
+from tierstore.formats.row_times import TIME_BYTES
+from tierstore.formats.snapshot.manifest import TableEntry
+from tierstore.types import BaseKind, TableSpec
 
 KEY_CODE_BYTES = 8
-MAX_FAN_IN = 400  # runs that one merge reads side by side
+MAX_FAN_IN = 400  # runs that one merge reads at the same time
 MAX_FILES = 2000  # of a table
-SAMPLES = 1024  # keys of a run by which ranges are chosen
-MIN_RANGE_BYTES = 4 << 20  # below it another file costs more than a second helper gains
+SAMPLES = 1024  # keys of a run from which ranges are chosen
+MIN_RANGE_BYTES = 4 << 20  # below it, another file costs more than a second helper gains
 _FILE_BYTES = 256 << 20  # unless that gives too many files
 _LEAST_SHARE = 8 << 20
 _MAX_BATCH_BYTES = 16 << 20
-_OVERHEAD = 16  # bytes a row that lengths, indexes and checksums take, generously
-_UNUSED = 7  # of rows' bytes, at most one in so many is what they leave free in a block
+_OVERHEAD = 16  # bytes a row for lengths, indexes and checksums, rounded up
+_MARGIN = 6.0
+_UNUSED = 7  # at most one byte in so many is unused in a block
 
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """How one table is loaded. `groups` are the shards that one helper reads in one go, by number."""
+    """How one table is loaded. `groups`: the shards that one task reads, by number."""
 
     table: str
     rows: int
-    row_bytes: int
+    row_bytes: int  # in runs
     run_bytes: int  # of a run, at most
     batch_bytes: int  # of vectors that are encoded at once
     step_bytes: int  # of rows that are merged at once; as much again while they are put in order
@@ -49,7 +51,7 @@ class TablePlan:
 
     @property
     def runs(self) -> int:
-        """Runs that reading leaves, at most: each group's last one may be short."""
+        """Most runs that reading makes: the last one of each group may be short."""
         return min(self.rows, self.bytes // max(1, self.run_bytes) + len(self.groups))
 
     def join(self, runs: int) -> int:
@@ -58,18 +60,18 @@ class TablePlan:
 
     @property
     def fan_in(self) -> int:
-        """Runs that one merge reads side by side, at most."""
+        """Most runs that one merge reads at the same time."""
         return max(self.join(self.runs), -(-self.runs // self.join(self.runs)))
 
     @property
     def pieces(self) -> int:
-        """Parts of runs that are opened and searched for a task, all tasks together."""
+        """Parts of runs that are opened and searched, all tasks together."""
         joined = 0 if self.join(self.runs) == 1 else self.runs
         return joined + self.files * -(-self.runs // self.join(self.runs))
 
     @property
     def read_bytes(self) -> int:
-        """What a merge reads of a run at a time."""
+        """Bytes that a merge reads of a run at a time."""
         return self.step_bytes // max(1, self.fan_in)
 
     @property
@@ -79,7 +81,7 @@ class TablePlan:
 
     @property
     def file_bytes(self) -> int:
-        """Of the finished files, about."""
+        """Bytes of the finished files, about."""
         return self.bytes + self.rows * (_OVERHEAD + self.row_bytes // _UNUSED)
 
 
@@ -93,7 +95,7 @@ class LoadPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """What runs take on disk, beside the finished files: that of the rows, and of runs that are just being joined."""
+        """Bytes of runs on disk, in addition to the finished files: all rows, and those of runs that are being joined."""
         joining = max(
             (plan.join(plan.runs) * plan.run_bytes for plan in self.tables if plan.join(plan.runs) > 1), default=0
         )
@@ -101,44 +103,56 @@ class LoadPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """What the load needs on disk while it runs."""
+        """Bytes that the load needs on disk while it runs."""
         return self.scratch_bytes + sum(plan.file_bytes for plan in self.tables)
 
     @property
     def helpers(self) -> int:
-        """As many as have something to do that is worth the start of a process; one makes a disk tier of no rows, too."""
+        """Helpers with enough work to be worth the start of a process; at least one, which makes the disk tier."""
         work = max(sum(len(plan.groups) for plan in self.tables), sum(plan.files for plan in self.tables))
         return max(1, min(self.workers, work, 1 + sum(plan.bytes for plan in self.tables) // MIN_RANGE_BYTES))
 
 
-def plan_load(tables: tuple[TableEntry, ...], *, base: BaseKind, memory_bytes: int, workers: int) -> LoadPlan:
-    """The plan for tables as the manifest gives them, within `memory_bytes` of all helpers together."""
+def run_row_bytes(spec: TableSpec) -> int:
+    """Bytes of a row in runs: where the table has a ttl its time follows it."""
+    return spec.row_bytes + (0 if spec.ttl_s is None else TIME_BYTES)
+
+
+def plan_load(
+    tables: tuple[TableEntry, ...], *, base: BaseKind, memory_bytes: int, workers: int, part: float = 1.0
+) -> LoadPlan:
+    """The plan for tables as the manifest gives them, within `memory_bytes` of all helpers together.
+
+    part: of the rows, how many are loaded, about: those of some partitions of the keys.
+    """
     workers = max(1, workers)
     share = max(_LEAST_SHARE, memory_bytes // workers)
-    return LoadPlan(tuple(_plan_table(table, base, share, workers) for table in tables), workers, share)
+    return LoadPlan(tuple(_plan_table(table, base, share, workers, part) for table in tables), workers, share)
 
 
-def _plan_table(table: TableEntry, base: BaseKind, share: int, workers: int) -> TablePlan:
-    row_bytes = table.spec().row_bytes
-    size = table.rows * (row_bytes + KEY_CODE_BYTES)
+def _plan_table(table: TableEntry, base: BaseKind, share: int, workers: int, part: float) -> TablePlan:
+    row_bytes = run_row_bytes(table.spec())
+    # so many standard deviations that a hash never exceeds it
+    rows = min(table.rows, math.ceil(table.rows * part + _MARGIN * math.sqrt(table.rows * part)))
+    size = rows * (row_bytes + KEY_CODE_BYTES)
     run_bytes, step_bytes = share // 2, max(1 << 20, share // 4)
-    # RocksDB's files are written out of memory as a whole, ours step by step
+    # a file of RocksDB's is held in memory as a whole, ours are written step by step
     file_bytes = max(_FILE_BYTES, -(-size // MAX_FILES)) if base == "sealed" else min(_FILE_BYTES, step_bytes)
     return TablePlan(
         table.name,
-        table.rows,
+        rows,
         row_bytes,
         run_bytes,
         min(_MAX_BATCH_BYTES, share // 8),
         step_bytes,
         max(-(-size // file_bytes), min(workers, -(-size // MIN_RANGE_BYTES))),
-        _groups(table, run_bytes, workers),
+        _groups(table, run_bytes, workers, part),
     )
 
 
-def _groups(table: TableEntry, run_bytes: int, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Small shards are read in one task, as many as fill a run, but so that each helper has some."""
-    record = table.spec().row_bytes + KEY_CODE_BYTES
+def _groups(table: TableEntry, run_bytes: int, workers: int, part: float) -> tuple[tuple[int, ...], ...]:
+    """Small shards are read by one task, as many as fill a run, but each helper gets some."""
+    record = math.ceil((run_row_bytes(table.spec()) + KEY_CODE_BYTES) * part)
     even = max(MIN_RANGE_BYTES, table.rows * record // workers)
     groups: list[list[int]] = []
     room = 0

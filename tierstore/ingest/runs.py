@@ -2,9 +2,9 @@
 
     n key codes (int64), by partition and then ascending | n rows in the storage dtype | the codes of some rows, evenly spaced (int64)
 
-A merge holds one step of rows, however long the runs and however many they are. A helper's main thread, or the caller's for
-`quantiles`. Runs lie in the load's own directory. Their digest, two XXH3-64 as 32 hex digits (of the codes in front, and of
-what follows), is known to whoever made them: after a crash it says which are whole.
+A merge holds one step of rows, however long and however many the runs are. For a helper's main thread, `quantiles` for the
+load's. Runs lie in the load's own directory. The journal has their digest, two XXH3-64 as 32 hex digits (of the codes, and
+of what follows): after a crash it shows which runs are whole.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from tierstore.types import Keys, Rows
 
 Run = tuple[str, int]  # path, rows
 Part = tuple[int, int]  # which of how many partitions of the keys
+ReportRows = Callable[[int], None]  # how many more rows are done
 _READ_BYTES = 1 << 20
 
 
 class RunWriter:
-    """A new run of `rows` rows, which come in order, in any number of parts. A context manager; then `digest` is known."""
+    """Writes a run of `rows` rows, which are added in order, in any number of parts. A context manager; `digest` is set at its end."""
 
     def __init__(self, path: str, rows: int, row_bytes: int) -> None:
         self._rows, self._row_bytes = rows, row_bytes
@@ -42,7 +43,7 @@ class RunWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def add(self, keys: Keys, rows: Rows) -> None:
-        """The next rows: int64 [n], uint8 [n, row_bytes]. OSError."""
+        """Add the next rows: int64 [n], uint8 [n, row_bytes]. Raises OSError."""
         at, end = self._at, self._at + len(keys)
         self._put(0, keys, at * KEY_CODE_BYTES)
         self._put(1, rows, self._rows * KEY_CODE_BYTES + at * self._row_bytes)
@@ -63,15 +64,15 @@ class RunWriter:
             os.close(self._fd)
 
     def _put(self, part: int, array: npt.NDArray[Any], offset: int) -> None:
-        left = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
-        self._digests[part].update(left)
-        while left:
-            written = os.pwrite(self._fd, left, offset)
-            left, offset = left[written:], offset + written
+        remaining = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
+        self._digests[part].update(remaining)
+        while remaining:
+            written = os.pwrite(self._fd, remaining, offset)
+            remaining, offset = remaining[written:], offset + written
 
 
-def read_digest(path: str, rows: int, row_bytes: int, tell: Callable[[int], None]) -> str | None:
-    """The digest of a run as its file is now; None where there is none of that length. Tells of rows. OSError."""
+def read_digest(path: str, rows: int, row_bytes: int, report: ReportRows) -> str | None:
+    """The digest of a run, read from its file; None where there is no file of that length. Raises OSError."""
     keys = rows * KEY_CODE_BYTES
     parts = keys, rows * row_bytes + len(_sampled(rows)) * KEY_CODE_BYTES
     try:
@@ -81,13 +82,13 @@ def read_digest(path: str, rows: int, row_bytes: int, tell: Callable[[int], None
         return None
     digests = []
     with open(path, "rb", buffering=0) as file:
-        for left in parts:
+        for remaining in parts:
             digest = xxhash.xxh3_64()
-            while left and (block := file.read(min(left, _READ_BYTES))):
+            while remaining and (block := file.read(min(remaining, _READ_BYTES))):
                 digest.update(block)
-                left -= len(block)
+                remaining -= len(block)
             digests.append(digest.hexdigest())
-    tell(rows)
+    report(rows)
     return "".join(digests)
 
 
@@ -99,36 +100,34 @@ def merged(
     step_bytes: int,
     part: Part = (0, 1),
 ) -> Iterator[tuple[Keys, Rows]]:
-    """(keys, rows) of all runs with keys in [low, high) (None: no limit), ascending; at most `step_bytes` of them at a time.
+    """(keys, rows) of all runs with keys in [low, high) (None: no limit), of one partition, ascending; at most `step_bytes` at a time.
 
-    Of the keys of one partition.
-
-    As much again is held while a step is put in order. Let go of one step before the next is asked for.
+    As much again is held while a step is sorted. Drop one step before you ask for the next.
     """
     with ExitStack() as stack:
         cursors = [_Cursor(run, row_bytes, low, high, part, stack) for run in runs]
-        cursors = [cursor for cursor in cursors if cursor.left]
+        cursors = [cursor for cursor in cursors if cursor.remaining]
         rows_a_step = max(1, step_bytes // (row_bytes + KEY_CODE_BYTES))
         while cursors:
             for cursor in cursors:
                 cursor.look_ahead(max(1, rows_a_step // len(cursors)))
-            # beyond this key a run may have some that are not seen yet
+            # beyond this key a run may have keys that are not read yet
             sure = min((int(cursor.ahead[-1]) for cursor in cursors if cursor.has_more), default=None)
             counts = [len(c.ahead) if sure is None else int(np.searchsorted(c.ahead, sure, "right")) for c in cursors]
             ends = np.cumsum(counts)
             keys, rows = np.empty(ends[-1], np.int64), np.empty((ends[-1], row_bytes), np.uint8)
             for cursor, count, end in zip(cursors, counts, ends.tolist(), strict=True):
-                cursor.take(keys[end - count : end], rows[end - count : end])
+                cursor.pop(keys[end - count : end], rows[end - count : end])
             if np.count_nonzero(counts) > 1:
                 order = np.argsort(keys, kind="stable")
                 keys, rows = keys[order], in_order(rows, order)
             yield keys, rows
             del keys, rows
-            cursors = [cursor for cursor in cursors if cursor.left]
+            cursors = [cursor for cursor in cursors if cursor.remaining]
 
 
 class _Cursor:
-    """What is left of one run in a key range of a partition."""
+    """The remaining rows of one run, in a key range of a partition."""
 
     def __init__(
         self, run: Run, row_bytes: int, low: int | None, high: int | None, part: Part, stack: ExitStack
@@ -144,23 +143,23 @@ class _Cursor:
         self.ahead: Keys = np.empty(0, np.int64)  # the next keys
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return max(0, self._end - self._at)
 
     @property
     def has_more(self) -> bool:
-        """Whether there are keys beyond those ahead."""
-        return self.left > len(self.ahead)
+        """Whether there are keys after those in `ahead`."""
+        return self.remaining > len(self.ahead)
 
     def look_ahead(self, wanted: int) -> None:
-        more = min(wanted, self.left) - len(self.ahead)
+        more = min(wanted, self.remaining) - len(self.ahead)
         if more > 0:
             keys = np.empty(more, np.int64)
             self._read(keys, (self._at + len(self.ahead)) * KEY_CODE_BYTES)
             self.ahead = np.concatenate([self.ahead, keys])
 
-    def take(self, keys: Keys, rows: Rows) -> None:
-        """Fill these with the next keys, which are ahead, and their rows."""
+    def pop(self, keys: Keys, rows: Rows) -> None:
+        """Move the next keys out of `ahead` into `keys`, and read their rows into `rows`."""
         if len(keys):
             keys[:] = self.ahead[: len(keys)]
             self._read(rows, self._rows * KEY_CODE_BYTES + self._at * self._row_bytes)
@@ -168,12 +167,12 @@ class _Cursor:
             self._at += len(keys)
 
     def _read(self, into: npt.NDArray[Any], offset: int) -> None:
-        left = into.data.cast("B")
-        while left:
-            got = os.preadv(self._fd, [left], offset)
+        remaining = into.data.cast("B")
+        while remaining:
+            got = os.preadv(self._fd, [remaining], offset)
             if not got:
                 raise StorageError(f"{self._path} is shorter than it was written")
-            left, offset = left[got:], offset + got
+            remaining, offset = remaining[got:], offset + got
 
 
 def run_keys(path: str, count: int, part: Part = (0, 1)) -> Keys:
@@ -188,7 +187,7 @@ def _mapped(path: str, count: int) -> Keys:
 
 
 def order_of(keys: Keys, partitions: int) -> npt.NDArray[np.int64]:
-    """The order in which a run has these keys."""
+    """The order of these keys in a run: by partition, then ascending."""
     if partitions == 1:
         return np.argsort(keys, kind="stable")
     return np.lexsort((keys, partition_of(keys, partitions)))
@@ -236,12 +235,12 @@ def quantiles(runs: Sequence[Run], row_bytes: int, ranges: int, part: Part = (0,
 
 
 def in_order(rows: Rows, order: npt.NDArray[np.int64]) -> Rows:
-    """rows[order], one item a row copied at once."""
+    """rows[order], with each row copied as one item."""
     whole = rows.view(f"V{rows.shape[1]}").ravel()
     return whole[order].view(np.uint8).reshape(len(order), rows.shape[1])
 
 
 def _sampled(rows: int) -> npt.NDArray[np.int64]:
-    """Which rows of a run its samples are of."""
+    """The positions of a run's samples."""
     count = min(rows, SAMPLES)
     return (np.arange(count) * rows + rows // 2) // max(1, count)

@@ -6,6 +6,7 @@ It reads JSON lines from stdin and answers on what was stdout when it started:
          {"task": "SortShards", …fields}          one at a time
          {"share": 0.5}                           at any time: of the time, how much it may be at work
     out  {"rows": 65536}                          rows done since the last such line
+         {"waits": "s3://…"}                      what does not come, and is tried again
          {"done": {…}, "peak_bytes": …}           the task's result
          {"error": kind, …}                       kind: snapshot, storage, full, corruption or internal; the helper goes on
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import queue
 import resource
@@ -30,49 +32,95 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tierstore.errors import Corruption, DiskFull, SnapshotError, StorageError, TierstoreError
-from tierstore.formats.manifest import Manifest
-from tierstore.formats.snapshot import Snapshot
-from tierstore.ingest.tasks import TASKS, run_task
+from tierstore.formats import patience
+from tierstore.formats.objects import ObjectPath
+from tierstore.formats.snapshot.manifest import Manifest
+from tierstore.formats.snapshot.reader import Snapshot
+from tierstore.ingest.finished_files import check_file, copy_file, ingest, read_back, read_file
+from tierstore.ingest.merge import merge_runs
+from tierstore.ingest.runs import ReportRows, read_digest
+from tierstore.ingest.sort import join_runs, sort_shards
+from tierstore.ingest.tasks import (
+    TASKS,
+    Checked,
+    CheckFile,
+    CheckRun,
+    CopyFile,
+    Ingest,
+    JoinRuns,
+    MergeRuns,
+    ReadBack,
+    ReadFile,
+    Result,
+    SortShards,
+    Task,
+)
 from tierstore.kernels.slices import Slices
 from tierstore.tiers.background import Pace
 
-_TELL_EVERY_S = 0.1
+_REPORT_EVERY_S = 0.1
 
 
 def main() -> None:
     """Serve until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its helpers
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not end up between the answers
+    patience.log.addHandler(_Waits(answers))
+    os.dup2(2, 1)  # what a library prints must not get between the answers
     lines: queue.Queue[str] = queue.Queue()
-    share = [1.0]  # of the time; between 0 and 1 `kernels/slices.py` sees to it
+    share = [1.0]  # of the time; `kernels/slices.py` enforces a share between 0 and 1
     threading.Thread(target=_watch_stdin, args=(lines, share), daemon=True).start()
     snapshot: Snapshot | None = None
     while True:
         fields = json.loads(lines.get())
         if "root" in fields:
-            snapshot = Snapshot(Path(fields["root"]), Manifest.parse(json.dumps(fields["manifest"])))
+            root = fields["root"]
+            place = Path(root) if isinstance(root, str) else ObjectPath.from_document(root)
+            snapshot = Snapshot(place, Manifest.parse(json.dumps(fields["manifest"])))
             continue
         assert snapshot is not None
         task = TASKS[fields.pop("task")](**fields)
-        teller = _Teller(answers, Pace(lambda: float(share[0] > 0)))
+        reporter = _RowReporter(answers, Pace(lambda: float(share[0] > 0)))
         try:
-            result = run_task(snapshot, task, teller.tell)
-            teller.flush()
-            answer = {"done": asdict(result), "peak_bytes": teller.peak_bytes}
+            result = run_task(snapshot, task, reporter.report)
+            reporter.flush()
+            answer = {"done": asdict(result), "peak_bytes": reporter.peak_bytes}
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
             answer = _describe(error)
-        _say(answers, answer)
+        _send(answers, answer)
+
+
+def run_task(snapshot: Snapshot, task: Task, report: ReportRows) -> Result:
+    """Do a task. Raises SnapshotError for a snapshot that may not be loaded, StorageError and OSError for the disk."""
+    match task:
+        case SortShards():
+            return sort_shards(snapshot, task, report)
+        case JoinRuns():
+            return join_runs(snapshot, task, report)
+        case MergeRuns():
+            return merge_runs(snapshot, task, report)
+        case CopyFile():
+            return copy_file(snapshot, task, report)
+        case CheckRun():
+            return Checked(read_digest(task.path, task.rows, task.row_bytes, report) == task.digest)
+        case CheckFile():
+            return check_file(task, report)
+        case Ingest():
+            return ingest(task)
+        case ReadFile():
+            return read_file(task, report)
+        case ReadBack():
+            return read_back(task, report)
 
 
 def private_bytes() -> int:
-    """Memory that this process holds for itself: pages of mapped files, which the system may take back, left out."""
+    """Memory of this process, without pages of mapped files, which the system may reclaim."""
     resident, shared = Path("/proc/self/statm").read_bytes().split()[1:3]
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
-class _Teller:
-    """Adds up rows and reports them now and then; watches memory, and keeps to the pace, on the way."""
+class _RowReporter:
+    """Adds up rows, reports them from time to time, watches memory, and pauses as `pace` says."""
 
     def __init__(self, answers: TextIO, pace: Pace) -> None:
         self.peak_bytes = 0
@@ -81,23 +129,23 @@ class _Teller:
         self._rows = 0
         self._next = time.monotonic()
 
-    def tell(self, rows: int) -> None:
+    def report(self, rows: int) -> None:
         self.peak_bytes = max(self.peak_bytes, private_bytes())
         self._rows += rows
         if time.monotonic() >= self._next:
             self.flush()
-        self._pace.rest()
+        self._pace.sleep()
 
     def flush(self) -> None:
         if self._rows:
-            _say(self._answers, {"rows": self._rows})
+            _send(self._answers, {"rows": self._rows})
         self._rows = 0
-        self._next = time.monotonic() + _TELL_EVERY_S
+        self._next = time.monotonic() + _REPORT_EVERY_S
 
 
 def _watch_stdin(lines: queue.Queue[str], share: list[float]) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # which is to stop the main thread
-    slices: Slices | None = None  # compiled only where it is wanted
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # the signal is for the main thread
+    slices: Slices | None = None  # compiled only where it is needed
     for line in sys.stdin:
         if line.startswith('{"share"'):
             share[0] = float(json.loads(line)["share"])
@@ -110,9 +158,24 @@ def _watch_stdin(lines: queue.Queue[str], share: list[float]) -> None:
     os._exit(0)
 
 
-def _say(answers: TextIO, message: dict[str, Any]) -> None:
+class _Waits(logging.Handler):
+    """Sends what is tried again. Records come from several threads."""
+
+    def __init__(self, answers: TextIO) -> None:
+        super().__init__(logging.WARNING)
+        self._answers = answers
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _send(self._answers, {"waits": record.getMessage()})
+
+
+_sending = threading.Lock()
+
+
+def _send(answers: TextIO, message: dict[str, Any]) -> None:
     try:
-        answers.write(json.dumps(message) + "\n")
+        with _sending:
+            answers.write(json.dumps(message) + "\n")
     except BrokenPipeError:
         os._exit(0)
 

@@ -1,0 +1,130 @@
+"""The row store of a version whose rows are on other machines: reads them, and refuses what does not fit the view that asks.
+
+Of what was read it is known up to which seq it has every delta, and above which it has none (`Watermarks`): from a cluster each tag
+of a version says it, from nodes upstream each answer. Any thread may read; `trust` is for the thread that
+folds, `reached` for the one that follows the cluster.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Literal, NoReturn, Protocol
+
+import numpy as np
+
+from tierstore.errors import Closed, InvalidInput, Overloaded, StorageError
+from tierstore.tiers.disk.tier import TableContent
+from tierstore.tiers.joining import Watermarks
+from tierstore.types import Keys, Rows, States, Tier
+
+_TRIES = 3
+RETRY_S = 0.1  # a node is so far behind the cluster at most, as a rule
+
+
+class FetchTable(Protocol):
+    """A table of the version: `JoinedTable.fetch`."""
+
+    def fetch(
+        self, codes: Keys, rows: Rows, state: States, *, upto: int | None = None, floor: int = 0
+    ) -> Watermarks: ...
+
+
+class RemoteBase:
+    """Of one version. `tables` by id. `reached`: the seq that all of its rows have reached, as far as this node has heard.
+
+    `where` the rows are is for messages. `line`: see `Pointer`. `newer`: what becomes of rows that are newer than the view.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tables: Mapping[int, FetchTable],
+        reached: int,
+        on_failure: Literal["refuse", "default"],
+        *,
+        where: str = "the cluster",
+        newer: Literal["refuse", "answer"] = "refuse",
+        line: str = "",
+    ) -> None:
+        self._name, self._tables, self._on_failure = name, tables, on_failure
+        self._where, self._newer, self.line = where, newer, line
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self.defaulted = 0  # keys that were answered with a default because they could not be read
+        # each written by one thread
+        self.reached = reached
+        self._trusted = reached  # deltas up to this one are not in memory any more
+        self._closed = False
+
+    def watermark(self) -> int:
+        return self._trusted
+
+    def record(self, name: str) -> None:
+        """The cluster keeps a version's records otherwise."""
+
+    def trust(self, seq: int) -> None:
+        """From now on rows without the deltas up to `seq` are an error."""
+        self._trusted = max(self._trusted, seq)
+
+    def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
+        """As in `RowStore`: whatever the rows are by now, and no older than what this node relies on."""
+        self._read(table_id, keys, rows, state, None)
+
+    def get_at(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
+        """As in `SharedRowStore`."""
+        try:
+            self._read(table_id, keys, rows, state, seq)
+        except Closed:
+            raise
+        except StorageError:
+            if self._on_failure == "refuse":
+                raise
+            with self._lock:
+                self.defaulted += int(np.count_nonzero(state == Tier.PENDING))
+
+    def _read(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int | None) -> None:
+        if self._closed:
+            raise Closed(f"{self._name} was closed")
+        trusted, table = self._trusted, self._tables[table_id]
+        for _ in range(_TRIES):
+            marks = table.fetch(keys, rows, state, upto=seq, floor=trusted)
+            if marks.lowest >= trusted:
+                break
+            state[:] = Tier.PENDING  # another thread's read, which was joined, may have begun before that
+        else:
+            raise StorageError(
+                f"{self._name}: {self._where} has deltas up to {marks.lowest}, and had them up to {trusted}: a server has lost what it "
+                "acknowledged; they are applied again from the log if that has them",
+                keys=keys.tolist(),
+            )
+        if seq is not None and marks.highest > seq and self._newer == "refuse":
+            state[:] = Tier.PENDING
+            raise Overloaded(
+                f"{self._name}: {self._where} has rows of delta {marks.highest}, this node answers as of {seq} and is catching up; send "
+                "it again",
+                retry_after_s=RETRY_S,
+            )
+
+    def words_at(self, table_id: int, row_bytes: int) -> int:
+        """0: kernels have no address to read them at."""
+        return 0
+
+    def bytes_on_disk(self) -> int:
+        """None of this machine's."""
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        return {"bytes": 0, "files": 0, "defaulted_keys": self.defaulted}
+
+    def scan(self, table_id: int, row_bytes: int, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
+        self._refuse("exported")
+
+    def verify(self, row_bytes: Mapping[int, int], progress: object = None) -> dict[int, TableContent]:
+        self._refuse("verified")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise InvalidInput(f"{self._name} cannot be {what}: its rows are not on this machine")
+
+    def close(self) -> None:
+        self._closed = True

@@ -1,0 +1,174 @@
+"""Memory shared by everything that is open: host tier bytes dealt to versions, and bytes of unfolded deltas.
+
+Both are bounds: what they hand out never adds up to more. Any thread may call; each has its own lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from tierstore.errors import Overloaded, TooLarge
+
+_GROWTH_BYTES = 256 << 20  # at once
+
+
+def deal(total: int, needs: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Split `total` by weight, giving none more than it needs; what one does not need goes to the others."""
+    shares = [0] * len(needs)
+    open_ = list(range(len(needs)))
+    remaining = total
+    while open_:
+        weight = sum(weights[i] for i in open_) or 1.0
+        full = [i for i in open_ if needs[i] <= remaining * weights[i] / weight]
+        if not full:
+            for i in open_:
+                shares[i] = int(remaining * weights[i] / weight)
+            break
+        for i in full:
+            shares[i] = needs[i]
+            remaining -= needs[i]
+        open_ = [i for i in open_ if i not in full]
+    return shares
+
+
+def deal_caches(total: int, needs: Sequence[int], models: Sequence[Hashable]) -> list[int]:
+    """Split `total` among versions by what each needs. `models` says which model each belongs to.
+
+    None gets more than it needs; what one does not need goes to the others. Versions of one model share what the model would
+    get with one of them, so that a switch of one is no loss to the others.
+    """
+    open_ = Counter(models)
+    return deal(total, needs, [need / open_[model] for need, model in zip(needs, models, strict=True)])
+
+
+class MemoryUser(Protocol):
+    """What uses memory of a tier: a version that serves or is about to."""
+
+    @property
+    def host_need_bytes(self) -> int: ...
+    @property
+    def host_reserved_bytes(self) -> int: ...  # what it may use now
+    def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
+        """Use `budget_bytes`; it may be allowed `limit_bytes` later."""
+
+    def resize_host(self, budget_bytes: int) -> None:
+        """Make do with so much, or grow to it, as far as it can."""
+
+
+class HostBudget:
+    """Deals `total` bytes to the versions that are open, and deals again when one is opened or closed.
+
+    What shrinks does so in place, keeping its hottest rows, before another one gets its memory; so all together never go
+    beyond the budget, two versions of a model in a switch included. `rebalance` lets grow what may.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lock = threading.Lock()
+        self._models: dict[MemoryUser, Hashable] = {}  # what is open, and its model
+        self._awaited = 0
+
+    @property
+    def users(self) -> list[MemoryUser]:
+        """What is open."""
+        return list(self._models)
+
+    @property
+    def used(self) -> int:
+        return sum(user.host_reserved_bytes for user in self.users)
+
+    @contextmanager
+    def awaiting(self, need_bytes: int) -> Iterator[None]:
+        """In the block versions that need so much in all come, in any order: each gets its share as if all were there."""
+        self._awaited = need_bytes
+        try:
+            yield
+        finally:
+            self._awaited = 0
+
+    def admit(self, user: MemoryUser, *replaced: MemoryUser) -> None:
+        """Make room for `user` and attach its host tables. `replaced` are versions of the same model, the most like it first."""
+        with self._lock:
+            self._awaited = max(0, self._awaited - user.host_need_bytes)
+            model = next((self._models[other] for other in replaced if other in self._models), object())
+            shares = self._deal({**self._models, user: model})
+            share = shares.pop(user)
+            for other, its in shares.items():
+                if other.host_reserved_bytes > its:
+                    other.resize_host(its)
+            room = max(0, self.total - self.used)
+            limit = min(self.total, user.host_need_bytes)
+            user.attach_host(min(share, room), limit, replaced[0] if replaced else None)
+            self._models[user] = model
+
+    def release(self, user: MemoryUser) -> None:
+        """Free the share of `user`; its host tables are closed already."""
+        with self._lock:
+            self._models.pop(user, None)
+
+    def rebalance(self, stopping: Callable[[], bool] = lambda: False) -> None:
+        """Let grow what has less than its share, until `stopping()`. In steps: between them others are admitted."""
+        stuck: set[MemoryUser] = set()
+        while not stopping() and self._rebalance_one(stuck):
+            pass
+
+    def _rebalance_one(self, stuck: set[MemoryUser]) -> bool:
+        """One step; False where none remains. `stuck` cannot get any closer to their shares."""
+        with self._lock:
+            shares = [(user, share) for user, share in self._deal(self._models).items() if user not in stuck]
+            for user, share in shares:
+                if (has := user.host_reserved_bytes) > share:
+                    user.resize_host(share)
+                    if user.host_reserved_bytes > share:
+                        stuck.add(user)
+                    return True
+            for user, share in shares:
+                has = user.host_reserved_bytes
+                upto = min(share, has + self.total - self.used)
+                for more in (_GROWTH_BYTES, has):  # device tables double
+                    if has < upto:
+                        user.resize_host(min(upto, has + more))
+                        if user.host_reserved_bytes > has:
+                            return True
+            return False
+
+    def _deal(self, models: Mapping[MemoryUser, Hashable]) -> dict[MemoryUser, int]:
+        needs = [user.host_need_bytes for user in models]
+        awaited: object = object()
+        shares = deal_caches(self.total, [*needs, self._awaited], [*models.values(), awaited])
+        return dict(zip(models, shares, strict=False))
+
+
+class OverlayBudget:
+    """Bytes of deltas that are visible but not folded, all models together."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lock = threading.Lock()
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve, or raise Overloaded; TooLarge for what could never fit."""
+        if nbytes > self.total:
+            raise TooLarge(
+                f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget, {self.total:,}; split it or raise the setting"
+            )
+        with self._lock:
+            if self._used + nbytes > self.total:
+                raise Overloaded(
+                    f"deltas come faster than they are folded: {self._used:,} of {self.total:,} overlay bytes are in use; send it again"
+                )
+            self._used += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Return what was reserved."""
+        with self._lock:
+            self._used -= nbytes

@@ -1,0 +1,335 @@
+"""The cascade: how a batch of keys of one table is answered, tier by tier, and what is promoted on the way.
+
+Any number of threads may look up; what is shared is either immutable or guarded by the tier that owns it.
+Nothing here survives a crash: the tiers and the delta log do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tierstore.engine.data.overlay import OverlayTable
+from tierstore.formats.keys import are_own, check_own
+from tierstore.kernels import codec
+from tierstore.tiers.background import is_background, yield_if_background
+from tierstore.tiers.base import RowStore, SharedRowStore
+from tierstore.tiers.device.cache import DeviceCache
+from tierstore.tiers.device.lookup import PADDING, Bags
+from tierstore.tiers.host.table import HostTable
+from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vectors
+
+_ANSWERING = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier.ABSENT)
+_DISK, _REMOTE = np.uint8(Tier.DISK), np.uint8(Tier.REMOTE)
+_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)  # compared with arrays, where an enum's member is slow
+_NONE = np.empty(0, np.int64)
+_ALL_HOST = np.empty(0, np.int64)  # nothing is pending either: the host tier has answered all
+READ_BATCH = 8192  # keys of one read while warming up
+SHORT_BATCH = 1024  # while requests are served: half a millisecond, after which another thread gets the processor
+
+
+class LookupCounts:
+    """How many keys each tier has answered, for one table of a model, over all its versions. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = np.zeros(len(Tier), np.int64)
+        self._from_host = 0  # keys besides, of batches that the host tier answered as a whole
+
+    def add(self, counts: np.ndarray) -> None:
+        with self._lock:
+            self._counts += counts
+
+    def add_host(self, keys: int) -> None:
+        """`add`, for keys that were all answered by the host tier."""
+        with self._lock:
+            self._from_host += keys
+
+    def as_dict(self) -> dict[str, int]:
+        """`{tier label: keys}`; only ever grows."""
+        with self._lock:
+            counts = self._all()
+        return {tier.label: counts[tier] for tier in _ANSWERING}
+
+    @property
+    def total(self) -> int:
+        with self._lock:
+            return sum(self._all())
+
+    def _all(self) -> list[int]:
+        counts: list[int] = self._counts.tolist()
+        counts[Tier.HOST] += self._from_host
+        return counts
+
+
+class Cascade:
+    """One table of one version: caches over a row store.
+
+    `default` is float32[dim]. `shared`: that store, if others write it too. `own`: the partitions that it has the keys of, None for
+    all. Other keys are never in memory, so what is read from the row store alone is checked.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        table_id: int,
+        default: np.ndarray,
+        rows: int,
+        disk: RowStore,
+        counts: LookupCounts,
+        shared: SharedRowStore | None = None,
+        own: Partitions | None = None,
+    ) -> None:
+        self.spec, self.table_id, self.default, self.rows, self.disk = spec, table_id, default, rows, disk
+        self.shared, self.own = shared, own
+        self.host: HostTable | None = None
+        self.device: DeviceCache | None = None
+        self.offer: Callable[[Keys], None] | None = None  # what the host tier answered, to the device; does not wait
+        self.counts = counts
+        self.epochs_id: int | None = None  # see `Epochs.table_id`
+
+    def lookup(self, overlays: Sequence[OverlayTable], seq: int, keys: Keys, out: Vectors, state: States) -> None:
+        """Answer every key, whose state is PENDING: `out[i]` is its row or the default, `state[i]` the tier.
+
+        `overlays` (newest first) and `seq` are those of the view that the request works on; the caller
+        keeps that view for as long as this runs, which is what makes the promotion at the end safe.
+        """
+        host = self.host
+        if overlays or host is None or self.device is not None:
+            pending = self.probe(overlays, keys, out, state)
+        elif host.lookup(keys, out, state) == len(state):
+            self._all_from_host(keys)
+            return
+        else:
+            pending = np.flatnonzero(state == _PENDING)
+        self.finish(seq, keys, pending, out, state, 0)
+
+    def probe(self, overlays: Sequence[OverlayTable], keys: Keys, out: Vectors, state: States) -> np.ndarray:
+        """The part of `lookup` that never waits: answer from memory alone. Returns the positions that are pending.
+
+        It must be followed by `finish`, once, under the same view; the keys are counted there.
+        """
+        for overlay in overlays:
+            overlay.lookup(keys, out, state, self.default)
+        if self.device is not None:
+            self.device.lookup(keys, out, state)
+        if self.host is not None and self.host.lookup(keys, out, state) == len(state):
+            return _ALL_HOST
+        return _NONE if np.count_nonzero(state) == len(state) else np.flatnonzero(state == _PENDING)
+
+    def finish(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States, skipped: int) -> None:
+        """Read what is `pending` from disk, promote it, and count. `skipped` keys were not looked up at all."""
+        if pending is _ALL_HOST:
+            self._all_from_host(keys)
+            return
+        if pending.size:
+            self._read_disk(seq, keys, pending, out, state)
+        if self.offer is not None:
+            self.offer(keys[state == _HOST])
+        self.count(state, skipped)
+
+    def count(self, state: States, skipped: int) -> None:
+        """Count keys by the tiers that answered them; `skipped` of those that are ABSENT were not looked up."""
+        if not skipped and (state == _HOST).all():
+            self.counts.add_host(len(state))
+            return
+        counts = np.bincount(state, minlength=len(Tier))
+        counts[Tier.ABSENT] -= skipped
+        self.counts.add(counts)
+
+    def _all_from_host(self, keys: Keys) -> None:
+        """Count and offer keys that the host tier has answered, as most are; cheaper than telling tiers apart."""
+        self.counts.add_host(len(keys))
+        if self.offer is not None:
+            self.offer(keys)
+
+    def lookup_on_device(
+        self,
+        overlays: Sequence[OverlayTable],
+        seq: int,
+        keys: Keys,
+        state: States,
+        dtype: Any,
+        bags: Bags | None,
+        number: int | None,
+    ) -> Any:
+        """Rows, or pooled bags, of `keys` as an array of `dtype` on device `number` (None: on one of them); None where the device tier cannot.
+
+        As `lookup`, but that the answer is made there; keys whose state is PADDING are zeros and count for nothing. `state`
+        says the tiers. They are not counted yet.
+        """
+        cache = self.device
+        if cache is None:
+            return None
+        given = self._rows_of_overlays(overlays, keys, state, np.float32 if bags is not None else dtype)
+        return cache.answer(
+            keys, state, given, dtype, lambda distinct, of: self._below_device(seq, distinct, of), bags, number
+        )
+
+    def _rows_of_overlays(self, overlays: Sequence[OverlayTable], keys: Keys, state: States, dtype: Any) -> Vectors:
+        """Rows of the keys that deltas answer, in their order; their states are set."""
+        if not overlays:
+            return np.empty((0, self.spec.dim), dtype)
+        rows = np.empty((len(keys), self.spec.dim), dtype)
+        for overlay in overlays:
+            overlay.lookup(keys, rows, state, self.default)
+        answered: Vectors = rows[(state != _PENDING) & (state != PADDING)]
+        return answered
+
+    def _below_device(self, seq: int, distinct: Keys, dtype: Any) -> tuple[Vectors, States]:
+        """(rows of `dtype`, states) of distinct keys that the device tier does not hold, from the tiers below it.
+
+        Under a view of `seq`, as `finish` is; none of the keys is in its overlays.
+        """
+        rows, state = np.empty((len(distinct), self.spec.dim), dtype), np.zeros(len(distinct), np.uint8)
+        if self.host is not None:
+            self.host.lookup(distinct, rows, state)
+        pending = np.flatnonzero(state == _PENDING)
+        if pending.size:
+            self._read_disk(seq, distinct, pending, rows, state)
+        if self.offer is not None:
+            self.offer(distinct[state == _HOST])
+        return rows, state
+
+    def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
+        distinct, inverse = np.unique(keys[pending], return_inverse=True)
+        if self.own is not None:
+            check_own(distinct, self.own, self.spec.name)
+        rows, found, there = self._read(distinct, seq)
+        if self.shared is not None and not found.all():  # some could not be read, and defaults are wanted for them
+            read = found != _PENDING
+            self.promote(seq, distinct[read], rows[read], there[read])
+            found[~read] = Tier.ABSENT
+        else:
+            self.promote(seq, distinct, rows, there)
+        hit = there[inverse]
+        codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
+        out[pending[~hit]] = self.default
+        state[pending] = found[inverse]
+
+    def stored(self, overlays: Sequence[OverlayTable], keys: Keys) -> tuple[Rows, States]:
+        """(rows as stored, states) of keys, ascending and distinct, from memory alone; rows of keys that are PENDING or ABSENT hold anything.
+
+        Without the device tier, which has nothing that the tiers below lack. To be followed by `finish_stored`.
+        """
+        rows, state = np.empty((len(keys), self.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
+        for overlay in overlays:
+            overlay.stored(keys, rows, state)
+        if self.host is not None:
+            if not overlays:
+                return self.host.stored(keys)
+            pending = np.flatnonzero(state == _PENDING)
+            rows[pending], state[pending] = self.host.stored(keys[pending])
+        return rows, state
+
+    def finish_stored(self, seq: int, keys: Keys, rows: Rows, state: States) -> None:
+        """Read what is PENDING after `stored`, under the same view, of `seq`, and count."""
+        pending = np.flatnonzero(state == _PENDING)
+        if pending.size:
+            read, found, there = self._read(keys[pending], seq)
+            self.promote(seq, keys[pending], read, there)
+            rows[pending], state[pending] = read, found
+        self.count(state, 0)
+
+    def promote(self, seq: int, distinct: Keys, rows: Rows, there: np.ndarray) -> None:
+        """Offer to the host tier what was read of distinct keys under a view of `seq`; it may have been left since."""
+        if self.host is None:
+            return
+        if there.all():
+            self.host.insert(distinct, rows, seq)
+        else:
+            self.host.insert(distinct[there], rows[there], seq)
+            self.host.insert_absent(distinct[~there], seq)
+
+    def _read(self, distinct: Keys, seq: int | None = None) -> tuple[Rows, States, np.ndarray]:
+        """(rows, states, which are there) of keys, ascending and distinct, from the row store alone.
+
+        `seq` is that of the view that reads; None for a version that does not serve yet.
+        """
+        rows = np.empty((len(distinct), self.spec.row_bytes), np.uint8)
+        found = np.zeros(len(distinct), np.uint8)
+        if self.shared is None or seq is None:
+            self.disk.get(self.table_id, distinct, rows, found)
+        else:
+            self.shared.get_at(self.table_id, distinct, rows, found, seq)
+        return rows, found, (found == _DISK) | (found == _REMOTE)
+
+    def warm(self, keys: Keys, progress: Callable[[int], None]) -> None:
+        """Read these keys (distinct, hottest first) into the device tier and what is left of them into the host tier.
+
+        Ends when both are full. Called before the version serves, by the thread that also applies its deltas.
+        """
+        first = 0 if self.device is None else self.device.capacity_rows
+        for cache, begin, end in ((self.device, 0, first), (self.host, first, len(keys))):
+            if cache is not None:
+                self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
+
+    def warm_serving(self, keys: Keys, at: int, overlays: Sequence[OverlayTable], seq: int) -> None:
+        """Read one batch of hot keys, after `at` hotter ones, into the tier that they belong to.
+
+        For a version that serves: `overlays` and `seq` are those of a view that the caller holds. As in every promotion,
+        keys in its overlays are left out, and no delta newer than the view is folded meanwhile.
+        """
+        cache = self.host if self.device is None or at >= self.device.capacity_rows else self.device
+        if cache is None:
+            return
+        keys = np.unique(self._own_of(keys))
+        if overlays:
+            fresh, nothing = np.zeros(len(keys), np.uint8), np.empty((len(keys), self.spec.dim), np.float32)
+            for overlay in overlays:
+                overlay.lookup(keys, nothing, fresh, self.default)
+            keys = keys[fresh == _PENDING]
+        rows, _, there = self._read(keys, seq)
+        yield_if_background()
+        cache.warm(keys[there], rows[there], seq)
+
+    def _warm(self, cache: DeviceCache | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
+        step = SHORT_BATCH if is_background() else READ_BATCH
+        for begin in range(0, len(keys), step):
+            batch = np.sort(self._own_of(keys[begin : begin + step]))
+            rows, _, there = self._read(batch)
+            yield_if_background()
+            cache.warm(batch[there], rows[there])
+            yield_if_background()
+            progress(min(begin + step, len(keys)))
+            if cache.rows_resident >= cache.capacity_rows:
+                break
+
+    def _own_of(self, keys: Keys) -> Keys:
+        """Those of `keys` that it has: what was hot elsewhere, or is named by a snapshot, may be others."""
+        return keys if self.own is None else keys[are_own(keys, self.own)]
+
+    @property
+    def caches(self) -> list[DeviceCache | HostTable]:
+        """Those there are, fastest first."""
+        return [cache for cache in (self.device, self.host) if cache is not None]
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows that the caches hold together."""
+        return sum(cache.capacity_rows for cache in self.caches)
+
+    def hot_keys(self, limit: int) -> Keys:
+        """At most `limit` keys that the caches hold, hottest first; one that both hold is there twice."""
+        return np.concatenate([_NONE, *(cache.hot_keys(limit) for cache in self.caches)])[:limit]
+
+    def hot_keys_by_part(self) -> Iterator[list[Keys]]:
+        """All keys that the caches hold, a part at a time: by degree of heat, hottest first; the device's before all others."""
+        if self.device is not None:
+            yield [self.device.hot_keys(self.device.capacity_rows)]
+        if self.host is not None:
+            for part in self.host.hot_keys_by_part():
+                yield [_NONE, *part]
+
+    def raise_floor(self, seq: int) -> None:
+        """A delta of `seq` is about to be folded; see `CacheTier`."""
+        for cache in self.caches:
+            cache.raise_floor(seq)
+
+    def update_caches(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
+        """Bring resident rows and absent marks up to a delta that the disk tier holds already."""
+        for cache in self.caches:
+            cache.update(keys, rows, deleted)

@@ -1,0 +1,70 @@
+"""Room on disk for a model: the quota of its delta log, and the floor of free space. Any thread; nothing survives a crash.
+
+Both are looked at before something is written, so that what a store needs to go on (folds, records, the audit) finds room.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from tierstore.errors import DiskFull
+from tierstore.formats import files
+from tierstore.formats.names import ModelDirectory
+
+MOST_RESERVED = 0.02  # of a file system
+_COUNT_AGAIN_S = 10.0  # the log is pruned meanwhile
+_LOOK_AGAIN_S = 0.5
+
+
+class DiskRoom:
+    """That of one model. `log_bytes`: the most of its delta log, None for no limit; `reserve`: bytes to keep free."""
+
+    def __init__(self, where: ModelDirectory, log_bytes: int | None, reserve: int) -> None:
+        self._where, self._log_bytes, self._reserve = where, log_bytes, reserve
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._logged = 0
+        self._counted_s = -_COUNT_AGAIN_S
+        self._looked_s = 0.0
+
+    def check_delta(self, nbytes: int) -> None:
+        """DiskFull where the log has no room for a delta of `nbytes`. One that passes counts."""
+        self.check_free("a delta", nbytes)
+        if self._log_bytes is None:
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            full = self._logged + nbytes > self._log_bytes
+            if now_s - self._counted_s >= (_LOOK_AGAIN_S if full else _COUNT_AGAIN_S):
+                self._logged, self._counted_s = files.tree_bytes(self._where.log), now_s
+            if self._logged + nbytes > self._log_bytes:
+                raise DiskFull(
+                    f"the delta log holds {self._logged} bytes, and its quota is {self._log_bytes} (log_bytes): no room for {nbytes} "
+                    "more. It is pruned once versions hold its deltas and log_retention_s is over"
+                )
+            self._logged += nbytes
+
+    def check_free(self, what: str, nbytes: int = 0) -> None:
+        """DiskFull where `nbytes` more would leave less free than is to be kept."""
+        if not self._reserve:
+            return
+        root = self._where.root if self._where.root.exists() else self._where.root.parent
+        try:
+            stat = os.statvfs(root)
+        except OSError:
+            return  # the write itself says what is wrong
+        free, floor = stat.f_bavail * stat.f_frsize, min(self._reserve, MOST_RESERVED * stat.f_blocks * stat.f_frsize)
+        if free - nbytes < floor:
+            raise DiskFull(
+                f"no room for {what}: {free} bytes are free, and {floor:.0f} are kept in reserve (disk_reserve), so the disk is full; free some space "
+                "and try again"
+            )
+
+    def check_now_and_then(self, what: str) -> None:
+        """`check_free`, at most twice a second: for work that writes all the time."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_AGAIN_S:
+            self._looked_s = now_s
+            self.check_free(what)

@@ -1,0 +1,178 @@
+"""An overlay: one delta, or several in a row merged, as look-ups see it before it is folded into the tiers.
+
+Immutable once made, so any number of threads may search it. It lives in memory only: the delta log holds the
+same rows durably.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+
+from tierstore.errors import DeltaError
+from tierstore.formats.colliding import NONE, CollidingKeys
+from tierstore.formats.delta.reader import Delta, DeltaTable
+from tierstore.formats.keys import are_own
+from tierstore.formats.row_times import Times, as_rows, from_rows, seconds_of
+from tierstore.kernels import codec, overlay_index
+from tierstore.predict.session import DenseSession
+from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vectors
+
+
+class OverlayTable:
+    """The rows of one table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions.
+
+    `times`: when they were written, where the table has a ttl.
+    """
+
+    __slots__ = ("_answering", "deleted", "keys", "nbytes", "rows", "spec", "times")
+
+    def __init__(
+        self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray, times: Times | None = None
+    ) -> None:
+        self.spec, self.keys, self.rows, self.deleted, self.times = spec, keys, rows, deleted, times
+        index = overlay_index.build(keys)
+        self._answering = overlay_index.Answering(index, keys, rows, deleted, spec.dtype, spec.dim)
+        self.nbytes = keys.nbytes + index.nbytes + rows.nbytes + deleted.nbytes + (0 if times is None else times.nbytes)
+
+    @property
+    def words(self) -> np.ndarray:
+        """Where its parts lie, for kernels: `overlay_index.Answering.words`."""
+        return self._answering.words
+
+    def lookup(self, keys: Keys, out: Vectors, state: States, default: np.ndarray) -> None:
+        """Answer the keys with state PENDING that are in this overlay: OVERLAY, or ABSENT where deleted."""
+        self._answering.answer(keys, out, state, default)
+
+    def stored(self, keys: Keys, rows: Rows, state: States) -> None:
+        """`lookup` of rows as they are stored, uint8[n, row_bytes]; nothing is written for a deleted key."""
+        if not len(self.keys):
+            return
+        pending = np.flatnonzero(state == Tier.PENDING)
+        at = np.minimum(np.searchsorted(self.keys, keys[pending]), len(self.keys) - 1)
+        here = self.keys[at] == keys[pending]
+        pending, at = pending[here], at[here]
+        gone = self.deleted[at]
+        state[pending] = np.where(gone, Tier.ABSENT, Tier.OVERLAY)
+        rows[pending[~gone]] = self.rows[at[~gone]]
+
+    def merged(self, newer: OverlayTable) -> OverlayTable:
+        """Both in one; a key in both keeps its row of `newer`."""
+        old = overlay_index.Part(self.keys, self.rows, self.deleted)
+        both = overlay_index.merge(old, overlay_index.Part(newer.keys, newer.rows, newer.deleted))
+        times: Times | None = None
+        if self.times is not None and newer.times is not None:
+            old = overlay_index.Part(self.keys, as_rows(self.times), self.deleted)
+            new = overlay_index.Part(newer.keys, as_rows(newer.times), newer.deleted)
+            times = from_rows(overlay_index.merge(old, new).rows)
+        return OverlayTable(self.spec, *both, times)
+
+
+@dataclass(slots=True, eq=False)
+class Overlay:
+    """The deltas `lo` … `hi`, visible and not folded yet. `born_s` is on the monotonic clock.
+
+    `colliding`: of the tables in which they brought more of these keys, all that there are then.
+    """
+
+    lo: int
+    hi: int
+    tables: Mapping[str, OverlayTable]
+    dense: bytes | None = field(default=None, repr=False)
+    predictor: DenseSession | None = None  # of `dense`; None where it cannot be served here
+    colliding: Mapping[str, CollidingKeys] = field(default_factory=dict)
+    passed_over: str | None = None  # of catch-ups alone: the newest dense part that does not fit the version, and why
+    born_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables.values()) + len(self.dense or b"")
+
+    def merged(self, newer: Overlay) -> Overlay:
+        """This overlay and the one that follows it as one."""
+        tables = dict(self.tables)
+        for name, table in newer.tables.items():
+            tables[name] = tables[name].merged(table) if name in tables else table
+        dense = newer if newer.dense is not None else self
+        colliding = {**self.colliding, **newer.colliding}
+        return Overlay(self.lo, newer.hi, tables, dense.dense, dense.predictor, colliding, born_s=self.born_s)
+
+
+def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None) -> tuple[Overlay, ...]:
+    """Put `new` on top of `overlays` (newest first), merging so that a look-up searches few of them.
+
+    Neighbours of like size merge, so n deltas stand as about log2(n) overlays and each row is copied about
+    log2(n) times. `frozen` is the one being folded: it must stay the object that it is.
+    """
+    older = list(overlays)
+    while older and older[0] is not frozen and older[0].nbytes <= 2 * new.nbytes:
+        new = older.pop(0).merged(new)
+    return (new, *older)
+
+
+def encode_delta(
+    delta: Delta,
+    specs: Mapping[str, TableSpec],
+    colliding: Mapping[str, CollidingKeys],
+    *,
+    for_this_version: bool,
+    own: Partitions | None = None,
+) -> Overlay:
+    """Turn a delta into an overlay in the storage dtypes of `specs`, or raise DeltaError naming table and row.
+
+    `colliding` are the keys that collide in the version, table by table, with all deltas before this one.
+    A delta that is for another version becomes an empty overlay, which moves the watermark on. With `own`, keys in other
+    partitions are checked as all are, so that every node accepts the same deltas, and then left out.
+    """
+    if not for_this_version:
+        return Overlay(delta.seq, delta.seq, {})
+    tables: dict[str, OverlayTable] = {}
+    more: dict[str, CollidingKeys] = {}
+    for name, table in delta.tables.items():
+        spec, rows = _encode_rows(delta.seq, name, table, specs)
+        hashes, deleted, strings_at = table.keys, table.deleted, table.strings_at
+        if own is not None:
+            mine = np.flatnonzero(are_own(hashes, own))
+            hashes, rows, deleted = hashes[mine], rows[mine], deleted[mine]
+            strings_at = partial(_strings_at, table, mine)
+        keys = hashes
+        if table.given is not None:
+            before = colliding.get(name, NONE)
+            keys, now = before.changed(hashes, strings_at, 1 if own is None else own.count)
+            if now is not before:
+                more[name] = now
+            if keys is not hashes:
+                order = np.argsort(keys)
+                keys, rows, deleted = keys[order], rows[order], deleted[order]
+        if len(keys):
+            times = None if spec.ttl_s is None else np.full(len(keys), seconds_of(delta.event_time), np.uint32)
+            tables[name] = OverlayTable(spec, keys, rows, deleted, times)
+    return Overlay(delta.seq, delta.seq, tables, delta.dense, colliding=more)
+
+
+def _strings_at(table: DeltaTable, mine: np.ndarray, positions: np.ndarray) -> pa.Array:
+    return table.strings_at(mine[positions])
+
+
+def _encode_rows(seq: int, name: str, table: DeltaTable, specs: Mapping[str, TableSpec]) -> tuple[TableSpec, Rows]:
+    spec = specs.get(name)
+    if spec is None:
+        raise DeltaError(
+            f"delta {seq}: no table {name!r} in the version it is for; its tables are {', '.join(sorted(specs))}"
+        )
+    if table.key != spec.key:
+        raise DeltaError(f"delta {seq}: table {name!r} has {spec.key.value} keys, the delta brings {table.key.value}")
+    if table.dim is None:  # deletions only
+        return spec, np.zeros((len(table.keys), spec.row_bytes), np.uint8)
+    if table.dim != spec.dim:
+        raise DeltaError(f"delta {seq}: table {name!r} has vectors of {spec.dim} numbers, the delta brings {table.dim}")
+    try:
+        return spec, codec.encode(table.vectors, spec.dtype)
+    except codec.BadRow as error:
+        key = table.keys[error.row]
+        raise DeltaError(f"delta {seq}: table {name!r}, key {key}: {error.reason}") from error

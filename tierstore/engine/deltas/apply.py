@@ -1,0 +1,223 @@
+"""The way of a delta into what is served.
+
+There is one log, and a delta goes into every version that is served: all their views are published as one, before the
+delta is acknowledged. Any thread may apply, one at a time (`LiveViews.write`); look-ups wait for none of it.
+
+After a crash: a delta that was acknowledged is in the log; the view is made again by replay.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tierstore.engine.data.disk_room import DiskRoom
+from tierstore.engine.data.overlay import Overlay, encode_delta, stack
+from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.deltas.newest_event import NewestEvent
+from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.events.observer import Observer
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.current_record import CurrentRecord
+from tierstore.engine.serving.live import LiveViews
+from tierstore.engine.serving.routing import Routing
+from tierstore.engine.versions.version import Version
+from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
+from tierstore.formats.delta.reader import Delta
+from tierstore.formats.regular import read_regular
+from tierstore.predict.session import DenseSession
+from tierstore.types import DeltaResult, TableSpec
+
+Sessions = dict[Version, DenseSession | None]  # of a delta's dense part, by version
+
+
+class DeltaPath:
+    """Deltas of one model: checked, logged, and published.
+
+    `specs_of` gives the tables of a version that may not be served, or None for one that does not exist (yet). `dense` makes
+    a delta's dense part ready, if it has one.
+    """
+
+    def __init__(
+        self,
+        live: LiveViews,
+        log: DeltaLog,
+        record: CurrentRecord,
+        dense: DenseParts,
+        specs_of: Callable[[int], Mapping[str, TableSpec] | None],
+        observers: Sequence[Observer],
+        room: DiskRoom,
+    ) -> None:
+        # constant after construction
+        self._live, self._log, self._record, self._room = live, log, record, room
+        self._dense, self._specs_of, self._observers = dense, specs_of, observers
+        self.newest_event = NewestEvent(log)
+
+    def apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
+        """Log a delta, then publish it. On return it is durable, and every request that starts sees it whole.
+
+        `data` is what `delta` was read from. `origin` is logged with it: a source finds there how far it has read.
+        """
+        model = self._live.model
+        sessions = self._sessions_ahead(delta)
+        with self._live.write:
+            served = self._live.served
+            self._check_log(delta, served)
+            if self._is_held(delta, served):
+                return DeltaResult(model, delta.seq, applied=False)
+            if served.active is None:
+                raise served.nothing(model, " before sending deltas")
+            self._room.check_delta(len(data))
+            # a canary's snapshot may reach beyond the log; then it holds the delta already
+            views = [view for view in served.views if view.seq < delta.seq]
+            overlays = self._overlays(delta, views, served, sessions)
+            self._log_and_publish(delta, data, origin, views, overlays, served)
+            self.newest_event.applied(delta.seq, delta.event_time)
+        freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
+        rows = sum(len(table.keys) for table in delta.tables.values())
+        for observer in self._observers:
+            observer.delta_visible(model, delta.seq, rows, freshness_s)
+        return DeltaResult(model, delta.seq, applied=True)
+
+    def check(self, delta: Delta, view: View) -> Overlay:
+        """What a delta would put over a view that is served; DeltaError where it does not fit. Nothing is changed."""
+        (overlay,) = self._overlays(delta, [view], self._live.served, {})
+        return overlay
+
+    def _overlays(self, delta: Delta, views: Sequence[View], served: Routing, sessions: Sessions) -> list[Overlay]:
+        """One overlay a view, checked: nothing is changed yet."""
+        overlays = [self._encode(delta, view, served) for view in views]
+        base = delta.base_version
+        if base is not None and served.numbered(base) is None and (specs := self._specs_of(base)) is not None:
+            # that version would fail at catch-up, when it is too late to refuse the delta
+            encode_delta(delta, specs, {}, for_this_version=True)
+            if delta.dense is not None:
+                self._dense.check(delta.seq, delta.dense, base)
+        for view, overlay in zip(views, overlays, strict=True):
+            if overlay.dense is not None:
+                if view.open_version not in sessions:  # a switch or another delta came first
+                    sessions[view.open_version] = self._session(delta, view, served)
+                overlay.predictor = sessions[view.open_version]
+        return overlays
+
+    def _log_and_publish(
+        self,
+        delta: Delta,
+        data: bytes | memoryview,
+        origin: Origin | None,
+        views: list[View],
+        overlays: list[Overlay],
+        served: Routing,
+    ) -> None:
+        budget = self._live.overlay_budget
+        reserved = _bytes(overlays)
+        with _naming_the_canary(views[-1 if overlays[0].nbytes <= budget.total else 0], served):
+            budget.reserve(reserved)
+        try:
+            # all that may fail comes before the log: what is in it must become visible
+            stacks = [
+                stack(view.overlays, overlay, frozen=self._live.folding)
+                for view, overlay in zip(views, overlays, strict=True)
+            ]
+            after = served.with_views(
+                View(view.open_version, stacked, delta.seq) for view, stacked in zip(views, stacks, strict=True)
+            )
+            self._record.repair()  # else the next start might serve another version, without this delta
+            self._log.append(delta.seq, data, delta.digest, origin)
+        except BaseException:
+            budget.release(reserved)
+            raise
+        if delta.dense is not None:
+            for view in views:
+                view.open_version.info.dense_accepted_upto = delta.seq
+        # rows that a newer delta in the same overlay replaced are gone
+        budget.release(sum(view.overlay_bytes for view in views) + reserved - sum(map(_bytes, stacks)))
+        self._live.publisher.publish(after)
+
+    def _encode(self, delta: Delta, view: View, served: Routing) -> Overlay:
+        with _naming_the_canary(view, served):
+            for_it = delta.base_version in (None, view.version)
+            version = view.open_version
+            return encode_delta(delta, version.specs, view.colliding, for_this_version=for_it, own=version.info.own)
+
+    def _session(self, delta: Delta, view: View, served: Routing) -> DenseSession | None:
+        assert delta.dense is not None
+        with _naming_the_canary(view, served):
+            return self._dense.of_delta(delta, delta.dense, view)
+
+    def _sessions_ahead(self, delta: Delta) -> Sessions:
+        """Sessions of a delta's dense part, made before `write` is held, so that no other producer waits for them.
+
+        The delta's turn may change until then: what is doubtful is made later.
+        """
+        last = self._log.last
+        if delta.dense is None or last is None or delta.seq != last + 1:
+            return {}
+        with self._live.publisher.hold_all() as served:
+            return {
+                view.open_version: self._session(delta, view, served)
+                for view in served.views
+                if delta.base_version in (None, view.version) and view.seq < delta.seq
+            }
+
+    def _check_log(self, delta: Delta, served: Routing) -> None:
+        """NotReady where the log is so damaged that it accepts no delta, or cannot say whether it had this one."""
+        why = self._log.unusable or (self._log.why_lost(delta.seq) if served.active is None else None)
+        if why is not None:
+            raise NotReady(f"model {self._live.model!r} takes no delta {delta.seq}: {why}")
+
+    def _is_held(self, delta: Delta, served: Routing) -> bool:
+        """Whether the log has this delta. Conflict for one of other content, SequenceGap for one that is not the next."""
+        model, last = self._live.model, self._log.last
+        if last is None:
+            raise served.nothing(model, " before sending deltas")
+        if delta.seq == last + 1:
+            return False
+        if delta.seq > last + 1:
+            raise SequenceGap(
+                f"delta {delta.seq} of {model!r} came out of turn; {last + 1} is next", expected_seq=last + 1
+            )
+        held = self._log.digest(delta.seq)
+        if held is not None and held != delta.digest:
+            raise Conflict(
+                f"delta {delta.seq} of {model!r} is held with other content; give new content a new seq, {last + 1} is next"
+            )
+        return True
+
+
+@contextmanager
+def _naming_the_canary(view: View, served: Routing) -> Iterator[None]:
+    """An error because of the canary says so: the active version could accept the delta."""
+    try:
+        yield
+    except (DeltaError, TooLarge) as error:
+        if view is not served.canary:
+            raise
+        raise type(error)(
+            f"{error}; version {view.version} is the canary: withdraw it, or send what is for one version alone with a base_version"
+        ) from error
+
+
+def _bytes(overlays: Sequence[Overlay]) -> int:
+    return sum(overlay.nbytes for overlay in overlays)
+
+
+def delta_bytes(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
+    """A delta's bytes, given as such or as a path or file:// URL. DeltaError where it cannot be read."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, (bytearray, memoryview)):
+        return memoryview(source).cast("B")
+    path = (
+        Path(urllib.parse.unquote(source.removeprefix("file://")))
+        if isinstance(source, str) and source.startswith("file://")
+        else Path(source)
+    )
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise DeltaError(f"cannot read the delta {path}: {error.strerror or error}") from error

@@ -1,0 +1,86 @@
+"""Folding: the oldest overlay of a version goes into its tiers, and a view without it is published.
+
+Each version folds by itself, one fold at a time, on one thread; look-ups and producers go on.
+
+After a crash: RocksDB holds the deltas up to its watermark, the log those above.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.live import LiveViews
+from tierstore.engine.versions.version import Version
+from tierstore.tiers.background import without_yielding
+
+
+class Folder:
+    """Folds the overlays of one model. An overlay is `grace_s` old before it is folded, so that deltas merge in memory."""
+
+    def __init__(self, live: LiveViews, grace_s: float) -> None:
+        self._live, self._grace_s = live, grace_s
+
+    def due(self) -> bool:
+        """Whether there is an overlay that no request reads beneath. Call it under the publisher's condition."""
+        return any(map(self._is_due, self._live.served.views))
+
+    def _is_due(self, view: View) -> bool:
+        return bool(view.overlays) and not self._live.publisher.read_below(view.open_version, view.overlays[-1].hi)
+
+    def fold_oldest(self, interrupted: Callable[[], bool]) -> None:
+        """Fold the oldest overlay into the tiers, then publish a view without it. Producers and look-ups go on.
+
+        Waits for requests that read beneath it, until its version is not served any more, another one can be folded, or
+        `interrupted` (called under the publisher's condition) is true: one slow reader must not keep the caller from
+        everything else.
+        """
+        live, changed = self._live, self._live.publisher.changed
+        with changed:
+            waiting = sorted((v for v in live.served.views if v.overlays), key=lambda v: v.overlays[-1].born_s)
+            view = next(filter(self._is_due, waiting), waiting[0] if waiting else None)
+        if view is None:
+            return
+        version = view.open_version
+
+        def off() -> bool:
+            return live.served.view_of(version) is None or interrupted()
+
+        wait_s = view.overlays[-1].born_s + self._grace_s - time.monotonic()
+        with changed:
+            if wait_s > 0 and changed.wait_for(off, timeout=wait_s):
+                return
+        with live.write:
+            view = live.served.view_of(version)
+            if view is None or not view.overlays:
+                return
+            live.folding = view.overlays[-1]  # from here on no delta merges into it
+        try:
+            self._fold(view, off)
+        finally:
+            with live.write:
+                live.folding = None
+
+    def _fold(self, view: View, off: Callable[[], bool]) -> None:
+        live, changed = self._live, self._live.publisher.changed
+        version, oldest = view.open_version, view.overlays[-1]
+
+        def ready() -> bool:
+            return version.may_fold(oldest.hi) and not live.publisher.read_below(version, oldest.hi)
+
+        with changed:
+            changed.wait_for(lambda: off() or ready() or self._other_due(version))
+            if off() or not ready():
+                return
+        with without_yielding(len(view.overlays) > 1):  # deltas arrive faster than they are folded
+            version.fold(oldest)
+        with live.write:
+            now = live.served.view_of(version)
+            if now is not None:
+                newer = tuple(overlay for overlay in now.overlays if overlay is not oldest)
+                live.publisher.publish(live.served.with_views([View(version, newer, now.seq)]))
+                live.overlay_budget.release(oldest.nbytes)
+
+    def _other_due(self, version: Version) -> bool:
+        return any(view.open_version is not version and self._is_due(view) for view in self._live.served.views)

@@ -1,0 +1,343 @@
+"""The delta log of a model: one file a delta, the source of truth for what was acknowledged.
+
+One writer (the model's write lock). `read` and the properties: any thread that holds that lock, or that can handle an entry
+that was pruned meanwhile (NotFound).
+
+After a crash: an entry is there whole, under a name that carries its sequence number and its digest, or not at
+all. `base.json` holds `start`: entries at or below it do not count, whether or not their files are gone already.
+
+A log that is damaged opens all the same, and says so by `damage`. What is lost of it cannot be read, so a version that
+lacks some of that is not served; one that lacks nothing of it can be. Where `base.json` is lost, every entry counts as lost,
+and nothing is added or forgotten until it is back, or `restart` begins the log again.
+
+`log.end`, next to the log's directory, names the newest entry: where the log ends before it, what lies between is lost. It is
+written once an entry is durable, in place and without a flush of its own. So it never names an entry that is not durable, and
+after a power failure it may name an earlier one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import xxhash
+
+from tierstore.engine.deltas import origin as origins
+from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.serving.undone_record import Undone
+from tierstore.errors import Corruption, NotFound, StorageError
+from tierstore.formats import files
+from tierstore.formats.names import MAX_ORDINAL, ModelDirectory
+from tierstore.formats.regular import read_regular
+
+logger = logging.getLogger(__name__)
+
+END_DIGITS = 20  # in `log.end`, as in the names of entries
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Deltas `first` to `last`, whose acknowledged content the log does not have. `why` also says what to do."""
+
+    first: int
+    last: int
+    why: str
+
+
+class DeltaLog:
+    """Entries `start + 1 … last`, contiguous but for what is lost. `start` is None until the first restart: no delta fits yet."""
+
+    def __init__(self, where: ModelDirectory) -> None:
+        self._where = where
+        self.start: int | None = None
+        self.undone = Undone()  # which entries no version is to have; set by the owner, replaced whole
+        self.last: int | None = None  # the newest seq held, or None where the log has not begun
+        self._entries: dict[int, str] = {}  # seq → digest, ascending
+        self._lost: list[Lost] = []  # ascending
+        self.unusable: str | None = None  # why nothing may be added or forgotten: where the log begins is not known
+        self._base_in_doubt = False  # base.json may say something else than `start`
+        self._end = 0  # that the file of that name says; 0 where there is none
+        self._in_doubt: list[Path] = []  # entries that failed, and may have their names all the same
+        try:
+            files.make_dir(where.log)
+            found = where.log_on_disk()
+        except OSError as error:
+            self._give_up(f"delta log {where.log} cannot be used: {error}; mend that and start again", [])
+            self.last = MAX_ORDINAL  # there may be more than any version holds
+            return
+        with contextlib.suppress(StorageError):  # what cannot be removed does no harm
+            files.sweep(where.log)
+        try:
+            self._end = _read_end(where)
+            self.start = _read_start(where)
+            if self.start is None and (found or self._end):
+                raise self._no_beginning()
+        except StorageError as error:
+            self._give_up(f"{error}; {_how_to_begin(found, self._end)}", found)
+            return
+        if self.start is not None:
+            self._add_entries(self.start, found)
+
+    def _add_entries(self, start: int, found: list[tuple[int, str, Path]]) -> None:
+        paths: dict[int, list[Path]] = {}
+        for seq, digest, path in found:
+            if seq <= start:
+                _remove(path)  # below a restart or a prune that was cut off
+            else:
+                paths.setdefault(seq, []).append(path)
+                self._entries[seq] = digest
+        log = self._where.log
+        for before, seq in pairwise([start, *paths]):
+            path = paths[seq][0]
+            if seq != before + 1:
+                missing = f"delta {before + 1} is" if seq == before + 2 else f"deltas {before + 1} to {seq - 1} are"
+                why = f"delta log {log}: {missing} missing, before {path.name}; restore what is missing and start again"
+                self._lose(before + 1, seq - 1, why)
+            if len(paths[seq]) > 1:
+                names = " and ".join(path.name for path in paths[seq])
+                why = f"delta log {log}: {names} have the same seq; remove the one that was not acknowledged and start again"
+                self._lose(seq, seq, why)
+        self.last = max(self._entries, default=start)
+        if self.last < self._end:
+            missing = (
+                f"delta {self._end} is" if self._end == self.last + 1 else f"deltas {self.last + 1} to {self._end} are"
+            )
+            why = f"delta log {log}: {missing} missing, at its end; restore what is missing and start again"
+            self._lose(self.last + 1, self._end, why)
+            self.last = self._end
+
+    def _lose(self, first: int, last: int, why: str) -> None:
+        self._lost.append(Lost(first, last, f"{why}, or load a snapshot whose delta_seq is {last} or larger"))
+
+    def _give_up(self, why: str, found: list[tuple[int, str, Path]]) -> None:
+        self._entries = {seq: digest for seq, digest, _ in found}
+        self.start, self.last, self.unusable = 0, max(self._entries, default=self._end), why
+        self.last = max(self.last, self._end)
+
+    def _no_beginning(self) -> Corruption:
+        return Corruption(f"{self._where.log_base} is missing, which says where the entries in {self._where.log} begin")
+
+    def seen(self, watermark: int, *, from_log: bool) -> None:
+        """A version holds the deltas up to `watermark`: where nothing else says how far the log went, that does.
+
+        `from_log` where they were not all in its snapshot: then the log had begun.
+        """
+        if self.start is None and from_log:
+            self._give_up(f"{self._no_beginning()}; {_how_to_begin([], self._end)}", [])
+        if self.unusable is not None and self.last is not None:
+            self.last = max(self.last, watermark)
+
+    @property
+    def damage(self) -> list[str]:
+        """What is wrong with the log, and what to do."""
+        return [lost.why for lost in self._lost] if self.unusable is None else [self.unusable]
+
+    def status(self) -> dict[str, int | None]:
+        """`start`, `last` (None where they are not known), and how many `entries` there are."""
+        start, last = (self.start, self.last) if self.unusable is None else (None, None)
+        return {"start": start, "last": last, "entries": self.entries}
+
+    def check(self) -> None:
+        """Read the files that say where it begins and ends. StorageError where that cannot be, or is not what was written."""
+        _read_start(self._where)
+        files.read_number(self._where.log_end)
+
+    def held(self) -> list[int]:
+        """The seqs that can be read, ascending."""
+        return [seq for seq in list(self._entries) if self.why_lost(seq) is None]
+
+    def lost_above(self, seq: int) -> str | None:
+        """Why a version with the deltas up to `seq` cannot have those that came later; None where it can."""
+        if self.unusable is not None:
+            return self.unusable if seq < (self.last or 0) else None
+        return next((lost.why for lost in self._lost if lost.last > seq), None)
+
+    def why_lost(self, seq: int) -> str | None:
+        """Why it is not known what was acknowledged as delta `seq`; None where it is."""
+        return self.unusable or next((lost.why for lost in self._lost if lost.first <= seq <= lost.last), None)
+
+    @property
+    def _start(self) -> int:
+        if self.start is None:
+            raise NotFound(f"delta log {self._where.log} has not begun: no version was active yet")
+        return self.start
+
+    @property
+    def entries(self) -> int:
+        return len(self._entries)
+
+    def digest(self, seq: int) -> str | None:
+        """The digest of an entry, or None if it is not held (any more)."""
+        return self._entries.get(seq)
+
+    def append(self, seq: int, data: bytes | memoryview, digest: str, origin: Origin | None = None) -> None:
+        """Make an entry durable, with its origin. `seq` must be `last + 1`; on return both survive a crash."""
+        if self.unusable is not None:
+            raise Corruption(self.unusable)
+        if self.last is None or seq != self.last + 1:
+            raise AssertionError(f"append of {seq} after {self.last}")
+        if self._base_in_doubt:
+            self._publish_start(self._start)
+        self._resolve_doubts()
+        path = self._where.log_entry(seq, digest)
+        try:
+            with files.publish(path) as file:
+                file.write(data)
+                if origin is not None:
+                    file.write(origins.encode(origin))
+        except BaseException:
+            # not acknowledged, so the next start must not find it next to another delta of that seq
+            self._in_doubt.append(path)
+            with contextlib.suppress(StorageError):
+                self._resolve_doubts()
+            raise
+        self._entries[seq] = digest
+        self.last = seq
+        self._note_end(seq)
+
+    def _note_end(self, seq: int) -> None:
+        try:
+            _write_end(self._where, seq)
+            self._end = seq
+        except OSError as error:  # it only says less than it could
+            logger.warning("%s cannot be written: %s", self._where.log_end, error)
+
+    def _resolve_doubts(self) -> None:
+        while self._in_doubt:
+            files.remove_file(self._in_doubt[-1])
+            self._in_doubt.pop()
+
+    def read(self, seq: int) -> bytes:
+        """The bytes of an entry, checked against their digest."""
+        if (lost := self.why_lost(seq)) is not None:
+            raise Corruption(lost)
+        digest = self._entries.get(seq)
+        if digest is None:
+            raise NotFound(f"delta {seq} is not in the log, which holds {self._start + 1} to {self.last}")
+        path = self._where.log_entry(seq, digest)
+        try:
+            data, _ = origins.split(read_regular(path), path)
+        except Corruption:
+            raise
+        except OSError as error:
+            if seq not in self._entries:
+                raise NotFound(f"delta {seq} was pruned from the log") from error
+            raise StorageError(f"cannot read delta {seq} from {path}: {error}") from error
+        if xxhash.xxh3_64_hexdigest(data) != digest:
+            raise Corruption(
+                f"delta {seq} in {path} does not match its digest; restore the file or load a newer snapshot"
+            )
+        return data
+
+    def newest_origin(self, source: str) -> Origin | None:
+        """The origin of the newest entry that came from `source`, which is the origin's field of that name."""
+        for seq in sorted(self._entries, reverse=True):
+            try:
+                origin = origins.read(self._where.log_entry(seq, self._entries[seq]))
+            except OSError as error:  # `read` reports it where the delta is needed
+                logger.warning("the origin of delta %d cannot be read: %s", seq, error)
+                continue
+            if origin is not None and origin.get("source") == source:
+                return origin
+        return None
+
+    def restart(self, seq: int) -> None:
+        """Begin again after `seq`; every entry held is forgotten."""
+        if seq < self._end:
+            self._note_end(seq)  # not after the beginning is moved: a crash in between must not look like a loss
+        self._forget_to(seq, list(self._entries))
+        self.last = seq
+        self._note_end(seq)
+
+    def prune(self, upto: int, *, min_age_s: float = 0.0) -> int:
+        """Forget entries up to `upto` that are at least `min_age_s` old. Returns how many."""
+        if self.unusable is not None:
+            return 0
+        newest_allowed = time.time() - min_age_s
+        drop = []
+        for seq, digest in self._entries.items():
+            if seq > upto or _changed_s(self._where.log_entry(seq, digest)) > newest_allowed:
+                break
+            drop.append(seq)
+        if drop:
+            self._forget_to(drop[-1], drop)
+        return len(drop)
+
+    def _forget_to(self, start: int, drop: list[int]) -> None:
+        # base.json first: a crash in between leaves files that the next start removes, never a gap
+        try:
+            self._publish_start(start)
+        except BaseException:
+            # it may have its name all the same, and the next start would then drop what is acknowledged
+            with contextlib.suppress(StorageError):
+                if self.start is None or self.unusable is not None:
+                    files.remove_file(self._where.log_base)
+                else:
+                    self._publish_start(self.start)
+            raise
+        self.start, self.unusable = start, None
+        self._lost = [lost for lost in self._lost if lost.last > start]
+        for path in [self._where.log_entry(seq, self._entries.pop(seq)) for seq in drop]:
+            _remove(path)
+
+    def _publish_start(self, start: int) -> None:
+        self._base_in_doubt = True
+        files.publish_record(self._where.log_base, {"start": start})
+        self._base_in_doubt = False
+
+
+def _read_start(where: ModelDirectory) -> int | None:
+    if not files.exists(where.log_base):
+        return None
+    start = files.read_json(where.log_base).get("start")
+    if type(start) is not int or start < 0:
+        raise Corruption(
+            f'{where.log_base}: expected {{"start": <the seq before the first entry>}}, got start {start!r}'
+        )
+    return start
+
+
+def _read_end(where: ModelDirectory) -> int:
+    """What `log.end` says; 0 where there is none (of an earlier release), or where it is damaged, which its content shows."""
+    try:
+        text = files.read_number(where.log_end)
+    except StorageError as error:
+        logger.warning("%s; it is not known whether the log ends where it should", error)
+        return 0
+    return int(text) if text is not None and text.isdigit() and int(text) <= MAX_ORDINAL else 0
+
+
+def _write_end(where: ModelDirectory, seq: int) -> None:
+    """In place, always of one length: a sector has the old number or the new one, wherever the power fails."""
+    fd = os.open(where.log_end, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.ftruncate(fd, os.pwrite(fd, files.checked_number(seq, digits=END_DIGITS), 0))
+    finally:
+        os.close(fd)
+
+
+def _how_to_begin(found: list[tuple[int, str, Path]], end: int) -> str:
+    seqs = [seq for seq, _, _ in found]
+    start = seqs[0] - 1 if seqs else end or "the newest delta that was acknowledged"
+    gapless = seqs == list(range(seqs[0], seqs[-1] + 1)) if seqs else True
+    write = f', or have it say {{"start": {start}}} if all that was acknowledged is there' if gapless else ""
+    return f"restore it{write}, and start again; or load a snapshot that holds every delta"
+
+
+def _changed_s(path: Path) -> float:
+    """When a file was written last, seconds since 1970; 0 for one that was removed and is not needed any more."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _remove(path: Path) -> None:
+    # what stays behind is removed at the next start
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

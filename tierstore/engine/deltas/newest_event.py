@@ -1,0 +1,41 @@
+"""The event time of the newest delta that a model shows: how fresh its answers are.
+
+A delta that is applied says so itself. After a start, and after a rollback to a delta, the log is read. Any thread; nothing here
+survives a crash.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.serving.undone_record import Undone
+from tierstore.errors import TierstoreError
+from tierstore.formats.delta.reader import read_delta
+
+
+class NewestEvent:
+    """That of one model."""
+
+    def __init__(self, log: DeltaLog) -> None:
+        self._log = log
+        self._cached: tuple[int, Undone, datetime | None] | None = None  # as of a seq; replaced whole
+
+    def applied(self, seq: int, event_time: datetime) -> None:
+        """Delta `seq` is visible. One thread at a time."""
+        self._cached = seq, self._log.undone, event_time
+
+    def at(self, seq: int) -> datetime | None:
+        """Of the newest delta up to `seq` that is not undone; None where the log does not have it."""
+        cached, undone = self._cached, self._log.undone
+        if cached is None or cached[0] != seq or cached[1] is not undone:
+            cached = self._cached = seq, undone, self._read(seq, undone)
+        return cached[2]
+
+    def _read(self, seq: int, undone: Undone) -> datetime | None:
+        while (first := undone.begin_of_range(seq)) is not None:
+            seq = first - 1
+        try:
+            return None if self._log.digest(seq) is None else read_delta(self._log.read(seq)).event_time
+        except TierstoreError:  # pruned meanwhile, or damaged, which others report
+            return None

@@ -1,0 +1,60 @@
+"""Where a logged delta came from, as the end of its file in the delta log: written with the delta, in one step.
+
+Pure functions over bytes. The layout is in `schema/layout.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tierstore.errors import Corruption
+
+Origin = Mapping[str, Any]  # a JSON object; its source knows what is in it
+
+_MAGIC = b"TIERORIG"  # no delta ends with it: a delta ends with the end mark of its last Arrow stream
+_END = struct.Struct("<QQ8s")  # XXH3-64 of the document, its length, the magic
+
+
+def encode(origin: Origin) -> bytes:
+    """What follows the bytes of a delta in its file."""
+    document = json.dumps(origin, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return document + _END.pack(xxhash.xxh3_64_intdigest(document), len(document), _MAGIC)
+
+
+def split(data: bytes, path: Path) -> tuple[bytes, Origin | None]:
+    """(the delta, its origin or None) of the content of a file. Corruption where there is an origin that is damaged."""
+    if not data.endswith(_MAGIC):
+        return data, None
+    begin = len(data) - _END.size
+    digest, length, _ = _END.unpack_from(data, begin)
+    return data[: begin - length], _parse(data[begin - length : begin] if length <= begin else b"", digest, path)
+
+
+def read(path: Path) -> Origin | None:
+    """The origin at the end of a file, without reading the delta. OSError, Corruption."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < _END.size:
+            return None
+        file.seek(size - _END.size)
+        digest, length, magic = _END.unpack(file.read(_END.size))
+        if magic != _MAGIC:
+            return None
+        file.seek(max(0, size - _END.size - length))
+        return _parse(file.read(length) if length <= size - _END.size else b"", digest, path)
+
+
+def _parse(document: bytes, digest: int, path: Path) -> Origin:
+    if not document or xxhash.xxh3_64_intdigest(document) != digest:
+        raise Corruption(f"the origin of the delta in {path} does not match its digest; restore the file")
+    parsed = json.loads(document)
+    if not isinstance(parsed, dict):
+        raise Corruption(f"the origin of the delta in {path}: expected a JSON object")
+    return parsed

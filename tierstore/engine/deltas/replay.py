@@ -1,0 +1,149 @@
+"""Catching a version up from the delta log, while it does not serve.
+
+For one thread at a time a version. A crash in between loses nothing: each fold carries its watermark.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+
+from tierstore.engine.data.overlay import Overlay, encode_delta, stack
+from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.undone_record import Undone
+from tierstore.engine.versions.version import Version
+from tierstore.errors import DeltaError, TooLarge
+from tierstore.formats.colliding import CollidingKeys
+from tierstore.formats.delta.reader import Delta, read_delta
+from tierstore.tiers.background import without_yielding, yield_to_requests
+from tierstore.types import Progress, ProgressFn
+
+log = logging.getLogger(__name__)
+
+FOLD_BYTES = 64 << 20  # of deltas that are folded as one
+MOST_STALLS = 5  # rounds in which deltas came as fast as they were replayed
+
+
+def catch_up(
+    version: Version,
+    deltas: DeltaLog,
+    dense: DenseParts,
+    *,
+    lag: int = 0,
+    lenient: bool = False,
+    undone: Undone | None = None,
+    progress: ProgressFn | None = None,
+) -> None:
+    """Fold what the log holds above the watermark of `version`, until at most `lag` deltas are missing.
+
+    Of deltas that are `undone` (None: as the log says) only the watermark moves on.
+
+    The log may grow meanwhile. Where it grows as fast as it is replayed, a catch-up that may leave some (`lag`) ends without
+    being so near: its caller does the remainder while producers wait, or there would be no end. A delta whose rows do not
+    fit the version is a DeltaError, or skipped if `lenient`. A dense part that does not fit it is skipped in any case, the rows of that delta are not; the version says so.
+    """
+    if deltas.start is None:
+        return
+    begin = max(version.watermark, deltas.start)
+    missing, stalls = sys.maxsize, 0
+    while True:
+        last, held = deltas.last or 0, max(version.watermark, deltas.start)
+        if last - held <= lag or (lag and stalls >= MOST_STALLS):
+            return
+        if progress is not None:
+            progress(Progress("catch up", held - begin, last - begin))
+        stalls += last - held >= missing
+        hurry = stalls > 0  # else a thread that yields to requests never reaches the end of the log
+        missing = last - held
+        with without_yielding(hurry):
+            merged, dense_parts = _gather(version, deltas, held, last, FOLD_BYTES, lenient, undone or deltas.undone)
+            yield_to_requests()
+            _add_dense(merged, version, dense_parts, dense)
+            version.fold(merged)
+
+
+def unfolded(version: Version, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> Overlay | None:
+    """What `catch_up` would fold, leniently, for a version to serve from memory; None where nothing is missing.
+
+    TooLarge where it would take more than about `limit` bytes.
+    """
+    last, held = deltas.last or 0, max(version.watermark, deltas.start or 0)
+    if last <= held:
+        return None
+    merged, dense_parts = _gather(version, deltas, held, last, limit, True, deltas.undone)
+    if merged.hi < last:
+        raise TooLarge(f"deltas {merged.lo} to {last} take more than {limit:,} bytes of memory")
+    _add_dense(merged, version, dense_parts, dense, serve=True)
+    return merged
+
+
+def _gather(
+    version: Version, deltas: DeltaLog, held: int, last: int, limit: int, lenient: bool, undone: Undone
+) -> tuple[Overlay, list[tuple[Delta, bytes]]]:
+    """The deltas above `held`, up to `last` or until they have `limit` bytes, as one overlay; and their dense parts."""
+    overlays: tuple[Overlay, ...] = ()
+    colliding = dict(version.colliding)
+    dense_parts: list[tuple[Delta, bytes]] = []
+    while held < last and _bytes(overlays, dense_parts) < limit:
+        held += 1
+        if (end := undone.end_of_range(held)) is not None:
+            overlays = stack(overlays, Overlay(held, min(end, last), {}), frozen=None)
+            held = min(end, last)
+            continue
+        yield_to_requests()
+        delta = read_delta(deltas.read(held))
+        new = _overlay(version, delta, colliding, lenient)
+        colliding |= new.colliding
+        if new.dense is not None:
+            dense_parts.append((delta, new.dense))
+            new.dense = None
+        overlays = stack(overlays, new, frozen=None)
+    merged = overlays[-1]
+    for newer in reversed(overlays[:-1]):
+        merged = merged.merged(newer)
+    return merged, dense_parts
+
+
+def _bytes(overlays: Sequence[Overlay], dense_parts: Sequence[tuple[Delta, bytes]]) -> int:
+    return sum(overlay.nbytes for overlay in overlays) + sum(len(model) for _, model in dense_parts)
+
+
+def _add_dense(
+    overlay: Overlay,
+    version: Version,
+    dense_parts: Sequence[tuple[Delta, bytes]],
+    dense: DenseParts,
+    *,
+    serve: bool = False,
+) -> None:
+    """Add the newest dense part that fits to an overlay, checked as if the version had served all the time.
+
+    One that was accepted is not checked again, unless the overlay is to `serve` as it is: then it is made ready to run.
+    """
+    for delta, model in reversed(dense_parts):
+        accepted = delta.seq <= version.info.dense_accepted_upto
+        try:
+            if serve or not accepted:
+                overlay.predictor = dense.of_delta(delta, model, View(version, (), version.watermark))
+        except DeltaError as error:
+            if not accepted:
+                overlay.passed_over = overlay.passed_over or str(error)
+                log.warning("version %d passes over the dense part of %s", version.number, error)
+                continue
+            version.unserved = str(error)
+        overlay.dense = model
+        return
+
+
+def _overlay(version: Version, delta: Delta, colliding: Mapping[str, CollidingKeys], lenient: bool) -> Overlay:
+    try:
+        for_it = delta.base_version in (None, version.number)
+        return encode_delta(delta, version.specs, colliding, for_this_version=for_it, own=version.info.own)
+    except DeltaError:
+        if not lenient:
+            raise
+        log.warning("version %d passes over delta %d, which does not fit it", version.number, delta.seq)
+        return Overlay(delta.seq, delta.seq, {})

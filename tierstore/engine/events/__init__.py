@@ -1,0 +1,1 @@
+"""What the engine reports to others as it happens."""

@@ -1,0 +1,1 @@
+"""How versions come and go: the catalogue of those on disk, switches, warm-up, housekeeping."""

@@ -1,0 +1,138 @@
+"""How the GPUs' memory is divided among versions (`tiers/device_set.py` says which GPUs there are).
+
+One budget, in bytes per device, for all models and versions. It is divided as the host tier's is, but tables only halve and
+double. Workspaces are subtracted first. Any thread may call anything; nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tierstore.config import Settings
+from tierstore.engine.data.budget import HostBudget, MemoryUser, deal
+from tierstore.engine.data.promotion import QUEUE_JOBS, Moment, Offers, Promoter
+from tierstore.engine.serving.publisher import Publisher
+from tierstore.engine.versions.version import Version
+from tierstore.errors import TierstoreError
+from tierstore.tiers.device.devices import DeviceSet
+from tierstore.tiers.device.layout import ABSENT_BYTES, LINE_BYTES, WAYS
+
+MIN_TABLE_BUDGET = 64 << 10
+_A_ROW = math.ceil((LINE_BYTES + ABSENT_BYTES) / WAYS)  # bytes of bookkeeping
+
+
+class Devices:
+    """The device tiers of a store's versions."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.set = DeviceSet(settings)
+        self.budget = HostBudget(self.set.table_bytes)
+        self.promoter = Promoter() if self.set.memories else None
+        self._lock = threading.Lock()
+        self._shares: dict[int, DeviceShare] = {}  # by id of the version, which it keeps
+
+    def admit(self, version: Version, replaced: Sequence[Version], publisher: Publisher) -> None:
+        """Give a version that is about to serve its device tables, making room at the cost of `replaced` first."""
+        version.devices = self.set
+        if self.promoter is None:
+            return
+        share = DeviceShare(version, self.set, self.promoter, publisher)
+        with self._lock:
+            before = [self._shares[id(each)] for each in replaced if id(each) in self._shares]
+            self._shares[id(version)] = share
+        self.budget.admit(share, *before)
+
+    def release(self, version: Version) -> None:
+        """Free the share of a version; it is closed already."""
+        with self._lock:
+            share = self._shares.pop(id(version), None)
+        if share is not None:
+            self.budget.release(share)
+
+    @property
+    def versions(self) -> list[Version]:
+        """Those that have device tables, or may get some."""
+        return [share.version for share in list(self._shares.values())]
+
+    def status(self) -> dict[str, Any]:
+        document = self.set.status()
+        if self.promoter is not None:
+            document |= {
+                "promotions_waiting": self.promoter.waiting,
+                "promotions_limit": QUEUE_JOBS,
+                "promotions_dropped": self.promoter.dropped,
+            }
+        return document
+
+    def close(self) -> None:
+        """Once every version is closed."""
+        if self.promoter is not None:
+            self.promoter.close()
+        self.set.close()
+
+
+class DeviceShare(MemoryUser):
+    """What one version has of the devices: its part of the budget, under the names that `HostBudget` calls."""
+
+    def __init__(self, version: Version, devices: DeviceSet, promoter: Promoter, publisher: Publisher) -> None:
+        self.version, self._devices, self._promoter, self._publisher = version, devices, promoter, publisher
+        self._limit = self._reserved = 0
+
+    @property
+    def host_need_bytes(self) -> int:
+        return sum(self._needs())
+
+    def _needs(self) -> list[int]:
+        copies = self._devices.copies
+        return [
+            copies * max(MIN_TABLE_BUDGET, int(table.rows * (-(-table.spec.row_bytes // 16) * 16 + _A_ROW) * 1.25))
+            for table in self.version.tables.values()
+        ]
+
+    @property
+    def host_reserved_bytes(self) -> int:
+        tables = self.version.tables.values()
+        used = sum(device.bytes_in_use for table in tables if (device := table.device) is not None)
+        return max(used, self._reserved)
+
+    def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
+        # tables double and halve: what may be had later is what they can double to
+        halvings = (limit_bytes // budget_bytes).bit_length() - 1 if budget_bytes else 0
+        fraction, self._limit = 0.5**halvings, budget_bytes << halvings
+        tables = self.version.tables.values()
+        needs = self._needs()
+        weights = self.version.weights(needs, like.version if isinstance(like, DeviceShare) else None)
+        for table, share in zip(tables, deal(self._limit, needs, weights), strict=True):
+            cache = self._devices.cache(table.spec, share, table.default, fraction)
+            if not cache.capacity_rows or cache.bytes_in_use > share * fraction:
+                cache.close()
+                continue
+            cache.raise_floor(self.version.watermark)
+            table.device = cache
+            table.offer = Offers(self._promoter, table, self._with_view)
+        self._reserved = budget_bytes
+
+    def resize_host(self, budget_bytes: int) -> None:
+        if not self._limit or not budget_bytes:
+            return
+        fraction = 1.0
+        while self._limit * fraction > budget_bytes:
+            fraction /= 2
+        for table in self.version.tables.values():
+            if (device := table.device) is not None:  # another thread may be freeing the version
+                device.resize(fraction)
+        self._reserved = math.ceil(self._limit * fraction)
+
+    def _with_view(self, work: Callable[[Moment], None]) -> None:
+        try:
+            view = self._publisher.acquire(self.version.number)
+        except TierstoreError:  # it is not served, or not any more
+            return
+        try:
+            if view.open_version is self.version:
+                work(view)
+        finally:
+            self._publisher.release(view)

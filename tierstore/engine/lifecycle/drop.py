@@ -1,0 +1,89 @@
+"""Deleting versions: those that a user drops, and those that are older than the ones to be kept.
+
+Any thread. A directory first loses its name, under the switch lock, and is then removed without any lock, which may take long.
+After a crash in between, the next start removes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from tierstore.engine.events.changes import audited
+from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.routes import Routes
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.errors import Conflict
+from tierstore.formats import files
+
+log = logging.getLogger(__name__)
+
+
+class Drops:
+    """Those of one model."""
+
+    def __init__(self, state: ModelState, opener: Opener, routes: Routes) -> None:
+        self._state, self._opener, self._routes = state, opener, routes
+        self._live, self._catalogue = state.live, state.catalogue
+
+    def drop(self, number: int) -> None:
+        """Delete a version that is not served, one that is damaged or half loaded as well; its memory and disk are freed."""
+        trash = self._discard(number)
+        if trash is not None:
+            files.remove_leftover(trash)
+
+    def drop_surplus(self) -> None:
+        """Delete versions older than those that are to be kept. Does nothing while a switch is under way."""
+        trash: list[Path | None] = []
+        with self._state.switch.if_free() as held:
+            if held:
+                for number in self._surplus():
+                    with audited(self._state.shared.audit, "drop", self._state.name, lambda: None, version=number):
+                        trash.append(self._discard(number))
+        for path in trash:
+            if path is not None:
+                log.info("model %s: drops a version older than those kept: %s", self._state.name, path.name)
+                files.remove_leftover(path)
+
+    def _surplus(self) -> list[int]:
+        """Versions that are older than those that are to be kept, and that are not used."""
+        active, catalogue = self._live.active_version, self._catalogue
+        older = [
+            number
+            for number in catalogue.numbers
+            if active is not None
+            and number < active
+            and number not in catalogue.loading
+            and number != self._routes.canary
+            and not catalogue.info(number).is_remote  # the node with the lease says when
+        ]
+        surplus = older[: max(0, len(older) - self._state.shared.settings.keep_versions)]
+        return [n for n in surplus if n not in self._state.retiring and n not in self._opener.scanned]
+
+    def _discard(self, number: int) -> Path | None:
+        """Forget a version, and rename its directory. Returns what is left to be removed."""
+        state, catalogue = self._state, self._catalogue
+        with state.switch:
+            catalogue.check_not_loading(number)
+            self._live.check_open()
+            if number in catalogue.damaged:
+                return catalogue.discard_damaged(number)
+            if number in catalogue.unfinished:
+                return catalogue.discard_unfinished(number)
+            info = catalogue.info(number)
+            if number == self._live.active_version:
+                raise Conflict(f"version {number} of {state.name!r} is active; activate another one first")
+            if number == self._routes.canary:
+                raise Conflict(f"version {number} of {state.name!r} is the canary; withdraw it first")
+            state.retiring.await_closed(state.name, number)
+            with self._live.write:
+                state.record.repair()  # CURRENT must not go on naming it
+            self._opener.scanned.close(number)
+            for root in [root for root, of in catalogue.replaced.items() if of == number]:
+                files.remove_tree(root)  # before the line that counts: without it, a start would not know what they are
+                del catalogue.replaced[root]
+            try:
+                return files.discard(info.where.root)
+            finally:
+                if not files.exists(info.where.record):  # what is left of it lost its name, and goes at the next start
+                    catalogue.forget(number)

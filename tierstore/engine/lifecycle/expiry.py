@@ -1,0 +1,110 @@
+"""When the rows of what serves expire: a check of each version's times, after it is opened and then every `ttl_check_s`.
+
+On the thread of housekeeping's tasks, at the pace of the throttle. What a crash or an error leaves undone the next check does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable
+
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.reads.view import View
+from tierstore.engine.versions.expiry import expire, forget, old_keys
+from tierstore.engine.versions.version import Version
+from tierstore.errors import StorageError
+from tierstore.tiers.background import Pace
+from tierstore.types import Keys
+
+log = logging.getLogger(__name__)
+
+_READERS_S = 30.0  # to wait for requests that began before; else the next try goes on
+
+
+class _Ended(Exception):
+    """The version is needed otherwise, or the model is being closed."""
+
+
+class Expiry:
+    """That of one model. `stopping` says that the model is being closed."""
+
+    def __init__(self, state: ModelState, stopping: Callable[[], bool]) -> None:
+        self._state, self._stopping = state, stopping
+        self._checked_s: weakref.WeakKeyDictionary[Version, float] = weakref.WeakKeyDictionary()
+        # removed from disk, and perhaps in caches again; of versions that are open
+        self._to_forget: weakref.WeakKeyDictionary[Version, tuple[str, Keys]] = weakref.WeakKeyDictionary()
+
+    def check(self) -> None:
+        """Remove expired rows of each version that serves, where that is due. StorageError."""
+        live = self._state.live
+        for number in live.served.versions:
+            with live.publisher.pinned(number) as version:
+                if version is None or not self._is_due(version):
+                    continue
+                try:
+                    with self._state.shared.throttle.at_work("expire"):
+                        self._check(version)
+                except _Ended:
+                    return
+
+    def _is_due(self, version: Version) -> bool:
+        every_s, before = self._state.shared.settings.ttl_check_s, self._checked_s.get(version)
+        if not version.info.times_ids or not every_s:
+            return False
+        return version in self._to_forget or before is None or time.monotonic() - before >= every_s
+
+    def _check(self, version: Version) -> None:
+        self._forget(version)
+        pace = Pace(lambda: self._state.shared.throttle.share)
+        began, now_s = time.monotonic(), time.time()
+        for table in version.info.times_ids:
+            ttl_s, expired = version.specs[table].ttl_s, 0
+            assert ttl_s is not None
+            oldest_s = max(0, int(now_s) - ttl_s)
+            for keys in old_keys(version, table, oldest_s):
+                self._check_goes_on(version)
+                if len(keys := expire(version, table, keys, oldest_s) if len(keys) else keys):
+                    self._to_forget[version] = table, keys
+                    self._forget(version)
+                    expired += len(keys)
+                pace.sleep()
+            if expired:
+                log.info(
+                    "model %s: version %d: %d rows of table %s have expired",
+                    self._state.name, version.number, expired, table,
+                )  # fmt: skip
+        self._checked_s[version], version.info.expiry_checked_s = began, now_s
+
+    def _forget(self, version: Version) -> None:
+        """Once no reader has what was removed last any more, see to it that no cache has it."""
+        if version not in self._to_forget:
+            return
+        live, changed = self._state.live, self._state.live.publisher.changed
+        with live.write:
+            view = live.served.view_of(version)
+            if view is None:
+                raise _Ended
+            live.publisher.publish(live.served.with_views([View(version, view.overlays, view.seq)]))
+        with changed:
+            changed.wait_for(lambda: self._ends(version) or not live.publisher.read_before(version), timeout=_READERS_S)
+            if live.publisher.read_before(version) and not self._ends(version):
+                raise StorageError(f"requests that began {_READERS_S:.0f} s ago still read version {version.number}")
+        self._check_goes_on(version)
+        self._state.shared.epochs.await_offers()
+        table, keys = self._to_forget[version]
+        promoter = self._state.shared.devices.promoter
+        if promoter is None:
+            forget(version, table, keys)
+        else:  # else a row might be on its way between host and device meanwhile
+            promoter.alone(lambda: forget(version, table, keys))
+        del self._to_forget[version]
+
+    def _check_goes_on(self, version: Version) -> None:
+        if self._ends(version):
+            raise _Ended
+
+    def _ends(self, version: Version) -> bool:
+        awaited = self._state.retiring.is_awaited(version.number)
+        return self._stopping() or awaited or self._state.live.served.view_of(version) is None

@@ -1,0 +1,57 @@
+"""How fresh a model's answers are, against the limit that is set for it (`freshness_max_s`).
+
+Too old is a problem that status reports, and no reason not to answer: readiness stays as it is, since other nodes are as old.
+Any thread.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from tierstore.engine.deltas.newest_event import NewestEvent
+from tierstore.engine.lifecycle.state import ModelState
+
+
+class Freshness:
+    """That of one model."""
+
+    def __init__(self, state: ModelState, newest: NewestEvent) -> None:
+        self._state, self._newest = state, newest
+        self._max_s = state.shared.settings.freshness_max_of(state.name)
+
+    def status(self) -> dict[str, Any]:
+        """`last_event_time` (ISO 8601) of the newest delta that is visible, `delta_age_s` since then, and whether that is `fresh`.
+
+        Where the log has no such delta, the age is that of the active version's snapshot. None where it is not known, and
+        for `fresh` where there is no limit.
+        """
+        event, age_s = self._event(), self._age_s()
+        fresh = None if age_s is None or not self._max_s else age_s <= self._max_s
+        last = None if event is None else event.isoformat()
+        return {"last_event_time": last, "delta_age_s": age_s, "freshness_max_s": self._max_s, "fresh": fresh}
+
+    @property
+    def problem(self) -> str | None:
+        """That the newest delta is too old; None where it is not, or where nothing serves."""
+        if not self._max_s:
+            return None
+        age_s = self._age_s()
+        if age_s is None or age_s <= self._max_s:
+            return None
+        event = self._event()
+        what = f"the newest delta is of {event.isoformat()}" if event else "there is no delta since the snapshot"
+        return f"answers are not fresh: {what}, and freshness_max_s is {self._max_s:g}"
+
+    def _event(self) -> datetime | None:
+        view = self._state.live.current
+        return None if view is None else self._newest.at(view.seq)
+
+    def _age_s(self) -> float | None:
+        view = self._state.live.current
+        if view is None:
+            return None
+        since = self._newest.at(view.seq)
+        if since is None:
+            since = view.open_version.info.manifest.created_at
+        return None if since is None else max(0.0, (datetime.now(UTC) - since).total_seconds())

@@ -1,0 +1,128 @@
+"""A load's claim on a version's directory and on the log, and what becomes of both when it ends.
+
+Any thread; the heavy work of a load is in `operations/load.py`. After a crash see `unfinished.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.lifecycle.unfinished import clear_for, finish_load
+from tierstore.engine.serving.undone_record import save_undone
+from tierstore.errors import Conflict, LoadCancelled, SnapshotError, StorageError
+from tierstore.formats import files
+from tierstore.ingest.bulkload import can_go_on
+from tierstore.types import Progress, ProgressFn
+
+
+class Loads:
+    """Those of one model."""
+
+    def __init__(self, state: ModelState, opener: Opener) -> None:
+        self._state, self._opener = state, opener
+        self._live, self._catalogue, self._log = state.live, state.catalogue, state.log
+
+    @contextlib.contextmanager
+    def claim(self, number: int, delta_seq: int, identity: str, activate: bool) -> Iterator[ProgressFn]:
+        """Reserve a version's directory, and the log from `delta_seq` on, for a load; on an error nothing of it stays.
+
+        Except what is loaded and could only not be switched to; what serves meanwhile; and what a load of the same
+        snapshot, by its `identity`, can go on from. The version may be there already: then it was only not switched to.
+        Where the model was closed, the directory may be another process's by now.
+        """
+        where = self._catalogue.where(number)
+        with self._live.write:
+            self._catalogue.check_readable()  # there may be such a version
+            complete = number in self._catalogue
+            self._check(number, delta_seq, identity)
+            if not complete:
+                self._check_number(number, activate=activate)
+                self._forget_outdated(number)
+            trash = self._catalogue.discard_unfinished_up_to(number)
+            self._catalogue.loading[number] = delta_seq, Progress("start")
+
+        def note(progress: Progress) -> None:
+            self._live.check_open()
+            self._catalogue.loading[number] = delta_seq, progress
+
+        try:
+            if not complete:
+                clear_for(where, identity)
+            for path in trash:
+                files.remove_leftover(path)
+            yield note
+            finish_load(where)
+        except BaseException as error:
+            self._clean_up(number, error)
+            raise
+        finally:
+            with self._live.write:
+                self._catalogue.loading.pop(number, None)
+                self._catalogue.damaged.pop(number, None)  # its directory was replaced, or removed
+
+    def _check(self, number: int, delta_seq: int, identity: str) -> None:
+        """Conflict or SnapshotError where such a load cannot be. Holds `write`."""
+        name, start = self._state.name, None if self._state.shared.open_remote is not None else self._log.start
+        if number in self._catalogue.loading:
+            raise Conflict(f"version {number} of {name!r} is being loaded already")
+        if number in self._catalogue:
+            mark = files.read_bytes(self._catalogue.where(number).loading)
+            if number in self._live.served.versions or mark != identity.encode():
+                raise Conflict(
+                    f"version {number} of {name!r} is there already; activate it, or drop it first, or give the snapshot a new version"
+                )
+        if start is not None and delta_seq < start:
+            raise SnapshotError(
+                f"delta_seq is {delta_seq}, but the delta log begins after {start}, so what came between is gone; "
+                f"export a snapshot with delta_seq {start} or later",
+                file="snapshot.json",
+            )
+        if (lost := self._log.lost_above(delta_seq)) is not None:
+            raise SnapshotError(
+                f"delta_seq is {delta_seq}, and it could not be caught up: {lost}", file="snapshot.json"
+            )
+
+    def _forget_outdated(self, number: int) -> None:
+        """What is said of a version of that number that was dropped. Holds `write`."""
+        state = self._state
+        if self._catalogue.is_outdated(number):
+            state.record.repair()
+            undone = state.log.undone.without([number])
+            save_undone(state.where.undone, undone)
+            state.log.undone = undone
+
+    def _check_number(self, number: int, *, activate: bool) -> None:
+        """Conflict where there are as many versions as there may be. Holds `write`."""
+        name, settings, served = self._state.name, self._state.shared.settings, self._live.served.versions
+        there = {*self._catalogue.numbers, *self._catalogue.loading} - {number}
+        most = settings.quota_of(name).versions
+        if most is not None and len(there) >= most:
+            raise Conflict(
+                f"model {name!r} has {len(there)} versions, its quota is {most}; drop one first: {sorted(there)}"
+            )
+        # nothing drops these: only what is older than the active version is
+        waiting = sorted(other for other in there if other > (self._live.active_version or 0) and other not in served)
+        most = settings.keep_versions + 1
+        if not activate and len(waiting) >= most:
+            raise Conflict(
+                f"model {name!r} has versions that were loaded and never activated: {waiting}; keep_versions={settings.keep_versions} allows {most} of them, "
+                "so activate one or drop one first"
+            )
+
+    def _clean_up(self, number: int, error: BaseException) -> None:
+        catalogue, state = self._catalogue, self._state
+        if number in catalogue and (not isinstance(error, SnapshotError) or isinstance(error, LoadCancelled)):
+            error.add_note(f"version {number} of {state.name!r} is loaded all the same, and kept; it is not active")
+            return
+        # a complete one may be on its way to be served, by another thread's switch
+        with state.switch if number in catalogue else contextlib.nullcontext():
+            if not (self._live.closed or number in self._live.served.versions or number in state.retiring):
+                catalogue.forget(number)
+                self._opener.scanned.close(number)
+                if not (can_go_on(error) and catalogue.keep_unfinished(number)):
+                    files.remove_tree(self._catalogue.where(number).root)
+                with self._live.write, contextlib.suppress(StorageError):
+                    state.record.repair()  # there is room now

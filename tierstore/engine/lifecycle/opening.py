@@ -1,0 +1,261 @@
+"""Opening a version, and making it ready before it serves: room in memory, the deltas it lacks, warm caches, its dense part.
+
+For the thread that holds the switch lock, one at a time. A version that fails on the way is closed, and what serves goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.data.cascade import LookupCounts
+from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.deltas.replay import catch_up, unfolded
+from tierstore.engine.events.callbacks import guarded
+from tierstore.engine.lifecycle.scans import ScannedVersions
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.lifecycle.throttle import LEAST_OF_A_SWITCH
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.undone_record import Undone
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.version import Version
+from tierstore.errors import Closed, ConfigError, Conflict, DiskFull, Overloaded, TooLarge
+from tierstore.tiers.background import Pace, in_background
+from tierstore.tiers.disk.tier import DiskTier, open_records
+from tierstore.types import Progress, ProgressFn
+
+log = logging.getLogger(__name__)
+
+SWITCH_LAG = 4  # deltas that may be left for the last catch-up of a switch, while producers wait
+
+
+class Opener:
+    """Opens and closes the versions of one model. `freed` is set whenever memory was freed: others may have it then."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state, self._shared = state, state.shared
+        self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
+        self.freed = threading.Event()
+        self.scanned = ScannedVersions()
+
+    def open(self, info: VersionInfo) -> Version:
+        """Open a version that is not served. Whether that succeeded is its `problem`."""
+        with _noting_problems(info):
+            self.scanned.close(info.number)
+            version = Version.open(info, self._shared.settings, self._shared.readers, self._counts_of, self._remote)
+        self._note_watermark(info)
+        return version
+
+    def _remote(self, info: VersionInfo) -> RemoteBase:
+        """What reads the rows of a version in a cluster. ConfigError where the store has none."""
+        if self._shared.open_remote is None:
+            raise ConfigError(
+                f"the rows of version {info.number} of {self._state.name!r} are in a cluster: start with --remote, or drop the version"
+            )
+        return self._shared.open_remote(self._state.name, info)
+
+    @contextlib.contextmanager
+    def opened(self, info: VersionInfo) -> Iterator[Version]:
+        """A version that is not served, open for the length of the block."""
+        version = self.open(info)
+        try:
+            yield version
+        finally:
+            version.close()
+
+    @contextlib.contextmanager
+    def reading(self, number: int) -> Iterator[DiskTier | RemoteBase]:
+        """The disk tier of a version, to be read as a whole, for however long; nothing waits for the end of the block.
+
+        It is that of a version that serves, or of a kept one, which is opened and not dropped by housekeeping. A thread that
+        needs the version otherwise (to serve it, to drop it, to close the model) closes it: then reads raise Closed.
+        """
+        open_version = self._served_or_retiring(number)
+        if open_version is not None:
+            yield open_version.disk
+            return
+        version = self._open_to_read(number)
+        try:
+            yield version.disk
+        except BaseException:
+            self.scanned.release(version, failed=True)
+            raise
+        self.scanned.release(version)
+
+    def _open_to_read(self, number: int) -> Version:
+        with self._state.switch:
+            if self._served_or_retiring(number) is not None:
+                raise Closed(f"version {number} of {self._state.name!r} was switched to")
+            self._state.live.check_open()
+            info = self._state.catalogue.info(number)
+            return self.scanned.acquire(number, lambda: self.open(info))
+
+    def _served_or_retiring(self, number: int) -> Version | None:
+        view = self._state.live.served.numbered(number)
+        return self._state.retiring.numbered(number) if view is None else view.open_version
+
+    def read_records(self, info: VersionInfo) -> None:
+        """Find out the watermark of a version that is only kept: its records are read, and nothing of its base."""
+        if info.is_remote:
+            return  # the cluster says it
+        try:
+            with (
+                _noting_problems(info),
+                contextlib.closing(open_records(info.where.db, self._shared.readers)) as disk,
+            ):
+                info.learn(disk)
+            self._note_watermark(info)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others serve; status and `verify` say so too
+            log.error("model %s: version %d cannot be opened: %s", self._state.name, info.number, error)
+
+    def free(self, version: Version) -> None:
+        """Close a version that was served, or was to be, and return its budgets. Housekeeping gives them to others."""
+        try:
+            version.close()
+        finally:
+            self._shared.host_budget.release(version)
+            self._shared.devices.release(version)
+            self.freed.set()
+
+    @contextlib.contextmanager
+    def warmed(
+        self,
+        info: VersionInfo,
+        replaced: list[Version],
+        *,
+        force: bool,
+        progress: ProgressFn,
+        start: bool = False,
+        undone: Undone | None = None,
+    ) -> Iterator[Version]:
+        """A version opened, caught up but for the last step (without what is `undone`), and warm; closed if the block fails.
+
+        It makes its room in memory at the cost of `replaced` first, the active version first of them. At a `start` it
+        is warmed once it serves, and may lack what a full disk does not take. Conflict for one that is stale, unless
+        `force`.
+        """
+        state, live = self._state, self._state.live
+        live.check_open()
+        progress = guarded(progress)
+        if state.catalogue.is_stale(info) and not force:
+            raise Conflict(
+                f"version {info.number} of {state.name!r} is stale: it holds deltas up to {info.watermark}, and the log begins after "
+                f"{state.log.start}; with force it serves without what came between"
+            )
+        may_lack = (DiskFull,) if start else ()
+        version = self.open(info)
+        try:
+            self._shared.host_budget.admit(version, *replaced)
+            self._shared.devices.admit(version, replaced, live.publisher)
+            with contextlib.suppress(*may_lack):
+                self._catch_up(version, lag=SWITCH_LAG, force=force, undone=undone, progress=progress)
+            if start:
+                self._shared.warmer.add(version, live.publisher)
+            else:
+                self._warm(version, replaced[0] if replaced else None, progress)
+            state.dense.open(version, lenient=force)
+            progress(Progress("switch"))
+            with contextlib.suppress(*may_lack):
+                self._catch_up(version, lag=SWITCH_LAG, force=force, undone=undone)
+            state.dense.open(version, lenient=force)
+            yield version
+        except BaseException:
+            self.free(version)
+            raise
+
+    def _catch_up(
+        self,
+        version: Version,
+        *,
+        lag: int = 0,
+        force: bool,
+        undone: Undone | None = None,
+        progress: ProgressFn | None = None,
+    ) -> None:
+        """Fold what the version lacks. Into a cluster one node does, at any time: what is missing is served from memory."""
+        if version.remote is None:
+            catch_up(
+                version, self._state.log, self._state.dense, lag=lag, lenient=force, undone=undone, progress=progress
+            )
+
+    @contextlib.contextmanager
+    def last_view(self, version: Version, *, force: bool, start: bool, undone: Undone | None = None) -> Iterator[View]:
+        """Caught up to the end of the log (without what is `undone`), while producers wait. Holds `write`.
+
+        At a `start`, what a full disk does not take is in memory; so is what a cluster does not have yet.
+        """
+        overlays: tuple[Overlay, ...] = ()
+        try:
+            self._catch_up(version, force=force, undone=undone)
+            if version.remote is not None:
+                overlays = self._unfolded(version, "the cluster does not have them yet")
+            self._state.dense.open(version, lenient=force)  # again only if one of the last deltas brought one
+        except DiskFull as error:
+            if not start or version.remote is not None:
+                raise
+            overlays = self._unfolded(version, error)
+        reserved = sum(overlay.nbytes for overlay in overlays)
+        try:
+            yield View(version, overlays, overlays[0].hi if overlays else version.watermark)
+        except BaseException:
+            self._shared.overlay_budget.release(reserved)
+            raise
+
+    def _unfolded(self, version: Version, full: DiskFull | str) -> tuple[Overlay, ...]:
+        budget = self._shared.overlay_budget
+        try:
+            overlay = unfolded(version, self._state.log, self._state.dense, limit=budget.total)
+            if overlay is None:
+                return ()
+            budget.reserve(overlay.nbytes)
+        except (Overloaded, TooLarge) as error:
+            raise DiskFull(
+                f"{full}; and version {version.number} cannot serve what is not folded from memory meanwhile: it does not fit "
+                f"next to the other overlays into overlay_budget, {budget.total:,} bytes"
+            ) from error
+        log.log(
+            logging.INFO if isinstance(full, str) else logging.WARNING,
+            "model %s: deltas %d to %d are served from memory: %s",
+            self._state.name,
+            overlay.lo,
+            overlay.hi,
+            full,
+        )
+        return (overlay,)
+
+    def _warm(self, version: Version, like: Version | None, progress: ProgressFn) -> None:
+        throttle = self._shared.throttle
+
+        def warm() -> None:
+            pace = Pace(lambda: max(LEAST_OF_A_SWITCH, throttle.share))
+
+            def report(done: int, total: int) -> None:
+                progress(Progress("warm", done, total))
+                pace.sleep()
+
+            with throttle.at_work("warm"):
+                version.warm(like, report)
+
+        if like is None:
+            warm()
+        else:  # there are requests to give way to
+            in_background(warm)
+
+    def _counts_of(self, table: str) -> LookupCounts:
+        return self._counts.setdefault(table, LookupCounts())
+
+    def _note_watermark(self, info: VersionInfo) -> None:
+        self._state.log.seen(info.watermark, from_log=info.watermark > info.manifest.delta_seq)
+
+
+@contextlib.contextmanager
+def _noting_problems(info: VersionInfo) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        info.problem = str(error)
+        raise
+    info.problem = None

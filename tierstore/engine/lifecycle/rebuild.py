@@ -1,0 +1,148 @@
+"""Building a version again from its base, as a new line of it, so that the log can be replayed onto it without what is undone.
+
+The base's sealed files never change after a load, so the new line has the same ones, by second names; only its RocksDB, which
+holds what deltas changed, begins empty. For the thread that holds the switch lock; what serves goes on.
+
+After a crash: the line does not count until `undone.json` names it (`serving/undone_record.py`), and goes at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.versions.dense_files import loaded_dense
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import Conflict, StorageError
+from tierstore.formats import files
+from tierstore.formats.names import VersionDirectory
+from tierstore.tiers.disk.sealed import BASE, SealedTier
+from tierstore.tiers.disk.sst import write_sst
+from tierstore.tiers.disk.tier import DiskTier, open_records
+from tierstore.types import Progress
+
+log = logging.getLogger(__name__)
+
+_BLOCK_CACHE_BYTES = 1 << 20
+
+
+class Rebuilder:
+    """That of one model."""
+
+    def __init__(self, state: ModelState, opener: Opener) -> None:
+        self._state, self._opener = state, opener
+        self._live, self._catalogue = state.live, state.catalogue
+
+    def check(self, info: VersionInfo) -> None:
+        """Conflict where the version cannot be built again."""
+        name, start, base_seq = self._state.name, self._state.log.start, info.manifest.delta_seq
+        what = f"version {info.number} of {name!r} cannot be built again from its base"
+        if info.is_remote:
+            raise Conflict(f"{what}: its rows are in a cluster; load a snapshot from before those deltas instead")
+        if info.base != "sealed":
+            raise Conflict(
+                f'{what}: it was loaded with base="{info.base}", which does not keep rows as loaded apart from those of deltas; '
+                'load its snapshot again, with base="sealed"'
+            )
+        if start is not None and start > base_seq:
+            raise Conflict(
+                f"{what}: its snapshot holds deltas up to {base_seq}, and the log begins after {start}, so deltas {base_seq + 1} "
+                f"to {start} are gone; load a snapshot whose delta_seq is {start} or larger. log_retention_s, now "
+                f"{self._state.shared.settings.log_retention_s:g}, says how long the log keeps deltas"
+            )
+        if (lost := self._state.log.lost_above(base_seq)) is not None:
+            raise Conflict(f"{what}: {lost}")
+
+    @contextlib.contextmanager
+    def built(self, info: VersionInfo) -> Iterator[VersionInfo]:
+        """A new line of a version, with its snapshot's rows alone. It is removed if the block fails. Conflict, StorageError.
+
+        While the block runs the log keeps what the line needs.
+        """
+        state, number = self._state, info.number
+        state.room.check_free("a rollback to a delta")
+        with self._reserved(info):
+            self.check(info)
+            state.record.repair()  # else the last line that failed might be the one on record
+            where = state.where.version(number, state.log.undone.line(number) + 1)
+            try:
+                self._build(info, where)
+                yield VersionInfo(where)
+            except BaseException:
+                if not state.record.in_doubt:  # else the next start may need it
+                    with contextlib.suppress(StorageError):
+                        files.remove_tree(where.root)
+                raise
+
+    @contextlib.contextmanager
+    def _reserved(self, info: VersionInfo) -> Iterator[None]:
+        """Let nobody drop the version, nor prune the log above its snapshot."""
+        loading, number = self._catalogue.loading, info.number
+        with self._live.write:
+            before = loading.get(number)  # of a load that only switches now
+            loading[number] = info.manifest.delta_seq, Progress("rebuild")
+        try:
+            yield
+        finally:
+            with self._live.write:
+                if before is None:
+                    del loading[number]
+                else:
+                    loading[number] = before
+
+    def _build(self, info: VersionInfo, where: VersionDirectory) -> None:
+        files.remove_tree(where.root)  # of one that could not be removed
+        files.make_dir(where.root)
+        view = self._live.served.numbered(info.number)
+        if view is not None and view.open_version.info is info:
+            disk = view.open_version.disk
+            assert isinstance(disk, DiskTier)  # see `check`
+            self._fill(info, where, disk)
+            return
+        with contextlib.closing(open_records(info.where.db, self._state.shared.readers)) as disk:
+            self._fill(info, where, disk)
+
+    def _fill(self, info: VersionInfo, where: VersionDirectory, disk: DiskTier) -> None:
+        records, base = info.loaded_records(), disk.record(BASE)
+        if records is None or base is None:
+            raise Conflict(
+                f"version {info.number} of {self._state.name!r} cannot be built again: an earlier release did not keep which string "
+                "keys collided when it was loaded; load its snapshot again"
+            )
+        pairs = _in_folder(info.where.db / BASE, where.db / BASE)
+        pairs += _in_folder(info.where.root / "warmup", where.root / "warmup")
+        pairs += _in_folder(info.where.requests, where.requests)
+        if info.manifest.dense is not None:
+            dense = loaded_dense(info.where, disk)
+            if dense is None:
+                raise Conflict(
+                    f"version {info.number} of {self._state.name!r} cannot be built again: a delta brought another dense part before a "
+                    "release that keeps the loaded one; load its snapshot again"
+                )
+            pairs.append((dense, where.dense))
+        for folder in dict.fromkeys(new.parent for _, new in pairs):
+            files.make_dir(folder)
+        files.link_all(pairs)
+        self._begin_disk(where, records | {BASE: base})
+        files.link_all([(info.where.record, where.record)])
+
+    def _begin_disk(self, where: VersionDirectory, records: dict[str, bytes]) -> None:
+        files.make_dir(where.db)
+        first = write_sst(files.make_dir(where.build) / "records", records=records, delta=True)
+        disk = SealedTier.create(where.db, block_cache_bytes=_BLOCK_CACHE_BYTES, reader=self._state.shared.readers)
+        try:
+            disk.ingest([first])
+        finally:
+            disk.close()
+        files.remove_tree(where.build)
+
+
+def _in_folder(old: Path, new: Path) -> list[tuple[Path, Path]]:
+    """(file, its second name) of each file that is directly in a folder; none where there is no folder."""
+    if not old.is_dir():
+        return []
+    return [(path, new / path.name) for path in sorted(old.iterdir()) if path.is_file()]

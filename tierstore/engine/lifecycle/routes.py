@@ -1,0 +1,162 @@
+"""What changes routing alone: which of the versions that are open get which requests, now and after a restart.
+
+Any thread; each verb holds the write lock for a moment and waits for no switch. A canary goes with one active version: when
+another one becomes active, or none, the canary is promoted (if it is the one) or withdrawn, in the same step.
+
+After a crash: CURRENT names the active version, and `routes.json` (`serving/routing_record.py`) the canary and the labels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.routing import CANARY, STABLE, Routing
+from tierstore.engine.serving.routing_record import RoutingRecord, check_label
+from tierstore.engine.serving.undone_record import Undone, save_undone
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import Conflict, NotFound
+
+log = logging.getLogger(__name__)
+
+
+class Routes:
+    """Those of one model."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state, self._live, self._name = state, state.live, state.name
+        # guarded by the write lock
+        self.problem: str | None = None  # why the canary on record is not served
+        self.awaited: RoutingRecord | None = None  # that canary, its share and labels; the next start tries again
+
+    # --- publishing
+
+    def publish(
+        self,
+        served: Routing,
+        awaited: RoutingRecord | None = None,
+        undone: Undone | None = None,
+        built: Sequence[VersionInfo] = (),
+    ) -> None:
+        """Serve that from now on, and after a restart, together with the canary that is `awaited`.
+
+        In the same step that is `undone`, and the lines count that were `built`. Holds `write`. On an error nothing has
+        changed.
+        """
+        state, live = self._state, self._live
+        live.check_open()
+        for info in state.catalogue.infos():
+            # before CURRENT, which alone says so of the active version; a crash in between leaves what holds in any case
+            if info.number not in served.versions:
+                info.save_dense_accepted()
+        routes = RoutingRecord.for_routing(served, awaited)
+        state.record.write(routes, lambda: self.restart_log(served.active), undone)
+        if undone is not None:
+            state.log.undone = undone
+            state.catalogue.replace(built)
+        if awaited is None and self.problem is not None:
+            log.warning("model %s: no longer on record: %s", self._name, self.problem)
+            self.problem = None
+        self.awaited = awaited
+        for view in live.served.views:
+            if served.view_of(view.open_version) is None:
+                # before it is out of sight: a thread that waits for the version to be closed must find it in one place
+                state.retiring.add(view.open_version)
+        live.set(served)
+
+    def restart_log(self, active: View | None) -> None:
+        """Restart the log where the active version's snapshot reaches beyond it, or where nothing says what it held.
+
+        In the second case another version must become active: by that, all that the log may have held is given up or in
+        that version. Holds `write`.
+        """
+        if active is None:
+            return
+        deltas, watermark = self._state.log, active.open_version.watermark
+        if deltas.unusable is not None:
+            if active.version != self._live.active_version:
+                self._forget_undone_beyond(watermark)
+                deltas.restart(watermark)
+        elif deltas.last is None or watermark > deltas.last:
+            deltas.restart(watermark)
+
+    def _forget_undone_beyond(self, last: int) -> None:
+        """The log is to end there: the seqs after it are to be given again."""
+        undone = self._state.log.undone.with_last(last)
+        if undone is not self._state.log.undone:
+            save_undone(self._state.where.undone, undone)
+            self._state.log.undone = undone
+
+    # --- the canary
+
+    @property
+    def canary(self) -> int | None:
+        """The canary's number, also where it could not be served after a restart; None where there is none."""
+        if self._live.served.canary is not None:
+            return self._live.served.canary.version
+        return None if self.awaited is None else self.awaited.canary
+
+    def set_share(self, number: int, share: float) -> bool:
+        """Set the canary's share. False, and nothing is changed, where the canary is not version `number`."""
+        with self._live.write:
+            served = self._live.served
+            if served.canary is None or served.canary.version != number:
+                return False
+            self.publish(replace(served, share=share))
+            return True
+
+    def promote(self, number: int) -> bool:
+        """Make the canary the active version. False, and nothing is changed, where the canary is not version `number`."""
+        with self._live.write:
+            served = self._live.served
+            if served.canary is None or served.canary.version != number:
+                return False
+            labels = {name: version for name, version in served.labels.items() if version == number}
+            self.publish(Routing(served.canary, labels=labels))
+        return True
+
+    def withdraw(self) -> int:
+        """Stop serving the canary; the version is kept, labels that point to it go. Returns its number."""
+        with self._live.write:
+            served, number = self._live.served, self.canary
+            if number is None:
+                raise self.no_canary()
+            labels = {name: version for name, version in served.labels.items() if version != number}
+            self.publish(Routing(served.active, labels=labels))
+            return number
+
+    def no_canary(self) -> Conflict:
+        why = f": {self.problem}" if self.problem else ""
+        return Conflict(f"model {self._name!r} has no canary{why}")
+
+    # --- labels
+
+    def label(self, name: str, number: int) -> None:
+        """Let a label stand for a version that is served, until that is served no more. Conflict for another one."""
+        check_label(name)
+        with self._live.write:
+            info, served = self._state.catalogue.info(number), self._live.served
+            if served.numbered(number) is None:
+                serves = " and ".join(map(str, served.versions)) or "nothing"
+                raise Conflict(
+                    f"label {name!r} may only point to what is served, and {self._name!r} serves {serves}, not {info.number}; activate "
+                    "it or make it the canary first"
+                )
+            labels = {**served.labels, name: number}
+            self.publish(replace(served, labels=labels), self.awaited and self.awaited.without_label(name))
+
+    def unlabel(self, name: str) -> None:
+        """Remove a label. NotFound where there is none of that name, Conflict for `stable` and `canary`."""
+        if name in (STABLE, CANARY):
+            raise Conflict(f"label {name!r} cannot be removed: it always stands for the {name} version")
+        with self._live.write:
+            served, awaited = self._live.served, self.awaited
+            if name not in served.labels and (awaited is None or name not in awaited.labels):
+                raise NotFound(
+                    f"model {self._name!r} has no label {name!r}; it has {', '.join(served.all_labels()) or 'none'}"
+                )
+            labels = {other: version for other, version in served.labels.items() if other != name}
+            self.publish(replace(served, labels=labels), awaited and awaited.without_label(name))

@@ -1,0 +1,97 @@
+"""What the parts of one model share, and what all models of a store share.
+
+Locks are taken in the order `switch`, `live.write`, the publisher's condition. What opens, switches or deletes versions holds
+`switch`, one thread at a time, while deltas and look-ups go on; what only changes routing (share, labels, withdraw) waits for
+none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tierstore.access.audit import Audit
+from tierstore.config import Settings, cores
+from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.data.budget import HostBudget, OverlayBudget
+from tierstore.engine.data.disk_room import DiskRoom
+from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.events.callbacks import SwitchLock
+from tierstore.engine.events.observer import Observer
+from tierstore.engine.lifecycle.catalogue import Catalogue
+from tierstore.engine.lifecycle.devices import Devices
+from tierstore.engine.lifecycle.retiring import RetiringVersions
+from tierstore.engine.lifecycle.throttle import LookupTimes, Throttle
+from tierstore.engine.lifecycle.warm import Warmer
+from tierstore.engine.serving.current_record import CurrentRecord
+from tierstore.engine.serving.epochs import Epochs
+from tierstore.engine.serving.live import LiveViews
+from tierstore.engine.serving.publisher import Publisher
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.formats.names import ModelDirectory
+from tierstore.predict.runtime import Runtime
+from tierstore.tiers.background import register_requests
+from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.types import Progress
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all models of a store have in common."""
+
+    settings: Settings
+    readers: ReaderPool
+    host_budget: HostBudget
+    overlay_budget: OverlayBudget
+    dense: Runtime
+    devices: Devices
+    warmer: Warmer
+    throttle: Throttle
+    audit: Audit
+    open_remote: Callable[[str, VersionInfo], RemoteBase] | None = None  # of a model; None where there is no cluster
+    observers: list[Observer] = field(default_factory=list)
+    epochs: Epochs = field(default_factory=Epochs)
+
+
+def make_shared(
+    settings: Settings, root: Path, lookup_times: LookupTimes, publishers: Callable[[], list[Publisher]]
+) -> Shared:
+    """`root`: the data directory. `publishers` returns those of all models."""
+    # warming a version while another serves uses half of the processors at most
+    readers = ReaderPool(settings.disk_threads, background=min(settings.disk_threads, max(0, cores() // 2 - 1)))
+    epochs = Epochs()
+    throttle = Throttle(lookup_times, epochs.collect, settings.load_p99_ratio)
+    return Shared(
+        settings,
+        readers,
+        HostBudget(settings.host_budget),
+        OverlayBudget(settings.overlay_budget),
+        Runtime(settings),
+        Devices(settings),
+        Warmer(publishers, settings.warm_rate, settings.hot_keys_every_s, throttle),
+        throttle,
+        Audit(root, size=settings.audit_size, kept=settings.audit_keep),
+        epochs=epochs,
+    )
+
+
+class ModelState:
+    """What one model consists of: its versions on disk, its delta log, what it serves, and the locks. Constant after construction."""
+
+    def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
+        self.name, self.where, self.shared = name, where, shared
+        self.log, self.record = DeltaLog(where), CurrentRecord(where)
+        self.live = LiveViews(name, shared.overlay_budget, shared.epochs)
+        register_requests(self.live.publisher)
+        self.switch = SwitchLock()
+        self.catalogue = Catalogue(name, where, self.live, self.log, keep_loads=shared.settings.load_retention_s > 0)
+        self.dense = DenseParts(name, shared.dense, self.catalogue.get, lambda: self.live.current)
+        quota = shared.settings.quota_of(name)
+        self.room = DiskRoom(where, quota.log_bytes, shared.settings.disk_reserve)
+        self.retiring = RetiringVersions(self.live.publisher)
+
+
+def ignore(progress: Progress) -> None:
+    """A progress function for callers that want no reports."""

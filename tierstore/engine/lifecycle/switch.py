@@ -1,0 +1,260 @@
+"""Which of a model's versions serve: verbs that open one, switch to it, or stop serving.
+
+Each holds the switch lock; deltas and look-ups go on meanwhile. Any thread may call. What fails changes nothing.
+
+After a crash: CURRENT names the active version; see `routes.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.rebuild import Rebuilder
+from tierstore.engine.lifecycle.routes import Routes
+from tierstore.engine.lifecycle.state import ModelState, ignore
+from tierstore.engine.lifecycle.unfinished import finish_load
+from tierstore.engine.serving.routing import Routing
+from tierstore.engine.serving.routing_record import check_share
+from tierstore.engine.serving.undone_record import Undone
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import Conflict, InvalidInput
+from tierstore.formats.names import MAX_ORDINAL
+from tierstore.types import ProgressFn
+
+
+class Switcher:
+    """Switches of one model."""
+
+    def __init__(self, state: ModelState, opener: Opener, routes: Routes) -> None:
+        self._state, self._opener, self._routes = state, opener, routes
+        self._rebuilder = Rebuilder(state, opener)
+        self._live, self._catalogue, self._name = state.live, state.catalogue, state.name
+
+    def activate(
+        self, number: int, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn = ignore
+    ) -> None:
+        """Open, catch up and warm a kept version, then switch to it in one step; nothing to do for the active one.
+
+        The canary is promoted if it is the one, and withdrawn otherwise. Conflict for a version that is stale, unless
+        `force`: then it serves without what it lacks; and where `expected_active` is given and a third version is active.
+        """
+        with self._state.switch:
+            info = self._catalogue.info(number)
+            old = self._live.active_version
+            if number == old:
+                return
+            self._check_expected(expected_active)
+            if not self._routes.promote(number):
+                self._state.retiring.await_closed(self._name, number)  # not before: a canary may be withdrawn meanwhile
+                self._serve(info, force=force, progress=progress)
+        self._report(old, number)
+
+    def promote(self) -> int:
+        """Make the canary the active version in one step; nothing is opened or warmed. Returns its number."""
+        with self._state.switch:
+            old, canary = self._live.active_version, self._live.served.canary
+            if canary is None or not self._routes.promote(canary.version):
+                raise self._routes.no_canary()
+        self._report(old, canary.version)
+        return canary.version
+
+    def rollback(
+        self, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn = ignore
+    ) -> int:
+        """Go back to the newest kept version older than the active one. Returns its number. The canary as for `activate`.
+
+        Conflict where `expected_active` is given and another version is active.
+        """
+        with self._state.switch:
+            active, numbers = self._check_active(expected_active), self._catalogue.numbers
+            older = [number for number in numbers if number < active]
+            if not older:
+                raise Conflict(f"model {self._name!r} has no version older than {active} to roll back to")
+            self.activate(older[-1], force=force, progress=progress)
+            return older[-1]
+
+    def rollback_to(self, seq: int, *, expected_active: int | None = None, progress: ProgressFn = ignore) -> int:
+        """Bring the active version back to what it was right after delta `seq` was applied. Returns its number.
+
+        It is built again beside what serves and switched to in one step. All later deltas up to that step are undone then,
+        in every version; the canary is withdrawn. Conflict where that cannot be, see `Rebuilder.check`.
+        """
+        with self._state.switch:
+            number = self._check_active(expected_active)
+            info, deltas = self._catalogue.info(number), self._state.log
+            self._check_seq(info, seq)
+            changes = deltas.undone.as_of(seq, deltas.last or 0).ranges != deltas.undone.ranges
+            if not changes and not self._catalogue.is_outdated(number):
+                return number
+            ahead = deltas.undone.as_of(seq, MAX_ORDINAL)
+            replaced = [view.open_version for view in self._live.served.views]
+            with (
+                self._rebuilder.built(info) as line,
+                self._opener.warmed(line, replaced, force=False, progress=progress, undone=ahead) as version,
+                self._live.write,
+                self._opener.last_view(version, force=False, start=False, undone=ahead) as view,
+            ):
+                labels = {name: of for name, of in self._live.served.labels.items() if of == number}
+                undone = self._undone_as_of(seq).with_line(number, deltas.undone.line(number) + 1)
+                served = Routing(view, labels=labels)
+                self._routes.publish(served, undone=undone, built=[line])
+        self._report(number, number)
+        return number
+
+    def _check_active(self, expected: int | None) -> int:
+        active = self._live.active_version
+        if active is None:
+            raise Conflict(
+                f"model {self._name!r} has no active version to roll back from; activate one of {self._catalogue.numbers}"
+            )
+        self._check_expected(expected)
+        return active
+
+    def _check_expected(self, expected: int | None) -> None:
+        active = self._live.active_version
+        if expected not in (None, active):
+            raise Conflict(f"model {self._name!r}: expected version {expected} to be active, got {active}")
+
+    def _check_seq(self, info: VersionInfo, seq: int) -> None:
+        lowest, last = info.manifest.delta_seq, self._state.log.last or 0
+        if type(seq) is not int:
+            raise InvalidInput(f"to_seq: expected the seq of a delta, got {seq!r}")
+        if not lowest <= seq <= last:
+            raise Conflict(
+                f"model {self._name!r}: expected a seq from {lowest} to {last}, got {seq}; the snapshot of version {info.number} holds "
+                f"deltas up to {lowest}, and {last} is the newest one"
+            )
+
+    def _undone_as_of(self, seq: int) -> Undone:
+        """What is undone after a rollback to `seq`, and which kept versions are outdated by it. Holds `write`."""
+        deltas = self._state.log
+        undone = deltas.undone.as_of(seq, deltas.last or 0)
+        outdated = {
+            info.number
+            for info in self._catalogue.infos()
+            if undone.differs_from(deltas.undone, info.manifest.delta_seq, self._held_by(info))
+        }
+        return replace(undone, outdated=undone.outdated | outdated)
+
+    def _held_by(self, info: VersionInfo) -> int:
+        """The newest delta that a version has, in memory alone if it is served."""
+        view = self._live.served.numbered(info.number)
+        return info.watermark if view is None else view.seq
+
+    def deactivate(self) -> None:
+        """Stop serving, the canary as well; the versions are kept."""
+        with self._state.switch, self._live.write:
+            old = self._live.active_version
+            self._routes.publish(Routing())
+        if old is not None:
+            self._report(old, None)
+
+    def canary(self, number: int, share: float, *, force: bool = False, progress: ProgressFn = ignore) -> None:
+        """Serve a kept version next to the active one: to `share` (0 to 1) of the requests that name no version.
+
+        It is opened, caught up and warmed first, as in a switch. For the version that is the canary already only the
+        share changes. Conflict for the active version, while there is another canary, where nothing is active, and for a
+        version that is stale, unless `force`.
+        """
+        share = check_share(share)
+        if self._routes.set_share(number, share):
+            return
+        with self._state.switch:
+            info = self._catalogue.info(number)
+            if self._routes.set_share(number, share):
+                return
+            self._check_canary(number)
+            self._state.retiring.await_closed(self._name, number)
+            self.add_canary(info, share, force=force, progress=progress)
+
+    def _check_canary(self, number: int) -> None:
+        served, awaited = self._live.served, self._routes.awaited
+        if served.active is None:
+            raise Conflict(f"model {self._name!r} has no active version to stand beside; activate {number} instead")
+        if number == served.active.version:
+            raise Conflict(f"version {number} of {self._name!r} is active; the canary is another one")
+        if served.canary is not None:
+            raise Conflict(
+                f"version {served.canary.version} of {self._name!r} is the canary; promote or withdraw it first"
+            )
+        if awaited is not None and awaited.canary != number:
+            raise Conflict(f"model {self._name!r}: {self._routes.problem}; withdraw it first")
+
+    def add_canary(
+        self, info: VersionInfo, share: float, *, force: bool, progress: ProgressFn, start: bool = False
+    ) -> None:
+        """Make a version ready and serve it as the canary. Holds the switch lock, but for a `start`."""
+        replaced = [view.open_version for view in self._live.served.views]
+        with (
+            self._current_line(info, force=force) as line,
+            self._opener.warmed(line, replaced, force=force, progress=progress, start=start) as version,
+            self._live.write,
+            self._opener.last_view(version, force=force, start=start) as view,
+        ):
+            served, awaited = self._live.served, self._routes.awaited
+            labels = {} if awaited is None else awaited.labels
+            routing = replace(served, canary=view, share=share, labels={**labels, **served.labels})
+            self._publish(routing, info, line)
+
+    def _serve(self, info: VersionInfo, *, force: bool, progress: ProgressFn) -> None:
+        replaced = [view.open_version for view in self._live.served.views]
+        with (
+            self._current_line(info, force=force) as line,
+            self._opener.warmed(line, replaced, force=force, progress=progress) as version,
+            self._live.write,
+            self._opener.last_view(version, force=force, start=False) as view,
+        ):
+            self._publish(Routing(view), info, line)
+            self._live.start_problem = None
+
+    @contextlib.contextmanager
+    def _current_line(self, info: VersionInfo, *, force: bool) -> Iterator[VersionInfo]:
+        """The version itself, or a new line of it where it holds what is undone; by `force` itself where that cannot be."""
+        if not self._catalogue.is_outdated(info.number):
+            yield info
+            return
+        try:
+            self._rebuilder.check(info)
+        except Conflict as error:
+            if not force:
+                raise Conflict(
+                    f"{error}; it holds deltas that were undone, and with force it serves with them"
+                ) from error
+            yield info
+            return
+        with self._rebuilder.built(info) as line:
+            yield line
+
+    def _publish(self, served: Routing, info: VersionInfo, line: VersionInfo) -> None:
+        """Serve that, in which `line` of the version `info` is new. Holds `write`."""
+        if line is info:
+            self._routes.publish(served)
+            return
+        undone = self._state.log.undone
+        undone = undone.with_line(info.number, undone.line(info.number) + 1)
+        self._routes.publish(served, undone=undone, built=[line])
+
+    def follow(self, number: int, ready: Callable[[], None], *, start: bool, progress: ProgressFn) -> None:
+        """Serve a version as the cluster's pointer says: it is made warm, `ready` waits for its moment, then it is published.
+
+        What `ready` or `progress` raises ends it, and nothing has changed. Also for the active version, opened anew: for a node that missed
+        deltas. At a `start` it is warmed while it serves.
+        """
+        with self._state.switch:
+            info, old = self._catalogue.info(number), self._live.active_version
+            replaced = [view.open_version for view in self._live.served.views]
+            with self._opener.warmed(info, replaced, force=True, progress=progress, start=start) as version:
+                ready()
+                with self._live.write, self._opener.last_view(version, force=True, start=start) as view:
+                    self._publish(Routing(view), info, info)
+                    self._live.start_problem = None
+        self._report(old, number)
+
+    def _report(self, old: int | None, new: int | None) -> None:
+        if new is not None:
+            finish_load(self._catalogue.where(new))
+        for observer in self._state.shared.observers:
+            observer.version_switched(self._name, old, new)

@@ -1,0 +1,123 @@
+"""What housekeeping does for a model now and then (`housekeeping.py`). On one thread; what fails is tried again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tierstore.engine.deltas.replay import catch_up
+from tierstore.engine.events.changes import requester
+from tierstore.engine.lifecycle.drop import Drops
+from tierstore.engine.lifecycle.expiry import Expiry
+from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import DeltaError, TierstoreError
+from tierstore.formats import files
+
+log = logging.getLogger(__name__)
+
+KEPT_LAG = 256  # deltas a kept version may fall behind before it is caught up in the background
+
+
+class Tasks:
+    """Those of one model. `stopping` says that the model is being closed."""
+
+    def __init__(self, state: ModelState, opener: Opener, drops: Drops, stopping: Callable[[], bool]) -> None:
+        self._state, self._opener, self._drops, self._stopping = state, opener, drops, stopping
+        self._expiry = Expiry(state, stopping)
+
+    def by_problem(self) -> dict[str, Callable[[], None]]:
+        """In the order in which they are done, by what is said when they fail."""
+        return {
+            "memory is not dealt again": self._rebalance_memory,
+            "the delta log is not pruned": self._prune_log,
+            "versions older than those kept are not dropped": self._drops.drop_surplus,
+            "kept versions are not caught up": self._catch_up_kept,
+            "what was built again is not removed": self._remove_replaced,
+            "what broken-off loads have left is not removed": self._drop_unfinished,
+            "expired rows are not removed": self._expiry.check,
+        }
+
+    def _rebalance_memory(self) -> None:
+        self._state.shared.host_budget.rebalance(self._stopping)
+        self._state.shared.devices.budget.rebalance(self._stopping)
+
+    def _prune_log(self) -> None:
+        state, log_ = self._state, self._state.log
+        with state.live.write:
+            state.record.repair()
+            # a stale version that serves goes on from where the log begins
+            needed = [
+                max(self._lowest_needed(info), log_.start or 0)
+                for info in state.catalogue.infos()
+                if not state.catalogue.is_stale(info) or info.number in state.live.served.versions
+            ]
+            needed += [delta_seq for delta_seq, _ in state.catalogue.loading.values()]
+            if needed:
+                before, settings = log_.start, state.shared.settings
+                is_copy = state.shared.open_remote is not None
+                age_s = settings.remote_log_retention_s if is_copy else settings.log_retention_s
+                if dropped := log_.prune(min(needed), min_age_s=age_s):
+                    self._report("prune", deltas=dropped, before={"start": before}, after={"start": log_.start})
+
+    def _lowest_needed(self, info: VersionInfo) -> int:
+        """The seq above which a version needs the log; one that is to be built again needs it from its snapshot on."""
+        return info.manifest.delta_seq if self._state.catalogue.is_outdated(info.number) else info.watermark
+
+    def _remove_replaced(self) -> None:
+        """Remove the lines that count no more, once nothing reads them."""
+        state = self._state
+        for root, number in list(state.catalogue.replaced.items()):
+            with state.switch.if_free() as held:
+                if not held or number in state.retiring:
+                    continue
+                trash = files.discard(root)
+                state.catalogue.replaced.pop(root, None)
+            if trash is not None:
+                files.remove_leftover(trash)
+
+    def _catch_up_kept(self) -> None:
+        """A kept version never falls far behind, so that rollback is quick. A damaged one keeps no other from it."""
+        state = self._state
+        failed: TierstoreError | None = None
+        with state.switch.if_free() as held:
+            for info in state.catalogue.infos() if held else []:
+                if not self._is_behind(info):
+                    continue
+                try:
+                    with self._opener.opened(info) as version:
+                        catch_up(version, state.log, state.dense, lag=KEPT_LAG // 2)
+                except DeltaError as error:
+                    log.warning("model %s: version %d cannot be caught up: %s", state.name, info.number, error)
+                except TierstoreError as error:
+                    failed = error
+        if failed is not None:
+            raise failed
+
+    def _is_behind(self, info: VersionInfo) -> bool:
+        """Whether a version is to be caught up: it lacks many deltas, can have them, and nothing uses it."""
+        state, number = self._state, info.number
+        used = (
+            number in state.catalogue.loading
+            or number in state.live.served.versions
+            or number in state.retiring
+            or number in self._opener.scanned
+        )
+        lags = (state.log.last or 0) - info.watermark > KEPT_LAG and not info.is_remote
+        return lags and not used and not state.catalogue.is_stale(info) and not state.catalogue.is_outdated(number)
+
+    def _drop_unfinished(self) -> None:
+        """Remove what no load went on from for a time."""
+        state = self._state
+        for number, load in state.catalogue.unfinished.items():
+            if load.age_s >= state.shared.settings.load_retention_s:
+                trash = state.catalogue.discard_unfinished(number)
+                if trash is not None:
+                    self._report("drop", version=number, unfinished=True)
+                    log.info("model %s: removes what a load of version %d has left", state.name, number)
+                    files.remove_leftover(trash)
+
+    def _report(self, change: str, **fields: Any) -> None:
+        self._state.shared.audit.change(change, requester(), "done", flush=False, model=self._state.name, **fields)

@@ -1,0 +1,213 @@
+"""Warming versions that serve already: after a start, the rows of hot keys are read into memory, hottest first.
+
+One thread for a store, of low priority. It reads at most `warm_rate` rows a second, or fewer where look-ups get slower by it.
+It also saves the hot keys of what serves from time to time, so that a start after a crash has them. Those of a version
+that is not warm yet are not saved, since the file says more than what is in memory.
+
+`add` before `start`; any thread may read the progress. Only what is saved survives a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierstore import kernels
+from tierstore.engine.data.cascade import SHORT_BATCH, Cascade
+from tierstore.engine.lifecycle.throttle import LEAST_SHARE, Throttle
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.publisher import Publisher
+from tierstore.engine.versions.version import Version
+from tierstore.errors import TierstoreError
+from tierstore.tiers.background import Pace, become_background
+from tierstore.types import Keys
+
+log = logging.getLogger(__name__)
+
+_AWAITED_S = 0.1  # between two looks whether kernels are compiled
+_MOST_FAILURES = 16  # batches that the disk does not give, after which a warm-up is over
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What is to be read into one table: the keys of all sources, one after the other."""
+
+    table: Cascade
+    sources: Sequence[Keys]
+    done: int = 0
+
+    @property
+    def total(self) -> int:
+        return min(sum(map(len, self.sources)), self.table.capacity_rows)
+
+    def next(self, limit: int) -> Keys:
+        """The keys that come next, at most `limit`; none at the end."""
+        begin = self.done
+        for keys in self.sources:
+            if begin < len(keys):
+                return np.array(keys[begin : begin + min(limit, self.total - self.done)])
+            begin -= len(keys)
+        return np.empty(0, np.int64)
+
+
+class WarmUp:
+    """That of one version. `step` is for one thread."""
+
+    def __init__(self, version: Version, publisher: Publisher) -> None:
+        self.version, self.publisher = version, publisher
+        tables = version.tables.items()
+        plans = [_Plan(table, version.kept_hot_keys(name)) for name, table in tables if table.caches]
+        self._plans = [plan for plan in plans if plan.total]
+        self.failures = 0
+
+    @property
+    def done(self) -> int:
+        """Keys that were read."""
+        return sum(min(plan.done, plan.total) for plan in self._plans)
+
+    @property
+    def total(self) -> int:
+        """Keys that are to be."""
+        return sum(plan.total for plan in self._plans)
+
+    @property
+    def over(self) -> bool:
+        return self.done >= self.total
+
+    def step(self, view: View, limit: int) -> int:
+        """Read at most `limit` keys, of the table that is furthest behind, under a view of the version that the caller holds.
+
+        Returns how many it were; 0 at the end. What the disk does not give is passed over: look-ups will say so.
+        """
+        plan = min(self._plans, key=lambda plan: plan.done / plan.total if plan.total else 1.0, default=None)
+        if plan is None or plan.done >= plan.total:
+            return 0
+        keys = plan.next(limit)
+        at, plan.done = plan.done, plan.done + len(keys)
+        plan.table.warm_serving(keys, at, view.overlays_of(plan.table.spec.name), view.seq)
+        return len(keys)
+
+
+class Warmer:
+    """The thread. `publishers` gives those of all models that there are."""
+
+    def __init__(
+        self, publishers: Callable[[], Sequence[Publisher]], rate: float, save_every_s: float, throttle: Throttle
+    ) -> None:
+        # constant after construction
+        self._throttle = throttle
+        self._publishers, self._rate, self._save_every_s = publishers, rate, save_every_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tierstore-warmer", daemon=True)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._warm_ups: tuple[WarmUp, ...] = ()  # replaced whole, so that readers need no lock
+        self._over = 0  # keys read by those that are over
+        # of the thread
+        self._saved_s = time.monotonic()
+        self._next_s = 0.0
+        self._pace_of_work = Pace(lambda: max(LEAST_SHARE, throttle.share), most_s=0.5)
+
+    def add(self, version: Version, publisher: Publisher) -> None:
+        """Warm a version, which is about to serve."""
+        with self._lock:
+            self._warm_ups = (*self._warm_ups, WarmUp(version, publisher))
+
+    def warm_up_of(self, version: Version) -> WarmUp | None:
+        """The warm-up of a version; None where it is over, or there was none."""
+        return next((each for each in self._warm_ups if each.version is version), None)
+
+    def share(self) -> float:
+        """How much of it is there, 0 to 1; 1 where nothing is to be read."""
+        progress = self.progress()
+        return 1.0 if progress is None else progress[0] / max(1, progress[1])
+
+    def progress(self) -> tuple[int, int] | None:
+        """(keys read, keys to be read) of all warm-ups since the start; None once all are over."""
+        with self._lock:
+            warm_ups, over = self._warm_ups, self._over
+        if not warm_ups:
+            return None
+        return over + sum(each.done for each in warm_ups), over + sum(each.total for each in warm_ups)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and wait for it. May be called where it was never started."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        become_background()
+        with contextlib.ExitStack() as at_work:
+            self._loop(at_work)
+
+    def _loop(self, at_work: contextlib.ExitStack) -> None:
+        if self._warm_ups:
+            at_work.enter_context(self._throttle.at_work("warm"))
+        while not self._stopping.is_set():
+            remaining_s = self._saved_s + self._save_every_s - time.monotonic() if self._save_every_s else None
+            if remaining_s is not None and remaining_s <= 0:
+                self.save_hot_keys()
+                continue
+            if kernels.awaited:  # warming needs them
+                self._stopping.wait(_AWAITED_S)
+                continue
+            for warm_up in self._warm_ups:
+                if warm_up.over:
+                    self._end(warm_up)
+            if not self._warm_ups:
+                at_work.close()
+                self._stopping.wait(remaining_s)
+                continue
+            try:
+                self._pace_of_work.begin()
+                self._step(min(self._warm_ups, key=lambda each: each.done / max(1, each.total)))
+            except Exception:
+                log.exception("warming failed; look-ups go on")
+                return
+
+    def _step(self, warm_up: WarmUp) -> None:
+        try:
+            with warm_up.publisher.hold_all() as served:  # no longer than this: it holds folds back
+                view = served.view_of(warm_up.version)
+                rows = 0 if view is None else warm_up.step(view, SHORT_BATCH)
+        except TierstoreError as error:
+            log.warning("warming version %d: %s", warm_up.version.number, error)
+            warm_up.failures += 1
+            rows = 0 if warm_up.failures == _MOST_FAILURES else SHORT_BATCH
+        if not rows:
+            self._end(warm_up)
+        self._pace_of_work.sleep()
+        self._pace(rows)
+
+    def _end(self, warm_up: WarmUp) -> None:
+        with self._lock:
+            self._warm_ups = tuple(each for each in self._warm_ups if each is not warm_up)
+            self._over += warm_up.done
+
+    def _pace(self, rows: int) -> None:
+        now = time.monotonic()
+        self._next_s = max(self._next_s, now) + rows / self._rate
+        self._stopping.wait(self._next_s - now)
+
+    def save_hot_keys(self) -> None:
+        """Save those of everything that serves and is warm. On the thread, every so often."""
+        for publisher in self._publishers():
+            for number in publisher.served.versions:
+                with publisher.pinned(number) as version:
+                    if version is None or self.warm_up_of(version) is not None or self._stopping.is_set():
+                        continue
+                    try:
+                        version.save_hot_keys(self._stopping.is_set)
+                    except TierstoreError as error:
+                        log.warning("hot keys of version %d are not saved: %s", number, error)
+        self._saved_s = time.monotonic()

@@ -1,0 +1,28 @@
+"""The data directory of a node whose rows are on other machines: it has copies and caches alone."""
+
+from __future__ import annotations
+
+from tierstore.errors import ConfigError
+from tierstore.formats import files
+from tierstore.formats.names import DataDirectory, ModelDirectory
+
+
+def check_directory(root: DataDirectory, option: str) -> None:
+    """ConfigError where it has models whose rows are on this machine; `option` is why there may be none."""
+    for name in root.models_on_disk():
+        where = root.model(name)
+        for number, line in where.versions_on_disk():
+            if files.exists(where.version(number, line).db):
+                raise ConfigError(
+                    f"{root.root} has version {number} of model {name!r}, whose rows are on this machine: with {option}, use a data "
+                    "directory of its own"
+                )
+
+
+def clear(where: ModelDirectory) -> None:
+    """Remove what an earlier process has followed: the other machines say it again. Hot keys stay."""
+    if not where.root.is_dir():
+        return
+    for path in (where.current, where.routes, where.undone, where.log_end):
+        files.remove_file(path)
+    files.remove_tree(where.log)

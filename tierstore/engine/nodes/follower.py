@@ -1,0 +1,335 @@
+"""One model whose rows are on other machines, as this node serves it: versions, pointer and log, followed by one thread.
+
+It is written for a cluster; nodes upstream are another `Followed`. A delta in the cluster's log is put into the node's own log and overlays, as if a client had sent it here, and becomes visible;
+its overlay is folded (dropped) once all rows in the cluster have it. A version that all nodes are to make ready is opened and
+warmed next to the one that serves, and served when the pointer moves to it.
+
+The node's own log is a copy of the end of the cluster's, begun again at each start. Nothing here survives a crash but hot keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tierstore.engine.cluster.followed import Followed, LogEntry, Pointer
+from tierstore.engine.model import Model
+from tierstore.engine.nodes.version_copies import VersionCopies
+from tierstore.errors import Closed, Conflict, DeltaError, Overloaded, StorageError, TierstoreError
+from tierstore.formats.delta.reader import Delta, read_delta
+from tierstore.types import Progress
+
+log = logging.getLogger(__name__)
+
+SHORTEST_S, LONGEST_S = 0.01, 0.1  # between two looks at the pointer: after a change, and in quiet
+BEAT_S = 1.0
+SILENT_S = 3.0
+BATCH = 64  # entries of the log that are read at once
+
+
+class Follower:
+    """Of one model, for the node `node`. `start` before anything else; `close` before the model is closed."""
+
+    def __init__(self, model: Model, shared: Followed, node: str) -> None:
+        self.model, self.shared, self._node = model, shared, node
+        self._copies = VersionCopies(model, shared)
+        self._thread = threading.Thread(target=self._run, name=f"tierstore-follow-{model.name}", daemon=True)
+        self._switch: threading.Thread | None = None  # of the version that is made ready
+        self._wake = threading.Event()
+        # guarded by changed, which is notified whenever something of it is new
+        self.changed = threading.Condition()
+        self.pointer = Pointer()
+        self.problem: str | None = None  # why the cluster cannot be followed at the moment
+        self._prepared: int | None = None
+        self._failed: tuple[int, int, str] | None = None  # version, generation, why
+        self._stopping = False
+        # of the thread
+        self._reported: tuple[float, dict[str, Any]] = (0.0, {})
+        self._generation = -1
+        self._looked_s = time.monotonic()
+
+    # --- start and stop
+
+    def start(self) -> None:
+        """Serve what the pointer names, with every delta that is acknowledged by now; then follow.
+
+        What fails is the `problem`, and tried again: the other models serve.
+        """
+        try:
+            self._look(start=True)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note_problem(error)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self.changed:
+            self._stopping = True
+            self.changed.notify_all()
+        self._wake.set()
+        for thread in (self._thread, self._switch):
+            if thread is not None and thread.ident is not None:
+                thread.join()
+
+    def wake(self) -> None:
+        """Look at the cluster at once."""
+        self._wake.set()
+
+    def wait_for(self, seq: int, timeout_s: float) -> bool:
+        """Wait until this node serves the delta `seq`. False where it does not in that time."""
+        self.wake()
+        with self.changed:
+            return self.changed.wait_for(lambda: self._stopping or self._has(seq), timeout_s) and self._has(seq)
+
+    def _has(self, seq: int) -> bool:
+        view = self.model.publisher.current
+        return view is not None and view.seq >= seq
+
+    def wait_served(self, number: int, timeout_s: float) -> bool:
+        """Wait until this node serves a version."""
+        self.wake()
+        with self.changed:
+            return self.changed.wait_for(lambda: self._stopping or self.model.active_version == number, timeout_s)
+
+    @property
+    def silent(self) -> str | None:
+        """Why this node does not know what the cluster says; None where it does. A call may hang for long before it fails."""
+        silent_s = time.monotonic() - self._looked_s
+        return self.problem or (f"it has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else None)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        pause_s = SHORTEST_S
+        while True:
+            self._wake.wait(pause_s)
+            self._wake.clear()
+            if self._stopping:
+                return
+            try:
+                moved = self._look()
+                self._note_problem(None)
+                pause_s = SHORTEST_S if moved else min(LONGEST_S, pause_s * 1.5)
+            except Exception as error:  # noqa: BLE001 - whatever it is, what is in memory is served
+                self._note_problem(error)
+                pause_s = min(1.0, max(LONGEST_S, pause_s * 2))
+
+    def _note_problem(self, error: Exception | None) -> None:
+        why = None if error is None else str(error)
+        if error is not None and why != self.problem:
+            log.error(
+                "model %s: the cluster is not followed: %s",
+                self.model.name,
+                why,
+                exc_info=not isinstance(error, TierstoreError),
+            )
+        with self.changed:
+            self.problem = why
+            self.changed.notify_all()
+
+    def _look(self, *, start: bool = False) -> bool:
+        """Do what the cluster says by now. Whether anything was new."""
+        pointer = self.shared.pointer()
+        self._looked_s = time.monotonic()
+        moved = pointer != self.pointer
+        if pointer.generation != self._generation:
+            self._copies.update(self.shared.versions(), pointer)
+        self._note_marks(pointer)
+        with self.changed:
+            self.pointer = pointer
+            self.changed.notify_all()
+        self._put_back(pointer)
+        self._apply(pointer)
+        if start and pointer.current is not None:
+            self._begin(pointer)
+            self._beat()  # so that rows wait for this node from now on
+            self._serve(pointer.current, lambda: None, start=True)
+        else:
+            self._check_line(pointer)
+            self._follow(pointer)
+        self._generation = pointer.generation  # only now: what failed is tried again
+        self._beat()
+        with self.changed:
+            self.changed.notify_all()
+        return moved
+
+    def _note_marks(self, pointer: Pointer) -> None:
+        publisher, catalogue = self.model.publisher, self.model.catalogue
+        served = {view.version: view.open_version for view in publisher.served.views}
+        for number, mark in pointer.marks.items():
+            info, version = catalogue.get(number), served.get(number)
+            if version is not None and version.remote is not None:
+                if version.remote.reached < mark:
+                    version.remote.reached = mark
+                    with publisher.changed:
+                        publisher.changed.notify_all()  # the fold thread waits for it
+            elif info is not None and number not in self.model.state.retiring:
+                info.watermark = max(info.watermark, mark)
+
+    # --- deltas
+
+    def _put_back(self, pointer: Pointer) -> None:
+        """Append again what the cluster has acknowledged and lost, as a failover may: this node has it."""
+        local = self.model.state.log
+        if not self.shared.forgetful:
+            return
+        if pointer.seq is None or local.last is None or pointer.current != self.model.active_version:
+            return
+        for seq in range(max(pointer.seq, local.start or 0) + 1, local.last + 1):
+            data, digest = local.read(seq), local.digest(seq)
+            assert digest is not None
+            self.shared.append(seq, digest, data)
+            log.warning("model %s: the cluster had lost delta %d; it is put back", self.model.name, seq)
+
+    def _apply(self, pointer: Pointer) -> None:
+        local = self.model.state.log
+        while pointer.seq is not None and local.last is not None and local.last < pointer.seq and not self._stopping:
+            if self.model.active_version is None:
+                return
+            entries = self.shared.read(local.last, BATCH)
+            if not entries or entries[0].seq != local.last + 1:
+                if pointer.current == self.model.active_version:
+                    self._begin_again(pointer, "missed deltas that the log does not have any more")
+                return  # else the log was begun again by a switch that this node has not made yet
+            for entry in entries:
+                if not self._apply_one(entry):
+                    return
+
+    def _apply_one(self, entry: LogEntry) -> bool:
+        """Make a delta visible. False where there is no room for it in memory yet."""
+        delta = read_delta(entry.data)
+        try:
+            apply_leniently(self.model, delta, entry.data)
+        except Overloaded:
+            return False
+        with self.changed:
+            self.changed.notify_all()
+        return True
+
+    def _begin(self, pointer: Pointer) -> None:
+        """Begin the node's log at what all rows of the current version have, with all that the cluster's log has above."""
+        assert pointer.current is not None
+        state, mark = self.model.state, self._mark(pointer, pointer.current)
+        with state.live.write:
+            state.log.restart(mark)
+            while state.log.last is not None and state.log.last < (pointer.seq or 0):
+                entries = self.shared.read(state.log.last, BATCH)
+                if not entries or entries[0].seq != state.log.last + 1:
+                    raise StorageError(
+                        f"model {self.model.name!r}: version {pointer.current} has deltas up to {state.log.last}, and the log in the "
+                        f"cluster lacks those that follow: load a newer snapshot"
+                    )
+                for entry in entries:
+                    state.log.append(entry.seq, entry.data, entry.digest)
+
+    def _check_line(self, pointer: Pointer) -> None:
+        """Open the version that serves anew where its rows are others by now."""
+        view = self.model.publisher.current
+        remote = None if view is None else view.open_version.remote
+        if view is not None and remote is not None and view.version == pointer.current and remote.line != pointer.line:
+            self._begin_again(pointer, f"version {view.version} was built again")
+
+    def _begin_again(self, pointer: Pointer, why: str) -> None:
+        """Nothing in memory can be trusted."""
+        assert pointer.current is not None
+        log.warning("model %s: %s; its caches begin again", self.model.name, why)
+        with self.model.state.switch:
+            self._begin(pointer)
+            self.model.catalogue.info(pointer.current).watermark = self._mark(pointer, pointer.current)
+            self._serve(pointer.current, lambda: None)
+
+    def _mark(self, pointer: Pointer, number: int) -> int:
+        return max(pointer.marks.get(number, 0), self.model.catalogue.info(number).manifest.delta_seq)
+
+    # --- versions
+
+    def _follow(self, pointer: Pointer) -> None:
+        """Begin to make ready what is wanted, or to serve what is current."""
+        active, local = self.model.active_version, self.model.state.log
+        if self._switch is not None and self._switch.is_alive():
+            return
+        for number in (pointer.current, pointer.wanted):
+            info = None if number is None else self.model.catalogue.get(number)
+            if number is None or number == active or info is None or self._failed_before(number, pointer):
+                continue
+            if local.start is None:
+                self._begin(replace(pointer, current=number))
+            if self._mark(pointer, number) < (local.start or 0):
+                continue  # it is caught up first
+            self._switch = threading.Thread(
+                target=self._make_ready, args=(number,), name=f"tierstore-switch-{self.model.name}", daemon=True
+            )
+            self._switch.start()
+            return
+
+    def _failed_before(self, number: int, pointer: Pointer) -> bool:
+        return self._failed is not None and self._failed[:2] == (number, pointer.generation)
+
+    def _make_ready(self, number: int) -> None:
+        try:
+            self._serve(number, lambda: self._await_turn(number))
+        except Exception as error:
+            with self.changed:
+                self._failed = number, self.pointer.generation, str(error)
+            if not isinstance(error, (Closed, Conflict)):
+                log.exception("model %s: version %d is not ready", self.model.name, number)
+        with self.changed:
+            self._prepared = None
+            self.changed.notify_all()
+        self.wake()
+
+    def _serve(self, number: int, ready: Callable[[], None], *, start: bool = False) -> None:
+        def report(_: Progress) -> None:
+            if self._stopping:
+                raise Closed(f"the store of model {self.model.name!r} is being closed")
+
+        self.model.switcher.follow(number, ready, start=start, progress=report)
+
+    def _await_turn(self, number: int) -> None:
+        """Wait until the pointer is at a version that is ready. Conflict where it is not wanted any more."""
+        with self.changed:
+            self._prepared = number
+            self._wake.set()
+            self.changed.wait_for(lambda: self._stopping or self.pointer.wanted != number or self._is_current(number))
+            if not self._is_current(number):
+                raise Conflict(f"version {number} of {self.model.name!r} is not to be switched to any more")
+
+    def _is_current(self, number: int) -> bool:
+        return self.pointer.current == number
+
+    # --- what others hear of this node
+
+    def _beat(self) -> None:
+        with self.changed:
+            failed = self._failed
+            report = {
+                "seq": self._lowest_seq(),
+                "active": self.model.active_version,
+                "prepared": self._prepared,
+                "failed": None if failed is None else {"version": failed[0], "generation": failed[1], "why": failed[2]},
+            }
+        reported_s, before = self._reported
+        if report != before or time.monotonic() - reported_s >= BEAT_S:
+            self.shared.beat(self._node, report)
+            self._reported = time.monotonic(), report
+
+    def _lowest_seq(self) -> int | None:
+        """No request here reads below it."""
+        lowest = self.model.publisher.lowest_seq()
+        return self.model.state.log.last if lowest is None else lowest
+
+
+def apply_leniently(model: Model, delta: Delta, data: bytes) -> None:
+    """Apply a delta that is acknowledged: of what does not fit the version that serves nothing is applied, as in a catch-up."""
+    try:
+        model.deltas.apply(delta, data)
+        return
+    except DeltaError as error:
+        log.warning("model %s passes over what does not fit of delta %d: %s", model.name, delta.seq, error)
+    try:
+        model.deltas.apply(replace(delta, dense=None), data)
+    except DeltaError:
+        model.deltas.apply(replace(delta, dense=None, tables={}), data)

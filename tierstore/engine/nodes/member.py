@@ -1,0 +1,247 @@
+"""A model of a cluster on this node, and what may be asked of any node: deltas, loads, switches and drops.
+
+Any thread may call. What is acknowledged is in the cluster, and this node serves it; the others follow in a moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from tierstore.config import Settings
+from tierstore.engine.cluster.followed import Pointer
+from tierstore.engine.cluster.shared_model import SharedModel
+from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.model import Model
+from tierstore.engine.nodes.follower import Follower
+from tierstore.engine.nodes.ingester import DROPPING, Ingester
+from tierstore.engine.nodes.upload import READY, Writers
+from tierstore.errors import Conflict, DeltaError, InvalidInput, NotReady, Overloaded
+from tierstore.formats.delta.reader import Delta
+from tierstore.types import DeltaResult, Progress, ProgressFn
+
+VISIBLE_S = 30.0  # that a delta may take until this node serves it
+_TRIES = 50  # of a change that others come before
+
+
+class Member:
+    """One model of this node."""
+
+    def __init__(self, model: Model, shared: SharedModel, node: str, settings: Settings, writers: Writers) -> None:
+        self.model, self.shared, self._node, self._settings = model, shared, node, settings
+        self.follower = Follower(model, shared, node)
+        self.ingester = Ingester(model, shared, node, settings, writers)
+        self._switching = threading.Lock()
+
+    def start(self) -> None:
+        """Serve what the cluster says, and follow it."""
+        self.follower.start()
+        self.ingester.start()
+
+    def close(self) -> None:
+        self.ingester.close()
+        self.follower.close()
+
+    # --- deltas
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node has the lease."""
+        return self.ingester.epoch is not None
+
+    def apply_delta(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
+        """Acknowledge a delta in the cluster's log, and wait until this node serves it. Errors as `Store.apply_delta`.
+
+        The origin is not kept: every node notes by itself how far it has read.
+        """
+        if self.model.log.digest(delta.seq) == delta.digest:
+            return DeltaResult(self.model.name, delta.seq, applied=False)
+        pointer = self.shared.pointer()
+        if pointer.seq is not None and delta.seq == pointer.seq + 1:
+            self._check(delta)
+        applied = self.shared.append(delta.seq, delta.digest, data)
+        if not self.follower.wait_for(delta.seq, VISIBLE_S):
+            raise Overloaded(
+                f"delta {delta.seq} of {self.model.name!r} is in the cluster's log, and this node does not serve it yet: "
+                f"{self.follower.problem or 'it is behind'}; sending it again does no harm"
+            )
+        return DeltaResult(self.model.name, delta.seq, applied=applied)
+
+    def _check(self, delta: Delta) -> None:
+        """DeltaError for one that does not fit what is served: once it is in the log, every node passes over it."""
+        with self.model.view() as view:
+            overlay = self.model.deltas.check(delta, view)
+            budget = self.model.state.shared.overlay_budget
+            if budget.used + overlay.nbytes > budget.total:
+                raise Overloaded(
+                    f"deltas come faster than the cluster takes them: {budget.used:,} of {budget.total:,} overlay bytes are in use; "
+                    "send it again"
+                )
+        if overlay.colliding:
+            table = next(iter(overlay.colliding))
+            raise DeltaError(
+                f"delta {delta.seq}: two keys of table {table!r} have one hash, and a model in a cluster cannot keep them apart: "
+                "rename one of them"
+            )
+
+    # --- versions
+
+    def activate(
+        self, number: int, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn
+    ) -> None:
+        """Have every node make a version ready, then move the pointer. Conflict where one of them cannot."""
+        with self._switching:
+            self._check_ready(number, force=force)
+            pointer = self._announce(number, expected_active)
+            if pointer is not None:
+                try:
+                    self._await_nodes(number, pointer.generation, progress)
+                    self._move(number)
+                except BaseException:
+                    self._withdraw(number)
+                    raise
+            if not self.follower.wait_served(number, self._settings.remote_prepare_s):
+                why = self.follower.problem or "it is behind"
+                raise NotReady(
+                    f"version {number} of {self.model.name!r} is current, and this node does not serve it yet: {why}"
+                )
+
+    def _check_ready(self, number: int, *, force: bool) -> None:
+        record, pointer = self.shared.version(number), self.shared.pointer()
+        if record["state"] != READY:
+            raise Conflict(f"version {number} of {self.model.name!r} cannot be activated: it is {record['state']}")
+        if force and number != pointer.current:
+            raise self._not_yet("switch by force")
+        mark = max(record["record"]["manifest"]["delta_seq"], pointer.marks.get(number, 0))
+        if pointer.seq is not None and mark < pointer.seq:
+            entries = self.shared.read(mark, 1)
+            if not entries or entries[0].seq != mark + 1:
+                raise Conflict(
+                    f"version {number} of {self.model.name!r} is stale: it holds deltas up to {mark}, and the log begins later; load a "
+                    "newer snapshot"
+                )
+
+    def _announce(self, number: int, expected_active: int | None) -> Pointer | None:
+        """Have all nodes make a version ready. Returns the pointer after that, None for the version that is current."""
+        for _ in range(_TRIES):
+            pointer = self.shared.pointer()
+            if pointer.current == number:
+                return None
+            self._check_expected(expected_active, pointer.current)
+            if pointer.wanted not in (None, number):
+                raise Conflict(
+                    f"model {self.model.name!r} is being switched to version {pointer.wanted}; wait until that is over"
+                )
+            if pointer.wanted == number or self.shared.change(pointer, wanted=number):
+                self.follower.wake()
+                return self.shared.pointer()
+        raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
+
+    def _check_expected(self, expected: int | None, current: int | None) -> None:
+        if expected not in (None, current):
+            raise Conflict(f"model {self.model.name!r}: expected version {expected} to be active, got {current}")
+
+    def _await_nodes(self, number: int, generation: int, progress: ProgressFn) -> None:
+        """Wait until every node that reports is ready; one that is gone is not waited for."""
+        until_s = time.monotonic() + self._settings.remote_prepare_s
+        while True:
+            reports = self.shared.beat(self._node, None)
+            ready = [name for name, of in reports.items() if number in (of.get("prepared"), of.get("active"))]
+            progress(Progress("prepare", len(ready), len(reports)))
+            for name, of in reports.items():
+                failed = of.get("failed")
+                if failed and failed["version"] == number and failed["generation"] >= generation:
+                    raise Conflict(
+                        f"version {number} of {self.model.name!r} is not ready on node {name}: {failed['why']}"
+                    )
+            if self._node in ready and len(ready) == len(reports):
+                return
+            if time.monotonic() >= until_s:
+                slow = sorted(set(reports) - set(ready))
+                raise Conflict(
+                    f"version {number} of {self.model.name!r} was not ready within {self._settings.remote_prepare_s:.0f} s "
+                    f"(remote_prepare_s) on {', '.join(slow)}"
+                )
+            if self.shared.pointer().wanted != number:
+                raise Conflict(f"the switch to version {number} of {self.model.name!r} was withdrawn")
+            time.sleep(0.02)
+
+    def _move(self, number: int) -> None:
+        """Move the pointer: from here on the version is current for every node."""
+        delta_seq = self.model.catalogue.info(number).manifest.delta_seq
+        for _ in range(_TRIES):
+            pointer = self.shared.pointer()
+            changes = {"current": number, "previous": pointer.current, "wanted": None}
+            if self.shared.change(pointer, **changes, seq=max(delta_seq, pointer.seq or 0)):
+                self.follower.wake()
+                return
+        raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
+
+    def _withdraw(self, number: int) -> None:
+        for _ in range(_TRIES):
+            pointer = self.shared.pointer()
+            if pointer.wanted != number or self.shared.change(pointer, wanted=None):
+                return
+
+    def rollback(self, *, force: bool, expected_active: int | None, progress: ProgressFn) -> int:
+        """Go back to the newest version older than the current one. Returns it. Errors as `Store.rollback`."""
+        current, name = self.shared.pointer().current, self.model.name
+        if current is None:
+            raise Conflict(f"model {name!r} has no active version to roll back from")
+        self._check_expected(expected_active, current)
+        older = [n for n, record in self.shared.versions().items() if n < current and record["state"] == READY]
+        if not older:
+            raise Conflict(f"model {name!r} has no version older than {current} to roll back to")
+        self.activate(older[-1], force=force, progress=progress)
+        return older[-1]
+
+    def rollback_to(self, seq: int, *, expected_active: int | None, progress: ProgressFn) -> int:
+        """Refused by what builds a version again."""
+        return self.model.switcher.rollback_to(seq, expected_active=expected_active, progress=progress)
+
+    def drop(self, number: int) -> None:
+        """Have a version go from the cluster, slowly. Conflict for the one that is current or wanted."""
+        record, pointer = self.shared.version(number), self.shared.pointer()
+        if number in (pointer.current, pointer.wanted):
+            raise Conflict(f"version {number} of {self.model.name!r} is active; activate another one first")
+        if record["state"] != DROPPING and not self.shared.record(number, record, {**record, "state": DROPPING}):
+            raise Conflict(f"version {number} of {self.model.name!r} was changed by another node; try again")
+        self.follower.wake()
+
+    # --- what a model in a cluster does not have yet
+
+    def canary(self, number: int, share: float, *, force: bool, progress: ProgressFn) -> None:
+        raise self._not_yet("canary")
+
+    def promote(self) -> int:
+        raise self._not_yet("canary")
+
+    def withdraw(self) -> int:
+        raise self._not_yet("canary")
+
+    def label(self, name: str, number: int) -> None:
+        raise self._not_yet("labels")
+
+    def unlabel(self, name: str) -> None:
+        raise self._not_yet("labels")
+
+    def deactivate(self) -> None:
+        raise self._not_yet("deactivation")
+
+    def _not_yet(self, what: str) -> InvalidInput:
+        return InvalidInput(f"model {self.model.name!r} is in a cluster, and such a model has no {what} yet")
+
+    def status(self) -> dict[str, Any]:
+        """What this node knows of the model in the cluster, without asking it."""
+        pointer = self.follower.pointer
+        return {
+            "reachable": self.follower.silent is None,
+            "problem": self.follower.silent or self.ingester.problem,
+            "current": pointer.current,
+            "wanted": pointer.wanted,
+            "seq": pointer.seq,
+            "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
+            "ingester": self.ingester.epoch is not None,
+            "epoch": self.ingester.epoch,
+        }

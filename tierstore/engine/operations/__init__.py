@@ -1,0 +1,1 @@
+"""Long work on a whole model or store: load, verify, status."""

@@ -1,0 +1,178 @@
+"""Loading a snapshot while others serve: build, ingest, verify, record, and then activate, unless the caller does not want that.
+
+Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. A crash leaves a directory, and so does a
+load that is cancelled: one of the same snapshot goes on from there. On other errors it is removed at once. Once the record is
+published the version is kept, even if it cannot be switched to, unless the snapshot turns out to be bad then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from tierstore.engine.lifecycle.state import Shared
+from tierstore.engine.model import Model
+from tierstore.engine.versions.info import VersionInfo, first_records, make_record
+from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
+from tierstore.formats import files
+from tierstore.formats.names import VersionDirectory
+from tierstore.formats.snapshot.manifest import Manifest
+from tierstore.formats.snapshot.reader import Snapshot
+from tierstore.formats.snapshot.requests import read_request
+from tierstore.ingest.bulkload import BulkLoad
+from tierstore.ingest.results import BaseBuild
+from tierstore.ingest.side_files import copy_side_files
+from tierstore.predict.session import DenseCounts
+from tierstore.tiers.background import yield_to_requests
+from tierstore.types import BaseKind, Progress, ProgressFn
+
+log = logging.getLogger(__name__)
+
+
+class Target(Protocol):
+    """Where the rows of a load go."""
+
+    base: BaseKind  # of the files that are built first
+    keep_times: bool  # whether it has a place for the times of rows
+
+    def claim(self, snapshot: Snapshot, identity: str) -> None:
+        """Before anything is built. Conflict where there is, or may not be, such a version."""
+
+    def place(
+        self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
+    ) -> None:
+        """Bring what was built to where it is read, and compare it with what was built."""
+
+    def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
+        """Write the record: from here on the version is there. Side files are in `where` already."""
+
+    def activate(self, number: int, progress: ProgressFn) -> None: ...
+
+
+class LocalTarget:
+    """This machine's disk: a directory of the version."""
+
+    keep_times = True
+
+    def __init__(self, model: Model, base: BaseKind) -> None:
+        self._model, self.base = model, base
+
+    def claim(self, snapshot: Snapshot, identity: str) -> None:
+        """Nothing: the directory is claimed by every load."""
+
+    def place(
+        self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
+    ) -> None:
+        """Move the files in, and read everything back."""
+        bulk.ingest(build, where.db, first_records(snapshot.manifest, build))
+        bulk.read_back(where.db)
+
+    def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
+        files.publish_record(where.record, make_record(where, manifest, build))
+
+    def activate(self, number: int, progress: ProgressFn) -> None:
+        self._model.switcher.activate(number, progress=progress)
+
+
+def load(
+    model: Model,
+    snapshot: Snapshot,
+    shared: Shared,
+    target: Target,
+    *,
+    activate: bool,
+    aside: bool,
+    progress: ProgressFn,
+    cancelled: threading.Event | None,
+) -> int:
+    """Load `snapshot` as a version of `model`. Returns the version. Whatever fails, nothing that served changes.
+
+    With `aside` it leaves half of the processors to what serves.
+    """
+    manifest = snapshot.manifest
+    number = manifest.version
+
+    def may_go_on() -> None:
+        if cancelled is not None and cancelled.is_set():
+            raise LoadCancelled("the load was cancelled")
+
+    model.state.room.check_free("a load")
+    _check_dense(snapshot, shared, may_go_on)
+    identity = snapshot.identity()
+    may_go_on()
+    with shared.throttle.at_work("load"), model.loads.claim(number, manifest.delta_seq, identity, activate) as note:
+
+        def report(step: Progress) -> None:
+            may_go_on()
+            model.state.room.check_now_and_then("the load")
+            note(step)
+            progress(step)
+
+        if number not in model.catalogue:  # else it was loaded before, and not switched to
+            where = model.catalogue.where(number)
+            target.claim(snapshot, identity)
+            build = _build(model, snapshot, shared, target, where, aside=aside, progress=report, cancelled=cancelled)
+            may_go_on()
+            copy_side_files(snapshot, where, build.own)
+            snapshot.check_unchanged(identity)
+            may_go_on()
+            model.state.live.check_open()
+            target.publish(where, build, manifest)
+            files.remove_tree(where.build)  # not before: else a crash in between would cost the whole load
+            model.catalogue.add(VersionInfo(where))
+        if activate:
+            target.activate(number, report)
+    return number
+
+
+def _build(
+    model: Model,
+    snapshot: Snapshot,
+    shared: Shared,
+    target: Target,
+    where: VersionDirectory,
+    *,
+    aside: bool,
+    progress: ProgressFn,
+    cancelled: threading.Event | None,
+) -> BaseBuild:
+    """Build the base's files in helper processes, bring them to the target, and read everything back."""
+    settings = shared.settings
+    with BulkLoad(
+        snapshot,
+        where.build,
+        memory_bytes=settings.load_memory,
+        workers=settings.load_workers,
+        base=target.base,
+        aside=aside,
+        keep=settings.load_retention_s > 0,
+        share=lambda: shared.throttle.share,
+        own=settings.own,
+        keep_times=target.keep_times,
+        progress=progress,
+        cancelled=cancelled,
+    ) as bulk:
+        build = bulk.build()
+        if any(build.kept_rows.values()):
+            number = snapshot.manifest.version
+            log.info("model %s: version %d goes on: rows not done again: %s", model.name, number, build.kept_rows)
+        target.place(bulk, build, where, snapshot, progress)
+    return build
+
+
+def _check_dense(snapshot: Snapshot, shared: Shared, may_go_on: Callable[[], None]) -> None:
+    """Refuse a dense part that could not be served, and requests that cannot be read, before any row is."""
+    for name, path in snapshot.request_paths():
+        may_go_on()
+        read_request(path, file=name)
+    model = snapshot.dense_model()
+    if model is None or snapshot.manifest.dense is None or shared.dense.missing is not None:
+        return
+    name = snapshot.manifest.dense.path
+    yield_to_requests()
+    try:
+        shared.dense.load(model, snapshot.manifest.feature_specs(), snapshot.manifest.table_specs(), DenseCounts())
+    except InvalidInput as error:
+        raise SnapshotError(str(error), file=name) from error

@@ -1,0 +1,171 @@
+"""The status document of a store and of a model: one place that says what a person or a dashboard may read.
+
+Reads counters without stopping anything, so numbers of one document may be a moment apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tierstore.engine.lifecycle.state import Shared
+from tierstore.engine.model import Model
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.routing import Routing
+from tierstore.engine.versions.info import VersionInfo
+
+
+def store_status(models: Mapping[str, Model], shared: Shared, warming: dict[str, int] | None) -> dict[str, Any]:
+    """The status document: of these models, and of what all models of the store share."""
+    shared.epochs.collect()
+    return {
+        "models": {name: model_status(model) for name, model in models.items()},
+        "warming": warming,
+        "throttle": shared.throttle.status(),
+        "host_budget": {"used": shared.host_budget.used, "total": shared.host_budget.total},
+        "overlay_budget": {"used": shared.overlay_budget.used, "total": shared.overlay_budget.total},
+        "device_budget": {"used": shared.devices.budget.used, "total": shared.devices.budget.total},
+        "device": shared.devices.status(),
+        "audit": {"problem": shared.audit.problem},
+    }
+
+
+def model_status(model: Model) -> dict[str, Any]:
+    """`{"active_version", "watermark", "versions": […], "tables": {…}, …}`, see docs/http-api.md."""
+    with model.publisher.hold_all() as served:  # held, so that what is reported stays open
+        return _document(model, served)
+
+
+def _document(model: Model, served: Routing) -> dict[str, Any]:
+    view = served.active
+    document: dict[str, Any] = {
+        "model": model.name,
+        "active_version": None if view is None else view.version,
+        "watermark": None if view is None else view.seq,
+        "canary": None if served.canary is None else _canary(served.canary, served.share),
+        "labels": served.all_labels(),
+        "partitions": None if view is None else _partitions(view.open_version.info),
+        "problem": model.problem,
+        "log": model.state.log.status(),
+        "undone": [list(each) for each in model.state.log.undone.ranges],
+        "versions": _versions(model, served),
+        "damaged": {str(number): why for number, why in sorted(model.catalogue.damaged.copy().items())},
+        "unfinished": {
+            str(number): {"bytes": load.bytes, "age_s": round(load.age_s)}
+            for number, load in sorted(model.catalogue.unfinished.items())
+        },
+        "tables": {},
+    }
+    if view is not None:
+        version = view.open_version
+        document |= {
+            "folded_watermark": version.watermark,
+            **model.freshness.status(),
+            "overlays": len(view.overlays),
+            "overlay_bytes": view.overlay_bytes,
+            "features": {
+                name: {"table": feature.table, "combiner": feature.combiner.value if feature.combiner else None}
+                for name, feature in view.features.items()
+            },
+            "dense": model.dense.counts.as_dict()
+            | {"buffer_bytes": 0 if view.predictor is None else view.predictor.buffer_bytes},
+            "disk": version.disk.stats(),
+            "tables": version.status(view.colliding),
+        }
+    return document
+
+
+def _warming(model: Model, view: View) -> dict[str, int] | None:
+    """How far the warm-up of a version is that serves after a start, in keys; None where it is over."""
+    warm_up = model.state.shared.warmer.warm_up_of(view.open_version)
+    return None if warm_up is None else {"done": warm_up.done, "total": warm_up.total}
+
+
+def _canary(view: View, share: float) -> dict[str, Any]:
+    tables = view.open_version.status(view.colliding)
+    return {
+        "version": view.version,
+        "share": share,
+        "watermark": view.seq,
+        "folded_watermark": view.open_version.watermark,
+        "overlays": len(view.overlays),
+        "overlay_bytes": view.overlay_bytes,
+        # look-ups are counted over all versions of the model, so they are not repeated here
+        "tables": {
+            name: {
+                key: entry[key] for key in ("rows", "rows_exact", "colliding_keys", "tier_bytes", "tier_budget_bytes")
+            }
+            for name, entry in tables.items()
+        },
+    }
+
+
+def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
+    """What becomes of a version's dense part; `view` if it is served."""
+    if view is not None and view.has_dense:
+        state = "served" if view.predictor is not None else f"kept, not served: {view.unserved}"
+    elif info.has_dense:
+        state = model.dense.kept
+    else:
+        state = "none"
+    newer = info.passed_over  # but for what is not folded yet
+    if newer is not None and not (view is not None and any(overlay.dense is not None for overlay in view.overlays)):
+        return f"{state}; a newer one was passed over: {newer}"
+    return None if state == "none" else state
+
+
+def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
+    entries = []
+    labels = served.all_labels()
+    for info in model.catalogue.infos():
+        view = served.numbered(info.number)
+        state = "stale" if model.catalogue.is_stale(info) else "kept"
+        if model.catalogue.is_outdated(info.number):
+            state = "outdated"
+        if view is not None:
+            state = "active" if view is served.active else "canary"
+        entries.append(
+            {
+                "version": info.number,
+                "state": state,
+                "share": _share(served, view),
+                "labels": [name for name, number in labels.items() if number == info.number],
+                "watermark": info.watermark if view is None else view.seq,
+                "delta_seq": info.manifest.delta_seq,
+                "partitions": _partitions(info),
+                "created_at": info.manifest.to_document().get("created_at"),
+                "dense": _dense(model, info, view),
+                "problem": info.problem,
+                "warming": None if view is None else _warming(model, view),
+                "host_bytes": None if view is None else _host_bytes(view),
+            }
+        )
+    for number, step in model.catalogue.loads():
+        entries.append(
+            {
+                "version": number,
+                "state": "loading",
+                "watermark": None,
+                "phase": step.phase,
+                "done": step.done,
+                "total": step.total,
+            }
+        )
+    return sorted(entries, key=lambda entry: entry["version"])
+
+
+def _host_bytes(view: View) -> dict[str, int]:
+    """Of all tables: what the host tier may use, and how much it would need to hold every row."""
+    return {"budget": view.open_version.host_budget_bytes, "need": view.open_version.host_need_bytes}
+
+
+def _partitions(info: VersionInfo) -> dict[str, Any] | None:
+    """Which partitions of the keys a version has, and of how many; None: all keys, which are in no partitions."""
+    return None if info.partitions is None else info.partitions.document()
+
+
+def _share(served: Routing, view: View | None) -> float | None:
+    """Of the requests that name no version; None for what is not served."""
+    if view is None:
+        return None
+    return served.share if view is served.canary else 1.0 - served.share

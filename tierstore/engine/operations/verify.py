@@ -1,0 +1,154 @@
+"""`verify`: read back everything that is stored and say what is wrong with it.
+
+Runs on the caller's thread while the models serve; it only reads. Nothing waits for it: a version that is switched to or away
+from meanwhile is read again from its beginning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tierstore.engine.deltas.dense import check_dense
+from tierstore.engine.lifecycle.throttle import Throttle
+from tierstore.engine.model import Model
+from tierstore.engine.versions.info import EXPIRED, VersionInfo
+from tierstore.errors import Closed, Corruption, NotFound, StorageError, TierstoreError
+from tierstore.formats import files
+from tierstore.formats.delta.reader import read_delta
+from tierstore.formats.regular import read_regular
+from tierstore.formats.row_times import TIME_BYTES
+from tierstore.formats.snapshot.checksum import checksum
+from tierstore.tiers.background import Pace
+from tierstore.tiers.disk.tier import DiskTier
+from tierstore.types import Progress, ProgressFn, VerifyReport
+
+_PAUSE_S = 0.01
+
+
+def verify_store(models: Sequence[Model], progress: ProgressFn, throttle: Throttle) -> VerifyReport:
+    """Check every block of every version against its checksum, row lengths and row counts, and every logged delta."""
+    with throttle.at_work("verify"):
+        return _verify(models, progress, Pace(lambda: throttle.share))
+
+
+def _verify(models: Sequence[Model], progress: ProgressFn, pace: Pace) -> VerifyReport:
+
+    def report(step: Progress) -> None:
+        progress(step)
+        pace.sleep()
+
+    versions = rows = nbytes = deltas = 0
+    problems: list[str] = []
+    for model in models:
+        problems += [f"{model.name} version {number}: {why}" for number, why in sorted(model.catalogue.damaged.items())]
+        for info in model.catalogue.infos():
+            if info.is_remote:
+                continue  # its rows are not on this machine
+            try:
+                more_rows, more_bytes, wrong = _check_version(model, info, report)
+            except TierstoreError as error:
+                model.state.live.check_open()
+                if info not in model.catalogue.infos():
+                    continue  # dropped meanwhile
+                more_rows, more_bytes, wrong = 0, 0, [f"{model.name} version {info.number}: {error}"]
+            rows, nbytes, versions = rows + more_rows, nbytes + more_bytes, versions + 1
+            problems += wrong
+        read, wrong = _check_log(model)
+        deltas += read
+        problems += wrong
+    return VerifyReport(versions, rows, nbytes, deltas, tuple(problems))
+
+
+def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tuple[int, int, list[str]]:
+    """(rows, bytes, what is wrong) of one version."""
+    while True:
+        try:
+            with model.opener.reading(info.number) as disk:
+                assert isinstance(disk, DiskTier)
+                _check_files(info)
+                found = _check_rows(model.name, info, disk, progress)
+            if info in model.catalogue.infos():
+                return found
+            raise NotFound(f"version {info.number} of {model.name!r} was dropped")
+        except Closed:  # a switch or a drop needed it
+            model.state.live.check_open()
+            time.sleep(_PAUSE_S)
+
+
+def _check_files(info: VersionInfo) -> None:
+    """Corruption where the record or the dense part is not what was written."""
+    files.read_json(info.where.record)
+    _check_loaded_dense(info)
+    while info.has_dense:
+        expected = info.dense_digest
+        try:
+            check_dense(info, read_regular(info.where.dense))
+        except OSError as error:
+            if expected != info.dense_digest:  # a newer one took its place meanwhile
+                continue
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
+        return
+
+
+def _check_loaded_dense(info: VersionInfo) -> None:
+    """The same for the dense part as it was loaded, once a delta has brought another one."""
+    path, expected = info.where.dense_loaded, info.loaded_dense_digest
+    if expected is None or not files.exists(path):
+        return
+    try:
+        digest = checksum(path)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    if digest != expected:
+        raise Corruption(
+            f"{path} does not match its checksum, and a rollback to a delta needs it: load the version again for that"
+        )
+
+
+def _check_log(model: Model) -> tuple[int, list[str]]:
+    """(entries read, what is wrong) of the log, and of the records that the next start reads."""
+    log, record = model.state.log, model.state.record
+    problems, count = [f"{model.name}: {why}" for why in log.damage], 0
+    for check in (record.current, record.routes, record.undone, log.check):
+        try:
+            check()
+        except TierstoreError as error:
+            problems.append(f"{model.name}: {error}")
+    for seq in log.held():
+        try:
+            read_delta(log.read(seq))
+            count += 1
+        except NotFound:
+            continue  # pruned meanwhile
+        except TierstoreError as error:
+            problems.append(f"{model.name}: {error}")
+    return count, problems
+
+
+def _check_rows(model: str, info: VersionInfo, disk: DiskTier, progress: ProgressFn) -> tuple[int, int, list[str]]:
+    nbytes, total = disk.bytes_on_disk(), sum(table["rows"] for table in info.tables.values())
+    phase = f"verify {model} {info.number}"
+    watermark, expired = disk.watermark(), disk.record(EXPIRED)
+    lengths = {info.tables[name]["id"]: spec.row_bytes for name, spec in info.specs.items()}
+    lengths |= dict.fromkeys(info.times_ids.values(), TIME_BYTES)
+    content = disk.verify(lengths, lambda done: progress(Progress(phase, done, max(done, total))))
+    # of the disk, which moves with the rows; that of the version moves a little later
+    untouched = disk.watermark() == info.manifest.delta_seq and disk.record(EXPIRED) is None
+    still = disk.watermark() == watermark and disk.record(EXPIRED) == expired
+    if watermark is not None and still:
+        info.recounted({name: content[table["id"]].rows for name, table in info.tables.items()}, watermark)
+    problems = []
+    for name, table in info.tables.items():
+        got = content[table["id"]]
+        if untouched and (got.rows != table["rows"] or f"{got.digest:016x}" != table["digest"]):
+            problems.append(
+                f"{model} version {info.number}: table {name!r} reads back as {got.rows} rows, {table['rows']} were loaded"
+            )
+        if still and name in info.times_ids and content[info.times_ids[name]].rows != got.rows:
+            problems.append(
+                f"{model} version {info.number}: table {name!r} has {got.rows} rows and {content[info.times_ids[name]].rows} times of rows"
+            )
+    return sum(content[table["id"]].rows for table in info.tables.values()), nbytes, problems

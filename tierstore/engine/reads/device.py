@@ -1,0 +1,90 @@
+"""Look-ups whose answer stays on a GPU: overlays first, then the device tier, then what lies below it.
+
+On the caller's thread, under the caller's view; any number of threads. The answer is complete when it is returned, so
+any stream may read it at once. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tierstore.engine.reads.batch import KeyBatch
+from tierstore.engine.reads.lookup import begin
+from tierstore.engine.versions.version import Version
+from tierstore.errors import InvalidInput, NotReady
+from tierstore.tiers.device.backend import Captured
+from tierstore.tiers.device.devices import DeviceSet
+from tierstore.tiers.device.lookup import PADDING
+from tierstore.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Rows [n, dim] or [bags, dim] at an address of a device's memory, which `array` keeps."""
+
+    address: int
+    array: Any
+
+
+class DeviceLookup:
+    """A look-up into device memory, not begun before `finish`. One thread at a time, as `Lookup`."""
+
+    __slots__ = ("_batch", "_device", "_devices", "found")
+
+    def __init__(self, batch: KeyBatch, devices: DeviceSet, device: str) -> None:
+        self._batch, self._devices, self._device = batch, devices, device
+        self.found = np.empty(0, np.bool_)
+
+    @property
+    def pending(self) -> bool:
+        """`finish` waits for the device, so always."""
+        return True
+
+    def finish(self) -> OnDevice:
+        """The answer, complete. To be called once; sets `found`, as of `Lookup`."""
+        array, self.found = answer_on_device(self._batch, self._devices, self._device)
+        return OnDevice(self._devices.address_of(self._device, array), array)
+
+
+def devices_of(version: Version, device: str) -> DeviceSet:
+    """Those that the tables of a version that serves are on. Errors say what is missing of `device`."""
+    devices = version.devices
+    assert devices is not None
+    devices.number_of(device)
+    return devices
+
+
+@contextmanager
+def _outside_of_captures() -> Iterator[None]:
+    try:
+        yield
+    except Captured as error:
+        raise NotReady(str(error)) from error
+
+
+@_outside_of_captures()
+def answer_on_device(batch: KeyBatch, devices: DeviceSet, device: str) -> tuple[Any, np.ndarray]:
+    """(vectors on the device, found bool[n] in CPU memory).
+
+    Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within the capture of a CUDA
+    graph.
+    """
+    if batch.out is not None:
+        raise InvalidInput(f"out: an answer with device={device!r} is a new array; leave out away")
+    number = devices.number_of(device)
+    state = np.zeros(len(batch.codes), np.uint8)
+    if batch.padding is not None:
+        state[batch.padding] = PADDING
+    vectors = batch.table.lookup_on_device(
+        batch.overlays, batch.seq, batch.codes, state, batch.dtype, batch.bags, number
+    )
+    if vectors is not None:
+        batch.table.count(state, batch.skipped)
+        return vectors, state != Tier.ABSENT
+    lookup = begin(batch)
+    return devices.upload(lookup.finish(), number), lookup.found

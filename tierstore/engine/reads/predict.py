@@ -1,0 +1,156 @@
+"""One prediction on one view: keys to rows, rows and the caller's own tensors to scores.
+
+Free functions; any thread may call them with a view that it holds. Rows and graph are of that view, so of one version
+and one moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tierstore.errors import InvalidInput
+from tierstore.predict.session import DenseSession
+from tierstore.predict.signature import BYTES, Shape, Tensor
+from tierstore.types import FeatureSpec
+
+Array = npt.NDArray[Any]
+
+
+class StartedLookup(Protocol):
+    """A look-up under way."""
+
+    def finish(self) -> Any: ...
+
+
+class Rows(Protocol):
+    """What a prediction needs of a view."""
+
+    @property
+    def features(self) -> Mapping[str, FeatureSpec]: ...
+    def begin(
+        self, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str, out: Array | None
+    ) -> StartedLookup: ...
+    def rows_on(self, session: DenseSession) -> str | None: ...
+    def begin_on_device(
+        self, device: str, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str
+    ) -> StartedLookup: ...
+
+
+def predict(
+    view: Rows, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
+) -> dict[str, Array]:
+    """Run `session` on `inputs`, the rows of its features looked up in `view`. Returns the outputs by name, by default all.
+
+    `inputs`: for a feature its keys, [n] or [batch, k], or (keys, offsets) or (keys, offsets, weights) for ragged bags,
+    offsets None for those of keys of shape [batch, k]; for the dense part's own inputs arrays or nested lists. Raises
+    InvalidInput for what does not fit, StorageError where the disk failed, InferenceError where ONNX Runtime did.
+    """
+    bindings = session.bindings
+    unknown = [name for name in outputs if name not in bindings.outputs]
+    if unknown:
+        raise InvalidInput(f"no output {unknown[0]!r}; the dense part has {', '.join(bindings.outputs)}")
+    leads: dict[str, Shape] = {}
+    lookups: dict[str, tuple[Any, dict[str, Any]]] = {}
+    plain: dict[str, Array] = {}
+    for name, value in inputs.items():
+        if name in bindings.features:
+            leads[name], keys, bag = _keys(view, name, value)
+            lookups[name] = keys, bag
+        elif name in bindings.plain:
+            plain[name] = _tensor(bindings.plain[name], value)
+        else:
+            names = ", ".join(tensor.name for tensor in session.signature.inputs)
+            raise InvalidInput(f"the dense part has no input {name!r}; its inputs are {names}")
+    run = session.plan(leads, {name: array.shape for name, array in plain.items()}, outputs)
+    arrays = [
+        np.empty(shape or (), bindings.outputs[name].dtype) if session.is_fixed(name, shape) else None
+        for name, shape in zip(run.outputs, run.shapes, strict=True)
+    ]
+    device = view.rows_on(session)
+    device_rows = {name for name in lookups if device is not None and 0 not in leads[name]}
+    slot = session.acquire(run, [name for name in lookups if name not in device_rows])
+    on_cpu: list[StartedLookup] = []
+    on_device: dict[str, StartedLookup] = {}
+    for name, (keys, bag) in lookups.items():
+        feature = bindings.features[name]
+        if name in device_rows:
+            assert device is not None
+            on_device[name] = view.begin_on_device(device, name, keys, dtype=feature.dtype, **bag)
+        else:
+            out = slot.arrays[name].reshape(math.prod(leads[name]), feature.dim)
+            on_cpu.append(view.begin(name, keys, dtype=feature.dtype, out=out, **bag))
+    for lookup in on_cpu:
+        lookup.finish()
+    for name, started in on_device.items():
+        rows = started.finish()
+        slot.bind(name, rows.address, rows)
+    answer = session.run(run, slot, plain, arrays)
+    session.release(slot)  # a run that failed keeps its slot to itself
+    return dict(zip(run.outputs, answer, strict=True))
+
+
+def _keys(view: Rows, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
+    """The shape of a feature's answer before its last dimension, its keys, and how `View.begin` is to pool them."""
+    keys, offsets, weights = value, None, None
+    if isinstance(value, tuple):
+        if len(value) not in (2, 3):
+            raise InvalidInput(f"input {name!r}: expected keys, (keys, offsets) or (keys, offsets, weights)")
+        keys, offsets, weights = (*value, None)[:3]
+    width = None
+    if not isinstance(keys, (pa.Array, pa.ChunkedArray)):
+        keys = np.asarray(keys)
+        if keys.dtype.kind == "f" and not keys.size:
+            keys = keys.astype(np.int64)  # an empty list
+        if keys.ndim == 2:
+            width, rows = keys.shape[1], keys.shape[0]
+            keys = keys.reshape(-1)
+        elif keys.ndim != 1:
+            raise InvalidInput(f"input {name!r}: expected keys of shape [n] or [batch, k], got {list(keys.shape)}")
+    n = len(keys)
+    if view.features[name].combiner is None:
+        if offsets is not None or weights is not None:
+            raise InvalidInput(f"input {name!r}: feature {name!r} has no combiner, so its keys form no bags")
+        lead = (n,) if width is None else (rows, width)
+        return lead, keys, {}
+    if offsets is not None and width is not None:
+        raise InvalidInput(f"input {name!r}: with offsets the keys are flat, shape [n]; got [{rows}, {width}]")
+    if offsets is None:
+        if width is None and weights is None:  # bags of one key are its row
+            return (n,), keys, {}
+        offsets = np.arange(n if width is None else rows, dtype=np.int64) * (1 if width is None else width)
+        if weights is not None:
+            weights = np.asarray(weights).reshape(-1)
+    return (len(offsets),), keys, {"offsets": offsets, "weights": weights}
+
+
+def _tensor(tensor: Tensor, value: Any) -> Array:
+    """`value` as a C-contiguous array of the tensor's dtype; numbers may be narrower, or floats wider."""
+    try:
+        array = np.asarray(value)
+        if tensor.datatype == BYTES:
+            if array.dtype.kind not in "USTO":
+                raise TypeError(f"got {array.dtype}")
+            texts = [v.decode() if isinstance(v, bytes) else v for v in array.reshape(-1).tolist()]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError("got objects that are no strings")
+            strings = np.empty(len(texts), object)
+            strings[:] = texts
+            return strings.reshape(array.shape)
+        if array.size and not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
+            raise TypeError(f"got {array.dtype}")
+        if array.size and tensor.dtype.kind in "iu" and array.dtype != tensor.dtype:
+            limits = np.iinfo(tensor.dtype)
+            if int(array.min()) < limits.min or int(array.max()) > limits.max:
+                raise ValueError(f"got numbers from {array.min()} to {array.max()}")
+        with np.errstate(over="ignore"):
+            return np.asarray(array, tensor.dtype, order="C")
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"input {tensor.name!r}: expected {tensor.datatype} of shape {tensor.shown()}: {error}"
+        ) from error

@@ -1,0 +1,284 @@
+"""A view: what one request works on. A version, the overlays over it, and the seq that both add up to.
+
+Immutable, so any number of threads may look up in one. The publisher (`serving/publisher.py`) says which views are current, and
+which older ones are still read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tierstore.engine.data.cascade import Cascade
+from tierstore.engine.data.overlay import Overlay, OverlayTable
+from tierstore.engine.reads.batch import KeyBatch, answer_array, answer_dtype, checked_weights, combiner_of
+from tierstore.engine.reads.device import DeviceLookup, answer_on_device, devices_of
+from tierstore.engine.reads.lookup import BagLookup, Lookup, begin
+from tierstore.engine.reads.predict import predict
+from tierstore.engine.versions.version import Version
+from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
+from tierstore.formats.colliding import CollidingKeys
+from tierstore.formats.keys import as_codes
+from tierstore.kernels.pool import check_offsets
+from tierstore.predict.runtime import INSTALL
+from tierstore.predict.session import DenseSession
+from tierstore.tiers.device.lookup import Bags
+from tierstore.types import FeatureSpec, KeyType, TableSpec, Tier, Vectors
+
+_ABSENT = np.uint8(Tier.ABSENT)
+_STATE = np.dtype(np.uint8)
+
+
+class View:
+    """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
+
+    __slots__ = ("_by_table", "_padding", "_version", "colliding", "overlays", "predictor", "readers", "seq")
+
+    def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
+        self._version, self.overlays, self.seq = version, overlays, seq
+        self._by_table = {name: tuple(o.tables[name] for o in overlays if name in o.tables) for name in version.specs}
+        self.colliding: Mapping[str, CollidingKeys] = version.colliding
+        for overlay in reversed(overlays):
+            if overlay.colliding:
+                self.colliding = {**self.colliding, **overlay.colliding}
+        self._padding = version.padding
+        if self.colliding:
+            self._padding = self._padding | _padding_among(self.colliding, version)
+        # of the newest delta that has one, else of the version
+        newest = next((overlay for overlay in overlays if overlay.dense is not None), None)
+        self.predictor: DenseSession | None = version.predictor if newest is None else newest.predictor
+        self.readers = 0  # guarded by the publisher's lock
+
+    @property
+    def version(self) -> int:
+        """The number of the version that answers."""
+        return self._version.number
+
+    @property
+    def open_version(self) -> Version:
+        """The open version itself; for the engine."""
+        return self._version
+
+    @property
+    def features(self) -> dict[str, FeatureSpec]:
+        return self._version.features
+
+    def shares_plans_with(self, other: View) -> bool:
+        """Whether what was planned under `other` holds here: the same version, with a dense part of the same bindings."""
+        if self.features is not other.features:
+            return False
+        mine, its = self.predictor, other.predictor
+        if mine is None or its is None:
+            return mine is its
+        return mine.bindings is its.bindings and mine.loose is its.loose
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether the version keeps a dense part; `predictor` says whether it is served."""
+        return self._version.info.has_dense or any(overlay.dense is not None for overlay in self.overlays)
+
+    @property
+    def unserved(self) -> str | None:
+        """Why the dense part that is kept is not served; None where it is, and where there is none."""
+        if self.predictor is not None or not self.has_dense:
+            return None
+        return self._version.unserved or INSTALL
+
+    @property
+    def overlay_bytes(self) -> int:
+        return sum(overlay.nbytes for overlay in self.overlays)
+
+    def overlays_of(self, table: str) -> tuple[OverlayTable, ...]:
+        """What the view's overlays hold of a table, newest first."""
+        return self._by_table[table]
+
+    def table_of(self, feature: str) -> TableSpec:
+        """The table that a feature reads. NotFound names the features there are."""
+        return self._feature(feature)[1].spec
+
+    def _feature(self, name: str) -> tuple[FeatureSpec, Cascade]:
+        feature = self._version.features.get(name)
+        if feature is None:
+            raise NotFound(
+                f"no feature {name!r}; version {self.version} has {', '.join(sorted(self._version.features))}"
+            )
+        return feature, self._version.tables[feature.table]
+
+    def lookup(
+        self,
+        feature: str,
+        keys: Any,
+        *,
+        dtype: str = "float32",
+        out: Vectors | None = None,
+        return_found: bool = False,
+        device: str | None = None,
+    ) -> Any:
+        """Rows of `keys`, in their order.
+
+        Args:
+            feature: a feature of the model.
+            keys: n keys of its table's type: an integer array or list, strings for a string table, or an Arrow array.
+            dtype: of the answer, `float32` or `float16`.
+            out: C-contiguous array [n, dim] of that dtype to write into and return.
+            return_found: also return bool[n], False where the table's default was answered.
+            device: `cpu` (as None is), or `gpu` or `gpu:<number>`: then the vectors are a CuPy array on that device,
+                complete when it is returned; `found` stays a NumPy array.
+
+        Returns:
+            The vectors [n, dim], or (vectors, found).
+
+        Raises:
+            NotFound: no such feature. InvalidInput: keys, dtype or out that do not fit. StorageError: the disk failed.
+            MissingExtra, NotReady: there is no device tier to answer on.
+        """
+        spec, table = self._feature(feature)
+        if spec.padding_key is not None or device not in (None, "cpu"):
+            return self._answer(self._batch(feature, keys, dtype=dtype, out=out), device, return_found)
+        # the same at once, because a look-up of few keys would notice the steps
+        codes = as_codes(keys, table.spec.key, self.colliding.get(spec.table))
+        answer = answer_array((len(codes), table.spec.dim), answer_dtype(dtype), out)
+        state = np.zeros(len(codes), _STATE)
+        table.lookup(self._by_table[spec.table], self.seq, codes, answer, state)
+        return (answer, state != _ABSENT) if return_found else answer
+
+    def lookup_bags(
+        self,
+        feature: str,
+        keys: Any,
+        offsets: Any,
+        *,
+        weights: Any = None,
+        combiner: str | None = None,
+        dtype: str = "float32",
+        out: Vectors | None = None,
+        return_found: bool = False,
+        device: str | None = None,
+    ) -> Any:
+        """One pooled vector a bag.
+
+        Args:
+            keys: n keys, bag after bag.
+            offsets: int64[bags], where each bag starts; the first is 0, there is no end entry. An empty bag gives zeros.
+            weights: float32[n], or None for ones.
+            combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
+            dtype, out, return_found, device: as for `lookup`, `out` being [bags, dim]; `found` is bool[n], one a key.
+
+        Returns:
+            The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
+        """
+        batch = self._batch(feature, keys, offsets, weights, combiner, dtype, out)
+        if device not in (None, "cpu"):
+            return self._answer(batch, device, return_found)
+        lookup = BagLookup(batch)  # as `_answer` does it, in fewer steps
+        answer = lookup.finish()
+        return (answer, lookup.found) if return_found else answer
+
+    def predict(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None) -> Any:
+        """Scores of the dense part, on rows of this view.
+
+        Args:
+            inputs: for a feature its keys, [n] or [batch, k], or (keys, offsets) or (keys, offsets, weights) for ragged
+                bags, offsets as for `lookup_bags`; for the dense part's own inputs arrays or nested lists.
+            outputs: names of those to return; None for all.
+
+        Returns:
+            `{output: array}`; the array alone where the dense part has one output and `outputs` is None.
+
+        Raises:
+            InvalidInput: no dense part, or inputs that do not fit it. MissingExtra: it needs an extra. NotReady: it is
+            kept but cannot be served. InferenceError, StorageError: ONNX Runtime or the disk failed.
+        """
+        session = self.predictor
+        if session is None:
+            if not self.has_dense:
+                raise InvalidInput(f"version {self.version} has no dense part, so it predicts nothing; look rows up")
+            why = f"the dense part of version {self.version} is not served: {self.unserved}"
+            raise MissingExtra(why) if INSTALL in why else NotReady(why)
+        answer = predict(self, session, inputs, outputs or ())
+        if outputs is None and len(answer) == 1:
+            return next(iter(answer.values()))
+        return answer
+
+    def begin(
+        self,
+        feature: str,
+        keys: Any,
+        *,
+        offsets: Any = None,
+        weights: Any = None,
+        combiner: str | None = None,
+        dtype: str = "float32",
+        out: Vectors | None = None,
+    ) -> Lookup | BagLookup:
+        """Start a look-up, pooled if `offsets` are given: what memory can answer is answered, without waiting.
+
+        Arguments and errors as for `lookup` and `lookup_bags`. The view must be held until `Lookup.finish`.
+        """
+        return begin(
+            self._batch(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out)
+        )
+
+    def rows_on(self, session: DenseSession) -> str | None:
+        """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""
+        device, devices = session.rows_on, self._version.devices
+        return device if device is not None and devices is not None and devices.has(device) else None
+
+    def begin_on_device(
+        self,
+        device: str,
+        feature: str,
+        keys: Any,
+        *,
+        offsets: Any = None,
+        weights: Any = None,
+        combiner: str | None = None,
+        dtype: str = "float32",
+    ) -> DeviceLookup:
+        """Start a look-up whose rows are left on a device that is `rows_on`. Arguments and errors as for `begin`.
+
+        Nothing is done before `DeviceLookup.finish`, until which the view must be held.
+        """
+        batch = self._batch(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype)
+        return DeviceLookup(batch, devices_of(self._version, device), device)
+
+    def _batch(
+        self,
+        feature: str,
+        keys: Any,
+        offsets: Any = None,
+        weights: Any = None,
+        combiner: str | None = None,
+        dtype: str = "float32",
+        out: Vectors | None = None,
+    ) -> KeyBatch:
+        """The request, checked: the only place where one is made. Errors as for `lookup`."""
+        spec, table = self._feature(feature)
+        codes = as_codes(keys, table.spec.key, self.colliding.get(spec.table))
+        padding = None if spec.padding_key is None else codes == self._padding[feature]
+        bags = None
+        if offsets is not None:
+            how = combiner_of(spec, combiner)
+            factors = None if weights is None else checked_weights(weights, len(codes))
+            bags = Bags(check_offsets(offsets, len(codes)), factors, how)
+        return KeyBatch(table, self._by_table[spec.table], self.seq, codes, padding, bags, answer_dtype(dtype), out)
+
+    def _answer(self, batch: KeyBatch, device: str | None, return_found: bool) -> Any:
+        if device in (None, "cpu"):
+            lookup = begin(batch)
+            answer = lookup.finish()
+            return (answer, lookup.found) if return_found else answer
+        assert device is not None
+        vectors, found = answer_on_device(batch, devices_of(self._version, device), device)
+        return (vectors, found) if return_found else vectors
+
+
+def _padding_among(colliding: Mapping[str, CollidingKeys], version: Version) -> dict[str, int]:
+    """The codes of padding keys of the tables in which keys collide."""
+    return {
+        name: int(as_codes([feature.padding_key], KeyType.STRING, colliding[feature.table])[0])
+        for name, feature in version.features.items()
+        if feature.padding_key is not None and feature.table in colliding
+    }

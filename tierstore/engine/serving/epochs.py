@@ -1,0 +1,143 @@
+"""Compiled readers of views: which there are, what is published for them, and when they no longer use what it replaced.
+
+They take no lock and notify no thread when they are done (`kernels/epochs.py`). So what is replaced while one of them may be
+reading it is kept by `retire`, and one thread polls until they have gone on, which takes microseconds as a rule.
+
+Any thread may call anything. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import epochs as kernel
+from tierstore.kernels.codec import address_of
+
+MOST_MODELS = 1 << 16  # that compiled readers can serve; further ones are served by Python alone
+_LOOK_S = 0.0005
+
+
+class Epochs:
+    """Of one store."""
+
+    def __init__(self) -> None:
+        # constant after construction; their memory is read by compiled threads
+        self.generation = np.ones(8, np.int64)
+        self.models = np.zeros(MOST_MODELS, np.int64)  # a model's `Served` as words, by its slot; 0: none
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._slots: dict[str, int] = {}
+        self._readers: list[tuple[npt.NDArray[np.int64], int, int, int]] = []
+        self._retired: list[tuple[int, Any, Callable[[], None]]] = []
+        self._collectors: list[Callable[[], None]] = []
+        self._offers: list[Callable[[], None]] = []
+        self._tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._table_ids = itertools.count(1)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether there are compiled readers."""
+        return bool(self._readers)
+
+    def slot(self, model: str) -> int | None:
+        """The index of a model in `models`, which never changes; None where `models` is full."""
+        with self._lock:
+            if model not in self._slots and len(self._slots) == MOST_MODELS:
+                return None
+            return self._slots.setdefault(model, len(self._slots))
+
+    def table_id(self, table: Any) -> int:
+        """A number for a table of an open version, by which compiled readers name it; the same as long as it lives."""
+        with self._lock:
+            if table.epochs_id is None:
+                table.epochs_id = next(self._table_ids)
+                self._tables[table.epochs_id] = table
+            return int(table.epochs_id)
+
+    def table(self, number: int) -> Any:
+        """The table of a number; None where it is gone."""
+        return self._tables.get(number)
+
+    def add_readers(self, words: npt.NDArray[np.int64], column: int) -> None:
+        """From now on readers announce themselves in `words[:, column]`, int64, zeros until they do."""
+        with self._lock:
+            address = address_of(words) + column * words.strides[1]
+            self._readers.append((words, address, len(words), words.strides[0] // 8))
+
+    def remove_readers(self, words: npt.NDArray[np.int64]) -> None:
+        """The readers of `words` have ended."""
+        with self._lock:
+            self._readers = [entry for entry in self._readers if entry[0] is not words]
+
+    def add_collector(self, collect: Callable[[], None]) -> None:
+        """`collect` adds what compiled readers have counted since its last call."""
+        with self._lock:
+            self._collectors.append(collect)
+
+    def remove_collector(self, collect: Callable[[], None]) -> None:
+        with self._lock:
+            self._collectors.remove(collect)
+
+    def collect(self) -> None:
+        """Add what compiled readers have counted until now."""
+        for collect in list(self._collectors):
+            collect()
+
+    def add_offers(self, await_offers: Callable[[], None]) -> None:
+        """`await_offers` waits until what compiled readers have offered to caches until now was handled."""
+        with self._lock:
+            self._offers.append(await_offers)
+
+    def remove_offers(self, await_offers: Callable[[], None]) -> None:
+        with self._lock:
+            self._offers.remove(await_offers)
+
+    def await_offers(self) -> None:
+        """Wait until no row that a compiled reader has offered to a cache until now is still on its way there."""
+        for await_offers in list(self._offers):
+            await_offers()
+
+    def publish(self, location: int, address: int) -> int:
+        """Store `address` at `location`, where compiled readers look, and begin a generation, which is returned."""
+        return int(kernel.publish(location, address, address_of(self.generation)))
+
+    def retire(self, generation: int, kept: Any, then: Callable[[], None]) -> bool:
+        """Keep what was replaced when `generation` began until no reader is at it, then call `then` on another thread.
+
+        False where none is at it now: nothing is kept, and `then` is not called.
+        """
+        with self._lock:
+            if not self._held_below(generation):
+                return False
+            self._retired.append((generation, kept, then))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="tierstore-epochs", daemon=True)
+                self._thread.start()
+            return True
+
+    def _held_below(self, generation: int) -> bool:
+        return any(kernel.held_below(address, count, stride, generation) for _, address, count, stride in self._readers)
+
+    def _look(self) -> None:
+        """Until nothing is retired any more."""
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                free = [entry for entry in self._retired if not self._held_below(entry[0])]
+                self._retired = [entry for entry in self._retired if entry not in free]
+                if not self._retired:
+                    self._thread = None
+                last = self._thread is None
+            for *_, then in free:
+                then()
+            if last:
+                return

@@ -1,0 +1,215 @@
+"""What is served now, and which older views are still read (read-copy-update).
+
+A delta is folded only when no request reads a view from before it, and a version that is not served any more is closed
+only when its last reader has ended. Python's readers are counted; compiled ones announce themselves (`epochs.py`), and
+count as readers of whatever they may be at. Any thread may call anything. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.epochs import Epochs
+from tierstore.engine.serving.routing import Routing
+from tierstore.engine.serving.words import PublishedWords
+from tierstore.engine.versions.version import Version
+from tierstore.kernels.codec import address_of
+
+_tokens = itertools.count(1)
+
+
+class Publisher:
+    """What one model serves, and the former views that are still read."""
+
+    def __init__(self, model: str, epochs: Epochs | None = None) -> None:
+        """`epochs` knows of compiled readers, if there may be any."""
+        self._model, self._epochs = model, epochs
+        self._lock = (
+            threading.RLock()
+        )  # the one in `changed`, which costs a request half as much to acquire as that does
+        self.changed = threading.Condition(
+            self._lock
+        )  # notified at each publication and when the last reader of a retired view has ended
+        self._served = Routing()
+        self._retired: list[View] = []
+        self._pinned: list[Version] = []
+        self._background: list[View] = []  # held by background work, once for each time
+        self._words: PublishedWords | None = None  # of what is served, where there are compiled readers
+        self._announced: list[tuple[View, ...]] = []  # what was served before and a compiled reader may be at
+        self._tokens: list[tuple[int, View]] = []  # of the latest two views that cannot share plans
+
+    @property
+    def served(self) -> Routing:
+        return self._served
+
+    @property
+    def current(self) -> View | None:
+        """The active version's view."""
+        return self._served.active
+
+    def under_way(self) -> bool:
+        """Whether a request reads what is served."""
+        return any(view.readers > self._background.count(view) for view in self._served.views)
+
+    def publish(self, served: Routing) -> None:
+        """From now on requests that start work on a view of `served`. One atomic step."""
+        with self.changed:
+            old, self._served = self._served, served
+            for view in old.views:
+                if view.readers and view not in served.views:
+                    self._retired.append(view)
+            if self._epochs is not None and self._epochs.active:
+                self._publish_words(self._epochs, old.views)
+            self.changed.notify_all()
+
+    def publish_words(self) -> None:
+        """Have compiled readers find what is served, now that there are some."""
+        with self.changed:
+            if self._epochs is not None:
+                self._publish_words(self._epochs, ())
+
+    def _publish_words(self, epochs: Epochs, before: tuple[View, ...]) -> None:
+        slot = epochs.slot(self._model)
+        if slot is None:
+            return
+        old, self._words = self._words, PublishedWords(self._served, self._token, epochs)
+        self._tokens = [(token, view) for token, view in self._tokens if view in self._served.views]
+        generation = epochs.publish(address_of(epochs.models) + 8 * slot, self._words.address)
+        former = tuple(view for view in before if view not in self._served.views)
+
+        def free() -> None:
+            with self.changed:
+                self._announced.remove(former)
+                self.changed.notify_all()
+
+        self._announced.append(former)
+        if not epochs.retire(generation, old, free):
+            self._announced.pop()
+
+    def _token(self, view: View) -> int:
+        """A number for a version with its dense part: equal for views that can share plans."""
+        token = self._existing_token(view) or next(_tokens)
+        self._tokens = [(token, view), *(entry for entry in self._tokens if entry[0] != token)][:2]
+        return token
+
+    def _existing_token(self, view: View) -> int | None:
+        return next((token for token, other in self._tokens if other.shares_plans_with(view)), None)
+
+    def token(self, view: View) -> int | None:
+        """The token by which compiled readers find a view; None where neither it nor one like it was published lately."""
+        with self._lock:
+            return self._existing_token(view)
+
+    def acquire(self, wanted: int | str | None = None, route: bytes | str | None = None) -> View:
+        """Begin to read the view that `Routing.choose` says, with its errors."""
+        with self._lock:
+            served = self._served
+            view = served.active
+            if view is None or wanted is not None or served.canary is not None:  # else there is nothing to choose
+                view = served.choose(self._model, wanted, route)
+            view.readers += 1
+            return view
+
+    def hold(self, *views: View) -> tuple[View, ...]:
+        """Hold views, by default all that are served, for work that is no request, until `unhold`. Returns them.
+
+        Those that are named must be served or held.
+        """
+        with self.changed:
+            held = views or self._served.views
+            for view in held:
+                view.readers += 1
+            self._background += held
+            return held
+
+    def unhold(self, *views: View) -> None:
+        """Hold these no more."""
+        with self.changed:
+            for view in views:
+                self._background.remove(view)
+                self.release(view)
+
+    @contextmanager
+    def hold_all(self) -> Iterator[Routing]:
+        """Hold every view that is served, for work that is no request."""
+        with self.changed:
+            served = self._served
+            held = self.hold(*served.views) if served.views else ()
+        try:
+            yield served
+        finally:
+            self.unhold(*held)
+
+    def release(self, view: View) -> None:
+        with self._lock:
+            view.readers -= 1
+            if not view.readers and view is not self._served.active and view is not self._served.canary:
+                self._retired.remove(view)
+                self.changed.notify_all()
+
+    def read_below(self, version: Version, seq: int) -> bool:
+        """Whether `version` is still read as it was before `seq`. Call it under `changed`."""
+        return any(view.open_version is version and view.seq < seq for view in self._former())
+
+    def read_before(self, version: Version) -> bool:
+        """Whether a view of `version` is still read that was published before the latest one. Call it under `changed`."""
+        return any(view.open_version is version for view in self._former())
+
+    def lowest_seq(self) -> int | None:
+        """The lowest seq of the views that are served or still read; None where nothing is."""
+        with self.changed:
+            return min((view.seq for view in (*self._served.views, *self._former())), default=None)
+
+    def reads(self, version: Version) -> bool:
+        """Whether `version` is served, still read, or pinned. Call it under `changed`."""
+        if self._served.view_of(version) is not None or version in self._pinned:
+            return True
+        return self.read_before(version)
+
+    def _former(self) -> Iterator[View]:
+        """Views that are not served any more, and may still be read."""
+        yield from self._retired
+        for views in self._announced:
+            yield from views
+
+    @contextmanager
+    def pinned(self, number: int | None = None) -> Iterator[Version | None]:
+        """Keep a served version open for long work that is no look-up: unlike a view, it holds no fold back.
+
+        The one with that number, or the active one; yields None where it is not served.
+        """
+        with self.changed:
+            view = self._served.active if number is None else self._served.numbered(number)
+            version = None if view is None else view.open_version
+            if version is not None:
+                self._pinned.append(version)
+        try:
+            yield version
+        finally:
+            if version is not None:
+                with self.changed:
+                    self._pinned.remove(version)
+                    self.changed.notify_all()
+
+
+class Lease:
+    """`with` this to hold a view for the length of a request."""
+
+    __slots__ = ("_publisher", "_route", "_view", "_wanted")
+
+    def __init__(self, publisher: Publisher, wanted: int | str | None = None, route: bytes | str | None = None) -> None:
+        self._publisher, self._wanted, self._route = publisher, wanted, route
+
+    def __enter__(self) -> View:
+        self._view = self._publisher.acquire(self._wanted, self._route)
+        return self._view
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._publisher.release(self._view)

@@ -1,0 +1,107 @@
+"""The durable record of how a model routes requests: its canary, the canary's share, and the free labels.
+
+`routes.json` in the model's directory says for which active version it holds; where CURRENT names another one it
+means nothing. So a switch, which publishes CURRENT, voids the record in the same step, whenever a crash happens. No record means
+no canary and no labels. Pure functions and immutable values; writes are the model's, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tierstore.engine.serving.routing import CANARY, STABLE, Routing
+from tierstore.errors import Corruption, InvalidInput, NotFound, TierstoreError
+from tierstore.formats import files
+from tierstore.types import check_name
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRecord:
+    """While version `active` is active: the canary's number, its share of requests (0 to 1), free labels."""
+
+    active: int | None = None
+    canary: int | None = None
+    share: float = 0.0
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def for_routing(cls, served: Routing, awaited: RoutingRecord | None = None) -> RoutingRecord:
+        """What a restart is to find: what is served, and the canary that is `awaited`."""
+        active, canary = (None if view is None else view.version for view in (served.active, served.canary))
+        labels = dict(served.labels)
+        if awaited is None:
+            return cls(active, canary, served.share, labels)
+        return cls(active, awaited.canary, awaited.share, {**awaited.labels, **labels})
+
+    def without_label(self, name: str) -> RoutingRecord:
+        return replace(self, labels={label: version for label, version in self.labels.items() if label != name})
+
+    def for_active(self, active: int) -> RoutingRecord:
+        """What of the record holds where `active` is the active version.
+
+        A canary that is active was promoted, and a crash came before the record said so: it keeps its labels.
+        """
+        canary = self.canary if active == self.active else None
+        labels = {name: number for name, number in self.labels.items() if number in (active, canary)}
+        return RoutingRecord(active, canary, self.share if canary is not None else 0.0, labels)
+
+    def document(self) -> dict[str, Any] | None:
+        """The record as JSON; None where there is nothing to say."""
+        if self.canary is None and not self.labels:
+            return None
+        canary = None if self.canary is None else {"version": self.canary, "share": self.share}
+        return {"format": FORMAT, "active": self.active, "canary": canary, "labels": dict(self.labels)}
+
+
+def read_routes(path: Path) -> RoutingRecord:
+    """The record at `path`; empty where there is none. Corruption if it makes no sense."""
+    try:
+        document = files.read_json(path)
+    except NotFound:
+        return RoutingRecord()
+    try:
+        if document["format"] != FORMAT:
+            raise Corruption(f"{path}: expected format {FORMAT}, got {document['format']!r}; another release wrote it")
+        canary = document["canary"] or {}
+        labels = {check_label(name): int(number) for name, number in document["labels"].items()}
+        number, share = canary.get("version"), check_share(canary.get("share", 0.0))
+        return RoutingRecord(int(document["active"]), None if number is None else int(number), share, labels)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Corruption(f"{path} makes no sense ({error}); remove it to serve without canary and labels") from error
+
+
+def save_routes(path: Path, routes: RoutingRecord) -> None:
+    """Publish the record, or remove it where it would say nothing. What is there already is not written again."""
+    document = routes.document()
+    if document is None:
+        if files.exists(path):
+            files.remove_file(path)
+        return
+    try:
+        if files.read_json(path) == document:
+            return
+    except TierstoreError:
+        pass  # none, or damaged
+    files.publish_record(path, document)
+
+
+def check_label(name: object) -> str:
+    """`name`, if it may be a free label: a name that is no number, and not one of the two that always mean the same."""
+    label = check_name("label", name)
+    if label.isdigit():
+        raise InvalidInput(f"label {label!r} would be taken for a version; use a name that is not all digits")
+    if label in (STABLE, CANARY):
+        raise InvalidInput(f"label {label!r} is set by promote, activate and canary; use another name")
+    return label
+
+
+def check_share(share: object) -> float:
+    """`share` as a number from 0 to 1."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise InvalidInput(f"the share is {share!r}, expected a number from 0 to 1: 0.05 is 5% of the requests")
+    return float(share)

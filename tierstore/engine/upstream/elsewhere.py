@@ -1,0 +1,48 @@
+"""Where the rows are, if not on this machine: in a cluster, or on nodes upstream. What a store needs of either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tierstore.engine.lifecycle.state import Shared
+from tierstore.engine.model import Model
+from tierstore.engine.nodes.fleet import Fleet
+from tierstore.engine.operations.load import Target
+from tierstore.engine.operations.verbs import Verbs
+from tierstore.engine.upstream.front import Front
+from tierstore.errors import ConfigError
+from tierstore.formats.names import DataDirectory
+
+
+class Elsewhere(Protocol):
+    """The models of other machines, as this node serves them."""
+
+    def start(self) -> None:
+        """Serve them, and follow them."""
+
+    def close(self) -> None:
+        """Stop following; before the models are closed."""
+
+    def disconnect(self) -> None:
+        """After the models are closed."""
+
+    def member(self, name: str) -> object:
+        """Have a model, which is to be loaded."""
+
+    def existing(self, name: str) -> Verbs:
+        """NotFound for an unknown model."""
+
+    def target(self, name: str) -> Target:
+        """Where the rows of a load go."""
+
+    def add_status(self, document: dict[str, Any]) -> dict[str, Any]: ...
+
+
+def rows_elsewhere(shared: Shared, root: DataDirectory, begin_model: Callable[[str], Model]) -> Elsewhere | None:
+    """None where the rows are on this machine. ConfigError for settings that contradict each other."""
+    if shared.settings.upstream is None:
+        return None if shared.settings.remote is None else Fleet(shared, root, begin_model)
+    if shared.settings.remote is not None:
+        raise ConfigError("remote and upstream: rows are either in a cluster or on nodes upstream; set one of them")
+    return Front(shared, root, begin_model)

@@ -1,0 +1,238 @@
+"""This node as a front: the models that the nodes upstream serve, begun here, followed until the store closes.
+
+Any thread. The data directory has only copies and caches, as with a cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.lifecycle.state import Shared
+from tierstore.engine.model import Model
+from tierstore.engine.nodes.directory import check_directory, clear
+from tierstore.engine.nodes.follower import Follower
+from tierstore.engine.upstream.model import UpstreamModel
+from tierstore.engine.upstream.watch import Watch
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import InvalidInput, NotFound, TierstoreError
+from tierstore.formats.delta.reader import Delta
+from tierstore.formats.names import DataDirectory
+from tierstore.tiers.upstream.connections import Node
+from tierstore.tiers.upstream.options import Options, parse_urls, tls_context
+from tierstore.tiers.upstream.table import Nodes, Source, UpstreamTable
+from tierstore.types import DeltaResult, ProgressFn
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.2  # for new models
+
+
+class FrontModel:
+    """One model of this front. It has the verbs of a model, and refuses all of them."""
+
+    def __init__(self, model: Model, upstream: UpstreamModel, node: str, refuse: Callable[[str], NoReturn]) -> None:
+        self.model, self.upstream, self._refuse = model, upstream, refuse
+        self.follower = Follower(model, upstream, node)
+
+    @property
+    def leads(self) -> bool:
+        return False
+
+    def apply_delta(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
+        self._refuse("a delta")
+
+    def activate(self, number: int, *, force: bool, expected_active: int | None, progress: ProgressFn) -> None:
+        self._refuse("a switch")
+
+    def rollback(self, *, force: bool, expected_active: int | None, progress: ProgressFn) -> int:
+        self._refuse("a rollback")
+
+    def rollback_to(self, seq: int, *, expected_active: int | None, progress: ProgressFn) -> int:
+        self._refuse("a rollback")
+
+    def canary(self, number: int, share: float, *, force: bool, progress: ProgressFn) -> None:
+        self._refuse("a canary")
+
+    def promote(self) -> int:
+        self._refuse("a canary")
+
+    def withdraw(self) -> int:
+        self._refuse("a canary")
+
+    def label(self, name: str, number: int) -> None:
+        self._refuse("a label")
+
+    def unlabel(self, name: str) -> None:
+        self._refuse("a label")
+
+    def deactivate(self) -> None:
+        self._refuse("a switch")
+
+    def drop(self, number: int) -> None:
+        self._refuse("a drop")
+
+    def status(self) -> dict[str, Any]:
+        """What this front knows of the model upstream, without asking anybody."""
+        pointer = self.follower.pointer
+        return {
+            "reachable": self.follower.silent is None,
+            "problem": self.follower.silent,
+            "current": pointer.current,
+            "wanted": pointer.wanted,
+            "seq": pointer.seq,
+            "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
+            "partitions": self.upstream.coverage(),
+        }
+
+
+class Front:
+    """`begin_model` makes a model of the store. ConfigError for addresses that are none."""
+
+    def __init__(self, shared: Shared, root: DataDirectory, begin_model: Callable[[str], Model]) -> None:
+        settings = shared.settings
+        assert settings.upstream is not None
+        check_directory(root, "--upstream")
+        # constant after construction
+        self._settings, self._root, self._begin_model = settings, root, begin_model
+        self.node = f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        addresses = parse_urls(settings.upstream)
+        options = Options(
+            timeout_s=settings.remote_timeout_s,
+            token=settings.upstream_token,
+            tls=tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca)),
+        )
+        self.nodes = Nodes([Node(address, options) for address in addresses], options)
+        self.watches = [Watch(node, self.node, self._served, self._wake) for node in self.nodes.nodes]
+        self._thread = threading.Thread(target=self._run, name="tierstore-front", daemon=True)
+        self._stopping = threading.Event()
+        # guarded by _lock
+        self._lock = threading.RLock()
+        self._members: dict[str, FrontModel] = {}
+        shared.open_remote = self.open_base
+
+    # --- start and stop
+
+    def start(self) -> None:
+        """Serve what the nodes that answer have. Where none does, it is found once one does."""
+        for watch in self.watches:
+            watch.start()
+        until_s = time.monotonic() + self.nodes.options.connect_timeout_s + 0.5
+        for watch in self.watches:
+            watch.first.wait(max(0.0, until_s - time.monotonic()))
+        self._find()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following; before the models are closed."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for member in self._members.values():
+            member.follower.close()
+        for watch in self.watches:
+            watch.close()
+
+    def disconnect(self) -> None:
+        """After the models are closed."""
+        self.nodes.close()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_EVERY_S):
+            self._find()
+
+    def _find(self) -> None:
+        """Begin the models that are new upstream."""
+        for name in sorted({name for watch in self.watches for name in watch.models()} - self._members.keys()):
+            if self._stopping.is_set():
+                return
+            try:
+                self._begin(name)
+            except Exception as error:
+                log.error("model %s is not begun: %s", name, error, exc_info=not isinstance(error, TierstoreError))
+
+    def _begin(self, name: str) -> None:
+        with self._lock:
+            clear(self._root.model(name))
+            model = self._begin_model(name)
+            upstream = UpstreamModel(name, self.watches, lambda: model.active_version)
+            member = FrontModel(model, upstream, self.node, self._refuse)
+            self._members = self._members | {name: member}  # before it serves: then it is found by its reads
+            member.follower.start()
+
+    def _served(self) -> dict[str, tuple[int, int]]:
+        """(the version that is served here, the lowest seq that is read) by model: nodes hold for this front what it needs."""
+        served = {}
+        for name, member in self._members.items():
+            number, seq = member.model.active_version, member.model.publisher.lowest_seq()
+            if number is not None and seq is not None:
+                served[name] = number, seq
+        return served
+
+    def _wake(self) -> None:
+        for member in self._members.values():
+            member.follower.wake()
+
+    # --- for the store
+
+    def _refuse(self, what: str) -> NoReturn:
+        nodes = ",".join(str(watch.node) for watch in self.watches)
+        raise InvalidInput(
+            f"{what} is for the nodes that have the rows, and this node is in front of them: load and switch with `tierstore rollout "
+            f"SNAPSHOT --nodes {nodes}`, and send deltas to each of these nodes"
+        )
+
+    def member(self, name: str) -> NoReturn:
+        self._refuse("a load")
+
+    def target(self, name: str) -> NoReturn:
+        self._refuse("a load")
+
+    def existing(self, name: str) -> FrontModel:
+        """NotFound, naming those there are, for an unknown one."""
+        member = self._members.get(name)
+        if member is None:
+            raise NotFound(f"no model {name!r}; there is {', '.join(sorted(self._members)) or 'none yet'}")
+        return member
+
+    def open_base(self, name: str, info: VersionInfo) -> RemoteBase:
+        """What reads the rows of a version."""
+        member = self.existing(name)
+        upstream, number = member.upstream, info.number
+        line = upstream.line(number)
+        source = Source(
+            lambda: upstream.ownership(number, line), upstream.refresh, lambda: member.model.state.log.last or 0
+        )
+        tables = {
+            info.tables[table]["id"]: UpstreamTable(self.nodes, name, number, table, spec.row_bytes, source)
+            for table, spec in info.specs.items()
+        }
+        what, on_failure = f"version {number} of {name!r}", self._settings.remote_on_failure
+        return RemoteBase(what, tables, info.watermark, on_failure, where="a node upstream", newer="answer", line=line)
+
+    def add_status(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The status document of the store with what there is upstream in it."""
+        for name, of_model in document["models"].items():
+            if (member := self._members.get(name)) is not None:
+                of_model["upstream"] = member.status()
+        return document | {"upstream": self.status()}
+
+    def status(self) -> dict[str, Any]:
+        """The nodes as this front sees them."""
+        return {
+            "nodes": {
+                str(watch.node): {
+                    "reachable": watch.answers,
+                    "problem": watch.problem,
+                    "connections_opened": watch.node.opened,
+                }
+                for watch in self.watches
+            }
+        }

@@ -1,0 +1,96 @@
+"""Removing expired rows from an open version, as if a delta had deleted them, but for the seq.
+
+The times of a table's rows are rows themselves, of four bytes, under an id of their own in the same disk tier (`times_id`).
+`expire` writes a mark of deletion for each expired row and for its time, in one atomic step: so no replay and no look-up brings
+it back, and a later delta revives the key. A delta that is not folded yet lies above, and is not touched.
+
+A reader that read the row before may still put it into a cache after `expire` has taken it out. So once all such readers have
+ended, `forget` is called with the same keys.
+
+One thread at a time a version, beside folds and look-ups. A crash leaves each step whole or undone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+
+from tierstore.engine.data import row_count as rowcount
+from tierstore.engine.versions.info import EXPIRED, watermark_record
+from tierstore.engine.versions.version import Version
+from tierstore.formats import files
+from tierstore.formats.row_times import TIME_BYTES, from_rows
+from tierstore.tiers.disk.sst import write_sst
+from tierstore.tiers.disk.tier import DiskTier
+from tierstore.types import Keys, Tier
+
+_MOST_KEYS, _ROW_BYTES = 32768, 16 << 20  # of one step
+
+
+def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
+    """Keys of rows that were written before `oldest_s`, ascending, for one step each time; as of when the first are asked for.
+
+    There are none in many of them: the caller may pause, or end.
+    """
+    most = max(1024, min(_MOST_KEYS, _ROW_BYTES // version.specs[table].row_bytes))
+    waiting = np.empty(0, np.int64)
+    for keys, times in _disk(version).scan(version.info.times_ids[table], TIME_BYTES, most):
+        waiting = np.concatenate([waiting, keys[from_rows(times) < oldest_s]])
+        step = most if len(waiting) >= most else 0
+        yield waiting[:step]
+        waiting = waiting[step:]
+    yield waiting
+
+
+def expire(version: Version, table: str, keys: Keys, oldest_s: int) -> Keys:
+    """Remove those of `keys` (ascending, distinct) that were still written before `oldest_s`. Returns them. StorageError."""
+    info, disk = version.info, _disk(version)
+    with version.writing:
+        times, state = np.zeros((len(keys), TIME_BYTES), np.uint8), np.zeros(len(keys), np.uint8)
+        disk.get(info.times_ids[table], keys, times, state)
+        keys = keys[(state == Tier.DISK) & (from_rows(times) < oldest_s)]
+        if not len(keys):
+            return keys
+        counts = {**info.counts, table: info.counts[table].plus(rowcount.RowCount(-len(keys), exact=True))}
+        expired = {**info.expired, table: info.expired.get(table, 0) + len(keys)}
+        records = watermark_record(version.watermark) | rowcount.record(version.watermark, counts)
+        records |= {EXPIRED: json.dumps(expired).encode()}
+        gone = np.ones(len(keys), np.bool_)
+        table_id, times_id = info.tables[table]["id"], info.times_ids[table]
+        sst = write_sst(
+            files.make_dir(info.where.build) / "expired.sst",
+            records=records,
+            tables=[
+                (number, keys, np.zeros((len(keys), TIME_BYTES), np.uint8), gone) for number in (table_id, times_id)
+            ],
+            delta=True,
+        )
+        try:
+            disk.ingest([sst])
+        except BaseException:
+            sst.path.unlink(missing_ok=True)
+            raise
+        info.set_counts(counts, version.watermark)
+        info.expired = expired
+        _erase(version, table, keys)
+    return keys
+
+
+def forget(version: Version, table: str, keys: Keys) -> None:
+    """Take what readers have put into the caches since out of them again, but for keys that a delta has revived."""
+    with version.writing:
+        state = np.zeros(len(keys), np.uint8)
+        _disk(version).get(version.info.times_ids[table], keys, np.zeros((len(keys), TIME_BYTES), np.uint8), state)
+        _erase(version, table, keys[state == Tier.ABSENT])
+
+
+def _erase(version: Version, table: str, keys: Keys) -> None:
+    rows = np.zeros((len(keys), version.specs[table].row_bytes), np.uint8)
+    version.tables[table].update_caches(keys, rows, np.ones(len(keys), np.bool_))
+
+
+def _disk(version: Version) -> DiskTier:
+    assert isinstance(version.disk, DiskTier)  # else it has no times
+    return version.disk

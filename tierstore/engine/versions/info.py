@@ -1,0 +1,281 @@
+"""What is known of a version without opening it: its record, and what the records in its disk tier say.
+
+A fold moves it on, and whatever opens the version; one thread at a time (the model sees to that), any thread may read.
+
+After a crash the directory is whole if its record (`version.json`, written last) is there, and a leftover otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tierstore.engine.data import row_count as rowcount
+from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.data.row_count import RowCount
+from tierstore.engine.versions.dense_files import digest_of_dense, finish_dense
+from tierstore.errors import Corruption
+from tierstore.formats import colliding, files
+from tierstore.formats.colliding import CollidingKeys
+from tierstore.formats.names import VersionDirectory
+from tierstore.formats.snapshot.checksum import checksum
+from tierstore.formats.snapshot.manifest import Manifest
+from tierstore.formats.times import format_time
+from tierstore.ingest.results import BaseBuild
+from tierstore.tiers.base import Records, RowStore
+from tierstore.tiers.disk.sst import MAX_TABLE_ID, times_id
+from tierstore.tiers.disk.tier import WATERMARK
+from tierstore.tiers.host.layout import least_budget
+from tierstore.types import BaseKind, FeatureSpec, Partitions, TableSpec
+
+log = logging.getLogger(__name__)
+
+RECORD_FORMATS: dict[int, BaseKind | Literal["remote"]] = {
+    1: "rocksdb",
+    2: "sealed",
+    3: "remote",
+}  # an older release must not take one for the other
+_IN_PARTITIONS = 4  # of either base; without its record `partitions` absent keys could not be told from other nodes'
+MIN_TABLE_BUDGET = 128 << 10
+EXPIRED = "expired"  # the record of how many rows have expired since the load, by table
+
+
+def watermark_record(seq: int) -> dict[str, bytes]:
+    """The store's own record by which a version knows its watermark."""
+    return {WATERMARK: str(seq).encode()}
+
+
+def first_records(manifest: Manifest, build: BaseBuild) -> dict[str, bytes]:
+    """The store's own records of a version as it is loaded."""
+    tables = {name: CollidingKeys(table.colliding) for name, table in build.tables.items()}
+    return watermark_record(manifest.delta_seq) | colliding.to_record(tables)
+
+
+def default_vector(spec: TableSpec, mean: np.ndarray) -> np.ndarray:
+    """The float32[dim] answered for keys that the table does not hold."""
+    if spec.default == "zeros":
+        return np.zeros(spec.dim, np.float32)
+    return np.asarray(mean if spec.default == "mean" else spec.default, np.float32)
+
+
+def make_record(
+    where: VersionDirectory, manifest: Manifest, build: BaseBuild, tags: Sequence[bytes] | None = None
+) -> dict[str, Any]:
+    """The content of `version.json`. `tags`: the hash tags of a version whose rows are in a cluster."""
+    base = build.base if tags is None else "remote"
+    tables = {
+        spec.name: {
+            "id": number,
+            "rows": build.tables[spec.name].rows,
+            "default": default_vector(spec, build.tables[spec.name].mean).tolist(),
+            "digest": f"{build.tables[spec.name].digest:016x}",
+            "colliding": build.tables[spec.name].colliding,
+            **({} if spec.ttl_s is None else {"expired": build.tables[spec.name].expired, "times": tags is None}),
+        }
+        for number, spec in enumerate(manifest.table_specs().values(), 1)
+    }
+    own = build.own if tags is None else None
+    record = {
+        "format": next(form for form, other in RECORD_FORMATS.items() if other == base)
+        if own is None
+        else _IN_PARTITIONS,
+        "base": base,
+        "loaded_at_s": time.time(),
+        "dense": checksum(where.dense) if manifest.dense is not None else None,
+        "manifest": manifest.to_document(),
+        "tables": tables,
+    }
+    if own is not None:
+        record["partitions"] = own.document()
+    return record if tags is None else record | {"tags": [tag.decode() for tag in tags]}
+
+
+def _local_base(name: object) -> BaseKind:
+    if name == "sealed" or name == "rocksdb":
+        return name
+    raise ValueError(f"base: expected sealed or rocksdb, got {name!r}")
+
+
+def _check_table(table: Mapping[str, Any], spec: TableSpec) -> None:
+    """ValueError, TypeError or KeyError where a table's entry is not as `write_record` makes it."""
+    if len(table["default"]) != spec.dim or not np.isfinite(np.asarray(table["default"], np.float32)).all():
+        raise ValueError(f"table {spec.name!r}: expected a default of {spec.dim} numbers")
+    if not 1 <= int(table["id"]) <= MAX_TABLE_ID or int(table["rows"]) < 0:
+        raise ValueError(f"table {spec.name!r}: expected an id and a number of rows")
+    int(table["digest"], 16)
+    CollidingKeys((str(text), int(code)) for text, code in table.get("colliding", ()))
+
+
+def _read_dense_accepted(path: Path) -> int:
+    """The seq in a file, or 0: without it dense parts are checked once more, so a bad file is no reason not to serve."""
+    try:
+        text = files.read_number(path)
+    except Corruption as error:
+        log.warning("%s is passed over: %s", path, error)
+        return 0
+    if text is not None and not text.isdigit():
+        log.warning("%s is passed over: expected a seq, got %r", path, text[:40])
+    return int(text) if text is not None and text.isdigit() else 0
+
+
+def _read_expired(disk: Records) -> dict[str, int]:
+    """How many rows have expired since the load, by table. They are only reported, so a bad record is no reason not to serve."""
+    try:
+        return {str(name): int(rows) for name, rows in json.loads(disk.record(EXPIRED) or b"{}").items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+class VersionInfo:
+    """One version on disk. `number`, `specs` and `features` are constant; the watermark and what goes with it move on."""
+
+    def __init__(self, where: VersionDirectory) -> None:
+        record = files.read_json(where.record)
+        formats = *RECORD_FORMATS, _IN_PARTITIONS
+        if (form := record.get("format")) not in formats:
+            raise Corruption(
+                f"{where.record}: expected format {' or '.join(map(str, formats))}, got {form!r}; it was written by another release"
+            )
+        self.where = where
+        self.loaded_at_s: float = record.get("loaded_at_s", 0.0)  # tells two loads of one number apart
+        self.partitions: Partitions | None = None  # that its keys are in; None: of all keys, which are in no partitions
+        try:
+            if form == _IN_PARTITIONS:
+                self.partitions = Partitions.of_document(record["partitions"])
+            self.base = RECORD_FORMATS[form] if self.partitions is None else _local_base(record["base"])
+            document, self.tables = record["manifest"], dict[str, dict[str, Any]](record["tables"])
+            self.loaded_dense_digest: str | None = record.get("dense")
+            self.tags = [
+                str(tag).encode() for tag in record.get("tags", ())
+            ]  # of a version whose rows are in a cluster
+            self.manifest = Manifest.parse(json.dumps(document), file=str(where.record))
+            for spec in self.manifest.table_specs().values():
+                _check_table(self.tables[spec.name], spec)
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise Corruption(
+                f"{where.record} makes no sense ({error!r}); drop the version and load it again"
+            ) from error
+        # of the tables whose rows have times here
+        self.times_ids = {name: times_id(int(of["id"])) for name, of in self.tables.items() if of.get("times")}
+        self.expired: dict[str, int] = {}  # rows by table, since the load; replaced whole
+        self.expiry_checked_s: float | None = None  # when that was looked for last, since it was opened
+        self.number = self.manifest.version
+        self.specs: dict[str, TableSpec] = self.manifest.table_specs()
+        self.features: dict[str, FeatureSpec] = self.manifest.feature_specs()
+        self.watermark = self.manifest.delta_seq  # the owner moves it on
+        self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced whole
+        self.has_dense = where.dense.exists()
+        self.dense_digest = self.loaded_dense_digest  # of dense.onnx; None where an earlier release wrote it
+        self.problem: str | None = None  # why it could not be opened when that was tried last
+        self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
+        # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
+        self.dense_accepted_upto = self._dense_accepted_saved = _read_dense_accepted(where.accepted)
+        self._counting = threading.Lock()
+        # guarded by _counting; the counts are replaced whole, so that readers need no lock
+        self.counts = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
+        self._counts_at = self.watermark
+
+    def loaded_records(self) -> dict[str, bytes] | None:
+        """`first_records` again, of a version that deltas have changed since; None where an earlier release did not keep them."""
+        if self.colliding and any("colliding" not in table for table in self.tables.values()):
+            return None
+        tables = {name: CollidingKeys(map(tuple, table.get("colliding", ()))) for name, table in self.tables.items()}
+        return watermark_record(self.manifest.delta_seq) | colliding.to_record(tables)
+
+    @property
+    def own(self) -> Partitions | None:
+        """The partitions that it has, where it has not all of them."""
+        return None if self.partitions is None or self.partitions.are_all else self.partitions
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its rows are in a cluster, where the nodes that serve it do not fold deltas into them."""
+        return self.base == "remote"
+
+    def learn(self, disk: Records) -> None:
+        """Take over what the records in its disk tier say. Corruption if they make no sense."""
+        watermark = disk.watermark()
+        if watermark is None:
+            raise Corruption(
+                f"version {self.number}: {self.where.db} has no watermark; drop the version and load its snapshot again"
+            )
+        try:
+            self.colliding = colliding.from_record(disk.record(colliding.RECORD))
+        except ValueError as error:
+            raise Corruption(
+                f"version {self.number}: {self.where.db}: {error}; drop the version and load its snapshot again"
+            ) from error
+        self.watermark = watermark
+        before, self.expired = self.expired, _read_expired(disk)
+        with self._counting:
+            if watermark != self._counts_at or self.expired != before:
+                delta_seq = self.manifest.delta_seq
+                loaded = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
+                self.counts = rowcount.recorded(disk, watermark, loaded, delta_seq)
+                self._counts_at = watermark
+        self.passed_over = finish_dense(self.where, disk)
+        self.dense_digest = digest_of_dense(disk, self.loaded_dense_digest)
+        self.has_dense = self.where.dense.exists()
+
+    def ttl_status(self, table: TableSpec) -> dict[str, Any] | None:
+        """Of a table with a ttl: rows that have expired, at the load and since, and when that was looked for; else None."""
+        checked_s = self.expiry_checked_s
+        if table.ttl_s is None:
+            return None
+        return {
+            "ttl_s": table.ttl_s,
+            "expired_at_load": int(self.tables[table.name].get("expired", 0)),
+            "expired_since": self.expired.get(table.name, 0),
+            "checked_at": None if checked_s is None else format_time(datetime.fromtimestamp(int(checked_s), UTC)),
+        }
+
+    def counts_with(self, overlay: Overlay, disk: RowStore) -> dict[str, RowCount]:
+        """The counts that hold once `overlay` is folded into `disk`; for the thread that folds."""
+        with self._counting:
+            if self._counts_at >= overlay.hi:  # a fold that failed later
+                return self.counts
+        changes = {
+            name: rowcount.change(disk, self.tables[name]["id"], table, overlay.hi)
+            for name, table in overlay.tables.items()
+        }
+        with self._counting:
+            counts = self.counts
+        return {name: count.plus(changes[name]) if name in changes else count for name, count in counts.items()}
+
+    def set_counts(self, counts: Mapping[str, RowCount], watermark: int) -> None:
+        """From now on these hold: a fold has brought the disk tier to `watermark`."""
+        with self._counting:
+            self.counts, self._counts_at = dict(counts), watermark
+
+    def recounted(self, rows: Mapping[str, int], watermark: int) -> None:
+        """All rows were counted, in a disk tier of that watermark; of no use if it has moved on since."""
+        with self._counting:
+            if self._counts_at == watermark:
+                self.counts = {name: RowCount(count, exact=True) for name, count in rows.items()}
+
+    def host_needs(self) -> list[int]:
+        """Bytes of the host tier with which every row would be resident, table by table."""
+        # 16 bytes of bookkeeping a row at most, and a quarter of slack so that sets seldom overflow
+        return [
+            max(
+                MIN_TABLE_BUDGET,
+                least_budget(spec),  # few wide rows are less than a set
+                int(self.tables[name]["rows"] * (spec.row_bytes + 16) * 1.25),
+            )
+            for name, spec in self.specs.items()
+        ]
+
+    def save_dense_accepted(self) -> None:
+        """Have the next start find `dense_accepted_upto`, of a version that is to serve no more; mostly nothing to do."""
+        upto = self.dense_accepted_upto
+        if upto > max(self.watermark, self._dense_accepted_saved):
+            files.publish_bytes(self.where.accepted, files.checked_number(upto))
+            self._dense_accepted_saved = upto

@@ -1,0 +1,320 @@
+"""An open version: its files, and what of it is in memory.
+
+Look-ups come from any thread through a view; `fold`, `attach_host` and `close` come from one thread at a time
+(the model sees to that). RocksDB holds the watermark in the same atomic step as the rows of a delta.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tierstore.config import Settings
+from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.data import row_count as rowcount
+from tierstore.engine.data.budget import MemoryUser, deal
+from tierstore.engine.data.cascade import Cascade, LookupCounts
+from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.versions.dense_files import finish_dense, stage_dense
+from tierstore.engine.versions.hot_keys import distinct_keys, load_keys, save_keys
+from tierstore.engine.versions.info import MIN_TABLE_BUDGET, VersionInfo, watermark_record
+from tierstore.errors import Closed
+from tierstore.formats import colliding, files
+from tierstore.formats.colliding import CollidingKeys
+from tierstore.formats.keys import as_codes
+from tierstore.formats.row_times import as_rows
+from tierstore.predict.session import DenseSession
+from tierstore.tiers.background import yield_to_requests
+from tierstore.tiers.device.devices import DeviceSet
+from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.disk.sealed import BASES
+from tierstore.tiers.disk.sst import write_sst
+from tierstore.tiers.disk.tier import DiskTier
+from tierstore.tiers.host.table import HostTable
+from tierstore.types import Keys
+
+
+class Version:
+    """An open version of a model. `tables` are its cascades, by name."""
+
+    def __init__(self, info: VersionInfo, disk: DiskTier | RemoteBase, counts: Callable[[str], LookupCounts]) -> None:
+        self.info, self.disk = info, disk
+        self.remote = disk if isinstance(disk, RemoteBase) else None
+        self.number = info.number
+        self.specs, self.features = info.specs, info.features
+        self.tables = {
+            name: Cascade(
+                spec,
+                info.tables[name]["id"],
+                np.asarray(info.tables[name]["default"], np.float32),
+                info.tables[name]["rows"],
+                disk,
+                counts(name),
+                self.remote,
+                info.own,
+            )
+            for name, spec in info.specs.items()
+        }
+        self.padding: dict[str, int] = {
+            name: int(as_codes([feature.padding_key], info.specs[feature.table].key)[0])
+            for name, feature in info.features.items()
+            if feature.padding_key is not None
+        }
+        info.learn(disk)
+        self.watermark = info.watermark
+        self.writing = threading.Lock()  # held by what writes the disk tier, a fold or `expiry.py`
+        # what the host tier may have, and by what it is dealt to the tables
+        self.host_budget_bytes = 0
+        self._host_weights: list[float] = []
+        # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
+        self.predictor: DenseSession | None = None
+        self.unserved: str | None = None
+        self.devices: DeviceSet | None = None  # set once its device tables are attached
+
+    @classmethod
+    def open(
+        cls,
+        info: VersionInfo,
+        settings: Settings,
+        readers: ReaderPool,
+        counts: Callable[[str], LookupCounts],
+        remote: Callable[[VersionInfo], RemoteBase],
+    ) -> Version:
+        """Open the disk tier, or what `remote` gives; host tables come by `attach_host`. `counts` gives the model's counts for a table."""
+        cache = settings.block_cache
+        disk: DiskTier | RemoteBase
+        if info.base == "remote":
+            disk = remote(info)
+        else:
+            disk = BASES[info.base].open(info.where.db, block_cache_bytes=cache, reader=readers)
+        try:
+            return cls(info, disk, counts)
+        except BaseException:
+            disk.close()
+            raise
+
+    @property
+    def colliding(self) -> Mapping[str, CollidingKeys]:
+        """The keys that collide as of the watermark, by table, where there are some."""
+        return self.info.colliding
+
+    # host tier
+
+    @property
+    def host_need_bytes(self) -> int:
+        """Bytes with which every row of every table would be resident."""
+        return sum(self.info.host_needs())
+
+    @property
+    def host_reserved_bytes(self) -> int:
+        # a table of few, large sets cannot always be made as small as is asked
+        used = sum(host.bytes_in_use for table in self.tables.values() if (host := table.host) is not None)
+        return max(used, self.host_budget_bytes)
+
+    def weights(self, needs: Sequence[int], like: Version | None) -> list[float]:
+        """What a budget is dealt to the tables by: the traffic on the version `like` where there is some, else size."""
+        traffic = [
+            like.tables[name].counts.total * table.spec.row_bytes if like is not None and name in like.tables else 0
+            for name, table in self.tables.items()
+        ]
+        if sum(traffic) <= 100_000:
+            return [float(need) for need in needs]
+        return [
+            max(float(keys), need / sum(needs) * sum(traffic) * 0.05) for keys, need in zip(traffic, needs, strict=True)
+        ]
+
+    def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
+        """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size.
+
+        Each reserves addresses for what it could use of `limit_bytes`, and may use its part of `budget_bytes`.
+        """
+        needs = self.info.host_needs()
+        self._host_weights = self.weights(needs, like if isinstance(like, Version) else None)
+        for table, need, share in zip(self.tables.values(), needs, self._host_shares(budget_bytes), strict=True):
+            if share >= MIN_TABLE_BUDGET / 2:
+                limit = min(need, limit_bytes)
+                host = HostTable(table.spec, limit, default_vector=table.default, fraction=share / limit)
+                if host.bytes_in_use > share:  # of sets so large that they cannot be so few
+                    host.close()
+                    host = HostTable(table.spec, share, default_vector=table.default)
+                if not host.capacity_rows:
+                    host.close()
+                    continue
+                host.raise_floor(self.watermark)
+                table.host = host
+        self.host_budget_bytes = budget_bytes
+
+    def _host_shares(self, budget_bytes: int) -> list[int]:
+        return deal(budget_bytes, self.info.host_needs(), self._host_weights)
+
+    def resize_host(self, budget_bytes: int) -> None:
+        """Make do with so much, or use it, in place."""
+        self.host_budget_bytes = max(self.host_budget_bytes, budget_bytes)
+        for table, share in zip(self.tables.values(), self._host_shares(budget_bytes), strict=True):
+            if (host := table.host) is not None:  # another thread may be freeing the version
+                host.resize(min(1.0, share / host.budget_bytes))
+        self.host_budget_bytes = budget_bytes
+
+    def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:
+        """Fill the caches: with what is hot in `like`, else with the keys saved when last served, then the snapshot's own."""
+        plans: list[tuple[Cascade, Keys]] = []
+        for name, table in self.tables.items():
+            if not table.caches:
+                continue
+            sources = []
+            if like is not None and name in like.tables and like.specs[name].key == table.spec.key:
+                sources.append(like.tables[name].hot_keys(table.capacity_rows))
+            sources += self.kept_hot_keys(name)
+            if sources:
+                plans.append((table, distinct_keys(sources, table.capacity_rows)))
+        total, done = sum(len(keys) for _, keys in plans), 0
+        for table, keys in plans:
+            table.warm(keys, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
+            done += len(keys)
+
+    def kept_hot_keys(self, table: str) -> list[Keys]:
+        """What to warm a table with, best first: the keys that were hot when last served, then the snapshot's own."""
+        return [*load_keys(self.info.where.hot(table)), *load_keys(self.info.where.warmup(table))]
+
+    def save_hot_keys(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Remember what is resident, hottest first, for the next start, while look-ups and folds go on. StorageError.
+
+        `give_up` is called again and again; once it returns True, Closed.
+        """
+
+        def parts(table: Cascade) -> Iterator[list[Keys]]:
+            for part in table.hot_keys_by_part():
+                if give_up():
+                    raise Closed("hot keys are not saved: the store is being closed")
+                yield part
+
+        for name, table in self.tables.items():
+            if any(cache.rows_resident for cache in table.caches):
+                save_keys(self.info.where.hot(name), parts(table))
+
+    # deltas
+
+    def fold(self, overlay: Overlay) -> None:
+        """Move an overlay into the tiers: disk first, in one atomic step with the watermark, then resident rows.
+
+        No request may be at work on a view older than `overlay.hi`. From `raise_floor` on, a row that was read
+        before cannot be promoted any more, so no row that this replaces returns.
+        """
+        with self.writing:
+            self._fold(overlay)
+
+    def _fold(self, overlay: Overlay) -> None:
+        for name in overlay.tables:
+            self.tables[name].raise_floor(overlay.hi)
+        if isinstance(self.disk, RemoteBase):
+            self._trust_cluster(self.disk, overlay)
+        else:
+            self._fold_into(self.disk, overlay)
+        if overlay.dense is not None:
+            self.info.has_dense, self.info.dense_digest = True, xxhash.xxh3_64_hexdigest(overlay.dense)
+            self.predictor, self.unserved = overlay.predictor, None
+        if overlay.dense is not None or overlay.passed_over is not None:
+            self.info.passed_over = overlay.passed_over
+        for name, rows in overlay.tables.items():
+            yield_to_requests()
+            self.tables[name].update_caches(rows.keys, rows.rows, rows.deleted)
+        self.watermark = self.info.watermark = overlay.hi
+
+    def _trust_cluster(self, remote: RemoteBase, overlay: Overlay) -> None:
+        """The rows of an overlay are in the cluster: from now on it is an error if they are not."""
+        remote.trust(overlay.hi)
+        if overlay.dense is not None:
+            files.publish_bytes(self.info.where.dense, overlay.dense)
+        counts = {name: count._replace(exact=False) for name, count in self.info.counts.items()}
+        self.info.set_counts(counts, overlay.hi)
+
+    def _fold_into(self, disk: DiskTier, overlay: Overlay) -> None:
+        """One atomic step of the disk tier: rows, watermark, and which dense part holds."""
+        if overlay.dense is not None:
+            finish_dense(self.info.where, disk)  # a fold that failed may have had another name
+        counts = self.info.counts_with(overlay, disk)
+        yield_to_requests()
+        records = watermark_record(overlay.hi) | rowcount.record(overlay.hi, counts)
+        records |= stage_dense(self.info.where, overlay, self.disk)
+        now_colliding = {**self.colliding, **overlay.colliding}
+        if overlay.colliding:
+            records |= colliding.to_record(now_colliding)
+        files.make_dir(self.info.where.build)
+        rows = [(self.tables[name].table_id, t.keys, t.rows, t.deleted) for name, t in overlay.tables.items()]
+        times = [
+            (self.info.times_ids[name], t.keys, as_rows(t.times), t.deleted)
+            for name, t in overlay.tables.items()
+            if t.times is not None and name in self.info.times_ids
+        ]
+        sst = write_sst(
+            self.info.where.build / f"delta-{overlay.hi}.sst",
+            records=records,
+            tables=sorted([*rows, *times], key=itemgetter(0)),
+            delta=True,
+        )
+        yield_to_requests()
+        try:
+            disk.ingest([sst])
+        except BaseException:
+            sst.path.unlink(missing_ok=True)  # the next try may have another name
+            raise
+        self.info.colliding = now_colliding
+        self.info.set_counts(counts, overlay.hi)
+        if overlay.dense is not None:
+            files.rename(self.info.where.dense_to_come(overlay.hi), self.info.where.dense)
+
+    def may_fold(self, seq: int) -> bool:
+        """Whether deltas up to `seq` may go into the tiers: into a cluster another node may have to bring them first."""
+        return self.remote is None or seq <= self.remote.reached
+
+    # memory
+
+    def drop_caches(self) -> None:
+        """Free the host and device tables. No look-up may be running."""
+        for table in self.tables.values():
+            caches, table.host, table.device, table.offer = table.caches, None, None, None
+            for cache in caches:
+                cache.close()
+        self.host_budget_bytes = 0
+
+    def close(self) -> None:
+        """Free all memory and close the files. No look-up may be running."""
+        self.predictor = None
+        self.drop_caches()
+        self.disk.close()
+
+    def status(self, colliding: Mapping[str, CollidingKeys]) -> dict[str, Any]:
+        """Per table: rows as of the folded watermark, keys that collide, where keys were answered, bytes a tier holds and may hold."""
+        tables = {}
+        on_disk = self.disk.bytes_on_disk()
+        all_rows = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
+        for name, table in self.tables.items():
+            host, device = table.host, table.device
+            tables[name] = {
+                "key": table.spec.key.value,
+                "dim": table.spec.dim,
+                "dtype": table.spec.dtype.value,
+                "rows": self.info.counts[name].rows,
+                "rows_exact": self.info.counts[name].exact,
+                "colliding_keys": len(colliding.get(name, ())),
+                "ttl": self.info.ttl_status(table.spec),
+                "lookup_keys": table.counts.as_dict(),
+                "tier_bytes": {
+                    "device": device.bytes_in_use if device else 0,
+                    "host": host.bytes_in_use if host else 0,
+                    "disk": int(on_disk * table.rows * table.spec.row_bytes / all_rows),
+                    **({} if self.remote is None else {"remote": table.rows * table.spec.row_bytes}),
+                },
+                "tier_budget_bytes": {
+                    "device": device.allowed_bytes if device else 0,
+                    "host": host.allowed_bytes if host else 0,
+                },
+                "host": host.stats() if host else {},
+                "device": device.stats() if device else {},
+            }
+        return tables

@@ -1,0 +1,208 @@
+"""Building a version without a store: from a snapshot to a directory of finished files, which any number of stores can copy.
+
+Runs on the caller's thread and in helper processes, like a bulk load. One build at a time works in a directory. A build that
+was broken off goes on when it is started again; `built.json` appears at its end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tierstore.config import Settings, load_settings
+from tierstore.errors import Conflict, InvalidInput, Locked, SnapshotError, StorageError
+from tierstore.formats import files
+from tierstore.formats.names import BUILD, BUILT_MANIFEST, REQUEST_SUFFIX, VersionDirectory
+from tierstore.formats.objects import is_url
+from tierstore.formats.snapshot.built import (
+    BuiltFile,
+    BuiltManifest,
+    BuiltSnapshot,
+    BuiltTable,
+    open_source,
+    other_file,
+    write_built,
+    write_partitions,
+)
+from tierstore.formats.snapshot.manifest import Manifest
+from tierstore.formats.snapshot.reader import Snapshot, local_path
+from tierstore.formats.uploads import check_nothing_at, scratch_directory, upload_tree
+from tierstore.ingest.bulkload import BulkLoad
+from tierstore.ingest.results import BaseBuild
+from tierstore.ingest.side_files import copy_side_files
+from tierstore.tiers.disk.sealed_file import FORMAT as SEALED_FORMAT
+from tierstore.types import MAX_PARTITIONS, ProgressFn
+
+
+def build_snapshot(
+    source: str | Path,
+    out: str | Path,
+    *,
+    partitions: int = 1,
+    scratch: str | Path | None = None,
+    progress: ProgressFn | None = None,
+    cancelled: threading.Event | None = None,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> int:
+    """Make the finished files of the snapshot `source` in the directory `out`, and return its version.
+
+    `Store.load_snapshot` and `tierstore load` accept `out` like a snapshot, and only copy it. With `partitions` it has a
+    folder for each partition, with the keys that `partition_of` assigns to it, each a built version of its own; a store loads all of
+    them, or those that its setting `partition` names.
+    `load_memory` and `load_workers` are settings as for a store. `out` must not exist, or be empty, or be left by a build of
+    the same snapshot that was broken off: then the build goes on. It may be a URL: then it is built in `scratch`, by default where
+    temporary files are, and uploaded, with `built.json` last. Raises SnapshotError, InvalidInput, Conflict for an `out` with a built
+    version, Locked, StorageError, and LoadCancelled when `cancelled` is set.
+    """
+    chosen = load_settings(config, **settings)
+    build = partial(
+        build_version,
+        open_source(source),
+        partitions=partitions,
+        settings=chosen,
+        progress=progress,
+        cancelled=cancelled,
+    )
+    if not (isinstance(out, str) and is_url(out)):
+        return build(local_path(out).absolute())
+    check_nothing_at(out)
+    with scratch_directory(scratch, "tierstore-build-") as made:
+        version = build(made)
+        upload_tree(made, out, BUILT_MANIFEST)
+    return version
+
+
+def build_version(
+    snapshot: Snapshot,
+    out: Path,
+    *,
+    partitions: int,
+    settings: Settings,
+    aside: bool = False,
+    share: Callable[[], float] = lambda: 1.0,
+    progress: ProgressFn | None = None,
+    cancelled: threading.Event | None = None,
+) -> int:
+    """As `build_snapshot`, of a snapshot that is open, into a directory; `aside` and `share` as for a `BulkLoad`."""
+    if not 1 <= partitions <= MAX_PARTITIONS:
+        raise InvalidInput(f"partitions: expected 1 to {MAX_PARTITIONS}, got {partitions}")
+    if isinstance(snapshot, BuiltSnapshot):
+        raise SnapshotError("it is built already: load it as it is", file=BUILT_MANIFEST)
+    identity = snapshot.identity()
+    with _own(out):
+        build = out / BUILD
+        if build.exists():
+            _gather(out, build)
+        with BulkLoad(
+            snapshot,
+            build,
+            memory_bytes=settings.load_memory,
+            workers=settings.load_workers,
+            base="sealed",
+            aside=aside,
+            share=share,
+            partitions=partitions,
+            progress=progress,
+            cancelled=cancelled,
+        ) as bulk:
+            made = bulk.build()
+        snapshot.check_unchanged(identity)
+        roots = [out] if partitions == 1 else [files.make_dir(out / f"partition-{i:04}") for i in range(partitions)]
+        for partition, root in enumerate(roots):
+            _finish(root, snapshot, bulk, made, partition, partitions)
+        if partitions > 1:
+            write_partitions(out, [root.name for root in roots], snapshot.manifest)
+        files.remove_tree(build)
+    return snapshot.manifest.version
+
+
+@contextmanager
+def _own(out: Path) -> Iterator[None]:
+    """Lock the directory for this process. Refuses one that holds something else."""
+    files.make_dir(out)
+    if files.exists(out / BUILT_MANIFEST):
+        raise Conflict(f"{out} holds a built version already; give another directory, or remove it first")
+    if not files.exists(out / BUILD) and any(out.iterdir()):
+        raise InvalidInput(f"{out} is not empty; give a directory that is, or one that does not exist")
+    try:
+        descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(f"cannot use {out}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise Locked(f"another process builds in {out}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _gather(out: Path, build: Path) -> None:
+    """Move finished files back to the load's directory, where a build was broken off after it had moved them out."""
+    moved = [*out.glob("base-*"), *out.glob("partition-*/base-*")]
+    files.rename_all([(path, build / path.name) for path in moved])
+
+
+def _finish(root: Path, snapshot: Snapshot, bulk: BulkLoad, made: BaseBuild, partition: int, partitions: int) -> None:
+    """Move a partition's files into its directory, copy the side files there, and publish `built.json`."""
+    written = [(task, of) for task, of in bulk.written if task.partition == partition and of.xxh3 is not None]
+    files.rename_all([(Path(task.out), root / Path(task.out).name) for task, _ in written])
+    others = copy_side_files(snapshot, VersionDirectory(root))
+    tables = []
+    for name, table in made.tables.items():
+        mine = [of for task, of in written if task.table == name]
+        rows, digest = sum(of.rows for of in mine), sum(of.digest for of in mine) % 2**64
+        colliding = tuple((text, code) for of in mine for text, code in of.colliding)
+        tables.append(
+            BuiltTable(
+                name=name,
+                rows=rows,
+                mean=tuple(table.mean.tolist()),
+                digest=f"{digest:016x}",
+                colliding=colliding,
+                expired=table.expired,
+            )
+        )
+    built = BuiltManifest(
+        sealed_format=SEALED_FORMAT,
+        partition=partition,
+        partitions=partitions,
+        tables=tuple(tables),
+        files=tuple(
+            BuiltFile(
+                name=Path(task.out).name,
+                table=task.table,
+                rows=of.rows,
+                bytes=of.bytes,
+                xxh3=str(of.xxh3),
+                digest=f"{of.digest:016x}",
+            )
+            for task, of in written
+        ),
+        others=tuple(other_file(root, path) for path in others),
+    )
+    write_built(root, built, _as_here(snapshot.manifest, VersionDirectory(root)))
+
+
+def _as_here(manifest: Manifest, where: VersionDirectory) -> Manifest:
+    """The snapshot's manifest, with the side files' names in this directory."""
+    document = manifest.to_document()
+
+    def name(path: Path) -> str:
+        return path.relative_to(where.root).as_posix()
+
+    if manifest.dense is not None:
+        document["dense"] = {"path": name(where.dense)}
+    document["warmup"] = {table: name(where.warmup(table)) for table in manifest.warmup}
+    if manifest.requests:
+        count = range(len(manifest.requests))
+        document["requests"] = [name(where.requests / f"{i:05d}{REQUEST_SUFFIX}") for i in count]
+    return Manifest.parse(json.dumps(document))

@@ -1,0 +1,56 @@
+"""Side files of a snapshot (dense part, warm-up keys, recorded requests), copied to a version. Any thread."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.errors import SnapshotError, StorageError
+from tierstore.formats import files
+from tierstore.formats.keys import are_own
+from tierstore.formats.names import REQUEST_SUFFIX, VersionDirectory
+from tierstore.formats.objects import Location
+from tierstore.formats.regular import open_regular
+from tierstore.formats.snapshot.reader import Snapshot
+from tierstore.tiers.background import yield_to_requests
+from tierstore.types import Partitions
+
+
+def copy_side_files(snapshot: Snapshot, where: VersionDirectory, own: Partitions | None = None) -> list[Path]:
+    """Copy the dense part, warm-up keys and recorded requests. Returns the files, in this order. Each file appears whole.
+
+    With `own`, warm-up keys of other partitions are left out. Raises SnapshotError for what cannot be read, StorageError for what cannot be written.
+    """
+    kept: list[Path] = []
+    dense = snapshot.dense_model()
+    if dense is not None:
+        yield_to_requests()
+        files.publish_bytes(where.dense, dense)
+        kept.append(where.dense)
+    for name in snapshot.manifest.warmup:
+        keys = snapshot.warmup_keys(name)
+        if keys is not None:
+            yield_to_requests()
+            keys = keys if own is None else keys[are_own(keys, own)]
+            files.make_dir(where.warmup(name).parent)
+            with files.publish(where.warmup(name)) as file:
+                np.save(file, keys, allow_pickle=False)
+            kept.append(where.warmup(name))
+    for i, (_, path) in enumerate(snapshot.request_paths()):
+        files.make_dir(where.requests)
+        kept.append(where.requests / f"{i:05d}{REQUEST_SUFFIX}")
+        _copy(path, kept[-1])
+    return kept
+
+
+def _copy(source: Location, target: Path) -> None:
+    yield_to_requests()
+    try:
+        with open_regular(source) as read, files.publish(target) as write:
+            shutil.copyfileobj(read, write)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise SnapshotError(f"cannot be read: {error.strerror or error}", file=source.name) from error
