@@ -1,4 +1,4 @@
-"""No more of one line in the log than a person can use, whoever has it written: clients must not fill a disk.
+"""No more of one kind of line in the log than a person can use, however often it is written: clients must not fill a disk.
 
 Any thread may log.
 """
@@ -8,45 +8,56 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-BURST = 100  # warnings and errors of one place in the code at once
+BURST = 100  # warnings and errors of one line of code at once
 EVERY_S = 1.0  # and then one in so long
+LIMITED = "limited"  # an attribute of records that a `LineLimit` has admitted already: `extra={LIMITED: True}`
 
 
 @dataclass(slots=True)
-class _Place:
-    left: float
+class _Kind:
+    remaining: float
     at_s: float
-    withheld: int = 0
+    left_out: int = 0
+
+
+class LineLimit:
+    """Admits `burst` lines of one kind at once, then one every `every_s`. Any thread."""
+
+    def __init__(self, burst: int, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._burst, self._every_s, self._clock = burst, every_s, clock
+        self._lock = threading.Lock()
+        self._kinds: dict[Hashable, _Kind] = {}  # guarded by _lock; there are few, the callers see to that
+
+    def admit(self, kind: Hashable) -> int | None:
+        """How many lines of a kind were left out since the last one; None: leave this one out too."""
+        with self._lock:
+            now = self._clock()
+            counts = self._kinds.setdefault(kind, _Kind(self._burst, now))
+            counts.remaining = min(self._burst, counts.remaining + (now - counts.at_s) / self._every_s)
+            counts.at_s = now
+            if counts.remaining < 1:
+                counts.left_out += 1
+                return None
+            counts.remaining -= 1
+            left_out, counts.left_out = counts.left_out, 0
+            return left_out
 
 
 class Limited(logging.Filter):
-    """Lets `BURST` warnings or errors of one place in the code pass, then one every `EVERY_S`, which says how many were not written."""
+    """Limits warnings and errors by the line of code that logs them; the next one says how many were not written."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._places: dict[
-            tuple[str, int], _Place
-        ] = {}  # as many as there are such lines in the code; guarded by _lock
+        self._limit = LineLimit(BURST, EVERY_S, clock)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written."""
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING or getattr(record, LIMITED, False):
             return True
-        with self._lock:
-            now = self._clock()
-            place = self._places.setdefault((record.pathname, record.lineno), _Place(BURST, now))
-            place.left = min(BURST, place.left + (now - place.at_s) / EVERY_S)
-            place.at_s = now
-            if place.left < 1:
-                place.withheld += 1
-                return False
-            place.left -= 1
-            withheld, place.withheld = place.withheld, 0
-        if withheld:
-            record.msg, record.args = f"{record.getMessage()} (and {withheld} more like it that were not written)", None
-        return True
+        left_out = self._limit.admit((record.pathname, record.lineno))
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} (and {left_out} more like it that were not written)", None
+        return left_out is not None

@@ -1,4 +1,4 @@
-"""The log, on standard error: a line for a person, or a JSON object a line for what collects them. Any thread may log."""
+"""The log on standard error: lines for people, or one JSON object a line for log collectors. Any thread may log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class _AsJson(logging.Formatter):
-    """`time` (ISO 8601, UTC, in microseconds), `level`, `logger`, `message`, what the record's `fields` say apart (given as
-    `extra={"fields": {…}}`), and of an exception `error` with its traceback."""
+    """`time` (ISO 8601, UTC, in microseconds), `level`, `logger`, `message`, the record's `fields` (set by
+    `extra={"fields": {…}}`), and for an exception `error` with its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -32,7 +32,7 @@ class _AsJson(logging.Formatter):
 
 
 def configure(form: LogFormat, level: LogLevel) -> None:
-    """Have everything from `level` on logged in this form, in place of what was set up before."""
+    """Log everything from `level` up in this form. Replaces what was set up before."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(_AsJson() if form == "json" else text)

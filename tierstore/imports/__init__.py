@@ -1,5 +1,5 @@
-"""From what people have to a snapshot: files and frames of other tools, HugeCTR/HPS models.
+"""Imports: files and data frames of other tools, and HugeCTR/HPS models, written as snapshots.
 
-Readers over the one writer of `formats/`. One thread at a time; memory is bounded by batches wherever the source
-allows. An import that fails leaves no snapshot.
+Readers in front of the writer in `formats/`. One thread at a time; memory is bounded by batches where the source allows
+it. A failed import writes no snapshot.
 """

@@ -1,8 +1,8 @@
-"""HPS's `ps.json`: the models that it names, as tables to import from their HugeCTR folders.
+"""HPS's `ps.json`: its models, as tables to import from their HugeCTR folders.
 
-The file is the one that HugeCTR's Hierarchical Parameter Server and its Triton backend are configured by. Of it the
-models, their sparse files, table names, vector sizes and default values are read; what configures HPS's own caches
-and databases has no counterpart. One thread at a time.
+The file configures HugeCTR's Hierarchical Parameter Server and its Triton backend. Only the models, their sparse files,
+table names, vector sizes and default values are read; the settings of HPS's own caches and databases have no
+counterpart here. One thread at a time.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class HpsModel:
     tables: tuple[TableSource, ...]
 
 
-def read_ps_json(path: Path, beside: Path | None = None) -> list[HpsModel]:
-    """The models of a `ps.json`. Paths that are not absolute are relative to `beside`, by default the file's directory.
+def read_ps_json(path: Path, root: Path | None = None) -> list[HpsModel]:
+    """The models of a `ps.json`. Relative paths start from `root`, by default the file's directory.
 
-    An absolute path that is not here (of the container that HPS ran in) is looked for below `beside` by its last parts.
-    Raises SnapshotError naming the file and the entry.
+    An absolute path that does not exist (it is of the container that HPS ran in) is searched below `root` by its last
+    parts. SnapshotError names the file and the entry.
     """
     try:
         document = _File.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             shown = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-            raise SnapshotError(f"not HPS's configuration: {shown}", file=str(path)) from error
+            raise SnapshotError(f"expected an HPS configuration: {shown}", file=str(path)) from error
         raise SnapshotError(f"cannot be read: {error}", file=str(path)) from error
-    return [HpsModel(model.model, tuple(_tables(model, path, beside or path.parent))) for model in document.models]
+    return [HpsModel(model.model, tuple(_tables(model, path, root or path.parent))) for model in document.models]
 
 
-def _tables(model: _Model, path: Path, beside: Path) -> list[TableSource]:
+def _tables(model: _Model, path: Path, root: Path) -> list[TableSource]:
     n = len(model.sparse_files)
     names = model.embedding_table_names or [f"sparse_embedding{i + 1}" for i in range(n)]
     for what, values in (
@@ -69,11 +69,11 @@ def _tables(model: _Model, path: Path, beside: Path) -> list[TableSource]:
     ):
         if values is not None and len(values) != n:
             raise SnapshotError(
-                f"model {model.model!r}: expected {n} {what}, one a sparse file, came {len(values)}", file=str(path)
+                f"model {model.model!r}: expected {n} {what}, one per sparse file, got {len(values)}", file=str(path)
             )
     tables = []
     for i, (name, file) in enumerate(zip(names, model.sparse_files, strict=True)):
-        folder = _found(Path(file), beside)
+        folder = _located(Path(file), root)
         dim = model.embedding_vecsize_per_table[i] if model.embedding_vecsize_per_table else _dim(folder)
         value = model.default_value_for_each_table[i] if model.default_value_for_each_table else 0.0
         default: Any = "zeros" if value == 0 else [value] * dim
@@ -82,19 +82,19 @@ def _tables(model: _Model, path: Path, beside: Path) -> list[TableSource]:
 
 
 def _dim(folder: Path) -> int:
-    """Numbers a row, by the sizes of the files; 0 where they are not there, which the import says."""
+    """Numbers of a row, from the sizes of the files. 0 where they do not exist: the import reports that."""
     try:
         return (folder / HUGECTR_VECTORS).stat().st_size // 4 // max(1, (folder / "key").stat().st_size // 8)
     except OSError:
         return 0
 
 
-def _found(file: Path, beside: Path) -> Path:
+def _located(file: Path, root: Path) -> Path:
     if not file.is_absolute():
-        return beside / file
+        return root / file
     if not file.exists():
         for i in range(1, len(file.parts)):
-            here = beside.joinpath(*file.parts[i:])
-            if here.exists():
-                return here
+            local = root.joinpath(*file.parts[i:])
+            if local.exists():
+                return local
     return file

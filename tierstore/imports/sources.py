@@ -1,6 +1,6 @@
-"""Where rows come from: files and directories, frames, Arrow data, arrays; each as blocks of keys and vectors.
+"""Sources of rows: files and directories, data frames, Arrow data, arrays; all as blocks of keys and vectors.
 
-Files are read batch by batch: memory is bounded by a few batches, and by a row group for Parquet. One thread at a time.
+Files are read batch by batch: memory is bounded by a few batches, and for Parquet by a row group. One thread at a time.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from tierstore.errors import InvalidInput, SnapshotError
-from tierstore.formats.checksum import is_hugectr, parts
 from tierstore.formats.columns import Malformed
-from tierstore.formats.given import as_rows, guessed_key_type
-from tierstore.formats.names import HUGECTR_KEYS, HUGECTR_VECTORS
-from tierstore.formats.tensor_shards import read_hugectr
-from tierstore.imports.columns import choose, keys_of, vectors_of
-from tierstore.types import KeyType, StorageDtype, TableSpec
+from tierstore.formats.names import HUGECTR_KEYS
+from tierstore.formats.normalize import as_rows, guessed_key_type
+from tierstore.formats.row_times import Times, as_times
+from tierstore.formats.snapshot.checksum import is_hugectr, parts
+from tierstore.imports.checkpoints import Part, is_state_dict, pairs_in, read_hugectr, read_pairs, read_state_dict
+from tierstore.imports.columns import Chosen, choose, keys_of, vectors_of
+from tierstore.types import KeyType
 
 _FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
 _BATCH_ROWS = 1 << 15
@@ -31,38 +32,50 @@ _BATCH_ROWS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows: `keys` as a writer takes them, `vectors` [n, dim] of numbers.
+    """Rows of `file`, from row `first` on: `keys` as a writer accepts them, `vectors` numbers [n, dim], `times` if asked for."""
 
-    They are those from row `first` on of `place`, a file.
-    """
-
-    place: str
+    file: str
     first: int
     key_type: KeyType
     keys: Any
     vectors: np.ndarray
+    times: Times | None = None
 
 
-def blocks(source: Any, key: str, vector: str | Sequence[str], key_type: KeyType | None) -> Iterator[Block]:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Names of the columns of keys, vectors and times (None: there are none), and the type to convert keys to, if any."""
+
+    key: str
+    vector: str | Sequence[str]
+    key_type: KeyType | None
+    time: str | None
+
+
+def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
     """The rows of `source`: paths of files and directories, a frame, Arrow data, or a mapping of columns.
 
-    Raises SnapshotError naming the file, and the row where one is to blame.
+    SnapshotError names the file, and the row if it is one row's fault.
     """
     paths = as_paths(source)
     if paths is not None:
         for path in paths:
-            yield from _of_path(path, key, vector, key_type)
+            yield from _of_path(path, wanted)
         return
-    with _naming("the table"):
+    with _errors_naming("the table"):
         if isinstance(source, Mapping):
-            yield from _of_columns(source, key, vector, key_type)
+            yield from _of_columns(source, wanted)
             return
         reader = _reader(source)
-        yield from _of_batches("the table", reader.schema, reader, key, vector, key_type)
+        yield from _of_batches("the table", _chosen(reader.schema, wanted), reader)
+
+
+def _chosen(schema: pa.Schema, wanted: Wanted) -> Chosen:
+    return choose(schema, wanted.key, wanted.vector, wanted.key_type, wanted.time)
 
 
 def as_paths(source: Any) -> list[Path] | None:
-    """The paths that `source` names; None if it is the data itself."""
+    """The paths in `source`; None if it is the data itself."""
     if isinstance(source, (str, os.PathLike)):
         return [Path(source)]
     if isinstance(source, (list, tuple)) and source and all(isinstance(one, (str, os.PathLike)) for one in source):
@@ -71,7 +84,7 @@ def as_paths(source: Any) -> list[Path] | None:
 
 
 def rows_in(source: Any) -> int:
-    """How many rows there are, where that is known without reading them; 0 where it is not."""
+    """How many rows there are, where that can be found without reading them; else 0."""
     paths = as_paths(source)
     if paths is None:
         return len(source) if hasattr(source, "__len__") and not isinstance(source, Mapping) else 0
@@ -80,15 +93,19 @@ def rows_in(source: Any) -> int:
         total = sum((path / HUGECTR_KEYS).stat().st_size // 8 for path in folders)
         for path in paths:
             if path not in folders:
-                total += sum(_dataset(file).count_rows() for file in parts(path))
+                total += sum(_dataset(file).count_rows() for file in _files(path))
     except (OSError, pa.ArrowException, SnapshotError):
-        return 0  # whoever reads it says what is wrong with it
+        return 0  # reading it reports what is wrong
     return total
 
 
+def _files(path: Path) -> list[Path]:
+    return [path / name for name, _ in parts(path)]
+
+
 @contextmanager
-def _naming(file: str) -> Iterator[None]:
-    """Whatever goes wrong, as one SnapshotError that names the file."""
+def _errors_naming(file: str) -> Iterator[None]:
+    """Turns every error into a SnapshotError that names the file."""
     try:
         yield
     except SnapshotError:
@@ -101,104 +118,105 @@ def _naming(file: str) -> Iterator[None]:
         raise SnapshotError(f"cannot be read: {error}", file=file) from error
 
 
-def _of_path(path: Path, key: str, vector: str | Sequence[str], key_type: KeyType | None) -> Iterator[Block]:
+def _of_path(path: Path, wanted: Wanted) -> Iterator[Block]:
+    if pairs_in(path):
+        yield from _of_parts(path, read_pairs(path), wanted)
+        return
+    if is_state_dict(path):
+        if not isinstance(wanted.vector, str):
+            raise SnapshotError(f"expected one tensor of rows, got {len(wanted.vector)} names", file=str(path))
+        yield from _of_parts(path, read_state_dict(path, wanted.key, wanted.vector), wanted)
+        return
     if not path.exists():
         raise SnapshotError("is missing", file=str(path))
     if path.is_dir() and is_hugectr(path):
-        yield from _of_hugectr(path)
+        yield from _of_parts(path, read_hugectr(path), replace(wanted, key_type=KeyType.INT64))
         return
-    files = parts(path)
+    files = _files(path)
     if not files:
-        raise SnapshotError("expected a directory with Parquet, Arrow or ORC files; came none", file=str(path))
+        raise SnapshotError("expected a directory with Parquet, Arrow or ORC files; got none", file=str(path))
     for file in files:
-        with _naming(str(file)):
+        with _errors_naming(str(file)):
             data = _dataset(file)
-            batches = data.to_batches(
-                columns=choose(data.schema, key, vector, key_type).names, batch_size=_BATCH_ROWS, batch_readahead=2
-            )
-            yield from _of_batches(str(file), data.schema, batches, key, vector, key_type)
+            chosen = _chosen(data.schema, wanted)
+            batches = data.to_batches(columns=chosen.names, batch_size=_BATCH_ROWS, batch_readahead=2)
+            yield from _of_batches(str(file), chosen, batches)
+
+
+def _of_parts(path: Path, parts: Iterator[Part], wanted: Wanted) -> Iterator[Block]:
+    if wanted.time is not None:
+        raise SnapshotError(
+            f"expected a column {wanted.time!r} for times, which a checkpoint does not have: without it all rows have the time of the import",
+            file=str(path),
+        )
+    with _errors_naming(str(path)):
+        for part in parts:
+            yield Block(part.place, part.first, wanted.key_type or guessed_key_type(part.keys), part.keys, part.vectors)
 
 
 def _dataset(file: Path) -> ds.Dataset:
     if file.suffix not in _FORMATS:
         raise SnapshotError(
-            f"expected {', '.join(_FORMATS)} or a HugeCTR folder, came {file.suffix or 'no ending'}; what DuckDB or "
-            "pandas can read they can write as Parquet",
+            f"expected {', '.join(_FORMATS)}, a checkpoint (.safetensors, .pt, …) or a HugeCTR folder, got "
+            f"{file.suffix or 'no ending'}; DuckDB or pandas can convert other formats to Parquet",
             file=str(file),
         )
     return ds.dataset(file, format=_FORMATS[file.suffix])
 
 
-def _of_batches(
-    place: str, schema: pa.Schema, batches: Any, key: str, vector: str | Sequence[str], key_type: KeyType | None
-) -> Iterator[Block]:
-    chosen = choose(schema, key, vector, key_type)
+def _of_batches(file: str, chosen: Chosen, batches: Any) -> Iterator[Block]:
     first = 0
     for batch in batches:
         if not len(batch):
             continue
         try:
-            yield Block(place, first, chosen.key_type, keys_of(batch, chosen), vectors_of(batch, chosen))
+            times = None if chosen.time is None else as_times(batch.column(chosen.time))
+            yield Block(file, first, chosen.key_type, keys_of(batch, chosen), vectors_of(batch, chosen), times)
+        except Malformed as error:
+            row = "" if error.row is None else f"row {error.row}: "
+            raise InvalidInput(f"{row}column {chosen.time!r}: {error.reason}{_place(first)}") from error
         except InvalidInput as error:
-            among = "" if not first else f", in the batch that begins with row {first}"
-            raise InvalidInput(f"{error}{among}") from error
+            raise InvalidInput(f"{error}{_place(first)}") from error
         first += len(batch)
 
 
-def _of_columns(
-    columns: Mapping[str, Any], key: str, vector: str | Sequence[str], key_type: KeyType | None
-) -> Iterator[Block]:
-    names = [key, *([vector] if isinstance(vector, str) else vector)]
+def _place(first: int) -> str:
+    return "" if not first else f", in the batch that begins with row {first}"
+
+
+def _of_columns(columns: Mapping[str, Any], wanted: Wanted) -> Iterator[Block]:
+    key, vector = wanted.key, wanted.vector
+    names = [key, *([vector] if isinstance(vector, str) else vector), *([] if wanted.time is None else [wanted.time])]
     missing = [name for name in names if name not in columns]
     if missing:
-        raise InvalidInput(f"there is no column {missing[0]!r}; there are {', '.join(map(repr, columns)) or 'none'}")
+        raise InvalidInput(f"expected a column {missing[0]!r}; there are {', '.join(map(repr, columns)) or 'none'}")
     keys = columns[key]
     if isinstance(vector, str):
         rows = as_rows(columns[vector])
     else:
         rows = np.stack([np.asarray(columns[name]) for name in vector], axis=1)
     if len(keys) != len(rows):
-        raise InvalidInput(f"expected a vector for each key, came {len(keys)} keys and {len(rows)} vectors")
-    yield Block("the table", 0, key_type or guessed_key_type(keys), keys, rows)
+        raise InvalidInput(f"expected a vector for each key, got {len(keys)} keys and {len(rows)} vectors")
+    times = None if wanted.time is None else as_times(columns[wanted.time])
+    yield Block("the table", 0, wanted.key_type or guessed_key_type(keys), keys, rows, times)
 
 
 def _reader(source: Any) -> pa.RecordBatchReader:
-    """Arrow batches of a frame, a table, or whatever speaks Arrow's C stream interface."""
+    """Arrow batches of a frame, a table, or any object with Arrow's C stream interface."""
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, ds.Dataset):
         return source.scanner(batch_size=_BATCH_ROWS, batch_readahead=2).to_reader()
     if isinstance(source, pa.Table):
         return source.to_reader(_BATCH_ROWS)
-    if hasattr(source, "iloc"):  # pandas: an index that has a name may be the key
+    if type(source).__name__ == "LazyFrame":  # of Polars
+        source = source.collect()
+    if hasattr(source, "iloc"):  # pandas: a named index may be the key
         named = any(name is not None for name in source.index.names)
         return pa.Table.from_pandas(source, preserve_index=named).to_reader(_BATCH_ROWS)
     if hasattr(source, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(source)
     raise InvalidInput(
-        "expected paths, a data frame (pandas, Polars, DuckDB), Arrow data or a mapping of columns, came "
-        f"{type(source).__name__}; write it to Parquet and give the path"
+        "expected paths, a data frame (pandas, Polars, DuckDB), Arrow data or a mapping of columns, got "
+        f"{type(source).__name__}; write it as Parquet and pass the path"
     )
-
-
-def _of_hugectr(path: Path) -> Iterator[Block]:
-    """A HugeCTR/HPS sparse model, whose sizes tell `dim`."""
-    with _naming(str(path)):
-        sizes = {}
-        for name in (HUGECTR_KEYS, HUGECTR_VECTORS):
-            if not (path / name).is_file():
-                raise InvalidInput(f"expected the files {HUGECTR_KEYS!r} and {HUGECTR_VECTORS!r}; {name!r} is missing")
-            sizes[name] = (path / name).stat().st_size
-        rows = sizes[HUGECTR_KEYS] // 8
-        dim, rest = divmod(sizes[HUGECTR_VECTORS], 4 * max(rows, 1))
-        if sizes[HUGECTR_KEYS] % 8 or rest or bool(rows) is not bool(dim):
-            raise InvalidInput(
-                f"expected int64 keys and as many rows of float32; came {sizes[HUGECTR_KEYS]} bytes of keys and "
-                f"{sizes[HUGECTR_VECTORS]} of vectors"
-            )
-        spec = TableSpec("", KeyType.INT64, dim, StorageDtype.FLOAT32)
-        first = 0
-        for keys, vectors, _ in read_hugectr(path, spec, _BATCH_ROWS, True) if rows else ():
-            assert vectors is not None
-            yield Block(str(path), first, KeyType.INT64, keys, vectors)
-            first += len(keys)

@@ -1,0 +1,98 @@
+"""Roles, what each may do, and principals: the callers that a token, or a certificate, stands for.
+
+A role may do what those before it may: reader, writer, admin. `metrics` stands aside: it reads metrics and nothing else.
+A principal may be limited to some models; then it may not ask for what concerns all of them. Immutable; any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tierstore.errors import Forbidden
+
+
+class Role(StrEnum):
+    """What a caller is, as `tierstore token create --role` takes it."""
+
+    METRICS = "metrics"
+    READER = "reader"
+    WRITER = "writer"
+    ADMIN = "admin"
+
+
+class Action(StrEnum):
+    """What a request does, as far as access goes."""
+
+    OPEN = "open"  # for everybody, without a token: health, pages without data
+    ANY = "any"  # for everybody with a token: what says nothing of a model
+    METRICS = "metrics"
+    READ = "read"  # look-ups, predictions, metadata, status
+    WRITE = "write"  # deltas
+    ADMIN = "admin"  # loads, switches, drops
+
+
+CHANGES = frozenset({Action.WRITE, Action.ADMIN})  # what the audit is about
+
+_MAY: dict[Role, frozenset[Action]] = {
+    Role.METRICS: frozenset({Action.OPEN, Action.ANY, Action.METRICS}),
+    Role.READER: frozenset({Action.OPEN, Action.ANY, Action.READ}),
+    Role.WRITER: frozenset({Action.OPEN, Action.ANY, Action.READ, Action.WRITE}),
+    Role.ADMIN: frozenset(Action),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The most that a caller, or all callers of a model, may ask for in a second; None for no limit.
+
+    `keys` are those of look-ups and predictions, `nbytes` those of request bodies.
+    """
+
+    requests: float | None = None
+    keys: float | None = None
+    nbytes: float | None = None
+
+    def __bool__(self) -> bool:
+        return any(rate is not None for rate in (self.requests, self.keys, self.nbytes))
+
+
+NO_LIMITS = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A caller. `name` is for logs and the audit; `models` None stands for all of them."""
+
+    name: str
+    role: Role
+    models: frozenset[str] | None = None
+    rates: Rates = NO_LIMITS
+
+    def may(self, action: Action, model: str | None = None) -> bool:
+        """Whether it may do `action` to `model`; None is for what concerns all models, or none."""
+        if action not in _MAY[self.role]:
+            return False
+        return action in (Action.OPEN, Action.ANY) or self.models is None or model in self.models
+
+    def check_role(self, action: Action) -> None:
+        """Raise Forbidden where the role may not do that, whichever model it is."""
+        if action not in _MAY[self.role]:
+            roles = " or ".join(role for role in Role if action in _MAY[role])
+            raise Forbidden(f"{self.name} has the role {self.role}: this takes {roles}")
+
+    def check(self, action: Action, model: str | None = None) -> None:
+        """Raise Forbidden, with what it would take, unless `may`."""
+        self.check_role(action)
+        if action not in (Action.OPEN, Action.ANY):
+            self.check_model(model)
+
+    def check_model(self, model: str | None) -> None:
+        """Raise Forbidden where it is limited to other models."""
+        if self.models is not None and model not in self.models:
+            names = ", ".join(sorted(self.models))
+            what = "this concerns all models" if model is None else f"not for {model!r}"
+            raise Forbidden(f"{self.name} is for {names} alone: {what}")
+
+
+LOCAL = Principal("local", Role.ADMIN)  # everybody, where there are no tokens

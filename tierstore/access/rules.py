@@ -1,0 +1,120 @@
+"""What each request takes: one table for HTTP, one for gRPC, whichever protocol is spoken. Pure functions; any thread.
+
+Whatever is not in a table takes the role admin, so that a new path or method is closed until somebody has decided.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tierstore.access.roles import Action
+
+# (methods, path) → what it takes. `{model}` is the model that it concerns; `{…}` any one part; `*` any number of parts.
+# HEAD goes by GET. The first that fits counts.
+HTTP: tuple[tuple[str, str, Action], ...] = (
+    ("GET", "/", Action.OPEN),
+    ("GET", "/docs", Action.OPEN),
+    ("GET", "/openapi.json", Action.OPEN),
+    ("GET", "/metrics", Action.METRICS),
+    # Open Inference Protocol
+    ("GET", "/v2/health/{kind}", Action.OPEN),
+    ("GET", "/v2", Action.ANY),
+    ("GET", "/v2/models/stats", Action.READ),
+    ("GET POST", "/v2/models/{model}/trace/setting", Action.ADMIN),
+    ("GET", "/v2/models/{model}/*", Action.READ),
+    ("POST", "/v2/models/{model}/infer", Action.READ),
+    ("POST", "/v2/models/{model}/versions/{version}/infer", Action.READ),
+    ("POST", "/v2/repository/index", Action.READ),
+    ("POST", "/v2/repository/models/{model}/{verb}", Action.ADMIN),
+    ("GET POST", "/v2/systemsharedmemory/*", Action.ANY),
+    ("GET POST", "/v2/cudasharedmemory/*", Action.ANY),
+    # TensorFlow Serving
+    ("GET POST", "/v1/models/{model}/*", Action.READ),
+    # nodes in front
+    ("GET", "/upstream/models", Action.READ),
+    ("GET", "/upstream/models/{model}/*", Action.READ),
+    ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows", Action.READ),
+    # admin
+    ("GET", "/admin/models", Action.READ),
+    ("GET", "/admin/models/{model}", Action.READ),
+    ("POST", "/admin/models/{model}/deltas", Action.WRITE),
+    ("GET POST PUT DELETE", "/admin/models/{model}/*", Action.ADMIN),
+    ("GET POST", "/admin/parked/*", Action.ADMIN),
+)
+
+# the full name of a method → what it takes
+GRPC: dict[str, Action] = {
+    **{
+        f"/inference.GRPCInferenceService/{name}": action
+        for action, names in {
+            Action.OPEN: ("ServerLive", "ServerReady"),
+            Action.ANY: (
+                "ServerMetadata",
+                "SystemSharedMemoryStatus",
+                "SystemSharedMemoryRegister",
+                "SystemSharedMemoryUnregister",
+                "CudaSharedMemoryStatus",
+                "CudaSharedMemoryRegister",
+                "CudaSharedMemoryUnregister",
+            ),
+            Action.READ: (
+                "ModelReady",
+                "ModelMetadata",
+                "ModelInfer",
+                "ModelStreamInfer",
+                "ModelConfig",
+                "ModelStatistics",
+                "RepositoryIndex",
+            ),
+            Action.ADMIN: ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
+        }.items()
+        for name in names
+    },
+    **{
+        f"/tensorflow.serving.PredictionService/{name}": Action.READ
+        for name in ("Predict", "GetModelMetadata", "Classify", "Regress", "MultiInference")
+    },
+    "/tensorflow.serving.ModelService/GetModelStatus": Action.READ,
+    "/tensorflow.serving.ModelService/HandleReloadConfigRequest": Action.ADMIN,
+    "/grpc.health.v1.Health/Check": Action.OPEN,
+    "/grpc.health.v1.Health/Watch": Action.OPEN,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Action.ANY,
+}
+
+_PATTERNS = tuple(
+    (frozenset(methods.split()), tuple(part for part in path.split("/") if part), action)
+    for methods, path, action in HTTP
+)
+
+
+@lru_cache(1024)
+def of_http(method: str, path: str) -> tuple[Action, str | None]:
+    """(what a request takes, the model that it concerns); `path` is decoded, without the query."""
+    method = "GET" if method == "HEAD" else method
+    if path[:4].lower() == "/v1/":
+        path = path.replace(":", "/")  # TensorFlow Serving's verbs stand behind a colon
+    parts = [part for part in path.split("/") if part]
+    for methods, pattern, action in _PATTERNS:
+        if method in methods and (found := _match(pattern, parts)) is not None:
+            return action, found or None
+    return Action.ADMIN, None
+
+
+def of_grpc(method: str) -> Action:
+    """What a method takes; the model that it concerns is in its message."""
+    return GRPC.get(method, Action.ADMIN)
+
+
+def _match(pattern: tuple[str, ...], parts: list[str]) -> str | None:
+    """The model that parts of a path name, empty where the pattern names none; None where they do not fit it."""
+    open_ended = bool(pattern) and pattern[-1] == "*"
+    fixed = pattern[:-1] if open_ended else pattern
+    if len(parts) < len(fixed) or (len(parts) > len(fixed) and not open_ended):
+        return None
+    model = ""
+    for wanted, part in zip(fixed, parts, strict=False):
+        if wanted == "{model}":
+            model = part
+        elif not wanted.startswith("{") and wanted != part.lower():
+            return None
+    return model

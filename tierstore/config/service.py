@@ -1,0 +1,111 @@
+"""Settings of the service: addresses, access, limits and logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, Field
+from pydantic_settings import NoDecode
+
+from tierstore.config.values import (
+    Size,
+    cores,
+    split_names,
+)
+from tierstore.logs import LogFormat, LogLevel
+
+
+class ServiceSettings(BaseModel):
+    """Fields of `Settings`."""
+
+    threads: int = Field(
+        default_factory=cores,
+        ge=1,
+        description="reactor threads, which answer look-ups over HTTP whose rows are in memory",
+    )
+    lookup_threads: int = Field(
+        default_factory=lambda: max(2, cores()), ge=1, description="threads that run look-ups of the service"
+    )
+    lookup_queue: int = Field(1024, ge=1, description="look-ups that may wait for a thread; above it clients get 503")
+    max_queue_s: float = Field(2.0, gt=0, description="seconds a look-up may wait for a thread; after that it gets 503")
+    max_connections: int = Field(
+        2048,
+        ge=1,
+        description="HTTP connections at a time; requests on more get 503. At most half of the files that the process may open",
+    )
+    idle_timeout_s: float = Field(
+        75.0,
+        gt=0,
+        description="seconds to keep an HTTP connection that has no request; set it longer than the load balancer's timeout",
+    )
+    arrival_timeout_s: float = Field(
+        60.0, gt=0, description="seconds a small HTTP request may take to arrive, from its first byte to its last"
+    )
+    batch_max_items: int = Field(
+        0,
+        ge=0,
+        description="items (rows of the batch dimension) in one run that joins small predict requests over HTTP; 0: join none",
+    )
+    batch_delay_us: int = Field(
+        0,
+        ge=0,
+        description="microseconds a predict request waits for others to join; 0: only while it waits for a thread",
+    )
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] | None = Field(
+        None,
+        description="gRPC port (extra `grpc`); 0 picks a free one, `off` serves none; default: 8001 where the extra is installed, a free one if port is 0",
+    )
+    allow_client_shm: bool = Field(
+        False, description="serve OIP's shared memory extensions: system, and CUDA where there is a GPU"
+    )
+    allow_open_network: bool = Field(
+        False, description="listen beyond loopback without tokens: anyone who reaches the port may change models"
+    )
+    tokens: Path | None = Field(
+        None,
+        description="file of tokens, made by `tierstore token create`; default: tokens.json in the data directory. As soon as there is one, every request but health needs a token",
+    )
+    allowed_host: Annotated[list[str], NoDecode, BeforeValidator(split_names)] = Field(
+        [],
+        description="names under which the service may be asked beside loopback ones (header Host), `*` for any; separated by ',' in the environment",
+    )
+    tls_cert: Path | None = Field(
+        None,
+        description="file with the service's certificate and those that lead to its authority (PEM): HTTP and gRPC are served with TLS alone. Read again when it changes",
+    )
+    tls_key: Path | None = Field(None, description="file with the private key of tls_cert (PEM, not encrypted)")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="file with authorities (PEM): every client needs a certificate of one of them, and may have a role by its name (`tierstore token create --certificate`)",
+    )
+    admin_listen: str | None = Field(
+        None,
+        description="address `HOST:PORT` or `unix:PATH` of a listener for admin requests; then the other ports refuse them. It serves everything else that HTTP does, too",
+    )
+    max_request: Size = Field(ByteSize(64 << 20), description="largest body of a look-up")
+    max_response: Size = Field(
+        ByteSize(256 << 20), description="largest answer of a look-up, including rows before they are pooled"
+    )
+    max_inflight: Size = Field(
+        ByteSize(1 << 30), description="bytes that look-ups in progress may use together; above it clients get 503"
+    )
+    log_format: LogFormat = Field(
+        "text", description="format of the log on standard error: lines of `text`, or `json` with one object a line"
+    )
+    log_level: LogLevel = Field(
+        "info", description="lowest level that is logged: `debug`, `info`, `warning` or `error`"
+    )
+    access_log: bool = Field(
+        False, description="log each request that Python answers; look-ups that reactors answer are not logged"
+    )
+    slow_request_ms: float = Field(
+        0.0,
+        ge=0,
+        description="log requests that take at least this many milliseconds, except those of reactors; 0: none",
+    )
+    drain_s: float = Field(
+        5.0, ge=0, description="seconds to go on serving after a stop signal, while the service reports not ready"
+    )

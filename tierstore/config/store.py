@@ -1,0 +1,181 @@
+"""Settings of the data directory, memory, threads, loads, versions and deltas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ByteSize, Field, model_validator
+
+from tierstore.config.values import (
+    ANY_MODEL,
+    ModelQuota,
+    PartitionsText,
+    Size,
+    cores,
+    default_host_budget,
+)
+from tierstore.types import BaseKind, Partitions
+
+
+class StoreSettings(BaseModel):
+    """Fields of `Settings`."""
+
+    data: Path = Field(Path("data"), description="the data directory")
+    host_budget: Size = Field(
+        default_factory=default_host_budget,
+        description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together",
+    )
+    device_budget: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="bytes of memory of each GPU for cached rows, keys, bookkeeping and staging, all models together; 0 for no device tier (extra `gpu`)",
+    )
+    device_layout: Literal["replica", "shard"] = Field(
+        "replica", description="with several GPUs: the hottest rows on each (`replica`), or each key on one (`shard`)"
+    )
+    overlay_budget: Size = Field(
+        ByteSize(256 << 20),
+        description="bytes of deltas that are visible but not folded yet; above it producers get 429",
+    )
+    block_cache: Size = Field(
+        ByteSize(32 << 20), description="bytes of RocksDB's block cache for each open version (mostly index blocks)"
+    )
+    base: BaseKind = Field(
+        "sealed",
+        description="what stores the rows of versions that are loaded from now on: sealed files (`sealed`), or RocksDB alone (`rocksdb`)",
+    )
+    partition: PartitionsText | None = Field(
+        None,
+        description="which partitions of the keys versions that are loaded from now on have here, and of how many: `0-15/64` or `0-15,40/64`; by default all keys; look-ups of other keys are refused",
+    )
+    load_memory: Size = Field(
+        ByteSize(512 << 20),
+        description="bytes of memory a bulk load may use before it spills to disk, all its helpers together",
+    )
+    load_retention_s: float = Field(
+        86400.0,
+        ge=0,
+        description="seconds to keep the finished work of a load that was broken off, so that another load of the same snapshot can go on from it; 0: do not keep it",
+    )
+    load_p99_ratio: float = Field(
+        1.3,
+        ge=0,
+        description="p99 of look-ups during a load, verification or warming, as a multiple of their p99 without it; above it such work slows down; 0: it never slows down",
+    )
+    load_workers: int = Field(
+        default_factory=lambda: min(4, cores()), ge=1, description="helper processes of a bulk load"
+    )
+    warm_rate: int = Field(
+        200_000,
+        gt=0,
+        description="most rows a second to read into memory after a start, while requests are served, all models together",
+    )
+    ready_warm_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of these rows that must be in memory before the service reports ready; it answers requests before that",
+    )
+    hot_keys_every_s: float = Field(
+        600.0, ge=0, description="seconds between two saves of the hot keys; 0: save them only when the store closes"
+    )
+    disk_threads: int = Field(8, ge=1, description="threads that read misses from disk, all models together")
+    keep_versions: int = Field(1, ge=0, description="versions kept beside the active one for rollback")
+    ttl_check_s: float = Field(
+        86400.0,
+        ge=0,
+        description="seconds between two searches for rows that are older than the `ttl_s` of their table, in versions that serve; there is one soon after a version begins to; 0: none, rows then expire only when a snapshot is loaded",
+    )
+    fold_grace_s: float = Field(
+        0.05, ge=0, description="least seconds a delta stays in its overlay, so that small deltas are folded together"
+    )
+    log_retention_s: float = Field(
+        3 * 86400.0,
+        ge=0,
+        description="least seconds a folded delta stays in the log, for snapshots from before it",
+    )
+    freshness_max_s: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="most seconds since the event time of the newest delta that a model shows; above it `problem` of the model says so; 0: no limit; `freshness_max_s` in a model's quota takes its place",
+    )
+    remote: str | None = Field(
+        None,
+        description="a cluster that has the rows, `redis://host1:6379,host2:6379` (or `rediss://`, extra `redis`): the store serves the models that it has, and keeps only caches in the data directory",
+    )
+    remote_tags: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="parts into which a load cuts the rows for each master of the cluster; a look-up sends one command a part",
+    )
+    remote_on_failure: Literal["refuse", "default"] = Field(
+        "refuse",
+        description="keys that are not in memory while their part of the cluster, or the node upstream that owns them, cannot be read: refuse the request (`refuse`), or answer the table's default with found = false (`default`)",
+    )
+    remote_timeout_s: float = Field(
+        1.0,
+        gt=0,
+        description="most seconds that a look-up waits for the cluster, or for nodes upstream, retries included",
+    )
+    remote_lease_s: float = Field(
+        5.0,
+        gt=0,
+        description="seconds after which another node may bring deltas into the cluster's rows where the one that does has gone silent",
+    )
+    remote_prepare_s: float = Field(
+        600.0, gt=0, description="most seconds that a switch waits until every node has made the version ready"
+    )
+    remote_log_retention_s: float = Field(
+        3600.0,
+        ge=0,
+        description="least seconds that a delta stays in the cluster's log once all rows have it, for nodes that were away and for older snapshots",
+    )
+    upstream: str | None = Field(
+        None,
+        description="nodes that have the rows, `http://host1:8000,http://host2:8000`: the store is a cache in front of them, serves the models that they serve, and keeps only caches in the data directory",
+    )
+    upstream_token: str | None = Field(
+        None,
+        repr=False,
+        description="token (role `reader`) for these nodes; better in the environment, which keeps it out of lists of processes",
+    )
+    upstream_ca: Path | None = Field(
+        None,
+        description="file with authorities (PEM) for the certificates of these nodes; default: those of the system",
+    )
+    quotas: dict[str, ModelQuota] = Field(
+        default_factory=dict,
+        description="limits of models by name, `*` for all others: `requests_per_second`, `keys_per_second`, `bytes_per_second`, `log_bytes`, `versions`, `loads`, `freshness_max_s`; in the environment as JSON",
+    )
+    disk_reserve: ByteSize = Field(
+        ByteSize(256 << 20),
+        ge=0,
+        description="bytes to keep free on the file system of the data directory, at most 2% of it: with less, deltas and loads are refused",
+    )
+    audit_size: Size = Field(
+        ByteSize(16 << 20), description="bytes of the audit's file, after which it is put aside and a new one begun"
+    )
+    audit_keep: int = Field(8, ge=0, le=1000, description="files of the audit that are kept beside the newest")
+
+    @model_validator(mode="after")
+    def _check_partition(self) -> Self:
+        if self.partition is not None and self.remote is not None:
+            raise ValueError("partition: rows in a cluster (remote) are everywhere; set one of the two")
+        return self
+
+    @property
+    def own(self) -> Partitions | None:
+        """`partition`; None for every key."""
+        return None if self.partition is None else Partitions.parse(self.partition)
+
+    def freshness_max_of(self, model: str) -> float:
+        """`freshness_max_s` of a model; 0 for no limit."""
+        own = self.quota_of(model).freshness_max_s
+        return self.freshness_max_s if own is None else own
+
+    def quota_of(self, model: str) -> ModelQuota:
+        """The quota of a model; one without limits where none is set."""
+        return self.quotas.get(model) or self.quotas.get(ANY_MODEL) or ModelQuota()

@@ -1,0 +1,87 @@
+"""What the settings are made of: their types, their defaults that depend on the machine, and how a text becomes a list."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+
+from tierstore.types import Partitions
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_host_budget() -> ByteSize:
+    half_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return ByteSize(min(4 << 30, half_of_memory))
+
+
+def split_roots(value: object) -> object:
+    """Paths and URLs of `source_root`: the colon of a URL separates nothing."""
+    parts = re.split(rf"{re.escape(os.pathsep)}(?!//)", value) if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        return parts
+    return [path_or_url(part) for part in parts if part]
+
+
+def path_or_url(value: Any) -> Any:
+    """A URL as it is, other text as a path."""
+    return Path(value) if isinstance(value, str) and "://" not in value else value
+
+
+def split_names(value: object) -> object:
+    return [part.strip().lower() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+_UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds_of(value: object) -> object:
+    """Seconds, also of a text such as `2h`, `30min` or `90s`."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d)\s*", value) if isinstance(value, str) else None
+    return value if match is None else float(match[1]) * _UNITS_S[match[2]]
+
+
+Seconds = Annotated[float, BeforeValidator(seconds_of)]
+Size = Annotated[ByteSize, Field(gt=0)]
+PartitionsText = Annotated[str, AfterValidator(lambda text: str(Partitions.parse(text)))]
+Rate = Annotated[float | None, Field(gt=0, allow_inf_nan=False)]
+
+
+class ModelQuota(BaseModel):
+    """The most of one model: what its callers may ask for in a second, all together, and what it may have on disk. None: no limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests_per_second: Rate = None
+    keys_per_second: Rate = None
+    bytes_per_second: Annotated[ByteSize, Field(gt=0)] | None = None
+    log_bytes: Annotated[ByteSize, Field(gt=0)] | None = None  # of the delta log
+    versions: Annotated[int, Field(ge=1)] | None = None  # on disk, those being loaded included
+    loads: Annotated[int, Field(ge=1)] | None = None  # that run or wait in a service
+    freshness_max_s: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = (
+        None  # in place of the setting of that name
+    )
+
+
+ANY_MODEL = "*"
+
+WhenLoaded = Literal["now", "hold", "canary"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Minutes = Annotated[float, Field(ge=0, le=10080)]
+
+
+class SnapshotPolicy(BaseModel):
+    """What becomes of the snapshots of one model that a watched location has. None: as the setting of that name says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    watch_activate: WhenLoaded | None = None
+    canary_share: Share | None = None
+    canary_minutes: Minutes | None = None

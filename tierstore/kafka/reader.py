@@ -1,0 +1,177 @@
+"""Reading a topic: all of its partitions, from positions that the caller knows. The broker's own offsets decide nothing.
+
+One thread: librdkafka's consumer is not to be called from another one, not even for what it has cached.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tierstore.errors import NotFound
+from tierstore.kafka import client
+from tierstore.kafka.messages import Message
+
+logger = logging.getLogger(__name__)
+
+METADATA_S = 5.0  # that a request for metadata may take
+BATCH = 64  # messages that are handed over at a time
+QUEUED_KBYTES = 64 << 10  # that librdkafka reads ahead
+
+
+class TopicReader:
+    """A consumer of one topic. Errors are ConfigError, Unreachable (no broker), NotFound (no such topic)."""
+
+    def __init__(self, brokers: str, topic: str, group: str, options: Mapping[str, str]) -> None:
+        self._kafka = client.confluent_kafka()
+        self._brokers, self._topic = brokers, topic
+        ours = {
+            "bootstrap.servers": brokers,
+            "group.id": group,
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "auto.offset.reset": "earliest",
+            "enable.partition.eof": True,
+            "allow.auto.create.topics": False,
+            "isolation.level": "read_committed",
+            "queued.max.messages.kbytes": QUEUED_KBYTES,
+            "fetch.wait.max.ms": 100,
+            "reconnect.backoff.max.ms": 2000,
+        }
+        handlers: dict[str, Any] = {
+            "error_cb": self._on_error,
+            "logger": logging.getLogger("tierstore.kafka.librdkafka"),
+        }
+        self._consumer = client.make("Consumer", {**client.merged(ours, options), **handlers})
+        self.problem: str | None = None  # why no broker can be read
+        self.positions: dict[int, int] = {}  # partition → the offset that is read next
+        self.went_back = False  # a partition had less than was read already: it was truncated, or made anew
+        self._at_end: set[int] = set()
+        self._paused = False
+
+    def _on_error(self, error: Any) -> None:
+        codes = self._kafka.KafkaError
+        if error.code() in (codes._ALL_BROKERS_DOWN, codes._AUTHENTICATION, codes._SSL, codes._RESOLVE):
+            self.problem = client.text_of(error)
+        logger.debug("kafka: %s", client.text_of(error))
+
+    def partitions(self) -> tuple[str, list[int]]:
+        """(the cluster's id, the topic's partitions), as the brokers have them now."""
+        try:
+            metadata = self._consumer.list_topics(self._topic, METADATA_S)
+        except self._kafka.KafkaException as error:
+            self.problem = client.text_of(error)
+            raise client.unreachable(self._brokers, error) from error
+        self.problem = None
+        topic = metadata.topics.get(self._topic)
+        if topic is None or topic.error is not None or not topic.partitions:
+            why = "it has no partitions" if topic is None or topic.error is None else client.text_of(topic.error)
+            raise NotFound(f"kafka: no topic {self._topic!r} at {self._brokers}: {why}")
+        return str(metadata.cluster_id), sorted(topic.partitions)
+
+    def assign(self, positions: Mapping[int, int]) -> None:
+        """Read these partitions, each from its offset."""
+        self.positions = dict(positions)
+        self._at_end.clear()
+        self._consumer.assign([self._at(partition, offset) for partition, offset in positions.items()])
+        self._paused = False
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        """What was read, in the order of each partition; empty where nothing comes in time."""
+        first = self._consumer.poll(timeout_s)
+        if first is None:
+            return []
+        messages = [first, *self._consumer.consume(BATCH - 1, 0)]
+        return [read for read in map(self._received, messages) if read is not None]
+
+    def _received(self, message: Any) -> Message | None:
+        partition, offset, error = message.partition(), message.offset(), message.error()
+        if error is not None:
+            if error.code() == self._kafka.KafkaError._PARTITION_EOF:
+                self._at_end.add(partition)
+                self._move(partition, offset)
+                self.problem = None
+            else:
+                logger.warning("kafka: %s, partition %d: %s", self._topic, partition, client.text_of(error))
+            return None
+        self._at_end.discard(partition)
+        self.problem = None
+        self._move(partition, offset, offset + 1)
+        kind, timestamp_ms = message.timestamp()
+        value = message.value() or b""
+        headers = message.headers() or []
+        return Message(partition, offset, value, headers, timestamp_ms if kind else 0)
+
+    def _move(self, partition: int, offset: int, after: int | None = None) -> None:
+        if offset < self.positions.get(partition, 0):
+            logger.warning("kafka: %s, partition %d goes on at %d: it was truncated, or made anew", self._topic, partition, offset)  # fmt: skip
+            self.went_back = True
+        self.positions[partition] = offset if after is None else after
+
+    def seek(self, positions: Mapping[int, int]) -> None:
+        """Read on from other offsets. Partitions that are not named go on where they are."""
+        self.assign({**self.positions, **positions})
+
+    def pause(self, paused: bool) -> None:
+        """Read no more, or go on."""
+        if paused is not self._paused:
+            partitions = [self._at(partition) for partition in self.positions]
+            (self._consumer.pause if paused else self._consumer.resume)(partitions)
+            self._paused = paused
+
+    @property
+    def at_end(self) -> bool:
+        """Whether everything that the partitions hold was read."""
+        return self._at_end >= self.positions.keys()
+
+    def beginning(self) -> dict[int, int]:
+        """Partition → the oldest offset that the broker has."""
+        return {partition: self._watermarks(partition, cached=False)[0] for partition in self.positions}
+
+    def at_time(self, timestamp_ms: int) -> dict[int, int]:
+        """Partition → the first offset at that time or later; the oldest one where the broker does not say."""
+        try:
+            found = self._consumer.offsets_for_times(
+                [self._at(partition, timestamp_ms) for partition in self.positions], METADATA_S
+            )
+        except self._kafka.KafkaException as error:
+            raise client.unreachable(self._brokers, error) from error
+        oldest = self.beginning()
+        return {one.partition: one.offset if one.offset >= 0 else oldest[one.partition] for one in found}
+
+    def lag(self) -> dict[int, int]:
+        """Partition → messages that the broker has and that were not read yet, as far as is known."""
+        lags = {}
+        for partition, position in list(self.positions.items()):
+            high = self._watermarks(partition, cached=True)[1]
+            lags[partition] = max(0, high - position)
+        return lags
+
+    def _watermarks(self, partition: int, *, cached: bool) -> tuple[int, int]:
+        try:
+            found = self._consumer.get_watermark_offsets(self._at(partition), timeout=METADATA_S, cached=cached)
+        except self._kafka.KafkaException as error:
+            if cached:
+                return 0, 0
+            raise client.unreachable(self._brokers, error) from error
+        return found or (0, 0)
+
+    def commit(self, positions: Mapping[int, int]) -> None:
+        """Report positions to the broker, for its own tools. What fails is not tried again."""
+        try:
+            offsets = [self._at(partition, offset) for partition, offset in positions.items()]
+            self._consumer.commit(offsets=offsets, asynchronous=True)
+        except self._kafka.KafkaException as error:
+            logger.debug("kafka: offsets are not committed: %s", client.text_of(error))
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def _at(self, partition: int, offset: int | None = None) -> Any:
+        return self._kafka.TopicPartition(self._topic, partition, *(() if offset is None else (offset,)))
+
+
+def check_options(brokers: str, topic: str, options: Mapping[str, str]) -> None:
+    """MissingExtra, or ConfigError for options that librdkafka refuses."""
+    TopicReader(brokers, topic, "tierstore-check", options).close()
