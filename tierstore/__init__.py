@@ -20,19 +20,22 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tierstore import onnx as onnx
     from tierstore import torch as torch
-    from tierstore.client import AsyncClient, Client, RemoteModel
+    from tierstore.client import AsyncClient, AsyncRemoteModel, Client, RemoteModel
+    from tierstore.client.rollout import rollout
     from tierstore.engine.model import Model
+    from tierstore.engine.reads.view import View
     from tierstore.engine.store import Store
     from tierstore.engine.store import open_store as open
-    from tierstore.engine.view import View
     from tierstore.errors import (
         Closed,
+        ClusterUnavailable,
         ConfigError,
         Conflict,
         Corruption,
         DeadlineExceeded,
         DeltaError,
         DiskFull,
+        Fenced,
         Forbidden,
         InferenceError,
         InvalidInput,
@@ -42,22 +45,31 @@ if TYPE_CHECKING:
         NotFound,
         NotReady,
         Overloaded,
+        RateLimited,
+        RolloutFailed,
+        RunLimit,
         SequenceGap,
         SnapshotError,
         StorageError,
         TierstoreError,
         TooLarge,
+        Unauthorized,
         Unreachable,
+        WrongPartition,
     )
-    from tierstore.formats.writers import DeltaWriter, SnapshotWriter, TableWriter
+    from tierstore.formats.delta.writer import DeltaWriter
+    from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
     from tierstore.imports.tables import Feature, TableSource, import_table, import_tables
-    from tierstore.ingest.building import build_snapshot
+    from tierstore.ingest.build import build_snapshot
+    from tierstore.kafka.writer import KafkaDeltaWriter
     from tierstore.types import DeltaResult, Progress
 
 __all__ = [
     "AsyncClient",
+    "AsyncRemoteModel",
     "Client",
     "Closed",
+    "ClusterUnavailable",
     "ConfigError",
     "Conflict",
     "Corruption",
@@ -67,9 +79,11 @@ __all__ = [
     "DeltaWriter",
     "DiskFull",
     "Feature",
+    "Fenced",
     "Forbidden",
     "InferenceError",
     "InvalidInput",
+    "KafkaDeltaWriter",
     "LoadCancelled",
     "Locked",
     "MissingExtra",
@@ -78,7 +92,10 @@ __all__ = [
     "NotReady",
     "Overloaded",
     "Progress",
+    "RateLimited",
     "RemoteModel",
+    "RolloutFailed",
+    "RunLimit",
     "SequenceGap",
     "SnapshotError",
     "SnapshotWriter",
@@ -88,30 +105,36 @@ __all__ = [
     "TableWriter",
     "TierstoreError",
     "TooLarge",
+    "Unauthorized",
     "Unreachable",
     "View",
+    "WrongPartition",
     "build_snapshot",
     "import_table",
     "import_tables",
     "open",
+    "rollout",
 ]
 _HOMES = {
     "AsyncClient": ("tierstore.client", "AsyncClient"),
+    "AsyncRemoteModel": ("tierstore.client", "AsyncRemoteModel"),
     "Client": ("tierstore.client", "Client"),
     "DeltaResult": ("tierstore.types", "DeltaResult"),
-    "DeltaWriter": ("tierstore.formats.writers", "DeltaWriter"),
+    "DeltaWriter": ("tierstore.formats.delta.writer", "DeltaWriter"),
     "Feature": ("tierstore.imports.tables", "Feature"),
-    "build_snapshot": ("tierstore.ingest.building", "build_snapshot"),
+    "build_snapshot": ("tierstore.ingest.build", "build_snapshot"),
     "import_table": ("tierstore.imports.tables", "import_table"),
     "import_tables": ("tierstore.imports.tables", "import_tables"),
     "TableSource": ("tierstore.imports.tables", "TableSource"),
+    "KafkaDeltaWriter": ("tierstore.kafka.writer", "KafkaDeltaWriter"),
     "Model": ("tierstore.engine.model", "Model"),
     "Progress": ("tierstore.types", "Progress"),
     "RemoteModel": ("tierstore.client", "RemoteModel"),
-    "SnapshotWriter": ("tierstore.formats.writers", "SnapshotWriter"),
+    "SnapshotWriter": ("tierstore.formats.snapshot.writer", "SnapshotWriter"),
+    "rollout": ("tierstore.client.rollout", "rollout"),
     "Store": ("tierstore.engine.store", "Store"),
-    "TableWriter": ("tierstore.formats.writers", "TableWriter"),
-    "View": ("tierstore.engine.view", "View"),
+    "TableWriter": ("tierstore.formats.snapshot.writer", "TableWriter"),
+    "View": ("tierstore.engine.reads.view", "View"),
     "open": ("tierstore.engine.store", "open_store"),
 }
 

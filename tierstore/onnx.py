@@ -1,4 +1,4 @@
-"""ONNX graphs made fit to be dense parts: `join_inputs` for models that take one matrix, as LightGBM's and XGBoost's do.
+"""Prepares ONNX graphs as dense parts: `join_inputs` for models with one input matrix, as LightGBM and XGBoost export.
 
 Needs the extra `dense`. Pure functions; any thread may call them.
 """
@@ -16,7 +16,7 @@ __all__ = ["join_inputs"]
 
 
 def join_inputs(model: bytes | str | Path | Any, inputs: Mapping[str, int]) -> bytes:
-    """The same model with several inputs in place of its one matrix, whose columns they are, in order.
+    """The same model with several inputs in place of its one matrix: they are its columns, in order.
 
     >>> graph = onnxmltools.convert_lightgbm(ranker, initial_types=[("x", FloatTensorType([None, 34]))], zipmap=False)
     >>> snapshot.dense(join_inputs(graph, {"user_id": 16, "item_id": 16, "hour": 2}))
@@ -41,22 +41,22 @@ def join_inputs(model: bytes | str | Path | Any, inputs: Mapping[str, int]) -> b
     matrices = [value for value in graph.input if value.name not in constants]
     if len(matrices) != 1:
         names = ", ".join(value.name for value in matrices) or "none"
-        raise InvalidInput(f"expected a model with one input, a matrix; came {names}")
+        raise InvalidInput(f"expected a model with one input, a matrix; got {names}")
     (matrix,) = matrices
     kind, dims = matrix.type.tensor_type.elem_type, matrix.type.tensor_type.shape.dim
     if kind != onnx.TensorProto.FLOAT or len(dims) != 2:
         raise InvalidInput(f"input {matrix.name!r}: expected float32 of shape [n, width]")
     if not inputs or any(not isinstance(width, int) or width < 1 for width in inputs.values()):
-        raise InvalidInput(f"expected a number of columns for each input, at least 1; came {dict(inputs)}")
+        raise InvalidInput(f"expected a number of columns for each input, at least 1; got {dict(inputs)}")
     width, declared = sum(inputs.values()), dims[1].dim_value
     if declared and declared != width:
         shown = " + ".join(f"{columns} of {name}" for name, columns in inputs.items())
         raise InvalidInput(f"input {matrix.name!r} has {declared} columns, the inputs together {width} ({shown})")
-    taken = {name for node in graph.node for name in (*node.input, *node.output)} | constants
-    clash = (inputs.keys() & taken) - {matrix.name}
+    used = {name for node in graph.node for name in (*node.input, *node.output)} | constants
+    clash = (inputs.keys() & used) - {matrix.name}
     if clash:
-        raise InvalidInput(f"{min(clash)!r} is a name within the graph: give the input another, or rename it there")
-    joined = next(name for name in ("joined", *(f"joined_{i}" for i in range(len(taken) + 1))) if name not in taken)
+        raise InvalidInput(f"{min(clash)!r} is already used inside the graph: rename the input, or rename it there")
+    joined = next(name for name in ("joined", *(f"joined_{i}" for i in range(len(used) + 1))) if name not in used)
     for node in graph.node:
         for i, name in enumerate(node.input):
             if name == matrix.name:
@@ -66,6 +66,6 @@ def join_inputs(model: bytes | str | Path | Any, inputs: Mapping[str, int]) -> b
         graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", columns]))
     graph.node.insert(0, onnx.helper.make_node("Concat", list(inputs), [joined], axis=1))
     if not any(opset.domain in ("", "ai.onnx") for opset in proto.opset_import):
-        proto.opset_import.append(onnx.helper.make_opsetid("", 15))  # a graph of trees alone names none
+        proto.opset_import.append(onnx.helper.make_opsetid("", 15))  # a graph of trees only has none
     onnx.checker.check_model(proto)
     return bytes(proto.SerializeToString())

@@ -1,24 +1,26 @@
 """The command line: `tierstore …` and `python -m tierstore …`.
 
-One process, one command, called from its main thread. Exit codes: 0 done, 1 refused or failed, 2 used
-wrongly, 130 interrupted. Results go to standard output, progress and errors to standard error, an error
-in one line.
+One command runs on the main thread. Exit codes: 0 done, 1 refused or failed, 2 used wrongly, 130 interrupted. Results go
+to standard output, progress and errors to standard error; an error is one line.
 
-Start-up is kept short: a command imports what it needs when it runs, so that `--help` loads neither the
-store nor the service.
+A command imports what it needs when it runs, so that `--help` starts fast.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
+from tierstore.cli.signals import end_at_once
 from tierstore.errors import ConfigError, TierstoreError, explained
 
 
 def main() -> NoReturn:
     """Run the command that the process was started with, and exit."""
+    if os.getpid() == 1:  # of a container: without a handler it ignores SIGTERM, and the imports below take their time
+        signal.signal(signal.SIGTERM, end_at_once)
     from tierstore.cli.app import app
 
     try:
@@ -30,14 +32,14 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`). Nothing may be flushed to it at exit.
+        # The reader of our output has closed it (`| head`). Nothing may be flushed to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(0)
 
 
 def fail(error: Exception, code: int) -> NoReturn:
-    """Say in one line what went wrong, and exit."""
+    """Print in one line what went wrong, and exit."""
     text = " ".join(explained(error).split()) or type(error).__name__
     sys.stderr.write(f"tierstore: {text}\n")
     sys.exit(code)

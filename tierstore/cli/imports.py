@@ -1,4 +1,4 @@
-"""`tierstore import` and `import-hps`: what people have, as a snapshot or served at once."""
+"""`tierstore import` and `import-hps`: tables of other tools, as a snapshot or served at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tierstore.cli.options import AsJson, Data, Url
-from tierstore.cli.place import place, service_url, warn_of_dense
+from tierstore.cli.options import AsJson, Data, Url, argument, option
+from tierstore.cli.target import open_target, service_url, warn_of_dense
 from tierstore.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
@@ -20,39 +20,42 @@ if TYPE_CHECKING:
     from tierstore.types import ProgressFn
 
 
-def _option(metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(metavar=metavar, help=text, show_default=False, **more)
-
-
-Out = Annotated[
-    Path | None, _option("DIR", "Write the snapshot here; it is loaded only where --data or --url say so too.")
-]
-Version = Annotated[int | None, _option("VERSION", "Its number (default: the time, as 20261120093000).")]
+Out = Annotated[Path | None, option("DIR", "Write the snapshot here; it is loaded only with --data or --url.")]
+Version = Annotated[int | None, option("VERSION", "Its number (default: the time, as 20261120093000).")]
 DeltaSeq = Annotated[int, typer.Option("--delta-seq", min=0, help="Deltas up to this one are in the rows already.")]
-Dense = Annotated[Path | None, _option("FILE", "An ONNX model that takes the rows.", exists=True, dir_okay=False)]
+Ttl = Annotated[str | None, option("TIME", "Rows that were not written for so long expire: 30d, 12h, or seconds.")]
+TimeColumn = Annotated[
+    str | None, option("COLUMN", "When each row was written (default: the time of the import for all).")
+]
+Dense = Annotated[Path | None, option("FILE", "An ONNX model that scores the rows.", exists=True, dir_okay=False)]
 
 
 def import_(
     paths: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="PATH",
-            exists=True,
-            help="Parquet, Arrow or ORC files, directories of them, a HugeCTR folder; or one tables.toml.",
-            show_default=False,
+        argument(
+            "PATH",
+            "Parquet, Arrow or ORC files, directories of them, a HugeCTR folder, a checkpoint of PyTorch, TFRA or dynamicemb; "
+            "or one tables.toml.",
         ),
     ],
-    model: Annotated[str | None, _option("MODEL", "Name of the model.")] = None,
-    table: Annotated[str | None, _option("TABLE", "Name of the table.")] = None,
-    key: Annotated[str, typer.Option(metavar="COLUMN", help="The column of the keys.")] = "key",
+    model: Annotated[str | None, option("MODEL", "Name of the model.")] = None,
+    table: Annotated[str | None, option("TABLE", "Name of the table.")] = None,
+    key: Annotated[str, typer.Option(metavar="COLUMN", help="The column, or tensor, of the keys.")] = "key",
     vector: Annotated[
-        str, typer.Option(metavar="COLUMN", help="The column of the vectors; or a pattern, such as 'f*', of numbers.")
+        str,
+        typer.Option(
+            metavar="COLUMN",
+            help="The column, or tensor, of the vectors; or a pattern, such as 'f*', of columns of numbers.",
+        ),
     ] = "vector",
-    feature: Annotated[str | None, _option("NAME", "Its name in requests (default: the table's).")] = None,
-    combiner: Annotated[str | None, _option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
-    key_type: Annotated[str | None, _option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
-    dtype: Annotated[str | None, _option("DTYPE", "How rows are stored: float32, float16, bfloat16 or int8.")] = None,
+    feature: Annotated[str | None, option("NAME", "Its name in requests (default: the table's).")] = None,
+    combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
+    key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
+    dtype: Annotated[str | None, option("DTYPE", "How rows are stored: float32, float16, bfloat16 or int8.")] = None,
     default: Annotated[str, typer.Option(metavar="WHAT", help="What absent keys get: zeros or mean.")] = "zeros",
+    ttl: Ttl = None,
+    time_column: TimeColumn = None,
     dense: Dense = None,
     out: Out = None,
     version: Version = None,
@@ -61,38 +64,41 @@ def import_(
     url: Url = None,
     json: AsJson = False,
 ) -> None:
-    """Make a snapshot of what pandas, Spark, Ray, DuckDB or HugeCTR left, and serve it.
+    """Load tables of Parquet, Arrow, PyTorch, HugeCTR and others.
 
-    With --out it is written there; else it is loaded into --data, or through --url.
+    They are made into a snapshot, of what pandas, Spark, Ray, DuckDB, trainers of PyTorch or HugeCTR have written.
+    With --out it is written there. Otherwise it is loaded into --data, or through --url.
     """
+    from tierstore.imports.checkpoints import pairs_in
     from tierstore.imports.tables import Feature, TablesFile, TableSource
 
+    for path in paths:
+        if not path.exists() and not pairs_in(path):
+            raise typer.BadParameter(f"{path} does not exist")
     if len(paths) == 1 and paths[0].suffix == ".toml":
         if table is not None:
-            raise typer.BadParameter(f"--table: {paths[0]} names the tables")
+            raise typer.BadParameter(f"expected no --table with {paths[0]}, which names the tables")
         file = TablesFile.read(paths[0])
         tables = file.sources(paths[0].parent)
         model, version, delta_seq = model or file.model, version or file.version, delta_seq or file.delta_seq
         dense = dense or (None if file.dense is None else paths[0].parent / file.dense)
     elif table is None:
-        raise typer.BadParameter("give --table, the name that the table is to have, or one tables.toml")
+        raise typer.BadParameter("expected --table, the name for the table, or one tables.toml")
     else:
         features = (Feature(feature or table, combiner),)
-        tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features)]
+        tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features, ttl, time_column)]
     if model is None:
-        raise typer.BadParameter("give --model, the name that the model is to have")
+        raise typer.BadParameter("expected --model, the name for the model")
     _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url)])
 
 
 def import_hps(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="PS.JSON", exists=True, dir_okay=False, help="HPS's configuration.", show_default=False),
-    ],
+    file: Annotated[Path, argument("PS.JSON", "HPS's configuration.", exists=True, dir_okay=False)],
     root: Annotated[
-        Path | None, _option("DIR", "Where its paths begin, if it was written for a container (default: beside it).")
+        Path | None,
+        option("DIR", "The directory that its paths start from, if it was written for a container (default: its own)."),
     ] = None,
-    model: Annotated[str | None, _option("MODEL", "Only this one of its models.")] = None,
+    model: Annotated[str | None, option("MODEL", "Only this model.")] = None,
     dense: Dense = None,
     out: Out = None,
     version: Version = None,
@@ -100,15 +106,18 @@ def import_hps(
     url: Url = None,
     json: AsJson = False,
 ) -> None:
-    """Make a snapshot of each model of an HPS configuration, and serve them.
+    """Load the models of an HPS configuration.
 
-    Each table is a feature of its own name. With --out and several models each has a directory in it.
+    Each is made into a snapshot.
+    Each table is a feature of the same name. With --out and several models, each has a directory in it.
     """
     from tierstore.imports.hps import read_ps_json
 
     models = [one for one in read_ps_json(file, root) if model in (None, one.name)]
     if not models:
-        raise ConfigError(f"{file} names no model {model!r}" if model else f"{file} names no models")
+        raise ConfigError(
+            f"expected a model {model!r} in {file}, got none" if model else f"expected models in {file}, got none"
+        )
     results = []
     for one in models:
         where = None if out is None else out / one.name if len(models) > 1 else out
@@ -127,9 +136,9 @@ def _imported(
     url: str | None,
 ) -> dict[str, Any]:
     from tierstore.cli.progress import shown_progress
-    from tierstore.imports.tables import import_tables, version_of_now
+    from tierstore.imports.tables import duplicate_in, import_tables, version_of_now
 
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     number = version or version_of_now()
     loads = out is None or data is not None or url is not None
     with _directory(out, data, url, number) as where, shown_progress("import") as progress:
@@ -140,7 +149,10 @@ def _imported(
             )
 
         if loads:
-            _load(write, data, url, progress)
+            try:
+                _load(write, data, url, progress)
+            except SnapshotError as error:
+                raise (duplicate_in(tables, error) or error) from None
         else:
             write()
         rows = _rows(where)
@@ -150,19 +162,21 @@ def _imported(
         "rows": rows,
         "active": loads,
         "snapshot": None if out is None else str(out),
-        "seconds": round(time.monotonic() - begun_s, 3),
+        "seconds": round(time.monotonic() - started_s, 3),
     }
 
 
 def _load(write: Callable[[], Path], data: Path | None, url: str | None, progress: ProgressFn) -> None:
-    with place(data, url, create=True) as held:  # first, so that a directory that is held open is told at once
+    with open_target(
+        data, url, create=True
+    ) as target:  # first, so that a locked data directory is reported before the work
         where = write()
         try:
-            version = held.load_snapshot(where.resolve(), progress=progress)
-            warn_of_dense(held, where, version)
+            version = target.load_snapshot(where.resolve(), progress=progress)
+            warn_of_dense(target, where, version)
         except SnapshotError as error:
             if service_url(data, url) and "source root" in str(error):
-                raise SnapshotError(f"{error}; write it where the service reads, with --out") from error
+                raise SnapshotError(f"{error}; use --out to write it where the service reads") from error
             raise
 
 
@@ -172,14 +186,14 @@ def _directory(out: Path | None, data: Path | None, url: str | None, number: int
     if out is not None:
         yield out
         return
-    beside = Path.cwd() if service_url(data, url) else (data or Path("data")).absolute().parent
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tmp-import-", dir=beside) as scratch:
+    parent = Path.cwd() if service_url(data, url) else (data or Path("data")).absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp-import-", dir=parent) as scratch:
         yield Path(scratch) / str(number)
 
 
 def _rows(where: Path) -> dict[str, int]:
-    from tierstore.formats.snapshot import open_snapshot
+    from tierstore.formats.snapshot.reader import open_snapshot
 
     return {table.name: table.rows for table in open_snapshot(where).manifest.tables}
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-Data = Annotated[
-    Path | None,
-    typer.Option("--data", metavar="DIR", help="The data directory (default: ./data).", show_default=False),
-]
+
+def option(metavar: str, text: str, **settings: Any) -> Any:
+    """An option whose help text says the default itself."""
+    return typer.Option(metavar=metavar, help=text, show_default=False, **settings)
+
+
+def argument(metavar: str, text: str, **settings: Any) -> Any:
+    """A positional argument."""
+    return typer.Argument(metavar=metavar, help=text, show_default=False, **settings)
+
+
+Data = Annotated[Path | None, option("DIR", "The data directory (default: ./data).")]
 Url = Annotated[
     str | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        help="A running service to do it through, such as http://127.0.0.1:8000.",
-        show_default=False,
-    ),
+    option("URL", "A running service to do it through, such as http://127.0.0.1:8000 or unix:/run/tierstore.sock."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.", show_default=False)]
-VersionNumber = Annotated[int, typer.Argument(metavar="VERSION", help="Number of the version.", show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help="Take a version that lacks deltas which the log no longer holds.")]
+ModelName = Annotated[str, argument("MODEL", "Name of the model.")]
+VersionNumber = Annotated[int, argument("VERSION", "Number of the version.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Accept a version that lacks deltas which the log no longer holds.")
+]

@@ -1,7 +1,6 @@
-"""How a long command shows that it gets on: a bar on a terminal, now and then a line anywhere else.
+"""Progress of a long command: a bar on a terminal, and now and then a line anywhere else.
 
-Written to standard error, so that standard output carries results alone. `report` may be called from any
-one thread at a time.
+Written to standard error: standard output is for results. One thread at a time may report.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LINE_EVERY_S = 5.0
 
 @contextmanager
 def shown_progress(what: str) -> Iterator[ProgressFn]:
-    """Show what is reported to the function that this gives, under the title `what`."""
+    """Yields the function to report progress to; it is shown under the title `what`."""
     if sys.stderr.isatty():
         with _bar(what) as report:
             yield report
@@ -57,9 +56,10 @@ def _bar(what: str) -> Iterator[ProgressFn]:
             nonlocal phase, task
             if progress.phase != phase:
                 phase = progress.phase
-                bar.remove_task(task)  # a new one, since a task does not forget its total
+                bar.remove_task(task)  # a task keeps its total, so a new phase is a new task
                 task = bar.add_task(_label(what, phase), total=None)
-            bar.update(task, completed=progress.done, total=progress.total or None)
+            description = _label(what, phase) + _waits(progress)
+            bar.update(task, description=description, completed=progress.done, total=progress.total or None)
 
         yield report
 
@@ -68,8 +68,12 @@ def _label(what: str, phase: str) -> str:
     return phase if phase.startswith(what) else f"{what}: {phase}"
 
 
+def _waits(progress: Progress) -> str:
+    return f", waits: {progress.waits_for}" if progress.waits_for else ""
+
+
 class _Lines:
-    """A line at each new phase, and one every few seconds within it."""
+    """A line at each new phase, and one every few seconds during it."""
 
     def __init__(self, what: str) -> None:
         self._what, self._phase, self._last_s = what, "", 0.0
@@ -80,5 +84,5 @@ class _Lines:
             return
         self._phase, self._last_s = progress.phase, now_s
         amount = f" {progress.done:,} of {progress.total:,}" if progress.total else ""
-        sys.stderr.write(f"{_label(self._what, progress.phase)}{amount}\n")
+        sys.stderr.write(f"{_label(self._what, progress.phase)}{amount}{_waits(progress)}\n")
         sys.stderr.flush()

@@ -10,115 +10,151 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from tierstore.cli.place import ready_kernels
-
-
-def _end_at_once(number: int, _: Any) -> None:
-    """Until the service takes signals itself: nothing is served yet, so there is nothing to finish."""
-    raise SystemExit(128 + number)
+from tierstore.cli.options import option
+from tierstore.cli.signals import end_at_once
+from tierstore.cli.target import ready_kernels
 
 
 class ServeCommand(TyperCommand):
-    """Its `--help` goes on with every setting there is, since most have no flag."""
+    """Its `--help` ends with every setting, since most have no flag."""
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # of click, which newer releases of typer carry inside
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # click's types, which newer releases of typer contain
         from tierstore.config import ENV_PREFIX, described_settings
 
         with formatter.section(f"Every setting, as tierstore.toml has it; in the environment it is {ENV_PREFIX}<NAME>"):
             formatter.write_dl([(name, f"{text} (default: {default})") for name, default, text in described_settings()])
 
 
+Data = Annotated[Path | None, option("DIR", "The data directory (default: ./data).")]
+Host = Annotated[str | None, option("ADDRESS", "Address to listen on (default: 127.0.0.1).")]
+Port = Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one (default: 8000).", show_default=False)]
+GrpcPort = Annotated[
+    str | None,
+    option(
+        "PORT", "gRPC port; 0 picks a free one, `off` serves none (default: 8001 where the extra `grpc` is installed)."
+    ),
+]
+Threads = Annotated[
+    int | None, option("N", "Threads that answer look-ups without the interpreter (default: the processors).")
+]
+HostBudget = Annotated[
+    str | None,
+    option("SIZE", "CPU memory for cached rows, such as 4GiB (default: 4GiB, at most half of the machine's)."),
+]
+DeviceBudget = Annotated[
+    str | None, option("SIZE", "Memory of each GPU for cached rows (extra `gpu`; default: 0, no device tier).")
+]
+SourceRoot = Annotated[
+    list[str] | None,
+    option(
+        "PREFIX",
+        "Snapshots are read only from under this directory or URL; may be repeated (default: the working directory).",
+    ),
+]
+WatchSnapshots = Annotated[
+    list[str] | None,
+    option(
+        "LOCATION",
+        "Load the newest snapshot of each model below this directory or URL when it is complete; may be repeated.",
+    ),
+]
+ClientShm = Annotated[
+    bool | None,
+    typer.Option("--allow-client-shm", help="Serve the protocol's shared memory extensions.", show_default=False),
+]
+OpenNetwork = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-open-network",
+        help="Listen beyond loopback without tokens: anyone who reaches the port may change models.",
+        show_default=False,
+    ),
+]
+Tokens = Annotated[
+    Path | None,
+    option("FILE", "The file of tokens, see `tierstore token` (default: tokens.json in the data directory)."),
+]
+AllowedHost = Annotated[
+    list[str] | None, option("NAME", "A name under which the service may be asked; may be repeated.")
+]
+TlsCert = Annotated[Path | None, option("FILE", "The service's certificate (PEM): serve with TLS alone.")]
+TlsKey = Annotated[Path | None, option("FILE", "The private key of that certificate (PEM).")]
+TlsClientCa = Annotated[
+    Path | None, option("FILE", "Authorities (PEM): every client needs a certificate of one of them.")
+]
+AdminListen = Annotated[
+    str | None, option("ADDRESS", "HOST:PORT or unix:PATH for admin requests, which other ports then refuse.")
+]
+Partition = Annotated[
+    str | None,
+    option(
+        "RANGES/N",
+        "Which partitions of the keys versions are loaded with, of how many: 0-15/64 or 0-15,40/64 (default: all keys).",
+    ),
+]
+Remote = Annotated[
+    str | None,
+    option(
+        "URL",
+        "A cluster that has the rows, redis://h1:6379,h2:6379: serve the models that it has (extra `redis`).",
+    ),
+]
+Upstream = Annotated[
+    str | None,
+    option("URL", "Nodes that have the rows, http://a:8000,http://b:8000: be a cache in front of them."),
+]
+Kafka = Annotated[str | None, option("BROKERS", "Kafka brokers, host:port,…, to read deltas from (extra `kafka`).")]
+KafkaTopic = Annotated[str | None, option("TOPIC", "The topic of deltas, of any number of models.")]
+KafkaConfig = Annotated[
+    Path | None, option("FILE", "Properties of librdkafka, name=value a line, as for TLS and SASL.")
+]
+KafkaRewind = Annotated[
+    str | None, option("TIME", "How far back to read for a model that is new here, such as 2h (default: all).")
+]
+Config = Annotated[Path | None, option("FILE", "Settings to read (default: ./tierstore.toml if it is there).")]
+
+
 def serve(
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The data directory (default: ./data).", show_default=False)
-    ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Address to listen on (default: 127.0.0.1).", show_default=False),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="HTTP port; 0 picks a free one (default: 8000).", show_default=False)
-    ] = None,
-    grpc_port: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PORT",
-            help="gRPC port; 0 picks a free one, `off` serves none (default: 8001 where the extra `grpc` is installed).",
-            show_default=False,
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Threads that answer look-ups without the interpreter (default: the processors).",
-            show_default=False,
-        ),
-    ] = None,
-    host_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="CPU memory for cached rows, such as 4GiB (default: 4GiB, at most half of the machine's).",
-            show_default=False,
-        ),
-    ] = None,
-    device_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of each GPU for cached rows (extra `gpu`; default: 0, no device tier).",
-            show_default=False,
-        ),
-    ] = None,
-    source_root: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="PREFIX",
-            help="Snapshots are read only from under this; may be given again (default: the working directory).",
-            show_default=False,
-        ),
-    ] = None,
-    allow_client_shm: Annotated[
-        bool | None,
-        typer.Option("--allow-client-shm", help="Serve the protocol's shared memory extensions.", show_default=False),
-    ] = None,
-    allow_open_network: Annotated[
-        bool | None,
-        typer.Option(
-            "--allow-open-network",
-            help="Listen beyond loopback without tokens: whoever reaches the port may change models.",
-            show_default=False,
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Settings to read (default: ./tierstore.toml if it is there).", show_default=False
-        ),
-    ] = None,
+    data: Data = None,
+    host: Host = None,
+    port: Port = None,
+    grpc_port: GrpcPort = None,
+    threads: Threads = None,
+    host_budget: HostBudget = None,
+    device_budget: DeviceBudget = None,
+    source_root: SourceRoot = None,
+    watch_snapshots: WatchSnapshots = None,
+    allow_client_shm: ClientShm = None,
+    allow_open_network: OpenNetwork = None,
+    tokens: Tokens = None,
+    allowed_host: AllowedHost = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    admin_listen: AdminListen = None,
+    partition: Partition = None,
+    remote: Remote = None,
+    upstream: Upstream = None,
+    kafka: Kafka = None,
+    kafka_topic: KafkaTopic = None,
+    kafka_config: KafkaConfig = None,
+    kafka_rewind: KafkaRewind = None,
+    config: Config = None,
 ) -> None:
     """Run the service until it is told to stop (SIGTERM or Ctrl-C)."""
-    # The first process of a container has no default for SIGTERM: without this it would not end before it serves.
-    signal.signal(signal.SIGTERM, _end_at_once)
+    flags = dict(locals())
+    flags["kafka_rewind_s"] = flags.pop("kafka_rewind")
+    _run(flags.pop("config"), {name: value for name, value in flags.items() if value != []})
+
+
+def _run(config: Path | None, flags: dict[str, Any]) -> None:
+    signal.signal(signal.SIGTERM, end_at_once)  # until the service has its own handler
     from tierstore.config import load_settings
     from tierstore.logs import configure
 
-    settings = load_settings(
-        config,
-        data=data,
-        host=host,
-        port=port,
-        grpc_port=grpc_port,
-        threads=threads,
-        host_budget=host_budget,
-        device_budget=device_budget,
-        source_root=source_root or None,
-        allow_client_shm=allow_client_shm,
-        allow_open_network=allow_open_network,
-    )
+    settings = load_settings(config, **flags)
     configure(settings.log_format, settings.log_level)
-    ready_kernels(settings.data, logging.getLogger("tierstore").info)
+    ready_kernels(settings.data, logging.getLogger("tierstore").info, "tierstore.service.server")
     from tierstore.service.server import serve as run_service
 
     def announce(url: str, grpc_target: str | None) -> None:

@@ -1,9 +1,10 @@
-"""What commands print: a document as JSON, or the same as tables for a person."""
+"""What commands print: JSON, or tables for a person."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -42,14 +43,16 @@ def rows(keys: list[int] | list[str], found: list[bool], vectors: list[list[floa
         text = " ".join(f"{number: .4g}" for number in vector[:NUMBERS_SHOWN])
         cut = " …" if len(vector) > NUMBERS_SHOWN else ""
         table.add_row(escape(str(key)), "yes" if is_found else "[yellow]no[/]", text + cut)
-    _console().print(table)
+    console().print(table)
 
 
 def status(document: dict[str, Any]) -> None:
     """A status document as tables."""
-    console = _console()
+    out = console()
+    for problem in document.get("service", {}).get("problems", []):
+        out.print(f"[red]problem:[/] {escape(str(problem))}")
     if not document["models"]:
-        console.print("no models yet; `tierstore load SNAPSHOT` brings one")
+        out.print("no models yet; `tierstore load SNAPSHOT` adds one")
     for name, model in document["models"].items():
         active = model["active_version"]
         state = (
@@ -57,37 +60,64 @@ def status(document: dict[str, Any]) -> None:
             if active is not None
             else "[yellow]nothing active[/]"
         )
-        console.print(f"[bold]{escape(name)}[/]  {state}")
+        out.print(f"[bold]{escape(name)}[/]  {state}")
+        if held := model.get("partitions"):
+            ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in held["own"])
+            out.print(f"  partitions {ranges} of {held['count']}")
         if canary := model.get("canary"):
-            console.print(
+            out.print(
                 f"  canary [bold]{canary['version']}[/] gets {100 * canary['share']:g}% of the requests, watermark {canary['watermark']}"
             )
         if model.get("problem"):
-            console.print(f"  [red]problem:[/] {escape(str(model['problem']))}")
+            out.print(f"  [red]problem:[/] {escape(str(model['problem']))}")
         for version, why in model.get("damaged", {}).items():
-            console.print(f"  [red]version {version} is damaged;[/] drop it or load it again: {escape(str(why))}")
+            out.print(f"  [red]version {version} is damaged;[/] drop it or load it again: {escape(str(why))}")
         for entry in model["versions"]:
             if entry.get("problem"):
-                console.print(f"  [red]version {entry['version']} cannot be opened:[/] {escape(str(entry['problem']))}")
-        for version, left in model.get("unfinished", {}).items():
-            console.print(
-                f"  the load of version {version} was broken off; {size(left['bytes'])} are kept for the next one to go on from"
+                out.print(f"  [red]version {entry['version']} cannot be opened:[/] {escape(str(entry['problem']))}")
+        for version, unfinished in model.get("unfinished", {}).items():
+            out.print(
+                f"  the load of version {version} was interrupted; {size(unfinished['bytes'])} are kept to continue from"
             )
+        if undone := model.get("undone"):
+            ranges = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in undone)
+            out.print(f"  undone deltas: {ranges}")
         if model.get("last_event_time"):
             waiting = f"{model.get('overlays', 0)} overlays of {size(model.get('overlay_bytes', 0))} not folded yet"
-            console.print(f"  newest event {model['last_event_time']}, {waiting}")
+            out.print(f"  newest event {model['last_event_time']}, {waiting}")
         if model["versions"]:
-            console.print(_versions(model["versions"]))
+            out.print(_versions(model["versions"]))
         if model["tables"]:
-            console.print(_tables(model["tables"]))
+            out.print(_tables(model["tables"]))
+    for line in _surroundings(document):
+        out.print(escape(line))
     for key, what in (("host_budget", "host memory"), ("overlay_budget", "overlays")):
         budget = document.get(key)
         if budget:
-            console.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")
+            out.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")
+
+
+def _surroundings(document: dict[str, Any]) -> Iterator[str]:
+    """Lines about what a store works with: a cluster, a topic, watched places, and work beside look-ups."""
+    if remote := document.get("remote"):
+        yield f"cluster {remote['cluster']}: {'reachable' if remote['reachable'] else 'unreachable'}"
+    service = document.get("service", {})
+    if kafka := service.get("kafka"):
+        behind = "" if kafka["lag_messages"] is None else f", {kafka['lag_messages']:,} messages behind"
+        yield f"kafka topic {kafka['topic']}: {kafka['state']}, {kafka['applied']:,} deltas applied{behind}"
+    if watch := service.get("watch"):
+        yield f"deltas in {watch['directory']}: {watch['applied']:,} applied"
+    for place in (service.get("watch_snapshots") or {}).get("locations", ()):
+        yield f"snapshots in {place['location']}: {place['state']}, {place['snapshots']:,} found"
+    throttle = document.get("throttle") or {}
+    if throttle.get("work"):
+        yield f"background work: {', '.join(throttle['work'])}, {100 * throttle['share']:.0f}% of the time"
 
 
 def _versions(versions: list[dict[str, Any]]) -> Table:
     table = Table("version", "state", "labels", "watermark", "created", box=None, header_style="dim", padding=(0, 2))
+    for column in table.columns:
+        column.no_wrap = True
     for entry in versions:
         state = entry["state"]
         if state == "loading":
@@ -96,7 +126,7 @@ def _versions(versions: list[dict[str, Any]]) -> Table:
             state += f", warming {_percent(warming['done'], warming['total'])}"
         labels = escape(", ".join(entry.get("labels", ())))
         table.add_row(
-            str(entry["version"]), state, labels, _text(entry.get("watermark")), _text(entry.get("created_at"))
+            str(entry["version"]), state, labels, _text(entry.get("watermark")), _minute(entry.get("created_at"))
         )
     return table
 
@@ -110,10 +140,12 @@ def _tables(tables: dict[str, dict[str, Any]]) -> Table:
         held = (
             f"{tier} {size(n)}" + (f" of {size(budgets[tier])}" if budgets.get(tier) else "")
             for tier, n in table["tier_bytes"].items()
-            if n or tier != "device"  # of which most machines have none
+            if n or tier != "device"  # most machines have none
         )
         counts = table["lookup_keys"]
         rows = f"{'' if table['rows_exact'] else 'about '}{table['rows']:,}"
+        if ttl := table.get("ttl"):
+            rows += f", {ttl['expired_at_load'] + ttl['expired_since']:,} expired"
         shown.add_row(escape(name), rows, f"{sum(counts.values()):,}", shares(counts), " · ".join(held))
     return shown
 
@@ -122,10 +154,16 @@ def _percent(done: int | None, total: int | None) -> str:
     return f"{100 * done / total:.0f}%" if done is not None and total else ""
 
 
+def _minute(time: str | None) -> str:
+    """`2026-11-20T02:00:00Z` so that a row fits into 80 columns."""
+    return "–" if time is None else f"{time[:16].replace('T', ' ')} UTC"
+
+
 def _text(value: object) -> str:
     return "–" if value is None else str(value)
 
 
-def _console() -> Console:
+def console() -> Console:
+    """Where tables go: the terminal, or standard output."""
     # Into a pipe or a file lines are never folded: a program or `grep` reads them.
     return Console() if sys.stdout.isatty() else Console(width=250, soft_wrap=True)

@@ -1,35 +1,33 @@
-"""`AsyncClient`: the verbs of a store, over HTTP, for asyncio.
+"""`AsyncClient`: the verbs of a store over HTTP, for asyncio.
 
-One client belongs to one event loop; any number of its tasks may share it. Bytes go from the socket straight into the
-arrays (`asyncio.BufferedProtocol`). A verb that is cancelled closes the connections it was using.
+They are those of `tierstore.client.sync`, to be awaited. One client belongs to one event loop; any number of its tasks
+may share it. A verb that is cancelled closes the connections that it was using.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
-from tierstore.client.address import CONNECT_TIMEOUT_S, Address
-from tierstore.client.face import Face
-from tierstore.client.flights import Attempt, Call, Group
-from tierstore.client.http1 import Incoming
-from tierstore.client.replies import Reply
-from tierstore.client.signatures import AwaitedVerbs
-from tierstore.client.steps import Pause, Steps
-from tierstore.errors import Closed, InvalidInput, TierstoreError, Unreachable
+import numpy.typing as npt
+
+from tierstore.client.async_transport import AsyncTransport
+from tierstore.client.base import ClientBase
+from tierstore.client.inputs import KeysLike
+from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
+from tierstore.client.remote_models import AsyncRemoteModel
+from tierstore.client.settings import Settings
+from tierstore.types import DeltaResult, ExportReport, ProgressFn
 
 
-class AsyncClient(AwaitedVerbs):
-    __doc__ = (
-        f"{Face.__doc__}\n\n    Every verb is to be awaited; `model`, `figures` and the making of the client are not."
-    )
+class AsyncClient(ClientBase[AsyncTransport]):
+    __doc__ = f"{ClientBase.__doc__}\n\n    Every verb is to be awaited; `model` and `figures` are not."
 
-    def _open(self) -> None:
-        self._pool = _Pool(self._address, self._settings.max_connections)
+    def _make_transport(self, settings: Settings) -> AsyncTransport:
+        return AsyncTransport(settings, self._budget, self._balancer)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -40,304 +38,268 @@ class AsyncClient(AwaitedVerbs):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; verbs under way still end. May be called twice."""
-        await self._run(self._shared.close())
-        self._pool.close()
-        await asyncio.sleep(0)  # transports close in the loop's next round
+        """Close the connections; verbs that have started still end. May be called twice."""
+        await self._transport.run(self._shared_memory.close())
+        await self._transport.close()
 
-    def _connections(self) -> dict[str, int]:
-        return self._pool.figures()
+    def model(self, name: str) -> AsyncRemoteModel:
+        """The model of that name; see `Client.model`."""
+        return AsyncRemoteModel(name, self._operations, self._transport)
 
-    async def _run(self, steps: Steps) -> Any:
-        """Carry out what the verb asks for, step by step."""
-        answer: Any = None
-        error: TierstoreError | None = None
-        try:
-            while True:
-                step = steps.send(answer) if error is None else steps.throw(error)
-                answer, error = None, None
-                try:
-                    if isinstance(step, Pause):
-                        await asyncio.sleep(step.seconds)
-                    else:
-                        answer = await self._exchange(step)
-                except TierstoreError as failed:
-                    error = failed
-        except StopIteration as done:
-            return done.value
-        finally:
-            steps.close()
+    @asynccontextmanager
+    async def pinned(self, model: str, version: int | str | None = None) -> AsyncIterator[AsyncRemoteModel]:
+        """The model, of one version in the whole block; see `Client.pinned`."""
+        number = await self._transport.run(self._operations.served_version(model, version))
+        yield AsyncRemoteModel(model, self._operations, self._transport, version=number)
 
-    async def _exchange(self, calls: Sequence[Call]) -> list[Reply]:
-        self._pool.use_here()
-        group = Group(calls, self._settings.policy, self._budget, time.monotonic())
-        return await _Carrier(self._pool, group, self._fields).run()
+    # --- look-ups and predictions: those of `AsyncRemoteModel`, with the name of the model first
 
+    @overload
+    async def lookup(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        *,
+        return_found: Literal[False] = False,
+        **options: Unpack[LookupOptions],
+    ) -> Floats: ...
+    @overload
+    async def lookup(
+        self, model: str, feature: str, keys: KeysLike, *, return_found: Literal[True], **options: Unpack[LookupOptions]
+    ) -> tuple[Floats, Found]: ...
+    @overload
+    async def lookup(
+        self, model: str, feature: str, keys: KeysLike, *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Floats | tuple[Floats, Found]: ...
+    async def lookup(
+        self, model: str, feature: str, keys: KeysLike, *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Any:
+        """See `RemoteModel.lookup`."""
+        return await self._transport.run(self._operations.lookup(model, feature, keys, return_found, options))
 
-class _Link(asyncio.BufferedProtocol):
-    """One connection."""
+    @overload
+    async def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
+        *,
+        return_found: Literal[False] = False,
+        **options: Unpack[BagOptions],
+    ) -> Floats: ...
+    @overload
+    async def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
+        *,
+        return_found: Literal[True],
+        **options: Unpack[BagOptions],
+    ) -> tuple[Floats, Found]: ...
+    @overload
+    async def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
+        *,
+        return_found: bool = False,
+        **options: Unpack[BagOptions],
+    ) -> Floats | tuple[Floats, Found]: ...
+    async def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
+        *,
+        return_found: bool = False,
+        **options: Unpack[BagOptions],
+    ) -> Any:
+        """See `RemoteModel.lookup_bags`."""
+        bags = self._operations.lookup_bags(model, feature, keys, offsets, return_found, options)
+        return await self._transport.run(bags)
 
-    def __init__(self) -> None:
-        self._incoming = Incoming()
-        self._spare = memoryview(bytearray(64))
-        self._transport: Any = None
-        self._carrier: _Carrier | None = None
-        self.attempt: Attempt | None = None
-        self.uses = 0
-        self.lost = False
+    @overload
+    async def lookup_many(
+        self,
+        model: str,
+        keys: Mapping[str, Any],
+        *,
+        return_found: Literal[False] = False,
+        **options: Unpack[LookupOptions],
+    ) -> dict[str, Floats]: ...
+    @overload
+    async def lookup_many(
+        self, model: str, keys: Mapping[str, Any], *, return_found: Literal[True], **options: Unpack[LookupOptions]
+    ) -> dict[str, tuple[Floats, Found]]: ...
+    @overload
+    async def lookup_many(
+        self, model: str, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> dict[str, Floats] | dict[str, tuple[Floats, Found]]: ...
+    async def lookup_many(
+        self, model: str, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Any:
+        """See `RemoteModel.lookup_many`."""
+        return await self._transport.run(self._operations.lookup_many(model, keys, return_found, options))
 
-    @property
-    def stale(self) -> bool:
-        """Whether it failed as an old connection does that the other side had closed."""
-        return self.uses > 1 and not self._incoming.begun
+    @overload
+    async def predict(
+        self, model: str, inputs: Mapping[str, Any], *, outputs: Sequence[str], **options: Unpack[PredictOptions]
+    ) -> dict[str, npt.NDArray[Any]]: ...
+    @overload
+    async def predict(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        outputs: Sequence[str] | None = None,
+        **options: Unpack[PredictOptions],
+    ) -> npt.NDArray[Any] | Any: ...
+    async def predict(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        outputs: Sequence[str] | None = None,
+        **options: Unpack[PredictOptions],
+    ) -> Any:
+        """See `RemoteModel.predict`."""
+        return await self._transport.run(self._operations.predict(model, inputs, outputs, options))
 
-    @property
-    def reusable(self) -> bool:
-        if self.lost or not (self._incoming.idle and self._incoming.reusable):
-            return False
-        return not self._transport.get_write_buffer_size()
+    # --- state, versions and deltas
 
-    def begin(self, carrier: _Carrier, attempt: Attempt, head: bytes) -> None:
-        self._carrier, self.attempt = carrier, attempt
-        self.uses += 1
-        self._incoming.expect(attempt.reply)
-        self._transport.writelines([head, *attempt.outgoing.pieces])
+    async def ready(self) -> bool:
+        """See `Client.ready`."""
+        return await self._transport.run(self._operations.ready())
 
-    def close(self) -> None:
-        self._carrier = self.attempt = None
-        self._incoming.forget()
-        self.lost = True
-        if self._transport is not None:
-            self._transport.abort()
+    async def models(self) -> list[str]:
+        """See `Client.models`."""
+        return await self._transport.run(self._operations.models())
 
-    # --- what the event loop calls
+    async def status(self, model: str | None = None) -> dict[str, Any]:
+        """See `Client.status`."""
+        return await self._transport.run(self._operations.status(model))
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+    async def metrics(self) -> str:
+        """See `Client.metrics`."""
+        return await self._transport.run(self._operations.metrics())
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._spare if self._incoming.idle else self._incoming.buffer()
+    async def load_snapshot(
+        self, source: str | Path, *, model: str | None = None, activate: bool = True, progress: ProgressFn | None = None
+    ) -> int:
+        """See `Client.load_snapshot`."""
+        return await self._transport.run(self._operations.load_snapshot(source, model, activate, progress))
 
-    def buffer_updated(self, nbytes: int) -> None:
-        try:
-            if self._incoming.received(nbytes):
-                self._end(None)
-        except TierstoreError as error:
-            self._end(error)
+    async def start_load(self, source: str | Path, *, model: str, activate: bool = True) -> str:
+        """See `Client.start_load`."""
+        return await self._transport.run(self._operations.start_load(source, model, activate))
 
-    def eof_received(self) -> bool:
-        if self._incoming.closed():
-            self._end(None)
-        return False
+    async def export(
+        self,
+        model: str,
+        directory: str | Path,
+        *,
+        version: int | str | None = None,
+        as_version: int | None = None,
+        partitions: int | None = None,
+        progress: ProgressFn | None = None,
+    ) -> ExportReport:
+        """See `Client.export`."""
+        return await self._transport.run(
+            self._operations.export(model, directory, version, as_version, partitions, progress)
+        )
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
-        why = "the service closed the connection before it answered" if exc is None else f"the connection failed: {exc}"
-        self._end(Unreachable(why))
+    async def job(self, job: str) -> dict[str, Any]:
+        """See `Client.job`."""
+        return await self._transport.run(self._operations.job(job))
 
-    def _end(self, error: TierstoreError | None) -> None:
-        carrier, attempt = self._carrier, self.attempt
-        self._carrier = self.attempt = None
-        if carrier is not None and attempt is not None:
-            carrier.ended(self, attempt, error)
-        elif not self.lost:
-            self.close()  # it says what nobody has asked
+    async def apply_delta(
+        self,
+        source: bytes | bytearray | memoryview | str | Path,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> DeltaResult:
+        """See `Client.apply_delta`."""
+        return await self._transport.run(self._operations.apply_delta(source, model, timeout_s))
 
+    async def cancel(self, job: str) -> None:
+        """See `Client.cancel`."""
+        await self._transport.run(self._operations.cancel(job))
 
-class _Pool:
-    """At most `most` connections of one event loop. Those that wait for one are served in their order."""
+    async def sample(
+        self,
+        model: str,
+        *,
+        version: int | str | None = None,
+        keys: Mapping[str, Sequence[int]] | None = None,
+        rows: int = 256,
+    ) -> dict[str, Any]:
+        """See `Client.sample`."""
+        return await self._transport.run(self._operations.sample(model, version, keys, rows))
 
-    def __init__(self, address: Address, most: int) -> None:
-        self.address, self.most = address, most
-        self._tls = address.tls_context()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._idle: list[_Link] = []
-        self._taken = 0
-        self._waiting: deque[_Carrier] = deque()
-        self._closed = False
+    async def activate(
+        self, model: str, version: int, *, force: bool = False, expected_active: int | None = None
+    ) -> None:
+        """See `Client.activate`."""
+        await self._transport.run(self._operations.activate(model, version, force, expected_active))
 
-    def figures(self) -> dict[str, int]:
-        return {"busy": self._taken, "idle": len(self._idle), "limit": self.most, "waiting": len(self._waiting)}
+    async def deactivate(self, model: str) -> None:
+        """See `Client.deactivate`."""
+        await self._transport.run(self._operations.deactivate(model))
 
-    def use_here(self) -> None:
-        """Closed after `close`; InvalidInput in a second event loop while the first still runs."""
-        if self._closed:
-            raise Closed("the client was closed")
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._loop is not None and not self._loop.is_closed():
-                raise InvalidInput("an AsyncClient belongs to one event loop; make one for each")
-            self._loop, self._idle, self._taken, self._waiting = loop, [], 0, deque()
+    async def rollback(
+        self, model: str, *, to_seq: int | None = None, force: bool = False, expected_active: int | None = None
+    ) -> int:
+        """See `Client.rollback`."""
+        return await self._transport.run(self._operations.rollback(model, to_seq, force, expected_active))
 
-    def take(self, carrier: _Carrier, *, fresh: bool) -> tuple[bool, _Link | None]:
-        """(whether there is a place, a connection that is open). Without a place, the carrier is told of the next."""
-        if carrier.granted:
-            link = carrier.granted.pop()
-        elif not self._waiting and (self._idle or self._taken < self.most):
-            link = self._idle.pop() if self._idle else None
-            self._taken += 1
-        else:
-            if carrier not in self._waiting:
-                self._waiting.append(carrier)
-            return False, None
-        while link is not None and (fresh or link.lost):
-            link.close()
-            link = self._idle.pop() if self._idle else None
-        return True, link
+    async def parked(self, all_states: bool = False) -> list[dict[str, Any]]:
+        """See `Client.parked`."""
+        return await self._transport.run(self._operations.parked(all_states))
 
-    def release(self, link: _Link | None) -> None:
-        """Give a place back, with its connection if that is still good."""
-        if link is not None and (self._closed or not link.reusable):
-            link.close()
-            link = None
-        if self._waiting:
-            self._waiting.popleft().grant(link)
-            return
-        self._taken -= 1
-        if link is not None:
-            self._idle.append(link)
+    async def parked_message(self, name: str) -> dict[str, Any]:
+        """See `Client.parked_message`."""
+        return await self._transport.run(self._operations.parked_message(name))
 
-    def leave(self, carrier: _Carrier) -> None:
-        """Wait no more."""
-        if carrier in self._waiting:
-            self._waiting.remove(carrier)
-        while carrier.granted:
-            self.release(carrier.granted.pop())
+    async def parked_payload(self, name: str) -> bytes:
+        """See `Client.parked_payload`."""
+        return await self._transport.run(self._operations.parked_payload(name))
 
-    async def connect(self, timeout_s: float) -> _Link:
-        address = self.address
-        assert self._loop is not None
-        name = address.host if self._tls is not None else None
-        try:
-            async with asyncio.timeout(min(timeout_s, CONNECT_TIMEOUT_S)):
-                _, link = await self._loop.create_connection(
-                    _Link, address.host, address.port, ssl=self._tls, server_hostname=name
-                )
-        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
-            raise Unreachable(f"no service answers at {address.url}: {error}") from error
-        return link
+    async def retry_parked(self, name: str) -> dict[str, Any]:
+        """See `Client.retry_parked`."""
+        return await self._transport.run(self._operations.decide_parked(name, "retry"))
 
-    def close(self) -> None:
-        self._closed = True
-        idle, self._idle = self._idle, []
-        for link in idle:
-            link.close()
+    async def skip_parked(self, name: str) -> dict[str, Any]:
+        """See `Client.skip_parked`."""
+        return await self._transport.run(self._operations.decide_parked(name, "skip"))
 
+    async def drop(self, model: str, version: int) -> None:
+        """See `Client.drop`."""
+        await self._transport.run(self._operations.drop(model, version))
 
-class _Carrier:
-    """Carries the calls of one request, in the task that asked for it."""
+    async def canary(self, model: str, version: int, share: float = 0.05, *, force: bool = False) -> None:
+        """See `Client.canary`."""
+        await self._transport.run(self._operations.canary(model, version, share, force))
 
-    def __init__(self, pool: _Pool, group: Group, fields: str) -> None:
-        self._pool, self._group, self._fields = pool, group, fields
-        self._loop = asyncio.get_running_loop()
-        self._waker: asyncio.Future[None] | None = None
-        self._busy: list[_Link] = []
-        self._ended: list[tuple[_Link, Attempt, TierstoreError | None]] = []
-        self._connecting: set[asyncio.Task[None]] = set()
-        self.granted: list[_Link | None] = []
+    async def promote(self, model: str) -> int:
+        """See `Client.promote`."""
+        return await self._transport.run(self._operations.promote(model))
 
-    async def run(self) -> list[Reply]:
-        group = self._group
-        try:
-            while not group.ended():
-                now = time.monotonic()
-                group.expire(now)
-                group.resume(now)
-                self._drop_unwanted()
-                while (attempt := group.next(now)) is not None:
-                    if not self._begin(attempt):
-                        break
-                if group.ended():
-                    break
-                await self._wait(group.wake_at() - time.monotonic())
-                ended, self._ended = self._ended, []
-                for link, attempt, error in ended:
-                    self._settle(link, attempt, error)
-            return group.replies()
-        finally:
-            group.abandon()
-            for task in self._connecting:
-                task.cancel()
-            ended, self._ended = self._ended, []
-            for link in [*self._busy, *(link for link, _, _ in ended)]:
-                link.close()
-                self._pool.release(link)
-            self._pool.leave(self)
+    async def withdraw(self, model: str) -> int:
+        """See `Client.withdraw`."""
+        return await self._transport.run(self._operations.withdraw(model))
 
-    # --- what the pool and the links call, on the same loop
+    async def label(self, model: str, name: str, version: int) -> None:
+        """See `Client.label`."""
+        await self._transport.run(self._operations.label(model, name, version))
 
-    def ended(self, link: _Link, attempt: Attempt, error: TierstoreError | None) -> None:
-        """A link is done with an attempt, for good or bad."""
-        self._busy.remove(link)
-        self._ended.append((link, attempt, error))
-        self._wake()
-
-    def grant(self, link: _Link | None) -> None:
-        """The place that was waited for."""
-        self.granted.append(link)
-        self._wake()
-
-    # --- inside
-
-    def _begin(self, attempt: Attempt) -> bool:
-        there, link = self._pool.take(self, fresh=attempt.fresh)
-        if not there:
-            self._group.put_back(attempt)
-            return False
-        if link is not None:
-            self._send(link, attempt)
-            return True
-        task = self._loop.create_task(self._connect(attempt))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-        return True
-
-    async def _connect(self, attempt: Attempt) -> None:
-        link = None
-        try:
-            link = await self._pool.connect(max(0.001, attempt.flight.deadline - time.monotonic()))
-        except Unreachable as error:
-            self._group.failed(attempt, error, time.monotonic())
-        finally:
-            if link is None or attempt.dropped:
-                if link is not None:
-                    link.close()
-                self._pool.release(None)
-            else:
-                self._send(link, attempt)
-            self._wake()
-
-    def _send(self, link: _Link, attempt: Attempt) -> None:
-        self._busy.append(link)
-        link.begin(self, attempt, attempt.head(self._pool.address, self._fields))
-
-    def _settle(self, link: _Link, attempt: Attempt, error: TierstoreError | None) -> None:
-        if error is None:
-            self._group.answered(attempt, time.monotonic())
-        else:
-            self._group.failed(attempt, error, time.monotonic(), stale=link.stale)
-            link.close()
-        self._pool.release(link)
-
-    def _drop_unwanted(self) -> None:
-        for link in [link for link in self._busy if link.attempt is None or link.attempt.dropped]:
-            self._busy.remove(link)
-            link.close()
-            self._pool.release(link)
-
-    async def _wait(self, seconds: float) -> None:
-        """Until something ended, a place came free, or the time is over."""
-        if self._ended or self.granted:
-            return
-        self._waker = self._loop.create_future()
-        timer = None if seconds > 3600 else self._loop.call_later(max(0.0, seconds), self._wake)
-        try:
-            await self._waker
-        finally:
-            self._waker = None
-            if timer is not None:
-                timer.cancel()
-
-    def _wake(self) -> None:
-        if self._waker is not None and not self._waker.done():
-            self._waker.set_result(None)
+    async def unlabel(self, model: str, name: str) -> None:
+        """See `Client.unlabel`."""
+        await self._transport.run(self._operations.label(model, name, None))

@@ -1,8 +1,8 @@
-"""HTTP/1.1 as a client speaks it, without a socket: what goes out, and answers put together from what comes in.
+"""HTTP/1.1 on the client's side, without a socket: heads of requests, and answers parsed as their bytes arrive.
 
-An answer's body is received straight into the memory that its receiver names. Who owns the connection asks `buffer`
-where the next bytes shall go and tells `received` how many came. Source: RFC 9112. Of its framings, a body in chunks or
-one that ends with the connection is gathered first; services like ours send neither, proxies may.
+The body of an answer is received straight into the memory that its receiver names. The owner of the connection calls
+`buffer` for the place of the next bytes, and then `received` with their number. Source: RFC 9112. A chunked body, or one
+that ends with the connection, is collected first; our service sends neither, proxies may.
 
 One connection, one `Incoming`, one thread at a time.
 """
@@ -20,7 +20,7 @@ _NO_BODY = (204, 304)
 
 
 class Receiver(Protocol):
-    """Takes one answer. `start` comes first; then bytes are put where `buffer` says, `nbytes` of them in all."""
+    """Receives one answer. `start` is called first; then `nbytes` bytes in all are written where `buffer` says."""
 
     def start(self, status: int, headers: Mapping[str, str], nbytes: int) -> None: ...
     def buffer(self) -> memoryview: ...
@@ -28,7 +28,7 @@ class Receiver(Protocol):
 
 
 class Malformed(TierstoreError):
-    """What came is not HTTP/1.1."""
+    """The answer is not HTTP/1.1."""
 
 
 def request_head(method: str, target: str, fields: str, body_bytes: int) -> bytes:
@@ -38,19 +38,19 @@ def request_head(method: str, target: str, fields: str, body_bytes: int) -> byte
 
 
 class Incoming:
-    """The answers of one connection, one after the other. Its buffer for heads is made once."""
+    """The answers of one connection, one after the other. The buffer for heads is allocated once."""
 
     def __init__(self) -> None:
         self._memory = bytearray(HEAD_BYTES)
         self._view = memoryview(self._memory)
         self._receiver: Receiver | None = None
-        self._got = 0  # bytes in _memory
-        self._left: int | None = None  # of the body, where it goes to the receiver directly
-        self._gathered: bytearray | None = None  # a body whose length is not known beforehand
+        self._filled = 0  # bytes of _memory
+        self._remaining: int | None = None  # bytes of the body, where the receiver gets it directly
+        self._collected: bytearray | None = None  # a body whose length the head does not say
         self._chunks: _Chunks | None = None
         self._status = 0
         self._headers: dict[str, str] = {}
-        self.begun = False  # whether a byte of the answer has come
+        self.started = False  # whether a byte of the answer was received
         self.reusable = False  # whether the connection may carry another request
 
     @property
@@ -58,104 +58,104 @@ class Incoming:
         return self._receiver is None
 
     def expect(self, receiver: Receiver) -> None:
-        """Before each request: where its answer goes."""
-        self._receiver, self._got, self._left, self._gathered, self._chunks = receiver, 0, None, None, None
-        self.begun, self.reusable = False, False
+        """Name the receiver of the next answer; called before each request."""
+        self._receiver, self._filled, self._remaining, self._collected, self._chunks = receiver, 0, None, None, None
+        self.started, self.reusable = False, False
 
     def forget(self) -> None:
-        """Write no more into the receiver's memory; the connection has to be closed then."""
+        """Write no more into the receiver's memory. The connection has to be closed after this."""
         self._receiver, self.reusable = None, False
 
     def buffer(self) -> memoryview:
-        """Where the next bytes are to be put; never empty."""
-        if self._left is not None and self._receiver is not None:
+        """The memory for the next bytes; never empty."""
+        if self._remaining is not None and self._receiver is not None:
             return self._receiver.buffer()
-        return self._view[self._got :]
+        return self._view[self._filled :]
 
     def received(self, n: int) -> bool:
-        """Tell that `n` bytes are in `buffer`. True when the answer is complete. Raises Malformed."""
+        """Report that `n` bytes were written to `buffer`. True when the answer is complete. Raises Malformed."""
         if self._receiver is None:
-            raise Malformed("the service sent something that was not asked for")
-        self.begun = True
-        if self._left is not None:
-            self._left -= n
+            raise Malformed("the service sent bytes that no request asked for")
+        self.started = True
+        if self._remaining is not None:
+            self._remaining -= n
             self._receiver.received(n)
-            return self._left == 0 and self._end()
-        if self._gathered is not None:
-            return self._gather(self._view[:n])
-        self._got += n
-        return self._head(max(0, self._got - n - 3))
+            return self._remaining == 0 and self._end()
+        if self._collected is not None:
+            return self._collect(self._view[:n])
+        self._filled += n
+        return self._head(max(0, self._filled - n - 3))
 
     def closed(self) -> bool:
-        """Tell that the service has closed the connection. True if that was the end of the answer."""
-        if self._gathered is not None and self._chunks is None and self._receiver is not None:
+        """Report that the service has closed the connection. True if that completed the answer."""
+        if self._collected is not None and self._chunks is None and self._receiver is not None:
             return self._deliver()
         return False
 
     def _head(self, since: int) -> bool:
-        end = self._memory.find(b"\r\n\r\n", since, self._got)
+        end = self._memory.find(b"\r\n\r\n", since, self._filled)
         if end < 0:
-            if self._got == HEAD_BYTES:
-                raise Malformed(f"an answer's head has more than {HEAD_BYTES} bytes")
+            if self._filled == HEAD_BYTES:
+                raise Malformed(f"expected an answer's head of at most {HEAD_BYTES} bytes, got more")
             return False
         status, version, headers = _parse(bytes(self._view[:end]).decode("latin-1"))
-        rest = bytes(self._view[end + 4 : self._got])
-        self._got = 0
-        if 100 <= status < 200:  # an interim answer: the one that counts follows
-            self._view[: len(rest)] = rest
-            self._got = len(rest)
-            return bool(rest) and self._head(0)
+        remainder = bytes(self._view[end + 4 : self._filled])
+        self._filled = 0
+        if 100 <= status < 200:  # an interim answer: the final one follows
+            self._view[: len(remainder)] = remainder
+            self._filled = len(remainder)
+            return bool(remainder) and self._head(0)
         connection = headers.get("connection", "").lower()
         self.reusable = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
         self._status, self._headers = status, headers
         assert self._receiver is not None
         if status in _NO_BODY:
             self._receiver.start(status, headers, 0)
-            self.reusable = self.reusable and not rest
+            self.reusable = self.reusable and not remainder
             return self._end()
         if "chunked" in headers.get("transfer-encoding", "").lower():
-            self._gathered, self._chunks = bytearray(), _Chunks()
-            return self._gather(memoryview(rest))
+            self._collected, self._chunks = bytearray(), _Chunks()
+            return self._collect(memoryview(remainder))
         length = headers.get("content-length")
         if length is None:
-            self._gathered, self.reusable = bytearray(rest), False
+            self._collected, self.reusable = bytearray(remainder), False
             return False
         if not length.isdigit():
-            raise Malformed(f"Content-Length is {length!r}")
-        self._left = int(length)
-        self._receiver.start(status, headers, self._left)
-        return self._feed(memoryview(rest))
+            raise Malformed(f"expected a number in Content-Length, got {length!r}")
+        self._remaining = int(length)
+        self._receiver.start(status, headers, self._remaining)
+        return self._feed(memoryview(remainder))
 
     def _feed(self, data: memoryview) -> bool:
-        """Hand bytes that came together with the head to the receiver."""
+        """Give the receiver the bytes that arrived together with the head."""
         assert self._receiver is not None
-        assert self._left is not None
-        if len(data) > self._left:
-            data, self.reusable = data[: self._left], False
+        assert self._remaining is not None
+        if len(data) > self._remaining:
+            data, self.reusable = data[: self._remaining], False
         while data:
-            into = self._receiver.buffer()
-            n = min(len(into), len(data))
-            into[:n] = data[:n]
-            self._left -= n
+            buffer = self._receiver.buffer()
+            n = min(len(buffer), len(data))
+            buffer[:n] = data[:n]
+            self._remaining -= n
             self._receiver.received(n)
             data = data[n:]
-        return self._left == 0 and self._end()
+        return self._remaining == 0 and self._end()
 
-    def _gather(self, data: memoryview) -> bool:
-        assert self._gathered is not None
+    def _collect(self, data: memoryview) -> bool:
+        assert self._collected is not None
         if self._chunks is None:
-            self._gathered += data
+            self._collected += data
             return False
-        return self._chunks.take(data, self._gathered) and self._deliver()
+        return self._chunks.decode(data, self._collected) and self._deliver()
 
     def _deliver(self) -> bool:
         assert self._receiver is not None
-        assert self._gathered is not None
+        assert self._collected is not None
         if self._chunks is not None and self._chunks.surplus:
             self.reusable = False
-        self._left = len(self._gathered)
-        self._receiver.start(self._status, self._headers, self._left)
-        return self._feed(memoryview(self._gathered))
+        self._remaining = len(self._collected)
+        self._receiver.start(self._status, self._headers, self._remaining)
+        return self._feed(memoryview(self._collected))
 
     def _end(self) -> bool:
         self._receiver = None
@@ -165,10 +165,10 @@ class Incoming:
 def _parse(head: str) -> tuple[int, str, dict[str, str]]:
     """(status, version, headers by lower-case name) of an answer's head."""
     first, *lines = head.split("\r\n")
-    version, _, rest = first.partition(" ")
-    status = rest[:3]
+    version, _, remainder = first.partition(" ")
+    status = remainder[:3]
     if version not in ("HTTP/1.1", "HTTP/1.0") or len(status) != 3 or not status.isdigit():
-        raise Malformed(f"expected an answer of HTTP/1.1, came {first[:80]!r}")
+        raise Malformed(f"expected an answer of HTTP/1.1, got {first[:80]!r}")
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -177,23 +177,23 @@ def _parse(head: str) -> tuple[int, str, dict[str, str]]:
 
 
 class _Chunks:
-    """The chunked transfer coding, decoded as it comes."""
+    """The chunked transfer coding, decoded as it arrives."""
 
     def __init__(self) -> None:
         self._line = bytearray()
-        self._left = 0  # of the chunk
+        self._remaining = 0  # of the chunk
         self._state = "size"
         self.surplus = False
 
-    def take(self, data: memoryview, into: bytearray) -> bool:
-        """Decode `data` to the end of `into`. True after the last chunk."""
+    def decode(self, data: memoryview, into: bytearray) -> bool:
+        """Append what `data` holds of the body to `into`. True after the last chunk."""
         while data:
             if self._state == "data":
-                n = min(self._left, len(data))
+                n = min(self._remaining, len(data))
                 into += data[:n]
-                self._left -= n
+                self._remaining -= n
                 data = data[n:]
-                if not self._left:
+                if not self._remaining:
                     self._state = "end"
                 continue
             end = bytes(data[:_LINE_BYTES]).find(b"\n")
@@ -201,7 +201,7 @@ class _Chunks:
             self._line += data[:n]
             data = data[n:]
             if len(self._line) > _LINE_BYTES:
-                raise Malformed("a chunk's size takes too many bytes")
+                raise Malformed(f"expected a chunk's size within {_LINE_BYTES} bytes, got a longer line")
             if end < 0:
                 continue
             line, self._line = bytes(self._line).strip(), bytearray()
@@ -217,9 +217,9 @@ class _Chunks:
 
     def _size(self, line: bytes) -> None:
         try:
-            self._left = int(line.partition(b";")[0], 16)
+            self._remaining = int(line.partition(b";")[0], 16)
         except ValueError:
-            raise Malformed(f"a chunk's size is {line[:40]!r}") from None
-        if self._left < 0:
+            raise Malformed(f"expected a chunk's size, got {line[:40]!r}") from None
+        if self._remaining < 0:
             raise Malformed("a chunk's size is negative")
-        self._state = "data" if self._left else "trailer"
+        self._state = "data" if self._remaining else "trailer"

@@ -1,42 +1,157 @@
-"""What a caller of `predict` gives, as tensors of the datatypes that the model declares. Pure functions."""
+"""What a caller passes to a look-up or to `predict`, as tensors: checked, converted, whole or in parts.
+
+Pure functions and immutable values; any thread may use them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.client import wire
-from tierstore.client.batches import Batch, as_keys
-from tierstore.client.shards import Bags, Plain
 from tierstore.errors import InvalidInput
+from tierstore.types import check_sequence
+
+KeysLike = npt.ArrayLike  # integers or strings: a list, an array, an Arrow array, a column of a frame, a tensor
 
 _PARTS = (".offsets", ".weights")
 
 
-def given(inputs: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[Plain | Bags]:
-    """Each input: an array, or `(keys, offsets)` or `(keys, offsets, weights)` for a ragged feature.
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`keys` of one feature: an int64 or uint64 array, or an Arrow `large_string` array. In bags if it has `offsets`."""
 
-    `metadata` is the protocol's of the model. Names that it does not know go out as they are, for the service to judge.
-    InvalidInput for values that do not become what the model declares.
+    feature: str
+    keys: Any
+    offsets: npt.NDArray[np.int64] | None = None
+    weights: npt.NDArray[np.float32] | None = None
+
+    @staticmethod
+    def from_value(feature: str, value: Any) -> Batch:
+        """`value` is keys, or for bags a tuple `(keys, offsets)` or `(keys, offsets, weights)`."""
+        if not isinstance(value, tuple) or (value and all(np.ndim(one) == 0 for one in value)):
+            return Batch.of(feature, value)
+        if len(value) not in (2, 3):
+            raise InvalidInput(
+                f"{feature!r}: expected keys, (keys, offsets) or (keys, offsets, weights), got a tuple of {len(value)}"
+            )
+        return Batch.of(feature, *value)
+
+    @staticmethod
+    def of(
+        feature: str, keys: KeysLike, offsets: npt.ArrayLike | None = None, weights: npt.ArrayLike | None = None
+    ) -> Batch:
+        """Check and convert a caller's values. The service checks them against the table."""
+        array = as_keys(keys)
+        starts = None if offsets is None else _offsets(offsets, len(array))
+        return Batch(feature, array, starts, None if weights is None else _weights(weights, len(array)))
+
+    @property
+    def n(self) -> int:
+        return len(self.keys)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the answer: one per key, or one per bag."""
+        return len(self.keys) if self.offsets is None else len(self.offsets)
+
+    def bags(self, first: int, last: int) -> Batch:
+        """The bags [first, last)."""
+        starts = self.offsets
+        assert starts is not None
+        if first == last:
+            return Batch(self.feature, self.keys[:0], starts[:0], None if self.weights is None else self.weights[:0])
+        begin, end = int(starts[first]), self.n if last == len(starts) else int(starts[last])
+        weights = None if self.weights is None else self.weights[begin:end]
+        return Batch(self.feature, self.keys[begin:end], starts[first:last] - begin, weights)
+
+    def inputs(self) -> list[wire.Input]:
+        """The tensors of a request: `<feature>`, and `.offsets` and `.weights` where there are any."""
+        name = self.feature
+        keys = wire.numbers(name, self.keys) if isinstance(self.keys, np.ndarray) else wire.strings(name, self.keys)
+        others = ((f"{name}.offsets", self.offsets), (f"{name}.weights", self.weights))
+        return [keys, *(wire.numbers(other, values) for other, values in others if values is not None)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """An input of `predict` that is one tensor: numbers of any shape, or a flat Arrow array of strings.
+
+    `shape` is that of the tensor. `items`: whether axis 0 may be the batch dimension.
+    """
+
+    name: str
+    values: Any
+    shape: tuple[int, ...]
+    items: bool = True
+
+    @property
+    def n(self) -> int | None:
+        """Entries along the batch dimension; None without one."""
+        return self.shape[0] if self.items and self.shape else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Outputs that have one entry per entry of this input."""
+        return (self.name, f"{self.name}.found")
+
+    def part(self, begin: int, end: int) -> Plain:
+        width = 1 if isinstance(self.values, np.ndarray) else int(np.prod(self.shape[1:], dtype=np.int64))
+        return Plain(self.name, self.values[begin * width : end * width], (end - begin, *self.shape[1:]))
+
+    def inputs(self) -> list[wire.Input]:
+        if isinstance(self.values, np.ndarray):
+            return [wire.numbers(self.name, self.values)]
+        tensor = wire.strings(self.name, self.values)
+        return [wire.Input(tensor.name, tensor.datatype, self.shape, tensor.data)]
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """A ragged input of `predict`: one bag per item."""
+
+    batch: Batch
+
+    @property
+    def n(self) -> int | None:
+        return self.batch.rows
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.batch.feature, f"{self.batch.feature}.found")
+
+    def part(self, begin: int, end: int) -> Bags:
+        return Bags(self.batch.bags(begin, end))
+
+    def inputs(self) -> list[wire.Input]:
+        return self.batch.inputs()
+
+
+def predict_inputs(inputs: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[Plain | Bags]:
+    """Inputs by name, converted to the datatypes that `metadata` (the protocol's, of the model) declares.
+
+    A value is an array, or `(keys, offsets)` or `(keys, offsets, weights)` for a ragged feature. Names that are not in
+    `metadata` are sent as they are; the service checks them. InvalidInput for values that cannot be converted.
     """
     if not isinstance(inputs, Mapping) or not inputs:
         raise InvalidInput("expected inputs by name, such as {'user_id': keys}")
     declared = {entry["name"]: entry for entry in metadata.get("inputs", [])}
-    made: list[Plain | Bags] = []
+    tensors: list[Plain | Bags] = []
     for name, value in inputs.items():
         base, _, part = name.rpartition(".")
         if f".{part}" in _PARTS and base in inputs and f"{base}.offsets" in inputs:
-            continue  # goes with its feature
+            continue  # sent with its feature
         if isinstance(value, tuple):
-            made.append(Bags(Batch.given(name, value)))
+            tensors.append(Bags(Batch.from_value(name, value)))
         elif f"{name}.offsets" in inputs:
-            made.append(Bags(Batch.of(name, value, inputs[f"{name}.offsets"], inputs.get(f"{name}.weights"))))
+            tensors.append(Bags(Batch.of(name, value, inputs[f"{name}.offsets"], inputs.get(f"{name}.weights"))))
         else:
-            made.append(_plain(name, value, declared.get(name)))
-    return made
+            tensors.append(_plain(name, value, declared.get(name)))
+    return tensors
 
 
 def _plain(name: str, value: Any, declared: Mapping[str, Any] | None) -> Plain:
@@ -54,7 +169,7 @@ def _plain(name: str, value: Any, declared: Mapping[str, Any] | None) -> Plain:
     target = wire.dtype_of(datatype)
     if array.dtype.kind in "USTO":
         if target is not None:
-            raise InvalidInput(f"input {name!r}: expected {datatype}, came strings or objects")
+            raise InvalidInput(f"input {name!r}: expected {datatype}, got strings or objects")
         return Plain(name, as_keys(array.reshape(-1)), array.shape, items)
     if target is not None and array.dtype != target:
         array = _converted(name, array, target)
@@ -62,12 +177,89 @@ def _plain(name: str, value: Any, declared: Mapping[str, Any] | None) -> Plain:
 
 
 def _converted(name: str, array: npt.NDArray[Any], target: np.dtype[Any]) -> npt.NDArray[Any]:
-    """`array` as `target` where no meaning is lost: floats may be rounded, integers must fit."""
+    """`array` as `target`: floats may be rounded, integers must fit."""
     if array.dtype.kind in "iu" and target.kind in "iu" and array.dtype.itemsize == target.itemsize == 8:
-        return array  # keys may come as either; the service checks that they fit
+        return array  # keys may be either; the service checks that they fit
     if array.size and not np.can_cast(array.dtype, target, "same_kind"):
-        raise InvalidInput(f"input {name!r}: expected {wire.name_of(target)}, came {array.dtype}")
+        raise InvalidInput(f"input {name!r}: expected {wire.name_of(target)}, got {array.dtype}")
     converted = array.astype(target)
     if target.kind in "iu" and array.size and not (converted == array).all():
-        raise InvalidInput(f"input {name!r}: a value does not fit {wire.name_of(target)}")
+        raise InvalidInput(f"input {name!r}: expected values that fit {wire.name_of(target)}, got others")
     return converted
+
+
+def as_keys(keys: KeysLike) -> Any:
+    """`keys` as an int64, uint64 or Arrow `large_string` array of one dimension. InvalidInput where they are neither."""
+    array = keys if isinstance(keys, np.ndarray) else _from_other(keys)
+    if isinstance(array, np.ndarray):
+        if array.ndim != 1:
+            raise InvalidInput(f"expected keys of one dimension, got shape {array.shape}")
+        if array.dtype.kind == "i":
+            return array.astype(np.int64, copy=False)
+        if array.dtype.kind == "u":
+            return array.astype(np.uint64, copy=False)
+        if array.dtype.kind not in "USTO":
+            raise InvalidInput(f"expected integer or string keys, got {array.dtype}")
+    from tierstore.formats.strings import as_arrow_strings  # imports Arrow, which integer keys do not need
+
+    return as_arrow_strings(array)
+
+
+def _from_other(keys: Any) -> Any:
+    """A list, an Arrow array or the like as a NumPy array of integers, or as something that holds strings."""
+    check_sequence(keys, "integer or string")
+    if hasattr(keys, "detach"):
+        return keys.detach().cpu().numpy()  # a PyTorch tensor, maybe on a GPU
+    if type(keys).__module__.startswith("pyarrow"):
+        import pyarrow as pa
+
+        if pa.types.is_integer(keys.type):
+            if keys.null_count:
+                raise InvalidInput("expected a key in every row, got null")
+            return keys.to_numpy()
+        return keys
+    if hasattr(keys, "__array__"):
+        return np.asarray(keys)
+    try:
+        keys = list(keys)
+    except TypeError:
+        raise InvalidInput(f"expected a sequence of integer or string keys, got {type(keys).__name__}") from None
+    kinds = set(map(type, keys))
+    if not keys:
+        return np.empty(0, np.int64)
+    if not kinds <= {int} and not all(issubclass(kind, np.integer) for kind in kinds):
+        if kinds <= {str, bytes, np.str_, np.bytes_}:
+            return keys
+        raise InvalidInput(f"expected integer or string keys, got {', '.join(sorted(kind.__name__ for kind in kinds))}")
+    try:
+        return np.array(keys, np.int64)
+    except OverflowError:
+        pass
+    try:
+        return np.array(keys, np.uint64)
+    except OverflowError as error:
+        raise InvalidInput(f"expected keys of 64 bits, got keys from {min(keys)} to {max(keys)}") from error
+
+
+def _offsets(offsets: Any, n: int) -> npt.NDArray[np.int64]:
+    array = np.asarray(offsets)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        raise InvalidInput(f"offsets: expected int64 of shape [bags], got {array.dtype} of {list(array.shape)}")
+    starts = array.astype(np.int64)
+    if len(starts) and (starts[0] != 0 or starts[-1] > n or (starts[1:] < starts[:-1]).any()):
+        raise InvalidInput(
+            f"offsets: expected the start of each bag: 0 first, never descending, none beyond the {n} keys"
+        )
+    if n and not len(starts):
+        raise InvalidInput(f"offsets: expected at least one bag for {n} keys, got none")
+    return starts
+
+
+def _weights(weights: Any, n: int) -> npt.NDArray[np.float32]:
+    try:
+        array = np.ascontiguousarray(weights, np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"weights: expected {n} numbers: {error}") from error
+    if array.shape != (n,):
+        raise InvalidInput(f"weights: expected one per key, shape [{n}], got {list(array.shape)}")
+    return array

@@ -1,11 +1,12 @@
-"""What receives an answer: a document, or tensors straight into the arrays that the caller gets.
+"""Receivers of answers: documents, refusals as errors, and tensors straight into the arrays that the caller gets.
 
-A receiver belongs to one attempt, which belongs to one thread at a time. It may be given up in the middle; only
-`finish` of the attempt that counts makes its answer the answer.
+A reply belongs to one attempt, and so to one thread at a time. It may be abandoned half received: an answer counts only
+once `finish` was called.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,35 +15,47 @@ import numpy.typing as npt
 import orjson
 
 from tierstore.client import wire
-from tierstore.client.refusals import error_of
-from tierstore.errors import TierstoreError
+from tierstore.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    NotReady,
+    Overloaded,
+    SequenceGap,
+    TierstoreError,
+    TooLarge,
+    Unauthorized,
+    WrongPartition,
+)
 
-Place = Callable[[str, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any] | None]
+Destination = Callable[[str, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any] | None]
 
 
 class Reply:
-    """An answer as a document."""
+    """An answer whose body is a document."""
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: Mapping[str, str] = {}
         self.body = bytearray()
-        self.order = 0  # among the replies of one request: which came when
-        self._into = memoryview(self.body)
+        self.order = 0  # of arrival among the replies of one request, from 1
+        self._unfilled = memoryview(self.body)
 
     def start(self, status: int, headers: Mapping[str, str], nbytes: int) -> None:
         self.status, self.headers = status, headers
         self.body = bytearray(nbytes)
-        self._into = memoryview(self.body)
+        self._unfilled = memoryview(self.body)
 
     def buffer(self) -> memoryview:
-        return self._into
+        return self._unfilled
 
     def received(self, n: int) -> None:
-        self._into = self._into[n:]
+        self._unfilled = self._unfilled[n:]
 
     def finish(self) -> None:
-        """Once all is there and nothing else writes: put it where it belongs. Raises what a refusal stands for."""
+        """Complete the answer once all of it is received and no other attempt writes. Raises the error of a refusal."""
         if not 200 <= self.status < 300:
             raise error_of(self.status, self.headers, bytes(self.body))
 
@@ -53,22 +66,22 @@ class Reply:
         try:
             return orjson.loads(self.body)
         except ValueError as error:
-            raise TierstoreError("the service answered with something that is not JSON: is it a tierstore?") from error
+            raise TierstoreError("expected JSON from the service, got something else: is it a tierstore?") from error
 
 
 class Tensors(Reply):
     """An answer to an inference request.
 
-    place: where an output is to be written, or None if it belongs nowhere; without it every output is an array of its
-        own, in `outputs`.
-    direct: write there as bytes come; otherwise only in `finish`, since another attempt may be writing there.
+    destination: gives the array that an output is written to, or None for an output that is not needed. Without it every
+        output is an array of its own, in `outputs`.
+    direct: write there as bytes arrive; else only in `finish`, since another attempt may be writing there.
     """
 
-    def __init__(self, place: Place | None = None, *, direct: bool = True) -> None:
+    def __init__(self, destination: Destination | None = None, *, direct: bool = True) -> None:
         super().__init__()
-        self._place, self._direct = place, direct
-        self._segments: list[memoryview] = []  # to be received, the last one first
-        self._raw: dict[str, bytearray] = {}  # of BYTES outputs
+        self._destination, self._direct = destination, direct
+        self._segments: list[memoryview] = []  # still to be received, the last one first
+        self._raw: dict[str, bytearray] = {}  # bytes of BYTES outputs
         self._described: list[wire.Described] | None = None
         self._in_json = False
         self._tail_bytes = 0
@@ -92,8 +105,8 @@ class Tensors(Reply):
         return self._segments[-1]
 
     def received(self, n: int) -> None:
-        rest = self._segments[-1] = self._segments[-1][n:]
-        if len(rest):
+        remainder = self._segments[-1] = self._segments[-1][n:]
+        if len(remainder):
             return
         self._segments.pop()
         if self._in_json and self._described is None:
@@ -111,29 +124,80 @@ class Tensors(Reply):
                 self._segments.append(memoryview(raw))
                 continue
             array = None
-            if self._place is not None and self._direct:
-                array = self._place(output.name, output.shape, output.dtype)
+            if self._destination is not None and self._direct:
+                array = self._destination(output.name, output.shape, output.dtype)
             if array is None:
                 array = np.empty(output.shape, output.dtype)
             self.outputs[output.name] = array
             self._segments.append(array.reshape(-1).view(np.uint8).data)
         if total != self._tail_bytes:
-            raise wire.not_of_the_protocol(f"{self._tail_bytes} bytes follow the JSON, which tells of {total}")
+            raise wire.not_of_the_protocol(f"{self._tail_bytes} bytes follow the JSON, which describes {total}")
         self._segments = [segment for segment in reversed(self._segments) if len(segment)]
 
     def finish(self) -> None:
         super().finish()
         for output in self._described or []:
             if output.nbytes is None:
-                self._late(output, wire.from_json(output))
+                self._store(output, wire.from_json(output))
             elif output.dtype is wire.OBJECT:
-                self._late(output, wire.from_length_prefixed(bytes(self._raw[output.name]), output.shape))
+                self._store(output, wire.from_length_prefixed(bytes(self._raw[output.name]), output.shape))
             elif not self._direct:
-                self._late(output, self.outputs[output.name])
+                self._store(output, self.outputs[output.name])
 
-    def _late(self, output: wire.Described, array: npt.NDArray[Any]) -> None:
+    def _store(self, output: wire.Described, array: npt.NDArray[Any]) -> None:
         self.outputs[output.name] = array
-        if self._place is not None:
-            place = self._place(output.name, output.shape, output.dtype)
-            if place is not None:
-                place[...] = array
+        if self._destination is not None:
+            destination = self._destination(output.name, output.shape, output.dtype)
+            if destination is not None:
+                destination[...] = array
+
+
+def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TierstoreError:
+    """The error of `tierstore.errors` that a refusal stands for. `headers` by lower-case name."""
+    document = _document(body)
+    message = str(
+        document.get("detail") or document.get("error") or document.get("title") or f"the service answered {status}"
+    )
+    match status:
+        case 401:
+            return Unauthorized(message)
+        case 403:
+            return Forbidden(message)
+        case 404:
+            return NotFound(message)
+        case 409 if isinstance(document.get("expected_seq"), int):
+            return SequenceGap(message, expected_seq=document["expected_seq"])
+        case 409:
+            return Conflict(message)
+        case 413:
+            return TooLarge(message)
+        case 421:
+            return WrongPartition(message)
+        case 429 | 503 if "retry-after" in headers:
+            return Overloaded(message, retry_after_s=_seconds(headers["retry-after"]))
+        case 429:
+            return Overloaded(message)
+        case 503:
+            return NotReady(message)
+        case 504:
+            return DeadlineExceeded(message)
+        case _ if 400 <= status < 500:
+            return InvalidInput(message)
+        case _:
+            return TierstoreError(f"the service failed ({status}): {message}")
+
+
+def _document(body: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(body)
+    except ValueError:
+        text = body[:200].decode("utf-8", "replace").strip()
+        return {"error": text} if text else {}
+    return document if isinstance(document, dict) else {"error": str(document)}
+
+
+def _seconds(value: str) -> float:
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        return 1.0  # a date, the other form of the header, which our service does not send

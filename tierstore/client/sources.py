@@ -1,25 +1,22 @@
-"""Which model a snapshot or a delta is of, read from the thing itself. Functions of files and bytes; any thread."""
+"""What a snapshot or a delta says of itself, where its files can be read here. Pure functions; any thread."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tierstore.errors import InvalidInput
 
 
 def snapshot_model(source: str | Path) -> str:
-    """The model that a snapshot, or a built version, which can be read here is of. InvalidInput where it cannot."""
-    root = Path(str(source).removeprefix("file://"))
-    built = root / "built.json"
-    path = built if built.is_file() else root / "snapshot.json"
-    try:
-        document = json.loads(path.read_bytes())
-        return str((document["manifest"] if path is built else document)["model"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidInput(
-            f"cannot tell from {path} which model the snapshot is of; name it (model=, --model): {error}"
-        ) from error
+    """The model of a snapshot or built version, read from its own file. InvalidInput where that cannot be read here."""
+    return str(_read(source, "model"))
+
+
+def snapshot_version(source: str | Path) -> int:
+    """The version of a snapshot or built version, as `snapshot_model`."""
+    return int(_read(source, "version"))
 
 
 def delta_model(data: bytes) -> str:
@@ -31,4 +28,17 @@ def delta_model(data: bytes) -> str:
     except (pa.ArrowException, OSError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise InvalidInput(
             f"expected a delta: an Arrow IPC stream whose schema metadata has `model`: {error}"
+        ) from error
+
+
+def _read(source: str | Path, name: str) -> Any:
+    root = Path(str(source).removeprefix("file://"))
+    built = root / "built.json"
+    path = built if built.is_file() else root / "snapshot.json"
+    try:
+        document = json.loads(path.read_bytes())
+        return document.get("manifest", document)[name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"cannot read the {name} of the snapshot from {path}; name it ({name}=, --{name}): {error}"
         ) from error

@@ -1,34 +1,33 @@
-"""`Client`: the verbs of a store, over HTTP, for threads.
+"""`Client`: the verbs of a store over HTTP, for threads.
 
-Any thread may use one `Client`, and many should share one: it keeps its connections open. All requests of one call are
-carried by the thread that calls, side by side on several connections; the client has no threads of its own. It holds no
-state of the service's, so nothing is lost with it; a verb that was acknowledged is as durable as the service made it.
+Any thread may use one `Client`, and many should share one: it keeps its connections open. The calling thread carries
+its own requests. The client holds no state of the service; an acknowledged verb is as durable as the service made it.
 """
 
 from __future__ import annotations
 
-import select
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
-from tierstore.client.face import Face
-from tierstore.client.flights import Attempt, Call, Group
-from tierstore.client.links import Link, Links
-from tierstore.client.replies import Reply
-from tierstore.client.signatures import BlockingVerbs
-from tierstore.client.steps import Pause, Steps
-from tierstore.errors import TierstoreError
+import numpy.typing as npt
 
-POOL_S = 0.002  # until a call that has connections under way asks for another one again
+from tierstore.client.base import ClientBase
+from tierstore.client.inputs import KeysLike
+from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
+from tierstore.client.remote_models import RemoteModel
+from tierstore.client.settings import Settings
+from tierstore.client.transport import Transport
+from tierstore.types import DeltaResult, ExportReport, ProgressFn
 
 
-class Client(BlockingVerbs):
-    __doc__ = f"{Face.__doc__}\n\n    Every verb blocks until it is done."
+class Client(ClientBase[Transport]):
+    __doc__ = f"{ClientBase.__doc__}\n\n    Every verb blocks until it is done."
 
-    def _open(self) -> None:
-        self._links = Links(self._address, self._settings.max_connections)
+    def _make_transport(self, settings: Settings) -> Transport:
+        return Transport(settings, self._budget, self._balancer)
 
     def __enter__(self) -> Client:
         return self
@@ -39,111 +38,308 @@ class Client(BlockingVerbs):
         self.close()
 
     def close(self) -> None:
-        """Close the connections; requests under way on other threads still end. May be called twice."""
-        self._run(self._shared.close())
-        self._links.close()
+        """Close the connections; requests that other threads have started still end. May be called twice."""
+        self._transport.run(self._shared_memory.close())
+        self._transport.close()
 
-    def _connections(self) -> dict[str, int]:
-        return self._links.figures()
+    def model(self, name: str) -> RemoteModel:
+        """The model of that name. Nothing is sent: a name that the service does not have fails at the first look-up."""
+        return RemoteModel(name, self._operations, self._transport)
 
-    def _run(self, steps: Steps) -> Any:
-        """Carry out what the verb asks for, step by step."""
-        answer: Any = None
-        error: TierstoreError | None = None
-        try:
-            while True:
-                step = steps.send(answer) if error is None else steps.throw(error)
-                answer, error = None, None
-                try:
-                    if isinstance(step, Pause):
-                        time.sleep(step.seconds)
-                    else:
-                        answer = self._exchange(step)
-                except TierstoreError as failed:
-                    error = failed
-        except StopIteration as done:
-            return done.value
-        finally:
-            steps.close()
+    @contextmanager
+    def pinned(self, model: str, version: int | str | None = None) -> Iterator[RemoteModel]:
+        """The model, of one version in the whole block: each request names it, and goes to a node that serves it.
 
-    def _exchange(self, calls: Sequence[Call]) -> list[Reply]:
-        """All calls side by side, with what has to be repeated."""
-        group = Group(calls, self._settings.policy, self._budget, time.monotonic())
-        busy: list[Link] = []
-        try:
-            while not group.ended():
-                now = time.monotonic()
-                group.expire(now)
-                group.resume(now)
-                self._drop_unwanted(busy)
-                while (attempt := group.next(now)) is not None:
-                    link = self._begin(group, attempt, wait=not busy)
-                    if link is None:
-                        break
-                    busy.append(link)
-                if not group.ended():
-                    self._wait(group, busy)
-            return group.replies()
-        finally:
-            group.abandon()
-            self._drop_unwanted(busy)
+        version: number or label; by default the version that is active now at one of the nodes. Once no node serves it any
+        more, requests raise NotFound. A version is served while it is active or the canary.
+        """
+        number = self._transport.run(self._operations.served_version(model, version))
+        yield RemoteModel(model, self._operations, self._transport, version=number)
 
-    def _begin(self, group: Group, attempt: Attempt, *, wait: bool) -> Link | None:
-        """A connection that carries the attempt; None if there is none."""
-        left = max(0.0, attempt.flight.deadline - time.monotonic())
-        try:
-            link = self._links.take(fresh=attempt.fresh, wait_s=left if wait else 0.0, timeout_s=left)
-        except TierstoreError as error:
-            group.failed(attempt, error, time.monotonic())
-            return None
-        if link is None:
-            group.put_back(attempt)
-            return None
-        try:
-            link.begin(attempt, attempt.head(self._address, self._fields))
-        except TierstoreError as error:
-            group.failed(attempt, error, time.monotonic(), stale=link.stale)
-            self._links.drop(link)
-            return None
-        return link
+    # --- look-ups and predictions: those of `RemoteModel`, with the name of the model first
 
-    def _wait(self, group: Group, busy: list[Link]) -> None:
-        """Until something came, or is due."""
-        wait_s = group.wake_at() - time.monotonic()
-        if group.starved:
-            wait_s = min(wait_s, POOL_S)
-        if not busy:
-            if wait_s > 0:
-                time.sleep(wait_s)
-            return
-        for link in _ready(busy, max(0.0, wait_s)):
-            attempt = link.attempt
-            assert attempt is not None
-            if attempt.dropped:
-                continue
-            try:
-                if not link.pump():
-                    continue
-            except TierstoreError as error:
-                busy.remove(link)
-                group.failed(attempt, error, time.monotonic(), stale=link.stale)
-                self._links.drop(link)
-            else:
-                busy.remove(link)
-                group.answered(attempt, time.monotonic())
-                self._links.give_back(link)
+    @overload
+    def lookup(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        *,
+        return_found: Literal[False] = False,
+        **options: Unpack[LookupOptions],
+    ) -> Floats: ...
+    @overload
+    def lookup(
+        self, model: str, feature: str, keys: KeysLike, *, return_found: Literal[True], **options: Unpack[LookupOptions]
+    ) -> tuple[Floats, Found]: ...
+    @overload
+    def lookup(
+        self, model: str, feature: str, keys: KeysLike, *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Floats | tuple[Floats, Found]: ...
+    def lookup(
+        self, model: str, feature: str, keys: KeysLike, *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Any:
+        """See `RemoteModel.lookup`."""
+        return self._transport.run(self._operations.lookup(model, feature, keys, return_found, options))
 
-    def _drop_unwanted(self, busy: list[Link]) -> None:
-        for link in [link for link in busy if link.attempt is None or link.attempt.dropped]:
-            busy.remove(link)
-            self._links.drop(link)
+    @overload
+    def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
+        *,
+        return_found: Literal[False] = False,
+        **options: Unpack[BagOptions],
+    ) -> Floats: ...
+    @overload
+    def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
+        *,
+        return_found: Literal[True],
+        **options: Unpack[BagOptions],
+    ) -> tuple[Floats, Found]: ...
+    @overload
+    def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
+        *,
+        return_found: bool = False,
+        **options: Unpack[BagOptions],
+    ) -> Floats | tuple[Floats, Found]: ...
+    def lookup_bags(
+        self,
+        model: str,
+        feature: str,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
+        *,
+        return_found: bool = False,
+        **options: Unpack[BagOptions],
+    ) -> Any:
+        """See `RemoteModel.lookup_bags`."""
+        bags = self._operations.lookup_bags(model, feature, keys, offsets, return_found, options)
+        return self._transport.run(bags)
 
+    @overload
+    def lookup_many(
+        self,
+        model: str,
+        keys: Mapping[str, Any],
+        *,
+        return_found: Literal[False] = False,
+        **options: Unpack[LookupOptions],
+    ) -> dict[str, Floats]: ...
+    @overload
+    def lookup_many(
+        self, model: str, keys: Mapping[str, Any], *, return_found: Literal[True], **options: Unpack[LookupOptions]
+    ) -> dict[str, tuple[Floats, Found]]: ...
+    @overload
+    def lookup_many(
+        self, model: str, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> dict[str, Floats] | dict[str, tuple[Floats, Found]]: ...
+    def lookup_many(
+        self, model: str, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
+    ) -> Any:
+        """See `RemoteModel.lookup_many`."""
+        return self._transport.run(self._operations.lookup_many(model, keys, return_found, options))
 
-def _ready(links: list[Link], timeout_s: float) -> list[Link]:
-    if len(links) == 1:
-        return links[:] if links[0].wait(timeout_s) else []
-    poll = select.poll()
-    for link in links:
-        poll.register(link, link.wants)
-    ready = {descriptor for descriptor, _ in poll.poll(timeout_s * 1e3)}
-    return [link for link in links if link.fileno() in ready]
+    @overload
+    def predict(
+        self, model: str, inputs: Mapping[str, Any], *, outputs: Sequence[str], **options: Unpack[PredictOptions]
+    ) -> dict[str, npt.NDArray[Any]]: ...
+    @overload
+    def predict(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        outputs: Sequence[str] | None = None,
+        **options: Unpack[PredictOptions],
+    ) -> npt.NDArray[Any] | Any: ...
+    def predict(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        outputs: Sequence[str] | None = None,
+        **options: Unpack[PredictOptions],
+    ) -> Any:
+        """See `RemoteModel.predict`."""
+        return self._transport.run(self._operations.predict(model, inputs, outputs, options))
+
+    # --- state, versions and deltas
+
+    def ready(self) -> bool:
+        """Whether the service takes requests."""
+        return self._transport.run(self._operations.ready())
+
+    def models(self) -> list[str]:
+        """Names of the service's models, sorted."""
+        return self._transport.run(self._operations.models())
+
+    def status(self, model: str | None = None) -> dict[str, Any]:
+        """`{"models": {name: …}, …}`, the document of the embedded store's `status`. NotFound for an unknown `model`.
+
+        Without `model` it has the store's own limits too, and under `service` those of the service.
+        """
+        return self._transport.run(self._operations.status(model))
+
+    def metrics(self) -> str:
+        """The service's metrics, in the text format of Prometheus. With several nodes: those of one of them."""
+        return self._transport.run(self._operations.metrics())
+
+    def load_snapshot(
+        self, source: str | Path, *, model: str | None = None, activate: bool = True, progress: ProgressFn | None = None
+    ) -> int:
+        """Have the service load a snapshot, and wait until that is done.
+
+        Args:
+            source: as the service sees it: under one of its source roots.
+            model: whose snapshot it is; read from `snapshot.json` (or `built.json`) in `source` if that can be read here.
+            activate: serve it once it is loaded, caught up and warm.
+            progress: called now and then, on the calling thread.
+
+        Returns the version. Raises SnapshotError when it is refused; nothing that served before changes then.
+        """
+        return self._transport.run(self._operations.load_snapshot(source, model, activate, progress))
+
+    def start_load(self, source: str | Path, *, model: str, activate: bool = True) -> str:
+        """Start what `load_snapshot` does, and return the job's id for `job`."""
+        return self._transport.run(self._operations.start_load(source, model, activate))
+
+    def export(
+        self,
+        model: str,
+        directory: str | Path,
+        *,
+        version: int | str | None = None,
+        as_version: int | None = None,
+        partitions: int | None = None,
+        progress: ProgressFn | None = None,
+    ) -> ExportReport:
+        """Have the service write what a model serves now, with all deltas up to one seq, as a snapshot, and wait for it.
+
+        Args:
+            directory: to be made, as the service sees it: below its `export_root`, in which a relative one is; or a URL below one.
+            version: number or label of a version that is served; by default the active one.
+            as_version: number of the snapshot; by default the version's own.
+            partitions: write a built version, in so many partitions; by default a snapshot.
+            progress: called now and then, on the calling thread.
+        """
+        return self._transport.run(self._operations.export(model, directory, version, as_version, partitions, progress))
+
+    def job(self, job: str) -> dict[str, Any]:
+        """The `state` of a load or export (`running`, `done`, `failed`), `phase`, `done`, `total`, `rate`, `eta_s`, `waits_for`, `error`."""
+        return self._transport.run(self._operations.job(job))
+
+    def apply_delta(
+        self,
+        source: bytes | bytearray | memoryview | str | Path,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> DeltaResult:
+        """Send a delta: the Arrow stream itself, or the path of a file that holds it.
+
+        On return it is durable, and every look-up that starts then sees all of it. SequenceGap names the expected seq.
+        `model` defaults to the one in the stream's metadata. `applied` is False also where an earlier copy of this
+        call had arrived and only its answer was lost.
+        """
+        return self._transport.run(self._operations.apply_delta(source, model, timeout_s))
+
+    def cancel(self, job: str) -> None:
+        """Ask a load or export to stop; it ends as failed. What a load had finished is kept for a load of the same snapshot."""
+        self._transport.run(self._operations.cancel(job))
+
+    def sample(
+        self,
+        model: str,
+        *,
+        version: int | str | None = None,
+        keys: Mapping[str, Sequence[int]] | None = None,
+        rows: int = 256,
+    ) -> dict[str, Any]:
+        """Digests of some rows of every table, as they are answered now: nodes with the same rows at one seq have the same.
+
+        Args:
+            version: number or label of a version that is served; by default the active one.
+            keys: codes of keys by table, as another answer lists them. By default the node chooses `rows` of each table.
+
+        Returns `{"version", "seq", "tables": {table: {"keys", "found", "digest"}}}`.
+        """
+        return self._transport.run(self._operations.sample(model, version, keys, rows))
+
+    def activate(self, model: str, version: int, *, force: bool = False, expected_active: int | None = None) -> None:
+        """Serve a kept version. Conflict for a stale one, unless `force`.
+
+        With `expected_active` also a Conflict where neither that version nor `version` is active.
+        """
+        self._transport.run(self._operations.activate(model, version, force, expected_active))
+
+    def deactivate(self, model: str) -> None:
+        """Stop serving a model; its versions are kept."""
+        self._transport.run(self._operations.deactivate(model))
+
+    def rollback(
+        self, model: str, *, to_seq: int | None = None, force: bool = False, expected_active: int | None = None
+    ) -> int:
+        """Serve the version before the active one, and return it. Conflict if there is none, or it is stale and not `force`.
+
+        With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right after delta
+        `to_seq` was applied. With `expected_active` also a Conflict where another version is active: one that is sent again
+        goes back once.
+        """
+        return self._transport.run(self._operations.rollback(model, to_seq, force, expected_active))
+
+    def parked(self, all_states: bool = False) -> list[dict[str, Any]]:
+        """Messages of a source that could not be applied; with `all_states` also those that were retried or skipped."""
+        return self._transport.run(self._operations.parked(all_states))
+
+    def parked_message(self, name: str) -> dict[str, Any]:
+        """One of them, by its id. NotFound."""
+        return self._transport.run(self._operations.parked_message(name))
+
+    def parked_payload(self, name: str) -> bytes:
+        """Its bytes, as they came."""
+        return self._transport.run(self._operations.parked_payload(name))
+
+    def retry_parked(self, name: str) -> dict[str, Any]:
+        """Apply one now; what fails stays parked. Returns it, with `applied`."""
+        return self._transport.run(self._operations.decide_parked(name, "retry"))
+
+    def skip_parked(self, name: str) -> dict[str, Any]:
+        """Do without one: a delta without rows gets its seq. Conflict where an earlier one is still to come."""
+        return self._transport.run(self._operations.decide_parked(name, "skip"))
+
+    def drop(self, model: str, version: int) -> None:
+        """Remove a version from disk. Conflict for the active one."""
+        self._transport.run(self._operations.drop(model, version))
+
+    def canary(self, model: str, version: int, share: float = 0.05, *, force: bool = False) -> None:
+        """Serve a kept version to `share` (0 to 1) of the requests that name none; for the canary, change its share alone."""
+        self._transport.run(self._operations.canary(model, version, share, force))
+
+    def promote(self, model: str) -> int:
+        """Make the canary the active version, and return it. Conflict where there is none."""
+        return self._transport.run(self._operations.promote(model))
+
+    def withdraw(self, model: str) -> int:
+        """Stop serving the canary, and return its version, which is kept. Conflict where there is none."""
+        return self._transport.run(self._operations.withdraw(model))
+
+    def label(self, model: str, name: str, version: int) -> None:
+        """Make a label stand for a served version, for as long as that is served."""
+        self._transport.run(self._operations.label(model, name, version))
+
+    def unlabel(self, model: str, name: str) -> None:
+        """Remove a label."""
+        self._transport.run(self._operations.label(model, name, None))

@@ -1,9 +1,9 @@
-"""Tensors of the Open Inference Protocol v2 with the binary tensor data extension, as a client sees them.
+"""Tensors of the Open Inference Protocol v2 with the binary tensor data extension, on the client's side.
 
-A request is a JSON header, then the bytes of each input in the order of the header; an answer is laid
-out the same way, and the HTTP header `Inference-Header-Content-Length` says where the JSON ends. All
-numbers are little-endian; a BYTES tensor is a row of (uint32 length, data). Sources: "Open Inference
-Protocol" (KServe) and "Binary Tensor Data Extension" (Triton Inference Server).
+A request is a JSON header, then the bytes of each input in the order of the header. An answer has the same layout, and
+the HTTP header `Inference-Header-Content-Length` says where the JSON ends. All numbers are little-endian; a BYTES tensor
+is a sequence of (uint32 length, data). Sources: "Open Inference Protocol" (KServe) and "Binary Tensor Data Extension"
+(Triton Inference Server).
 
 Pure functions on values of the caller; any thread may call them.
 """
@@ -42,39 +42,39 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input tensor. `data` are its bytes; `span` the parameters that say where in shared memory they lie, if there."""
+    """One input tensor. `data` are its bytes. `region`: the parameters of their place in shared memory, if they lie there."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: memoryview
-    span: dict[str, Any] | None = None
+    region: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output that is asked for. `parameters` go out beside `binary_data`."""
+    """One requested output. `parameters` are sent together with `binary_data`."""
 
     name: str
     parameters: dict[str, Any]
 
 
 def dtype_of(datatype: str | None) -> np.dtype[Any] | None:
-    """NumPy's word for a datatype of numbers; None for any other."""
+    """The NumPy dtype of a datatype of numbers; None for any other."""
     return _DTYPES.get(datatype or "")
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
-    """The protocol's word for a dtype of numbers."""
+    """The protocol's datatype of a dtype of numbers."""
     return _NAMES[dtype]
 
 
 def numbers(name: str, values: npt.NDArray[Any]) -> Input:
-    """An input of numbers. Shares the array's memory where it lies in order."""
+    """An input of numbers. Shares the memory of a C-contiguous array."""
     array = np.asarray(values, order="C")
     datatype = _NAMES.get(array.dtype)
     if datatype is None:
-        raise InvalidInput(f"input {name!r}: expected integers, floats or booleans, came {array.dtype}")
+        raise InvalidInput(f"input {name!r}: expected integers, floats or booleans, got {array.dtype}")
     return Input(name, datatype, array.shape, array.reshape(-1).view(np.uint8).data)
 
 
@@ -88,8 +88,8 @@ def strings(name: str, array: Any) -> Input:
     data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8)
     lengths = np.diff(offsets)
     if lengths.max() > np.iinfo(np.uint32).max:
-        raise InvalidInput(f"input {name!r}: a string key has {lengths.max()} bytes, more than 2^32 - 1")
-    # String i moves up by its own prefix and those before it; the prefixes fill the holes.
+        raise InvalidInput(f"input {name!r}: a string key has {lengths.max()} bytes, expected at most 2^32 - 1")
+    # String i moves up by its own prefix and those before it; the prefixes are written into the holes.
     holes = (offsets[:-1] - offsets[0] + 4 * np.arange(n))[:, None] + np.arange(4)
     raw = np.empty(int(lengths.sum()) + 4 * n, np.uint8)
     is_data = np.ones(len(raw), np.bool_)
@@ -101,7 +101,7 @@ def strings(name: str, array: Any) -> Input:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """An output as an answer's JSON tells of it: `nbytes` follow the JSON, or its elements are in `data`, or elsewhere."""
+    """An output as an answer's JSON describes it: `nbytes` follow the JSON, or `data` holds its elements, or neither."""
 
     name: str
     datatype: str
@@ -111,7 +111,7 @@ class Described:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the array; `object` for BYTES."""
+        """The dtype of the array; `object` for BYTES."""
         return OBJECT if self.datatype == "BYTES" else _DTYPES[self.datatype]
 
 
@@ -119,7 +119,7 @@ OBJECT = np.dtype(object)
 
 
 def document(inputs: Sequence[Input], outputs: Sequence[Output], timeout_s: float | None = None) -> bytes:
-    """The JSON of a request whose tensors travel as bytes behind it, or lie in the places that their spans name.
+    """The JSON of a request whose tensors follow it as bytes, or lie in shared memory where their `region` says.
 
     timeout_s: the request's parameter `timeout`, sent in microseconds.
     """
@@ -128,7 +128,7 @@ def document(inputs: Sequence[Input], outputs: Sequence[Output], timeout_s: floa
             "name": i.name,
             "shape": i.shape,
             "datatype": i.datatype,
-            "parameters": {"binary_data_size": i.data.nbytes} if i.span is None else i.span,
+            "parameters": {"binary_data_size": i.data.nbytes} if i.region is None else i.region,
         }
         for i in inputs
     ]
@@ -146,7 +146,7 @@ def document(inputs: Sequence[Input], outputs: Sequence[Output], timeout_s: floa
 
 
 def described(text: bytes | bytearray | memoryview) -> tuple[int | None, list[Described]]:
-    """(the version that answered, its outputs) of an answer's JSON. TierstoreError for one that is none."""
+    """(the version that answered, its outputs) from an answer's JSON. TierstoreError if it is not of the protocol."""
     try:
         header = orjson.loads(text)
         outputs = []
@@ -170,7 +170,7 @@ def not_of_the_protocol(why: object) -> TierstoreError:
 
 
 def from_json(output: Described) -> npt.NDArray[Any]:
-    """An output whose elements came in the JSON."""
+    """An output whose elements are in the JSON."""
     try:
         return np.array(output.data, dtype=output.dtype).reshape(output.shape)
     except (TypeError, ValueError) as error:
@@ -178,14 +178,14 @@ def from_json(output: Described) -> npt.NDArray[Any]:
 
 
 def from_length_prefixed(raw: bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """BYTES of a dense part's output (labels and the like): few, and of no fixed width, hence one by one."""
-    items, at = [], 0
-    while at < len(raw):
-        end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
+    """A BYTES output of a dense part (labels, say): few elements of any width, so they are read one by one."""
+    items, begin = [], 0
+    while begin < len(raw):
+        end = begin + 4 + int.from_bytes(raw[begin : begin + 4], "little")
         if end > len(raw):
             raise not_of_the_protocol("a BYTES tensor is cut")
-        items.append(raw[at + 4 : end])
-        at = end
+        items.append(raw[begin + 4 : end])
+        begin = end
     array = np.empty(len(items), object)
     array[:] = items
     try:

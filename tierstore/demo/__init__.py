@@ -1,6 +1,7 @@
-"""The whole story in a minute: a click model trained on the spot, served by a real service under load.
+"""An example that runs wherever tierstore is installed: a click model, trained on the spot and served under load.
 
-`run` is what `tierstore demo` calls; see `docs/demo.md` for what it does and how the data come about.
+No part of the store. `tierstore demo` calls `run`; docs/demo.md says what it does. To read it: `clicklog` makes the
+events, `trainer` learns them, `shop` writes snapshots and deltas, `traffic` sends look-ups, `story` tells it in order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""A click log from a made-up shop: tastes turn, charts change, items appear and are taken down.
+"""A click log of a made-up shop: tastes change, popularity changes, items appear and are taken down.
 
-Everything is drawn from one seed: the same `WorldSize` and seed give the same events on every
-machine with the same NumPy. `docs/demo.md` describes the ground truth in full.
-
-Threads: a `ClickLog` belongs to one thread (each slot continues the users' histories). Nothing is
-written to disk.
+Everything is drawn from one seed: the same `WorldSize` and seed give the same events on every machine with the same
+NumPy. docs/demo.md describes how clicks come about. A `ClickLog` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ SLOTS_PER_HOUR = 10  # so the hour moves visibly within a demo
 
 @dataclass(frozen=True, slots=True)
 class WorldSize:
-    """How large the world is. `slot_events` is a minute's traffic; a day's log is `day_slots` of them."""
+    """How large the shop is. A slot is a minute of traffic; the day has `day_slots` of them."""
 
     users: int = 700_000
     items: int = 300_000
@@ -35,7 +32,7 @@ class WorldSize:
     day_slots: int = 60
     minutes: int = 30  # slots after the day, one delta each
     new_items: int = 300  # appear in every slot after the day
-    taken_down: int = 40  # leave the catalogue in every slot after the day
+    removed: int = 40  # leave the catalogue in every slot after the day
     newest_events: int = 40_000  # the slot after the last minute: never trained on
 
     @classmethod
@@ -49,7 +46,7 @@ class WorldSize:
             slot_events=events,
             minutes=minutes,
             new_items=max(8, int(full.new_items * scale)),
-            taken_down=max(2, int(full.taken_down * scale)),
+            removed=max(2, int(full.removed * scale)),
             newest_events=max(20_000, events),
         )
 
@@ -61,7 +58,7 @@ class WorldSize:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """One slot of the log, in order of time. Users and items are row numbers; `user_keys` and `item_keys` name them.
+    """One slot of the log, in order of time. Users and items are row numbers, see `user_keys` and `item_keys`.
 
     users, items: int32[n]; context: float32[n, CONTEXT]; clicked: uint8[n]; the recently clicked
     items of event i, newest last, are `history[starts[i]:starts[i + 1]]` (int32; starts int64[n + 1]).
@@ -79,7 +76,7 @@ class Events:
 
 
 class ClickLog:
-    """The world and its log. `next_slot()` continues it: the day first, then the minutes, then the newest events."""
+    """The shop and its log. `next_slot()` continues it: the day first, then the minutes, then the newest events."""
 
     def __init__(self, size: WorldSize, seed: int) -> None:
         self.size, self.seed, self.slot = size, seed, 0
@@ -100,12 +97,12 @@ class ClickLog:
         """Items that exist in `slot`: rows 0 to this number, less those taken down."""
         return self.size.items + self.size.new_items * min(max(slot - self.size.day_slots + 1, 0), self.size.minutes)
 
-    def taken_down(self, slot: int) -> npt.NDArray[np.int32]:
+    def removed(self, slot: int) -> npt.NDArray[np.int32]:
         """Items that leave the catalogue at the start of `slot` (int32, distinct)."""
         minute = slot - self.size.day_slots
         if not 0 <= minute < self.size.minutes:
             return np.zeros(0, np.int32)
-        return self._takedowns[minute * self.size.taken_down : (minute + 1) * self.size.taken_down]
+        return self._takedowns[minute * self.size.removed : (minute + 1) * self.size.removed]
 
     def users_by_activity(self) -> npt.NDArray[np.int32]:
         """All users, the most active first."""
@@ -114,8 +111,7 @@ class ClickLog:
     def items_by_popularity(self) -> npt.NDArray[np.int32]:
         """All items that will ever be shown after the day, roughly the most popular first; the new ones evenly between."""
         new = np.arange(self.size.items, self.size.all_items, dtype=np.int32)
-        places = np.linspace(10, self.size.items, len(new)).astype(np.int64)
-        return np.insert(self._charts[1], places, new)
+        return np.insert(self._charts[1], np.linspace(10, self.size.items, len(new)).astype(np.int64), new)
 
     def next_slot(self) -> Events:
         """The next slot's events. Clicks fill the histories that later slots show."""
@@ -126,7 +122,7 @@ class ClickLog:
         self.slot += 1
         n = size.newest_events if slot == last else size.slot_events
         draw = np.random.default_rng([self.seed, 1, slot])
-        self._gone[self.taken_down(slot)] = 1
+        self._gone[self.removed(slot)] = 1
         users = self._user_order[zipf_ranks(draw, n, size.users, 0.9)]
         items = self._draw_items(draw, n, slot)
         hour = (slot + np.arange(n, dtype=np.float64) / n) / SLOTS_PER_HOUR
@@ -154,7 +150,7 @@ class ClickLog:
             share = 0.25 * fresh / (size.new_items * size.minutes)
             age = (fresh * draw.random(n) ** 2).astype(np.int32)
             items = np.where(draw.random(n) < share, size.items + fresh - 1 - age, items)
-        # A place whose item was taken down goes to the nearest neighbour that is still there.
+        # In place of an item that was taken down, the next one that still exists is shown.
         for _ in range(64):
             gone = np.flatnonzero(self._gone[items])
             if not len(gone):
@@ -164,30 +160,29 @@ class ClickLog:
 
 
 def user_keys(rows: npt.ArrayLike) -> Keys:
-    """The 64-bit ids by which the users `rows` are known outside (a bijection: no two alike)."""
-    return _scramble(rows, 0x5EED_0001)
+    """The int64 keys of user rows: distinct, and spread over all of the 64 bits."""
+    return _spread(rows, 0x5EED_0001)
 
 
 def item_keys(rows: npt.ArrayLike) -> Keys:
-    """The 64-bit ids by which the items `rows` are known outside."""
-    return _scramble(rows, 0x5EED_0002)
+    """The int64 keys of item rows."""
+    return _spread(rows, 0x5EED_0002)
+
+
+def _spread(rows: npt.ArrayLike, salt: int) -> Keys:
+    # A product with an odd number is invertible modulo 2^64, so distinct rows stay distinct.
+    spread: npt.NDArray[np.uint64] = (np.asarray(rows).astype(np.uint64) + np.uint64(salt)) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
+    return spread.view(np.int64)
 
 
 def zipf_ranks(draw: np.random.Generator, n: int, size: int, exponent: float) -> npt.NDArray[np.int64]:
-    """`n` ranks in 0..size, the probability of rank r falling as (r + 1) ** -exponent (by the inverse of its integral)."""
+    """`n` ranks in 0..size; the probability of rank r is proportional to (r + 1) ** -exponent (by its integral's inverse)."""
     power = 1.0 - exponent
-    places = ((draw.random(n) * ((size + 1.0) ** power - 1.0)) + 1.0) ** (1.0 / power)
-    ranks: npt.NDArray[np.int64] = np.clip(places, 1, size).astype(np.int64) - 1
+    positions = ((draw.random(n) * ((size + 1.0) ** power - 1.0)) + 1.0) ** (1.0 / power)
+    ranks: npt.NDArray[np.int64] = np.clip(positions, 1, size).astype(np.int64) - 1
     return ranks
-
-
-def _scramble(rows: npt.ArrayLike, salt: int) -> Keys:
-    # The finalizer of SplitMix64 (Steele, Lea, Flood 2014): invertible, so distinct rows stay distinct.
-    x: npt.NDArray[np.uint64] = (np.asarray(rows).astype(np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    keys: Keys = (x ^ (x >> np.uint64(31))).view(np.int64)
-    return keys
 
 
 def _population(

@@ -1,7 +1,7 @@
-"""The dense part of the demo's model as an ONNX graph, built node by node.
+"""The dense part of the demo's model as an ONNX graph. Free functions; needs the package `onnx` (extra `dense`).
 
-Its inputs are the rows of the features, looked up by the service, and the event's context; its output is the logit of
-`trainer.Dense.score`. Free functions; any thread may call them. Needs the package `onnx` (extra `dense`).
+Its inputs are the rows of the features, which the service looks up, and the event's context; its output is the logit of
+`trainer.Dense.score`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,22 @@ import numpy as np
 from tierstore.demo.clicklog import CONTEXT
 from tierstore.demo.trainer import DIM, Dense
 
+USER, ITEM, CLICKED = "user_id", "item_id", "clicked"  # the features; the last two read one table
 CONTEXT_INPUT, LOGIT = "context", "logit"
-IR_VERSION, OPSET = 9, 17  # read by every release of ONNX Runtime that the extra takes
+_MODEL = f"""
+<ir_version: 9, opset_import: ["" : 17]>
+ctr (float[batch, {DIM}] {USER}, float[batch, {DIM}] {ITEM}, float[batch, {DIM}] {CLICKED}, float[batch, {CONTEXT}] {CONTEXT_INPUT})
+=> (float[batch, 1] {LOGIT}) {{
+    recent = Mul({CLICKED}, of_bag)
+    taste = Add({USER}, recent)
+    products = Mul({ITEM}, taste)
+    affinity = MatMul(products, others)
+    rows = Add({USER}, {ITEM})
+    biases = MatMul(rows, first)
+    circumstances = MatMul({CONTEXT_INPUT}, of_context)
+    {LOGIT} = Sum(affinity, biases, circumstances, bias)
+}}
+"""
 
 
 def can_predict() -> bool:
@@ -22,36 +36,18 @@ def can_predict() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("onnx", "onnxruntime"))
 
 
-def graph(dense: Dense, *, user: str, item: str, bag: str) -> bytes:
-    """The bytes of an ONNX model that scores rows of these features, [batch, DIM] each, and `context` [batch, CONTEXT]."""
-    from onnx import TensorProto, helper, numpy_helper
+def graph(dense: Dense) -> bytes:
+    """The bytes of an ONNX model that scores rows of the features, [batch, DIM] each, and `context` [batch, CONTEXT]."""
+    from onnx import numpy_helper, parser
 
-    weights = dense.weights
+    first = np.eye(DIM, 1, dtype=np.float32)  # number 0 of a row is its bias
     constants = {
-        "bias": weights[:1],
-        "of_context": weights[1 : 1 + CONTEXT].reshape(CONTEXT, 1),
-        "of_bag": weights[1 + CONTEXT :],
-        "first": np.eye(1, DIM, dtype=np.float32).reshape(DIM, 1),  # picks number 0 of a row, which is its bias
-        "others": 1 - np.eye(1, DIM, dtype=np.float32).reshape(DIM, 1),
+        "bias": dense.weights[:1],
+        "of_context": dense.weights[1 : 1 + CONTEXT].reshape(CONTEXT, 1),
+        "of_bag": dense.weights[1 + CONTEXT :],
+        "first": first,
+        "others": 1 - first,
     }
-    nodes = [
-        helper.make_node("Mul", [bag, "of_bag"], ["recent"]),
-        helper.make_node("Add", [user, "recent"], ["taste"]),
-        helper.make_node("Mul", [item, "taste"], ["products"]),
-        helper.make_node("MatMul", ["products", "others"], ["affinity"]),
-        helper.make_node("Add", [user, item], ["rows"]),
-        helper.make_node("MatMul", ["rows", "first"], ["biases"]),
-        helper.make_node("MatMul", [CONTEXT_INPUT, "of_context"], ["circumstances"]),
-        helper.make_node("Sum", ["affinity", "biases", "circumstances", "bias"], [LOGIT]),
-    ]
-    widths = {user: DIM, item: DIM, bag: DIM, CONTEXT_INPUT: CONTEXT}
-    inputs = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width]) for name, width in widths.items()
-    ]
-    outputs = [helper.make_tensor_value_info(LOGIT, TensorProto.FLOAT, ["batch", 1])]
-    held = [numpy_helper.from_array(np.ascontiguousarray(value, np.float32), name) for name, value in constants.items()]
-    made = helper.make_graph(nodes, "ctr", inputs, outputs, held)
-    model: bytes = helper.make_model(
-        made, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION
-    ).SerializeToString()
-    return model
+    model = parser.parse_model(_MODEL)
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    return bytes(model.SerializeToString())

@@ -1,26 +1,21 @@
-"""What the demo found: figures as a document (`DemoReport.document`) and as tables for a person (`show`).
-
-Plain values; any thread may read them once the story is told.
-"""
+"""The demo's results: as a document (`DemoReport.document`), and as lines for a person (`show`). Plain values."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from tierstore.demo.traffic import Samples
-
-TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Latency of the requests that were due within one part of the story. Milliseconds; NaN-free: zeros if none."""
+    """Latency of the requests that were due within one part of the story, in milliseconds; zeros if there are none."""
 
     name: str
     seconds: float
@@ -32,28 +27,27 @@ class Window:
 
     @classmethod
     def of(cls, name: str, samples: Samples, start: float, end: float) -> Window:
-        part = samples.between(start, end)
-        failed = int(part.failed.sum())
-        times = part.latency_s[~part.failed] * 1e3
+        part = samples[(samples["due"] >= start) & (samples["due"] < end)]
+        times = part["latency_s"][~part["failed"]] * 1e3
         p50, p99, top = np.percentile(times, [50, 99, 100]).tolist() if len(times) else (0.0, 0.0, 0.0)
-        return cls(name, end - start, len(part.due), failed, p50, p99, top)
+        return cls(name, end - start, len(part), int(part["failed"].sum()), p50, p99, top)
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """AUC on the newest events, which no version was trained on, scored from rows looked up in the service."""
+    """AUC on the newest events, which no version was trained on."""
 
     events: int
-    new_item_share: float  # of these events, on items that the daily snapshot does not have
-    daily: float  # rows of the daily snapshot
-    deltas: float  # the same rows after the deltas
-    daily_known_items: float  # the same two on the events of items that the daily snapshot has
-    deltas_known_items: float
+    new_item_share: float  # share of these events that are on items which the daily snapshot does not have
+    daily: float  # with the daily snapshot
+    deltas: float  # after the deltas
+    daily_old_items: float  # the same two on the events of items that the daily snapshot has
+    deltas_old_items: float
 
 
 @dataclass(slots=True)
 class DemoReport:
-    """The figures of one run. Seconds and milliseconds as named; shares are 0 to 1."""
+    """The results of one run. Shares are 0 to 1."""
 
     seed: int = 0
     scale: float = 1.0
@@ -87,113 +81,77 @@ class DemoReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed, no answer was mixed or stale, no row differed, and the deltas were worth it."""
+        """Nothing failed, no answer was mixed or stale, no row differed, and the deltas raised the AUC."""
         wrong = self.failed_requests + self.mixed_answers + self.stale_answers + self.mismatches + self.score_mismatches
-        return (
-            wrong == 0 and self.requests > 0 and self.quality is not None and self.quality.deltas > self.quality.daily
-        )
+        better = self.quality is not None and self.quality.deltas > self.quality.daily
+        return wrong == 0 and self.requests > 0 and better
 
     def document(self) -> dict[str, Any]:
-        """The figures as JSON-ready values."""
+        """The results as JSON-ready values."""
         return {**asdict(self), "ok": self.ok}
 
 
 class TierCounter:
-    """Where keys were answered, summed over status documents taken now and then.
+    """Where keys were answered, summed over status documents that are read now and then.
 
-    A version counts for itself and from zero each time it is opened, so every step of a version's
-    counter is added up; a counter that fell began anew.
+    A version has counters of its own, which start at zero each time it is opened: a counter that fell has started again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Mapping[str, Any]) -> None:
         self._last: dict[tuple[int, str, str], int] = {}
-        self._sum = dict.fromkeys(TIERS, 0)
-
-    def start(self, model: Mapping[str, Any]) -> None:
-        """Begin to count at this document."""
-        self._step(model)
-        self._sum = dict.fromkeys(TIERS, 0)
+        self._sum: Counter[str] = Counter()
+        self.add(model)
+        self._sum.clear()
 
     def add(self, model: Mapping[str, Any]) -> dict[str, float]:
-        """Count up to this document. Returns the shares of each tier that answered any."""
-        self._step(model)
-        total = sum(self._sum.values())
-        return {tier: count / total for tier, count in self._sum.items() if count} if total else {}
-
-    def _step(self, model: Mapping[str, Any]) -> None:
-        for table, figures in model["tables"].items():
-            for tier, count in figures["lookup_keys"].items():
-                place = (model["active_version"], table, tier)
-                last = self._last.get(place, 0)
+        """Count up to this document. Returns the shares of the tiers that answered any."""
+        for table, stats in model["tables"].items():
+            for tier, count in stats["lookup_keys"].items():
+                counter = (model["active_version"], table, tier)
+                last = self._last.get(counter, 0)
                 self._sum[tier] += count - last if count >= last else count
-                self._last[place] = count
+                self._last[counter] = count
+        return {tier: count / self._sum.total() for tier, count in self._sum.items() if count}
 
 
 def show(report: DemoReport, console: Console) -> None:
-    """Print the figures, compactly."""
-    console.print()
-    console.print(_latency(report))
-    console.print()
-    console.print(_figures(report))
+    """Print the results, compactly."""
+    lines = ["", f"[bold]{'Look-ups during all this':<34}requests  failed   p50 ms   p99 ms   max ms[/]"]
+    lines += [
+        f"{w.name:<34}{w.requests:>8,}{w.failed:>8,}{w.p50_ms:>9.1f}{w.p99_ms:>9.1f}{w.max_ms:>9.1f}"
+        for w in report.windows
+    ]
+    lines += ["", "[bold]In short[/]", *(f"{name:<24}{text}" for name, text in _summary(report))]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if not report.ok:
         console.print("Something is wrong: a count above is not zero, or the deltas did not help.", style="bold red")
     if report.first_error:
         console.print(f"first failure: {report.first_error}", style="red", markup=False)
 
 
-def _latency(report: DemoReport) -> Table:
-    table = Table(
-        title="Look-ups while all this went on", title_justify="left", title_style="bold", box=None, pad_edge=False
-    )
-    table.add_column("")
-    for name in ("requests", "failed", "p50 ms", "p99 ms", "max ms"):
-        table.add_column(name, justify="right")
-    for window in report.windows:
-        numbers = (f"{window.p50_ms:.1f}", f"{window.p99_ms:.1f}", f"{window.max_ms:.1f}")
-        table.add_row(window.name, f"{window.requests:,}", f"{window.failed:,}", *numbers)
-    return table
-
-
-def _figures(report: DemoReport) -> Table:
-    table = Table(
-        title="In short", title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False
-    )
-    table.add_column("", no_wrap=True)
-    table.add_column("")
-    table.add_row(
-        "loaded",
-        f"{report.rows:,} rows at {report.load_rows_per_s:,.0f} a second; the second snapshot, under load, at {report.beside_rows_per_s:,.0f}",
-    )
-    shares = ", ".join(f"{tier} {share:.1%}" for tier, share in report.tiers.items())
-    table.add_row(
-        "answered from",
-        f"{shares}  (host budget {report.host_budget}, rows and keys {report.table_bytes / 2**20:.0f} MiB)",
-    )
-    table.add_row(
-        "freshness",
-        f"median {report.freshness_median_s * 1e3:.0f} ms, p99 {report.freshness_p99_s * 1e3:.0f} ms from event to visible, "
-        f"training included ({report.deltas} deltas, {report.delta_rows:,} rows)",
-    )
-    if report.quality is not None:
-        q = report.quality
-        table.add_row(
-            "AUC, newest events", f"{q.daily:.3f} daily snapshot alone → [bold green]{q.deltas:.3f}[/] with the deltas"
-        )
-        table.add_row(
-            "",
-            f"{q.daily_known_items:.3f} → {q.deltas_known_items:.3f} on items the snapshot has; {q.new_item_share:.0%} of the events are of newer items",
-        )
-    table.add_row("failed requests", _count(report.failed_requests, report.requests))
-    table.add_row("answers from two states", _count(report.mixed_answers, report.requests))
-    table.add_row("stale answers", _count(report.stale_answers, report.requests))
-    table.add_row("rows read back", f"{_count(report.mismatches, report.rows_checked)} differ from the trainer's")
-    if report.served_scores:
-        checked = _count(report.score_mismatches, report.scores_checked)
-        table.add_row("scores of the service", f"{checked} differ from the trainer's dense part on the same rows")
-    else:
-        table.add_row("scores", "made by the demo: the service predicts where tierstore[dense] is installed")
-    table.add_row("took", f"{report.total_s:.0f} s")
-    return table
+def _summary(r: DemoReport) -> list[tuple[str, str]]:
+    q = r.quality or Quality(0, 0, 0, 0, 0, 0)
+    speed = f"{r.load_rows_per_s:,.0f} a second; the second snapshot, under load, at {r.beside_rows_per_s:,.0f}"
+    tiers = ", ".join(f"{tier} {share:.1%}" for tier, share in r.tiers.items())
+    fresh = f"median {r.freshness_median_s * 1e3:.0f} ms, p99 {r.freshness_p99_s * 1e3:.0f} ms from event to visible"
+    old = f"{q.daily_old_items:.3f} → {q.deltas_old_items:.3f} on items the snapshot has"
+    scores = f"{_count(r.score_mismatches, r.scores_checked)} differ from the trainer's dense part on the same rows"
+    return [
+        ("loaded", f"{r.rows:,} rows at {speed}"),
+        ("answered from", f"{tiers}  (host budget {r.host_budget}, rows and keys {r.table_bytes / 2**20:.0f} MiB)"),
+        ("freshness", f"{fresh}, training included ({r.deltas} deltas, {r.delta_rows:,} rows)"),
+        ("AUC, newest events", f"{q.daily:.3f} daily snapshot alone → [bold green]{q.deltas:.3f}[/] with the deltas"),
+        ("", f"{old}; {q.new_item_share:.0%} of the events are of newer items"),
+        ("failed requests", _count(r.failed_requests, r.requests)),
+        ("answers from two states", _count(r.mixed_answers, r.requests)),
+        ("stale answers", _count(r.stale_answers, r.requests)),
+        ("rows read back", f"{_count(r.mismatches, r.rows_checked)} differ from the trainer's"),
+        (
+            "scores of the service",
+            scores if r.served_scores else "none: it predicts where tierstore[dense] is installed",
+        ),
+        ("took", f"{r.total_s:.0f} s"),
+    ]
 
 
 def _count(bad: int, total: int) -> str:

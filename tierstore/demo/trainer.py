@@ -2,12 +2,12 @@
 
     logit = bias + context . w  +  user[0] + item[0]  +  sum over k >= 1 of item[k] * (user[k] + a[k] * bag[k])
 
-`user` and `item` are embeddings of `DIM` numbers, `bag` is the mean of the embeddings of the items
-that the user clicked recently, read from the item table too. `bias`, `w` and `a` are the dense part.
-It is a factorization machine (Rendle 2010) over user, item and history, learned by stochastic
-gradient descent with an AdaGrad step (Duchi et al. 2011) that forgets, so that it follows a drift.
+`user` and `item` are embeddings of `DIM` numbers, `bag` is the mean of the embeddings of the items that the user clicked
+recently, from the item table too. `bias`, `w` and `a` are the dense part. It is a factorization machine (Rendle 2010) over
+user, item and history, learned by stochastic gradient descent with an AdaGrad step (Duchi et al. 2011) that forgets, so
+that it follows a drift.
 
-Threads: one trains at a time; `train` releases the interpreter while it runs. Nothing is written.
+One thread trains at a time; `train` releases the interpreter while it runs.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Trainer:
             )
         )  # fmt: skip
 
-    def take_down(self, items: npt.NDArray[np.int32]) -> None:
-        """These items are gone: their rows are zero from now on, as a table answers a key that it does not hold."""
+    def remove(self, items: npt.NDArray[np.int32]) -> None:
+        """Remove items: their rows are zero from now on, which is what a table answers for a key that it does not hold."""
         self.item[items] = 0
         self._alive[items] = 0
         self._item_touched[items] = 0
 
-    def take_touched(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def pop_touched(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Rows of users and of items that changed since the last call (ascending)."""
         users, items = np.flatnonzero(self._user_touched), np.flatnonzero(self._item_touched)
         self._user_touched[:] = 0
@@ -89,27 +89,11 @@ class Trainer:
         return users, items
 
 
-def auc(scores: npt.ArrayLike, clicked: npt.ArrayLike) -> float:
-    """Area under the ROC curve: the chance that a clicked event scores above one that was not; ties count half.
-
-    By the rank sum of Mann and Whitney. Raises ValueError unless both outcomes are there.
-    """
-    scores, clicked = np.asarray(scores), np.asarray(clicked).astype(bool)
-    positive = int(clicked.sum())
-    negative = len(clicked) - positive
-    if not positive or not negative:
-        raise ValueError("AUC needs clicked and unclicked events; all of these are the same")
-    _, which, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(counts) - (counts - 1) / 2
-    return float((mean_rank[which][clicked].sum() - positive * (positive + 1) / 2) / (positive * negative))
-
-
 @nb.njit(nogil=True, cache=True, fastmath=True)
 def _train(  # type: ignore[no-untyped-def]
     users, items, context, history, starts, clicked, user, item, user_state, item_state, dense, alive, user_touched, item_touched,
 ):  # fmt: skip
-    dim = user.shape[1]
-    width = context.shape[1]
+    dim, width = user.shape[1], context.shape[1]
     bag = np.zeros(dim, np.float32)
     into_bag = np.zeros(dim, np.float32)
     loss = 0.0
@@ -155,15 +139,13 @@ def _train(  # type: ignore[no-untyped-def]
         dense[0] -= DENSE_RATE * g
         for c in range(width):
             dense[1 + c] -= DENSE_RATE * g * context[e, c]
-        user_touched[u] = 1
-        item_touched[i] = 1
-        if held:
-            for h in range(first, last):
-                j = history[h]
-                if not alive[j]:
-                    continue  # still in a history, but its row must stay zero
-                step = RATE / math.sqrt(item_state[j, 1] + 0.01) / held
-                for k in range(1, dim):
-                    item[j, k] -= step * into_bag[k]
-                item_touched[j] = 1
+        user_touched[u] = item_touched[i] = 1
+        for h in range(first, last):
+            j = history[h]
+            if not alive[j]:
+                continue  # still in a history, but its row must stay zero
+            step = RATE / math.sqrt(item_state[j, 1] + 0.01) / held
+            for k in range(1, dim):
+                item[j, k] -= step * into_bag[k]
+            item_touched[j] = 1
     return loss / max(len(users), 1)

@@ -1,6 +1,6 @@
-"""How a dense part stands to the features of its model: which inputs are rows of features, and what shapes a run has.
+"""How a dense part is bound to the features of its model: which inputs are rows of features, and the shapes of a run.
 
-Immutable values and pure functions; any thread may use them. What does not fit is InvalidInput and names the input.
+Immutable values and pure functions; any thread may use them. Raises InvalidInput, naming the input, for what does not fit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PARTS = ("offsets", "weights", "found")  # what may follow a feature's name and 
 
 @dataclass(frozen=True, slots=True)
 class FeatureInput:
-    """An input that takes the rows of the feature of its name, `dim` numbers each, as `dtype` (float32 or float16)."""
+    """An input for the rows of the feature with its name, `dim` numbers each, as `dtype` (float32 or float16)."""
 
     tensor: Tensor
     dim: int
     dtype: str
 
     def shape_for(self, lead: Shape) -> Shape:
-        """The shape in which rows [*lead, dim] are given to the input; the bytes stay where they are.
+        """The shape of the input for rows [*lead, dim], without moving bytes.
 
         `lead` is [n] or [bags] for a row each, [batch, k] for k rows each.
         """
@@ -39,13 +39,13 @@ class FeatureInput:
         keys = {1: "[n]", 2: "[n]", 3: "[batch, k]"}[len(declared)]
         raise InvalidInput(
             f"input {self.tensor.name!r}: the dense part takes {self.tensor.shown()}, so its keys are {keys}; "
-            f"came {'bags' if len(lead) == 1 else 'keys'} of shape {list(lead)}"
+            f"got {'bags' if len(lead) == 1 else 'keys'} of shape {list(lead)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
-    """A signature, and which of its inputs are features (`features`) or tensors of the request's own (`plain`)."""
+class Bindings:
+    """A signature, with the inputs that are features (`features`) and those that are the request's own tensors (`plain`)."""
 
     signature: Signature
     features: Mapping[str, FeatureInput]
@@ -55,37 +55,37 @@ class Wiring:
     def plan(
         self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape], wanted: Sequence[str], loose: frozenset[str]
     ) -> Run:
-        """Check the shapes of one request, and say what they come to.
+        """Check the shapes of one request. Returns the shapes of its run.
 
         `leads` are the shapes of the features' answers before their last dimension, `shapes` those of the plain inputs,
         `wanted` names of outputs, `loose` outputs whose declared shapes are not to be relied on. Inputs that the dense
-        part does not have are passed over. Raises InvalidInput.
+        part does not have are ignored. Raises InvalidInput.
         """
         missing = [t.name for t in self.signature.inputs if t.name not in leads and t.name not in shapes]
         if missing:
-            given = ", ".join([*leads, *shapes]) or "none"
-            raise InvalidInput(f"the dense part needs the inputs {', '.join(missing)} as well; came {given}")
-        known: dict[str, tuple[int, str]] = {}
+            got = ", ".join([*leads, *shapes]) or "none"
+            raise InvalidInput(f"the dense part needs the inputs {', '.join(missing)} as well; got {got}")
+        sizes: dict[str, tuple[int, str]] = {}
         inputs: dict[str, Shape] = {}
         for tensor in self.signature.inputs:
             feature = self.features.get(tensor.name)
             shape = shapes[tensor.name] if feature is None else feature.shape_for(leads[tensor.name])
             if feature is None and tensor.shape == () and shape == (1,):
                 shape = ()  # the protocol has no tensors without dimensions
-            _unify(tensor, shape, known)
+            _unify(tensor, shape, sizes)
             inputs[tensor.name] = shape
         outputs = []
         for name in wanted:
             declared = self.outputs[name].shape
-            outputs.append(None if declared is None or name in loose else tuple(_resolved(d, known) for d in declared))
+            outputs.append(None if declared is None or name in loose else tuple(_resolved(d, sizes) for d in declared))
         return Run(inputs, tuple(wanted), tuple(outputs))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Shapes of one run: of every input by name; of the outputs in order, with -1 where it is known only after the run.
+    """Shapes of one run: of every input by name; of the outputs in order, with -1 for sizes that are known after the run.
 
-    None for an output whose number of dimensions is not known either.
+    None for an output whose number of dimensions is not known before the run.
     """
 
     inputs: Mapping[str, Shape]
@@ -93,8 +93,8 @@ class Run:
     shapes: tuple[Shape | None, ...]
 
 
-def wire(signature: Signature, features: Mapping[str, FeatureSpec], tables: Mapping[str, TableSpec]) -> Wiring:
-    """Match a dense part with the features of a model. Raises InvalidInput naming the input, what was expected, and what came."""
+def wire(signature: Signature, features: Mapping[str, FeatureSpec], tables: Mapping[str, TableSpec]) -> Bindings:
+    """Match a dense part with the features of a model. Raises InvalidInput, naming the input and what was expected."""
     wired: dict[str, FeatureInput] = {}
     plain: dict[str, Tensor] = {}
     for tensor in signature.inputs:
@@ -113,7 +113,7 @@ def wire(signature: Signature, features: Mapping[str, FeatureSpec], tables: Mapp
         owner, _, part = name.partition(".")
         if owner in features and part in ("", *PARTS):
             raise InvalidInput(f"output {name!r}: that name means feature {owner!r}; rename the dense part's output")
-    return Wiring(signature, wired, plain, outputs)
+    return Bindings(signature, wired, plain, outputs)
 
 
 def _wire(tensor: Tensor, feature: FeatureSpec, table: TableSpec) -> FeatureInput:
@@ -146,24 +146,24 @@ def _wire(tensor: Tensor, feature: FeatureSpec, table: TableSpec) -> FeatureInpu
     return FeatureInput(tensor, dim, dtype)
 
 
-def _unify(tensor: Tensor, shape: Shape, known: dict[str, tuple[int, str]]) -> None:
+def _unify(tensor: Tensor, shape: Shape, sizes: dict[str, tuple[int, str]]) -> None:
     declared = tensor.shape
     if declared is None:
         return
     if len(declared) != len(shape) or any(
         isinstance(d, int) and d != size for d, size in zip(declared, shape, strict=True)
     ):
-        raise InvalidInput(f"input {tensor.name!r}: the dense part takes shape {tensor.shown()}, came {list(shape)}")
+        raise InvalidInput(f"input {tensor.name!r}: the dense part takes shape {tensor.shown()}, got {list(shape)}")
     for dim, size in zip(declared, shape, strict=True):
         if isinstance(dim, str):
-            first, owner = known.setdefault(dim, (size, tensor.name))
+            first, owner = sizes.setdefault(dim, (size, tensor.name))
             if first != size:
                 raise InvalidInput(
-                    f"inputs {owner!r} and {tensor.name!r} must agree in dimension {dim!r}: came {first} and {size}"
+                    f"inputs {owner!r} and {tensor.name!r} must agree in dimension {dim!r}: got {first} and {size}"
                 )
 
 
-def _resolved(dim: Dim, known: Mapping[str, tuple[int, str]]) -> int:
+def _resolved(dim: Dim, sizes: Mapping[str, tuple[int, str]]) -> int:
     if isinstance(dim, int):
         return dim
-    return known[dim][0] if dim is not None and dim in known else -1
+    return sizes[dim][0] if dim is not None and dim in sizes else -1

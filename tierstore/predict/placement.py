@@ -1,4 +1,4 @@
-"""Where dense parts run: the provider of ONNX Runtime, its options, and the memory that rows may be read in.
+"""Where dense parts run: the provider of ONNX Runtime, its options, and the memory that rows may be in.
 
 Immutable values and functions; any thread may use them. Names and values of options are ONNX Runtime's:
 https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html
@@ -19,10 +19,10 @@ INSTALL_CUDA = "pip uninstall onnxruntime, then pip install 'tierstore[dense-gpu
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A provider, and where it reads and writes.
+    """A provider, and the memory that it reads and writes.
 
-    `memory` and `number` name a device as IO bindings do. `device` is the same one in this store's words (`gpu:0`):
-    rows that the device tier has there are read there. None: rows come in CPU memory.
+    `memory` and `number` name a device as IO bindings do. `device` is its name in this store (`gpu:0`): rows that
+    the device tier holds there are read there. None: rows come in CPU memory.
     """
 
     provider: str
@@ -33,7 +33,7 @@ class Placement:
 
     @property
     def providers(self) -> list[Any]:
-        """For `InferenceSession`; what the first has no kernels for runs on the processor."""
+        """For `InferenceSession`; operators that the first has no kernels for run on the CPU."""
         if self.provider == CPU_PROVIDER:
             return [CPU_PROVIDER]
         return [(self.provider, dict(self.options)), CPU_PROVIDER]
@@ -43,21 +43,21 @@ ON_CPU = Placement(CPU_PROVIDER, "cpu", 0)
 
 
 def placement_of(settings: Settings) -> Placement:
-    """What the settings ask for."""
+    """The placement that the settings name."""
     if settings.dense_provider == "cpu":
         return ON_CPU
     number = settings.dense_device
     options = {
         "device_id": str(number),
         "gpu_mem_limit": str(int(settings.dense_device_memory)),
-        "arena_extend_strategy": "kSameAsRequested",  # the other doubles it, past what was asked for
+        "arena_extend_strategy": "kSameAsRequested",  # the default strategy doubles it, past the limit
         "use_tf32": "0",  # on by default, it keeps 10 of the 23 bits of float32 numbers in products of matrices
     }
     return Placement(CUDA_PROVIDER, "cuda", number, f"gpu:{number}", options | settings.dense_provider_options)
 
 
 def check_installed(onnxruntime: Any, placement: Placement) -> None:
-    """MissingExtra where the ONNX Runtime that is installed cannot have such a provider at all."""
+    """Raise MissingExtra where the installed ONNX Runtime has no such provider."""
     if placement.provider not in (there := onnxruntime.get_available_providers()):
         raise MissingExtra(
             f"dense_provider is cuda, and the ONNX Runtime {onnxruntime.__version__} that is installed has no "
@@ -68,7 +68,7 @@ def check_installed(onnxruntime: Any, placement: Placement) -> None:
 
 
 def check_made(session: Any, placement: Placement) -> None:
-    """MissingExtra where a session goes without its provider: ONNX Runtime drops one that cannot start, with a line in its log."""
+    """Raise MissingExtra where a session lacks its provider: ONNX Runtime drops one that cannot start, and only logs it."""
     if placement.provider not in session.get_providers():
         raise MissingExtra(
             f"dense_provider is cuda, and ONNX Runtime cannot start {placement.provider} on device {placement.number}: "

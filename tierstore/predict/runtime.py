@@ -1,7 +1,7 @@
 """Sessions of ONNX Runtime, made from ONNX bytes under the store's settings.
 
-A `Runtime` is constant once made; any thread may use it. Nothing here touches the disk: a model that refers to files
-outside of itself is refused, whatever they are.
+A `Runtime` is constant once made; any thread may use it. Nothing here touches the disk: a model that refers to other
+files is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tierstore.config import Settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra
 from tierstore.formats.onnx_file import tensors_of
 from tierstore.predict.binding import wire
+from tierstore.predict.limits import RunLimits, SessionLimits, make_session
 from tierstore.predict.placement import CPU_PROVIDER, check_installed, check_made, placement_of
 from tierstore.predict.session import DenseCounts, DenseSession
 from tierstore.predict.signature import Signature, Tensor, datatype_of
@@ -22,12 +23,12 @@ from tierstore.types import FeatureSpec, TableSpec
 
 INSTALL = "install tierstore[dense]"
 _LEVELS = {"off": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED", "all": "ORT_ENABLE_ALL"}  # fmt: skip
-_FATAL = 4  # of ONNX Runtime's log levels: what goes wrong is raised, and told by us
+_FATAL = 4  # of ONNX Runtime's log levels: errors are raised, and logged by us
 
 
 def missing_extra() -> str | None:
     """Why dense parts cannot be served here; None if they can."""
-    # Since 1.29 ONNX Runtime reports to its makers over the network, from its import on, unless told not to.
+    # Since 1.29 ONNX Runtime sends telemetry over the network, from its import on, unless this is set.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnx  # noqa: F401
@@ -38,13 +39,14 @@ def missing_extra() -> str | None:
 
 
 class Runtime:
-    """What makes sessions. One a store."""
+    """Makes sessions. One for each store."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.placement = placement_of(settings)
         self._lock = threading.Lock()
-        self._missing: list[str | None] = []  # found out at the first dense part; guarded by _lock
+        self._missing: list[str | None] = []  # set at the first dense part; guarded by _lock
+        self.limits = RunLimits(settings.dense_timeout_s, _run_options)
         affinity = settings.dense_affinity
         groups = affinity.count(";") + 1 if affinity else 0
         if affinity and groups != settings.dense_intra_threads - 1:
@@ -56,7 +58,7 @@ class Runtime:
             self._check_provider()
 
     def _check_provider(self) -> None:
-        """MissingExtra, at start, where dense parts could not run on what the settings name."""
+        """Raise MissingExtra, at the start, where dense parts cannot run as the settings say."""
         if (why := self.missing) is not None:
             raise MissingExtra(f"dense_provider is {self._settings.dense_provider}: {why}")
         import onnx
@@ -81,7 +83,7 @@ class Runtime:
     def load(
         self, model: bytes, features: Mapping[str, FeatureSpec], tables: Mapping[str, TableSpec], counts: DenseCounts
     ) -> DenseSession:
-        """A session of an ONNX model, wired to a model's features.
+        """A session of an ONNX model, bound to a model's features.
 
         Raises InvalidInput for one that ONNX Runtime refuses or that does not fit the features, MissingExtra without
         the extra.
@@ -96,12 +98,26 @@ class Runtime:
         except Exception as error:  # ONNX Runtime has a class a status, and some are none of its own
             raise InvalidInput(f"ONNX Runtime refuses the model: {brief(error)}") from error
         check_made(session, self.placement)
-        wiring = wire(_signature(session, scalars), features, tables)
-        return DenseSession(session, wiring, int(self._settings.dense_buffers), counts, self.placement)
+        bindings = wire(_signature(session, scalars), features, tables)
+        return DenseSession(
+            session,
+            bindings,
+            int(self._settings.dense_buffers),
+            counts,
+            SessionLimits(
+                self.limits,
+                int(self._settings.dense_memory),
+                shrinks=not self._settings.dense_arena and self.placement.provider == CPU_PROVIDER,
+            ),
+            self.placement,
+        )
 
     def _session(self, onnxruntime: Any, model: bytes) -> Any:
-        session = onnxruntime.InferenceSession(model, self._options(onnxruntime), providers=self.placement.providers)
-        session.disable_fallback()  # which would go on with the processor for good after one run that failed
+        on_cpu = self.placement.provider == CPU_PROVIDER
+        memory_bytes = int(self._settings.dense_memory) if on_cpu else None
+        options = self._options(onnxruntime)
+        session = make_session(onnxruntime, model, options, self.placement.providers, memory_bytes)
+        session.disable_fallback()  # else ONNX Runtime would use the CPU for good after one failed run
         return session
 
     def _options(self, onnxruntime: Any) -> Any:
@@ -115,8 +131,9 @@ class Runtime:
         options.graph_optimization_level = getattr(
             onnxruntime.GraphOptimizationLevel, _LEVELS[settings.dense_graph_optimization]
         )
-        options.enable_cpu_mem_arena = settings.dense_arena
-        # a pattern is kept for every combination of input shapes ever seen: batches of any size would pile them up
+        # with a limit there is an arena in any case; without `dense_arena` each run gives its memory back
+        options.enable_cpu_mem_arena = settings.dense_arena or self.placement.provider == CPU_PROVIDER
+        # it keeps a pattern for every combination of input shapes, without limit: batches have many sizes
         options.enable_mem_pattern = False
         spinning = "1" if settings.dense_spinning else "0"
         entries = {"session.intra_op.allow_spinning": spinning, "session.inter_op.allow_spinning": spinning}
@@ -128,6 +145,15 @@ class Runtime:
             except Exception as error:
                 raise ConfigError(f"dense_options: ONNX Runtime refuses {key}={value!r}: {brief(error)}") from error
         return options
+
+
+def _run_options() -> Any:
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    # no graph of a GPU is captured; where nothing says so ONNX Runtime's Python part raises and catches an error, 60 µs a run
+    options.add_run_config_entry("gpu_graph_id", "-1")
+    return options
 
 
 def brief(error: BaseException) -> str:
@@ -144,7 +170,7 @@ def _inspect(model: bytes) -> frozenset[str]:
 
     try:
         proto = onnx.ModelProto.FromString(model)
-    except Exception as error:  # of protobuf, which is no import of ours
+    except Exception as error:  # protobuf's error, which we do not import
         raise InvalidInput("the dense part is not an ONNX model: its bytes are no ModelProto") from error
     for tensor in tensors_of(proto):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:

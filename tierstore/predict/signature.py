@@ -1,4 +1,4 @@
-"""What a dense part takes and gives: named tensors, in the words of the Open Inference Protocol.
+"""The inputs and outputs of a dense part: named tensors, with the datatypes of the Open Inference Protocol.
 
 Immutable values and pure functions; any thread may use them.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-Dim = int | str | None  # a size, a name for one that is the same wherever it stands, or any size
+Dim = int | str | None  # a size, a name of a size that is equal wherever the name is, or any size
 Shape = tuple[int, ...]
 
 BYTES = "BYTES"
@@ -47,7 +47,7 @@ _BY_ONNX = {
 
 
 def datatype_of(onnx_type: str) -> str | None:
-    """The protocol's word for an ONNX type such as `tensor(float)`; None where it has none (sequences, maps, bfloat16)."""
+    """The protocol's datatype for an ONNX type such as `tensor(float)`; None where it has none (sequences, maps, bfloat16)."""
     return _BY_ONNX.get(onnx_type)
 
 
@@ -65,7 +65,7 @@ class Tensor:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape as metadata documents say it: -1 for what is not fixed."""
+        """The shape for metadata documents: -1 for sizes that are not fixed."""
         return (-1,) if self.shape is None else tuple(dim if isinstance(dim, int) else -1 for dim in self.shape)
 
     def shown(self) -> str:
@@ -75,7 +75,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs, in the order of the graph. `unserved`: outputs that are no tensors of the protocol, and their types."""
+    """Inputs and outputs, in the order of the graph. `unserved`: outputs that the protocol has no datatype for, and their types."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]

@@ -1,8 +1,8 @@
-"""Requests made up from a dense part's own signature, to run it before it serves.
+"""Requests made from a dense part's signature, to run it before it serves.
 
-The first runs of a session allocate its memory and start its threads; and outputs that do not keep to their declared
-shapes are found out here (converters of classifiers declare one label whatever the batch). Free functions, for the
-thread that makes a session ready.
+The first runs of a session allocate its memory and start its threads. They also find outputs whose shapes differ from
+those declared (converters of classifiers declare one label whatever the batch). Free functions, for the thread that makes
+a session ready.
 """
 
 from __future__ import annotations
@@ -11,47 +11,54 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tierstore.predict.binding import FeatureInput, Wiring
+from tierstore.predict.binding import Bindings, FeatureInput
+from tierstore.predict.limits import SessionLimits
 from tierstore.predict.session import Array, DenseSession
 from tierstore.predict.signature import BYTES, Shape
 
-_PROBED = 3  # rows of the run that is compared with what is declared: a size that none is fixed to by chance
+_PROBED = 3  # rows of the run that is compared with the declared shapes: a size that is hardly ever fixed
 _BATCHES = (1, 32)
-_OTHER = 4  # of a size that is free and does not stand first
+_OTHER = 4  # for free sizes other than the first
 
 RowsOf = Callable[[FeatureInput, Shape], Array]
 
 
-def warm(session: DenseSession, rows_of: RowsOf, rest: Callable[[], None]) -> None:
+def warm(session: DenseSession, rows_of: RowsOf, pause: Callable[[], None]) -> None:
     """Run `session` on made-up requests of several sizes: strings are empty, numbers zero.
 
-    `rows_of` gives rows of a feature input for bags or keys of a shape: an array [*shape, dim] of its dtype. `rest` is
-    called before each run. Raises InvalidInput where the graph cannot take such a request, which says nothing about
-    those of clients.
+    `rows_of` gives rows of a feature input for bags or keys of a shape: an array [*shape, dim] of its dtype. `pause` is
+    called before each run. Raises InvalidInput where the graph refuses such a request; it may accept those of clients. Raises
+    RunLimit, Overloaded or TooLarge where it needs more time or memory than it may use.
     """
     for batch in (_PROBED, *_BATCHES):
-        rest()
-        leads, plain = made_up(session.wiring, batch)
+        pause()
+        leads, plain = made_up(session.bindings, batch, session.limits)
         run = session.plan(leads, {name: array.shape for name, array in plain.items()})
-        rows = {name: rows_of(session.wiring.features[name], lead) for name, lead in leads.items()}
+        rows = {name: rows_of(session.bindings.features[name], lead) for name, lead in leads.items()}
         if batch == _PROBED:
             session.probe(run, {**rows, **plain})
             continue
-        slot = session.take(run, list(leads))
+        slot = session.acquire(run, list(leads))
         for name, array in rows.items():
             slot.arrays[name].reshape(-1)[:] = array.reshape(-1)
         outputs = [
-            np.empty(shape or (), session.wiring.outputs[name].dtype) if session.is_fixed(name, shape) else None
+            _output(session, name, shape or ()) if session.is_fixed(name, shape) else None
             for name, shape in zip(run.outputs, run.shapes, strict=True)
         ]
         session.run(run, slot, plain, outputs)
-        session.give(slot)
+        session.release(slot)
 
 
-def made_up(wiring: Wiring, batch: int) -> tuple[dict[str, Shape], dict[str, Array]]:
+def _output(session: DenseSession, name: str, shape: Shape) -> Array:
+    dtype = session.bindings.outputs[name].dtype
+    session.limits.check(f"output {name!r}", shape, dtype.itemsize)
+    return np.empty(shape, dtype)
+
+
+def made_up(bindings: Bindings, batch: int, limits: SessionLimits) -> tuple[dict[str, Shape], dict[str, Array]]:
     """A request of `batch` rows: shapes of the features' bags or keys, and the plain inputs themselves."""
     sizes: dict[str, int] = {}
-    for tensor in wiring.signature.inputs:
+    for tensor in bindings.signature.inputs:
         for place, dim in enumerate(tensor.shape or ()):
             if isinstance(dim, str) and place == 0:
                 sizes[dim] = batch
@@ -63,9 +70,10 @@ def made_up(wiring: Wiring, batch: int) -> tuple[dict[str, Shape], dict[str, Arr
 
     leads: dict[str, Shape] = {}
     plain: dict[str, Array] = {}
-    for tensor in wiring.signature.inputs:
-        feature = wiring.features.get(tensor.name)
+    for tensor in bindings.signature.inputs:
+        feature = bindings.features.get(tensor.name)
         shape = tuple(size(place, dim) for place, dim in enumerate((None,) if tensor.shape is None else tensor.shape))
+        limits.check(f"input {tensor.name!r}", shape, tensor.dtype.itemsize)
         if feature is None:
             plain[tensor.name] = np.full(shape, "" if tensor.datatype == BYTES else 0, tensor.dtype)
         elif len(shape) == 3:

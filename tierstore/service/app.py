@@ -1,33 +1,38 @@
-"""The root application: `/v2` and `/v1` go to the data plane, the rest to the admin application, all of it behind the guard.
+"""The root application: `/v2` and `/v1` go to the data plane, `/upstream` to what nodes in front ask, all else to the admin application.
 
-Event loop only.
+Access is checked and requests are logged around all of it. Event loop only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from tierstore.errors import TooLarge
+from tierstore.service.admin.routes import is_delta, make_app
 from tierstore.service.context import Service
-from tierstore.service.control.admin import make_app
-from tierstore.service.http.guard import Guard
-from tierstore.service.http.logged import Logged
-from tierstore.service.http.messages import Receive, Response, Scope, Send, error_response
+from tierstore.service.error_status import http_outcome
+from tierstore.service.http.fronts import FrontsHttp
+from tierstore.service.http.messages import Receive, Response, Scope, Send, body_deadline, error_response
+from tierstore.service.http.middleware import AccessCheck, Allow, RequestLogging
 from tierstore.service.http.oip import OipHttp
-from tierstore.service.http.tfs import TfsHttp
-from tierstore.service.status import outcome_of
+from tierstore.service.http.tfserving import TfsHttp
+from tierstore.service.limits import slow_clients
 
 ADMIN_BODY_BYTES = 1 << 20  # of any request but a delta
 _PROTOCOL = "admin"
 
 
 class _Root:
+    """Dispatches by path, and limits and counts what goes to the admin application."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._oip = OipHttp(service)
         self._tfs = TfsHttp(service)
+        self._fronts = FrontsHttp(service)
         self._admin = make_app(service)
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
@@ -44,6 +49,12 @@ class _Root:
         if path.startswith("/v1/"):
             await self._tfs(scope, receive, send)
             return
+        if path.startswith("/upstream/"):
+            await self._fronts(scope, receive, send)
+            return
+        await self._call_admin(scope, receive, send)
+
+    async def _call_admin(self, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.perf_counter()
         status = 500
 
@@ -53,27 +64,33 @@ class _Root:
                 status = message["status"]
             await send(message)
 
-        left = ADMIN_BODY_BYTES
+        remaining, until, more = ADMIN_BODY_BYTES, asyncio.get_running_loop().time() + slow_clients.BODY_S, True
 
         async def bounded() -> MutableMapping[str, Any]:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise TooLarge(f"the body has more than the {ADMIN_BODY_BYTES} bytes that are allowed")
+            nonlocal remaining, more
+            if not more:
+                return await receive()
+            async with body_deadline(until):
+                message = await receive()
+            remaining -= len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if remaining < 0:
+                raise _too_large()
             return message
 
         try:
-            if path.endswith("/deltas"):  # bounded by max_delta where it is read
+            if is_delta(scope["method"], scope["path"]):  # limited by max_delta where it is read
                 await self._admin(scope, receive, note)
             elif _declared(scope) > ADMIN_BODY_BYTES:
-                await error_response(
-                    TooLarge(f"the body has more than the {ADMIN_BODY_BYTES} bytes that are allowed")
-                ).send(note)
+                await error_response(_too_large()).send(note)
             else:
                 await self._admin(scope, bounded, note)
         finally:
-            self._service.request_times.add(_PROTOCOL, outcome_of(status), time.perf_counter() - began_s)
+            self._service.request_times.add(_PROTOCOL, http_outcome(status), time.perf_counter() - began_s)
+
+
+def _too_large() -> TooLarge:
+    return TooLarge(f"the body has more than the {ADMIN_BODY_BYTES} bytes that are allowed")
 
 
 def _declared(scope: Scope) -> int:
@@ -81,6 +98,6 @@ def _declared(scope: Scope) -> int:
     return int(length) if length.isdigit() and len(length) < 19 else 0
 
 
-def make_root(service: Service, allowed: Callable[[bytes], None]) -> Logged:
-    """The whole service as one ASGI application; `allowed` is told of each value of Host that passes."""
-    return Logged(Guard(_Root(service), service.settings, allowed), service.request_log)
+def make_root(service: Service, allow: Allow) -> RequestLogging:
+    """The whole service as one ASGI application; `allow` is called with the headers by which look-ups may be answered elsewhere too."""
+    return RequestLogging(AccessCheck(_Root(service), service.access, allow, service.store.audit), service.request_log)

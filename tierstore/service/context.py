@@ -1,7 +1,7 @@
-"""What the parts of the service share: the store, the settings, the bounds and the figures.
+"""What the parts of the service share: the store, the settings, the limits and the stats.
 
-Made before the event loop runs, used on it and on the pools; each member says who may use it. Nothing survives a
-crash but what the store keeps.
+Made before the event loop runs, and used on it and on the pools; each member says which threads may use it. Nothing
+survives a crash but what the store keeps.
 """
 
 from __future__ import annotations
@@ -16,116 +16,134 @@ import numpy as np
 from prometheus_client.core import Metric
 
 from tierstore.config import Settings
+from tierstore.engine.operations.fronts import Fronts
 from tierstore.errors import TierstoreError
 from tierstore.kernels import latency
 from tierstore.kernels import reactor_words as kernel
-from tierstore.service.bounds.jobs import Jobs
-from tierstore.service.bounds.pool import ByteBudget, WorkerPool
-from tierstore.service.bounds.shed import Shed, Waits
-from tierstore.service.figures import REQUEST_BOUNDS_S, Freshness, Histogram, InferStats, RequestTimes, Timings
+from tierstore.service.access import Access
+from tierstore.service.dataplane.batching import Batcher
+from tierstore.service.dataplane.inference import DataPlane
+from tierstore.service.dataplane.plan_cache import PlanCache
+from tierstore.service.error_status import http_outcome, http_status
+from tierstore.service.limits.jobs import Jobs
+from tierstore.service.limits.rates import RateLimits
+from tierstore.service.limits.shedding import Shed, Waits
+from tierstore.service.limits.worker_pool import ByteBudget, WorkerPool
 from tierstore.service.oip.shared_memory import Regions
-from tierstore.service.plane.batching import Batcher
-from tierstore.service.plane.dataplane import DataPlane
-from tierstore.service.plane.known import KnownRequests
 from tierstore.service.request_log import RequestLog
-from tierstore.service.status import outcome_of, status_of
-from tierstore.service.tfs.signature import Signatures
-from tierstore.tiers.background import watch
+from tierstore.service.stats import REQUEST_BOUNDS_S, Freshness, Histogram, InferenceStats, RequestTimes, Timings
+from tierstore.service.tfserving.signature import Signatures
+from tierstore.service.tls import tls_of
+from tierstore.tiers.background import register_requests
 
-CONTROL_THREADS = 4
-CONTROL_QUEUE = 64
+ADMIN_THREADS = 4
+ADMIN_QUEUE = 64
 DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
 
 
 class Part(Protocol):
-    """A part that not every service has, and that has metrics of its own. Any thread may ask for them."""
+    """A part that not every service has, with metrics of its own. Any thread may read them."""
 
     def families(self) -> Iterator[Metric]: ...
 
 
-class Plans(Protocol):
-    """What a reactor answers by."""
+class PlanIndex(Protocol):
+    """The plans by which a reactor answers."""
 
     def learn(
-        self, model: Any, view: Any, asked: Any, version: int | str | None, text: memoryview, plan: Any, answer: Any
+        self, model: Any, view: Any, request: Any, version: int | str | None, text: memoryview, plan: Any, answer: Any
     ) -> None: ...
 
 
-class Watch(Part, Protocol):
-    """What takes deltas from a directory."""
+class Source(Part, Protocol):
+    """A thread that applies changes which it reads somewhere."""
 
     def status(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
 class Service:
-    """The members, constant after construction, except `draining`: set by the event loop when that begins."""
+    """The members are constant after construction, except `draining` and `reactors_state`, which the event loop sets."""
 
     def __init__(self, store: Any, settings: Settings) -> None:
         self.store = store
         self.settings = settings
+        self.access = Access(settings)
+        self.tls = tls_of(settings)
         self.started_s = time.time()
         self.draining = False
-        self._warm = not settings.ready_warm_share  # as far as that asks; once it is, it stays so
+        self._warm = not settings.ready_warm_share  # whether the wanted share is warm; once it is, it stays so
         self.dataplane = DataPlane(store, max_response=settings.max_response)
         self.shed = Shed()
-        self.lookups = WorkerPool(
+        self.lookup_pool = WorkerPool(
             "lookup",
             threads=settings.lookup_threads,
             queue_limit=settings.lookup_queue,
             waits=Waits("lookup", self.shed, settings.max_queue_s),
         )
-        watch(self.lookups, first=True)
-        self.batches = Batcher(settings, self.dataplane, self.lookups, self.shed)
-        self.control = WorkerPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
-        # what opens, warms or drops versions, and waits for others that do; deltas and figures wait for none of that
-        self.switches = WorkerPool("switch", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
+        register_requests(self.lookup_pool, first=True)
+        self.batches = Batcher(settings, self.dataplane, self.lookup_pool, self.shed)
+        self.admin_pool = WorkerPool("control", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
+        self.status_pool = WorkerPool("status", threads=1, queue_limit=ADMIN_QUEUE)  # metrics wait for no delta
+        # for calls that open, warm or drop versions, or wait for others that do; deltas and metrics must not wait for those
+        self.switch_pool = WorkerPool("switch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
-        self.known_requests = KnownRequests()
+        self.plan_cache = PlanCache()
         self.signatures = Signatures()
+        self.rates = RateLimits(settings)
         self.request_log = RequestLog(settings)
         self.request_times = RequestTimes()
-        self.infer_stats = InferStats(store.lookup_times)
+        self.inference_stats = InferenceStats(store.lookup_times)
         self.freshness = Freshness()
-        self.jobs = Jobs(store)
-        self.watcher: Watch | None = None
-        self.door: Part | None = None  # where HTTP is served
+        self.fronts = Fronts(store.models, store.model)
+        self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
+        self.sources: dict[str, Source] = {}  # by the name under which the status shows them
+        self.connection_limit: Part | None = None  # where HTTP is served
         self.reactors: Part | None = None  # where HTTP is served
-        self.plans: Plans | None = None  # theirs
+        self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
+        self.plans: PlanIndex | None = None  # of the reactors, where they serve
         self.grpc: Part | None = None  # where gRPC is served
         self._closing = threading.Lock()
-        store.observers.append(self.freshness)
+        store.observers.extend([self.freshness, self.fronts])
 
     @property
     def ready(self) -> bool:
-        """Whether the service asks for requests. It answers them in any case, as long as it runs. Any thread."""
+        """Whether the service wants requests. It answers them in any case, as long as it runs. Any thread."""
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
         return self._warm and not self.draining
 
+    def problems(self) -> list[str]:
+        """What an operator should know of: files that could not be read again, and what keeps a source from its work. Any thread."""
+        tls = None if self.tls is None else self.tls.problem
+        statuses = [source.status() for source in self.sources.values()]
+        of_sources = [problem for status in statuses for problem in status.get("problems", [status.get("problem")])]
+        return [problem for problem in (self.access.tokens.problem, tls, *of_sources) if problem is not None]
+
     def parts(self) -> list[Part]:
-        """The parts that there are."""
-        return [part for part in (self.door, self.reactors, self.grpc, self.watcher) if part is not None]
+        """The parts that this service has."""
+        there = [part for part in (self.connection_limit, self.reactors, self.grpc) if part is not None]
+        return [*there, *self.sources.values()]
 
     def refresh(self) -> None:
-        """Bring the figures up to now. Any thread."""
+        """Bring the stats up to now. Any thread."""
         self.store.epochs.collect()
 
     def absorb(self, version: tuple[str, int], new: Any, highest: Any) -> None:
-        """Count what reactors have answered (`kernels/reactor_words.py` has the counts). Any thread."""
+        """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). Any thread."""
         seconds = Histogram(REQUEST_BOUNDS_S)
         self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
         buckets = np.add.reduceat(new[kernel.BUCKETS_FROM :], latency.COARSE_FROM)
         seconds.absorb(buckets.tolist(), int(new[kernel.SUCCESS_NS]) / 1e9)
         self.request_times.absorb("oip_http", "ok", seconds)
         spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
-        spent.lookup_ns = spent.infer_ns
-        self.infer_stats.absorb(*version, int(new[kernel.SUCCESSES]), seconds, spent, int(highest[kernel.LAST_MS]))
+        spent.lookup_ns = spent.inference_ns
+        self.inference_stats.absorb(*version, int(new[kernel.SUCCESSES]), seconds, spent, int(highest[kernel.LAST_MS]))
 
     def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
-        """Count a look-up that failed, for the version that had been chosen for it or the active one. Any thread."""
+        """Count a look-up that failed, for the version that was chosen for it, or else the active one. Any thread."""
         version = error.version
         if version is None:
             try:
@@ -133,21 +151,25 @@ class Service:
             except TierstoreError:
                 return
         if version is not None:
-            self.infer_stats.failed(model, version, elapsed_ns, outcome_of(status_of(error)))
+            self.inference_stats.failed(model, version, elapsed_ns, http_outcome(http_status(error)))
 
     async def change(self, function: Callable[..., Any], *args: Any, pool: WorkerPool | None = None) -> Any:
-        """Change what serves, in the name of whoever asks; on the pool for switches, as that may take as long as warming."""
-        return await (pool or self.switches).run(copy_context().run, function, *args)
+        """Change what serves, on behalf of the requester; by default on the switch pool, as a change may last as long as a warm-up."""
+        return await (pool or self.switch_pool).run(copy_context().run, function, *args)
 
     def close(self) -> None:
-        """End the threads: what is queued is finished, a running load is cancelled. The store stays open."""
+        """End the threads: queued work is finished, a running load is cancelled. The store stays open."""
         with self._closing:
-            if self.watcher is not None:
-                self.watcher.close()
+            for source in self.sources.values():
+                source.close()
             self.jobs.close()
-            self.lookups.close()
-            self.switches.close()
-            self.control.close()
+            self.store.end_predictions()
+            self.lookup_pool.close()
+            self.switch_pool.close()
+            self.admin_pool.close()
+            self.status_pool.close()
             self.regions.close()
-            if self.freshness in self.store.observers:
-                self.store.observers.remove(self.freshness)
+            self.fronts.close()
+            for observer in (self.freshness, self.fronts):
+                if observer in self.store.observers:
+                    self.store.observers.remove(observer)

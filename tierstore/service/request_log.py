@@ -1,21 +1,20 @@
-"""Which requests leave a line in the log, over whichever transport: those that failed, slow ones, or all of them.
+"""Which requests are logged, over every transport: those that failed, slow ones, or all of them.
 
-Look-ups that reactors answer are not among them: they never come here. Any thread.
+Look-ups that reactors answer are not logged: they never come to Python. Any thread.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from tierstore.config import Settings
 from tierstore.errors import TierstoreError
-from tierstore.service.figures import Timings
-from tierstore.service.status import message_of
+from tierstore.log_limits import LIMITED, LineLimit
+from tierstore.service.error_status import message_of
+from tierstore.service.stats import Timings
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +24,11 @@ LINES_A_SECOND = 10  # of one kind
 class RequestLog:
     """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests; the next line says how many were left out."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._all = settings.access_log
         self._slow_ms = settings.slow_request_ms
-        self.of_successes = self._all or self._slow_ms > 0  # whether it need be told of requests that did not fail
-        self._lock = threading.Lock()
-        # guarded by _lock
-        self._second = 0
-        self._written: Counter[object] = Counter()  # in this second, by kind
-        self._left_out: Counter[object] = Counter()
+        self.of_successes = self._all or self._slow_ms > 0  # whether requests that did not fail may be logged
+        self._limit = LineLimit(LINES_A_SECOND, 1 / LINES_A_SECOND, clock)
 
     def note(
         self,
@@ -48,10 +43,10 @@ class RequestLog:
         spent: Timings | None = None,
         said: str | None = None,
     ) -> None:
-        """A request is answered that came at `began_ns` (`time.perf_counter_ns`).
+        """Log a request that came at `began_ns` (`time.perf_counter_ns`), if it is to be logged.
 
-        `status` is HTTP's, `said` how the line calls it, if not so; `client` tells the client's address while the
-        request is not answered; `error` is why it failed, `spent` where its time went, where that is known.
+        `status` is HTTP's, `said` the name of the status in the line if it has another one. `client` gives the client's
+        address, as long as the request is not answered. `error` is why it failed, and `spent` where its time went.
         """
         ms = (time.perf_counter_ns() - began_ns) / 1e6
         failed, slow = status >= 500, 0 < self._slow_ms <= ms
@@ -63,15 +58,15 @@ class RequestLog:
             level = logging.DEBUG
         else:
             return
-        left_out = self._may_write(status if failed else "slow") if failed or slow else 0
+        left_out = self._limit.admit(status if failed else "slow") if failed or slow else 0
         if left_out is None:
             return
         fields: dict[str, Any] = {
             "method": method[:16],
-            "path": shown(path),
+            "path": one_line(path),
             "status": said or status,
             "ms": round(ms, 3),
-            "id": None if request_id is None else shown(request_id),
+            "id": None if request_id is None else one_line(request_id),
             "client": client(),
         }
         if spent is not None and slow:
@@ -89,24 +84,11 @@ class RequestLog:
             "%s",
             _text(fields, slow=slow),
             exc_info=error if failed and not isinstance(error, TierstoreError) else None,
-            extra={"fields": {name: value for name, value in fields.items() if value is not None}},
+            extra={"fields": {name: value for name, value in fields.items() if value is not None}, LIMITED: True},
         )
 
-    def _may_write(self, kind: object) -> int | None:
-        """How many lines of a kind were left out before this one; None if this is to be left out too."""
-        now = int(time.monotonic())
-        with self._lock:
-            if now != self._second:
-                self._second = now
-                self._written.clear()
-            if self._written[kind] >= LINES_A_SECOND:
-                self._left_out[kind] += 1
-                return None
-            self._written[kind] += 1
-            return self._left_out.pop(kind, 0)
 
-
-def shown(text: str) -> str:
+def one_line(text: str) -> str:
     """What a client sent, in one line and not too long."""
     return repr(text[:256])[1:-1]
 

@@ -1,8 +1,8 @@
-"""The HTTP server: uvicorn on uvloop, run by us, with an orderly end.
+"""A service over a store: its HTTP and gRPC servers, from their start to an orderly end.
 
 `serve` blocks the main thread until a stop signal; `ServerThread` runs the same in the background of a program. On
-SIGTERM or SIGINT the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes what it has
-begun, and closes the store. A second signal skips the wait.
+SIGTERM, SIGINT or SIGHUP the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes the requests in
+progress, and closes the store. A second signal skips the wait. A stop that does not end exits after a bound.
 """
 
 from __future__ import annotations
@@ -15,24 +15,30 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from tierstore import kernels
 from tierstore.config import Settings
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, MissingExtra, TierstoreError
+from tierstore.errors import MissingExtra, TierstoreError
+from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
+from tierstore.service.access import check_listen_address
+from tierstore.service.addresses import bind_admin, bind_http, grpc_port_in_use, host_port, url_of
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
-from tierstore.service.control.watch import Watcher
-from tierstore.service.http.door import Door, connection_limit, raise_file_limit
-from tierstore.service.http.guard import check_listen_address
-from tierstore.service.http.serving import BACKLOG, FINISH_S, make_server
-from tierstore.service.reactor.handover import Handover
-from tierstore.service.reactor.plans import Plans
+from tierstore.service.http.connection_limit import ConnectionLimit, Count
+from tierstore.service.http.handoff import Handoff
+from tierstore.service.http.listener import Listener
+from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
+from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, tune_allocator
+from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors, check_threads
-from tierstore.service.tuning import freeze_heap, tune_allocator
+from tierstore.service.sources.start import check_sources, start_sources
+from tierstore.service.tls import tls_of
 
 if TYPE_CHECKING:
     from tierstore.service.rpc.server import GrpcServer
@@ -41,7 +47,9 @@ logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
 GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
-WARM_POLL_S = 0.1
+TOKENS_POLL_S = 1.0  # certificates as well
+COMPILED_POLL_S = 0.1
+ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
 
 
 def check_settings(settings: Settings) -> None:
@@ -51,9 +59,9 @@ def check_settings(settings: Settings) -> None:
         raise MissingExtra(
             "grpc_port: the extra `grpc` is not installed: pip install 'tierstore[grpc]', or use the HTTP port, which speaks the same protocol"
         )
+    tls_of(settings)
     check_listen_address(settings)
-    if settings.watch is not None and not settings.watch.is_dir():
-        raise ConfigError(f"watch: {settings.watch} is not a directory")
+    check_sources(settings)
 
 
 def has_grpc() -> bool:
@@ -62,9 +70,9 @@ def has_grpc() -> bool:
 
 
 def grpc_port_by_default(settings: Settings) -> Settings:
-    """`settings` with the gRPC port of a service of its own: what is set, else the usual one where the extra is installed.
+    """`settings` with a gRPC port: the one that is set, else the usual one where the extra is installed.
 
-    Beside an HTTP port that is picked it is picked too.
+    Where the HTTP port is 0, a free one, the gRPC port is 0 too.
     """
     if settings.grpc_port is not None:
         return settings
@@ -78,46 +86,61 @@ class HttpService:
     def __init__(self, store: Store, settings: Settings, listener: socket.socket) -> None:
         self._settings = settings
         self._socket = listener
+        self._admin_socket = bind_admin(settings)
         self.host = settings.host
         self.port: int = listener.getsockname()[1]
-        self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        scheme = "http" if settings.tls_cert is None else "https"
+        self.url = f"{scheme}://{host_port(self.host, self.port)}"
+        self.admin_url = self.url if self._admin_socket is None else url_of(self._admin_socket, scheme)
         self.service = Service(store, settings)
         self._grpc: GrpcServer | None = None
         self.grpc_port: int | None = None
-        self.grpc_target: str | None = None  # what a gRPC client is given
-        limit = connection_limit(settings.max_connections)
+        self.grpc_target: str | None = None  # the address for a gRPC client
+        limit = allowed_connections(settings.max_connections)
         self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
-        self._plans = Plans(store, reactors.words, settings.threads, self.service.absorb)
+        self._plans = PlanIndex(store, reactors.words, settings.threads, self.service.absorb)
         reactors.count_in(self._plans.versions.words, self._plans.tables.words)
-        self.service.reactors, self.service.plans = reactors, self._plans
+        self.service.reactors, self.service.plans = reactors, self._plans if self.service.tls is None else None
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
-        self.service.door = self._door = Door(self.service, limit, reactors)
-        root = make_root(self.service, reactors.allow_host)
-        self._server = make_server(root, self._door, settings.idle_timeout_s)
-        self._handover = Handover(reactors, root, self, self.service.inflight)
+        self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
+        root = make_root(self.service, reactors.allowed.add)
+        self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
+        self._listeners = self._make_listeners()
+        self._handoff = Handoff(reactors, root, self, self.service.inflight)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
+        self.stopping: Callable[[float], None] = lambda seconds: None  # called when a stop begins that may last so long
         store.epochs.add_collector(self._plans.collect)
         if isinstance(settings.grpc_port, int):
             self._add_grpc(settings.grpc_port)
 
+    def _make_listeners(self) -> list[Listener]:
+        """Those of Python: of all connections where there is TLS, which reactors do not speak, and of admin requests."""
+        listeners, tls = [], self.service.tls
+        if tls is not None:
+            listeners.append(Listener(self._socket, self._server, self._connection_limit, tls))
+        if (sock := self._admin_socket) is not None:
+            limit = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
+            tls = None if sock.family == socket.AF_UNIX else tls
+            listeners.append(Listener(sock, self._server, limit, tls, admin=True))
+        return listeners
+
     def _add_grpc(self, port: int) -> None:
-        from tierstore.service.rpc.places import address_of, taken
         from tierstore.service.rpc.server import GrpcServer
 
         try:
             try:
-                self.service.grpc = self._grpc = GrpcServer(self.service, address_of(self.host, port))
+                self.service.grpc = self._grpc = GrpcServer(self.service, host_port(self.host, port))
             except OSError as error:
-                raise taken(self.host, port) from error
+                raise grpc_port_in_use(self.host, port) from error
             self.grpc_port = self._grpc.port
-            self.grpc_target = address_of(self.host, self.grpc_port)
+            self.grpc_target = host_port(self.host, self.grpc_port)
         except BaseException:
             self._close()
             raise
 
     def run(self, started: Callable[[], None], *, signals: bool) -> None:
-        """Serve until `stop` or, with `signals` (main thread only), a stop signal; `started` is called when it is up."""
+        """Serve until `stop` or, with `signals` (main thread only), a stop signal. `started` is called once requests are answered."""
         try:
             with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
                 runner.run(self._serve(started, signals))
@@ -126,25 +149,31 @@ class HttpService:
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
-        """What every answer has."""
+        """Headers of every response."""
         return self._server.server_state.default_headers
 
     def adopt(self, sock: socket.socket, data: bytes, *, refused: bool) -> None:
         """Serve a connection that a reactor hands over. Event loop only."""
-        self._server.adopt(self._door, sock, data, refused=refused, back=self._reactors.come_back)
+        self._server.adopt(self._connection_limit, sock, data, refused=refused, back=self._give_back)
+
+    def _give_back(self) -> Callable[[int], None] | None:
+        """Gets the descriptor of a connection that is idle; None: the connection stays."""
+        return self._reactors.give_back if self._reactors.running else None
 
     def _close(self) -> None:
         self._reactors.close()
+        for listener in self._listeners:
+            listener.close()
         self._socket.close()
         self._plans.collect()
         self.service.store.epochs.remove_collector(self._plans.collect)
         if self._grpc is not None:
-            self._grpc.stop(0.0)  # if it has not begun to end
+            self._grpc.stop(0.0)  # if `_end` has not stopped it
             self._grpc.close()
         self.service.close()
 
     def stop(self, drain_s: float | None = None) -> None:
-        """Begin to end: not ready now, closed after `drain_s` (default: the setting). A second call ends at once."""
+        """Begin to end: not ready from now on, closed after `drain_s` (default: the setting). A second call ends at once."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._drain, self._settings.drain_s if drain_s is None else drain_s)
@@ -152,50 +181,96 @@ class HttpService:
     async def _serve(self, started: Callable[[], None], signals: bool) -> None:
         loop = self._loop = asyncio.get_running_loop()
         if signals:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.add_signal_handler(number, self._drain, self._settings.drain_s)
-        if self._settings.watch is not None:
-            self.service.watcher = Watcher(self.service.store, self._settings.watch, max_delta=self._settings.max_delta)
-        warming: asyncio.Future[None] | None = None
+        self.service.sources = start_sources(self.service, self._settings)
+        beside: list[asyncio.Future[None]] = []
         serving = asyncio.ensure_future(self._server.serve(sockets=[]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
             if self._grpc is not None:
                 self._grpc.start()
-                warming = asyncio.ensure_future(self._tell_when_warm(self._grpc))
-            self._socket.listen(BACKLOG)
-            self._reactors.start(self._socket, self._handover)
-            self.service.store.publish_words()
+                beside.append(asyncio.ensure_future(self._grpc.report_when(lambda: self.service.ready)))
+            for listener in self._listeners:
+                listener.start()
+            if self._admin_socket is not None:
+                logger.info("admin requests at %s", self.admin_url)
+            if self.service.tls is None:
+                beside += self._begin_reactors()
+            beside.append(asyncio.ensure_future(self._follow_files(self.service.access.tokens.generation)))
             started()
         await serving
         await self._finish()
-        if warming is not None:
-            warming.cancel()
+        for task in beside:
+            task.cancel()
 
-    async def _tell_when_warm(self, grpc: GrpcServer) -> None:
-        """gRPC's health is told to those who watch it, so it has to change as soon as the service is ready."""
-        serving = True
-        while not self.service.ready:
-            if serving:
-                grpc.tell_health(serving=False)
-                serving = False
-            await asyncio.sleep(WARM_POLL_S)
-        if not serving:
-            grpc.tell_health(serving=True)
+    def _begin_reactors(self) -> list[asyncio.Future[None]]:
+        """Have reactors accept connections, from now on, or as soon as their kernels are compiled. Returns what is to come."""
+        compilation = ahead.start(logger.info)
+        if compilation is None:
+            self._socket.listen(BACKLOG)
+            self._start_reactors()
+            return []
+        listener = Listener(self._socket, self._server, self._connection_limit, back=self._give_back)
+        listener.start()
+        self._listeners.append(listener)
+        return [asyncio.ensure_future(self._start_reactors_after(compilation, listener))]
+
+    def _start_reactors(self) -> None:
+        self._reactors.start(self._socket, self._handoff)
+        self.service.store.publish_words()
+        self.service.reactors_state = "running"
+
+    async def _start_reactors_after(self, compilation: ahead.Compilation, listener: Listener) -> None:
+        """Until the kernels of reactors are compiled Python answers what they would; for good where that fails."""
+        start_s = time.monotonic()
+        self.service.reactors_state = "compiling"
+        logger.info("look-ups over HTTP are answered by Python until all kernels are compiled")
+        while not compilation.done.is_set():
+            await asyncio.sleep(COMPILED_POLL_S)
+        if compilation.error is None:
+            await asyncio.to_thread(kernels.load)  # so that no request waits for one that is read
+        if self._server.should_exit:
+            return
+        if compilation.error is not None:
+            self.service.reactors_state = "failed"
+            logger.warning("look-ups over HTTP stay with Python: %s", compilation.error)
+            return
+        listener.suspend()
+        self._listeners.remove(listener)
+        self._start_reactors()
+        logger.info("reactors answer look-ups over HTTP, %.1f s after the service", time.monotonic() - start_s)
+
+    async def _follow_files(self, before: int) -> None:
+        """Follow the files of tokens and certificates.
+
+        Reactors forget whom they may answer when tokens are no longer those of generation `before`: they ask nobody.
+        """
+        tokens, tls = self.service.access.tokens, self.service.tls
+        while True:
+            await asyncio.sleep(TOKENS_POLL_S)
+            if tls is not None:
+                tls.refresh()
+            tokens.refresh()
+            if tokens.generation != before:
+                before = tokens.generation
+                self._reactors.allowed.clear()
 
     async def _finish(self) -> None:
-        """Wait until the reactors have answered what had begun."""
+        """Wait until the reactors have answered the requests in progress."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINISH_S):
-                while self._handover.busy or not self._reactors.idle:
+                while self._handoff.busy or not self._reactors.idle:
                     await asyncio.sleep(0.01)
 
     def _drain(self, drain_s: float) -> None:
         if self._draining:
             drain_s = 0.0
         self._draining = True
-        self.service.draining = True
+        self.service.draining = self._handoff.draining = True
+        self.stopping(drain_s + 2 * FINISH_S)  # the server's requests, then the reactors'
+        self._reactors.drain()
         if self._grpc is not None:
             self._grpc.drain()
         if drain_s > 0:
@@ -205,27 +280,15 @@ class HttpService:
             self._end()
 
     def _end(self) -> None:
-        self._handover.ending = True
+        self._handoff.ending = True
         self._reactors.finish()
+        for listener in self._listeners:
+            listener.stop()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # who connects from here on is refused, not left waiting
+            self._socket.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait
         self._server.should_exit = True
         if self._grpc is not None:
             self._grpc.stop(FINISH_S)
-
-
-def _listen(settings: Settings) -> socket.socket:
-    """A bound socket, not listening yet: until the service is up, connections are refused instead of left hanging."""
-    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
-        return listener
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {settings.host} port {settings.port}: {error}; choose another host or port"
-        ) from error
 
 
 def _say(url: str, grpc_target: str | None) -> None:
@@ -237,16 +300,18 @@ def _say(url: str, grpc_target: str | None) -> None:
 def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _say) -> None:
     """Open the store, serve it until a stop signal, close it. Blocks the main thread.
 
-    `announce` is called once with the URL and the gRPC target (None where gRPC is not served), when requests are answered;
-    by default it prints a line. Raises ConfigError and MissingExtra for what cannot be served, Locked where another
-    process has the data directory open.
+    `announce` is called once, when requests are answered, with the URL and the gRPC target (None where gRPC is not served);
+    by default it prints a line. Raises ConfigError and MissingExtra for settings that cannot be served, and Locked where
+    another process has the data directory open.
     """
     settings = grpc_port_by_default(settings)
     check_settings(settings)
     tune_allocator()
     raise_file_limit()
-    with _listen(settings) as listener, Store(settings) as store:
+    with ExitBound() as bound, bind_http(settings) as listener, Store(settings) as store:
         service = HttpService(store, settings, listener)
+        service.stopping = bound.start
+        kernels.load(kernels.FIRST)
         freeze_heap()
         service.run(lambda: announce(service.url, service.grpc_target), signals=True)
 
@@ -254,14 +319,14 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _
 class ServerThread:
     """The service in the background of this process, over a store that the caller keeps open: `with ServerThread(store) as server:`.
 
-    `url` and `port` are known once it is entered; `grpc_target` and `grpc_port` too where the settings ask for gRPC, else
-    they are None. Leaving it, or `close`, ends the service without draining.
+    Inside the block `url` and `port` are set, and `grpc_target` and `grpc_port` where the settings name a gRPC port (else
+    None). Leaving the block, or `close`, ends the service without draining.
     """
 
     def __init__(self, store: Store, settings: Settings | None = None) -> None:
         settings = settings or store.settings
         check_settings(settings)
-        self._http = HttpService(store, settings, _listen(settings))
+        self._http = HttpService(store, settings, bind_http(settings))
         self._up = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tierstore-http", daemon=True)
@@ -269,6 +334,11 @@ class ServerThread:
     @property
     def url(self) -> str:
         return self._http.url
+
+    @property
+    def admin_url(self) -> str:
+        """Where admin requests are served: `url`, unless they have a listener of their own."""
+        return self._http.admin_url
 
     @property
     def port(self) -> int:

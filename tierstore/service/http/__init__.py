@@ -1,1 +1,1 @@
-"""The HTTP front: connections and their bounds, and the data plane in either protocol."""
+"""The HTTP transport: connections and their limits, and the protocols of the data plane over it."""

@@ -1,9 +1,9 @@
-"""One look-up or prediction over HTTP, from its body to its answer, whichever protocol it came in.
+"""One look-up or prediction over HTTP, from its body to its response, in any protocol.
 
-A small request whose rows are all in memory is answered on the event loop: that takes less time than handing it to a
-thread, and its answer stays on one core. What it may do there is bounded (`DIRECT_…`) and never waits; when rows are
-left for the disk, a thread of the look-up pool goes on from where the loop stopped, so nothing is done or counted
-twice. Any other request is handled on the pool from beginning to end.
+A small request whose rows are all in memory is answered on the event loop: that is faster than a handoff to a thread, and
+the response stays on one core. Work on the loop is bounded (`DIRECT_…`) and never waits. Where rows have to come from
+disk, a thread of the look-up pool continues where the loop stopped, so nothing is done or counted twice. Any other request
+is handled on the pool from beginning to end.
 """
 
 from __future__ import annotations
@@ -13,33 +13,46 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tierstore.service.bounds.pool import Holding
-from tierstore.service.bounds.shed import Caller
 from tierstore.service.context import Service
-from tierstore.service.figures import Timings
+from tierstore.service.dataplane.inference import AnyRequest, Inference
+from tierstore.service.dataplane.plan import Plan, is_short
+from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.http.messages import REQUEST_ID, Headers, Response, compress, decode_body, wanted_coding
-from tierstore.service.plane.dataplane import Asked, Inference
-from tierstore.service.plane.plan import Plan
-from tierstore.service.plane.short import is_short
-from tierstore.service.plane.tensors import Elements
+from tierstore.service.limits.rates import Charge
+from tierstore.service.limits.shedding import Caller
+from tierstore.service.limits.worker_pool import Reservation
+from tierstore.service.stats import Timings
 
 # What is tried on the loop: a fraction of a millisecond's work.
 DIRECT_BODY_BYTES = 64 << 10
 DIRECT_JSON_BYTES = 8 << 10  # elements in JSON, either way, cost far more a byte
 
 A = TypeVar("A")  # a body, parsed
-Coming: TypeAlias = "asyncio.Future[Response]"  # an answer that a thread is at
+PendingResponse: TypeAlias = "asyncio.Future[Response]"  # a response that a thread will give
 
 
 class HttpCall(Generic[A]):
-    """A request under way. One thread at a time: the loop, then maybe a thread of the pool.
+    """A request in progress. One thread at a time: the loop, then maybe a thread of the pool.
 
-    A protocol says what is small (`_parse_here`, `_fits_here`), and how a request is read and answered.
+    A subclass says what is small (`_parse_here`, `_fits_here`), and how a request is read and answered.
     """
 
     __slots__ = (
-        "_asked", "_began_ns", "_inference", "_plan", "body", "caller", "chosen", "headers", "holding", "model", "service", "spent",
-        "started_ns", "version",
+        "_began_ns",
+        "_inference",
+        "_parsed",
+        "_plan",
+        "body",
+        "caller",
+        "charge",
+        "chosen",
+        "headers",
+        "holding",
+        "model",
+        "service",
+        "spent",
+        "started_ns",
+        "version",
     )  # fmt: skip
 
     def __init__(
@@ -48,7 +61,7 @@ class HttpCall(Generic[A]):
         model: str,
         version: int | str | None,
         headers: Headers,
-        holding: Holding,
+        holding: Reservation,
         caller: Caller,
     ) -> None:
         self.service, self.model, self.version = service, model, version
@@ -57,72 +70,73 @@ class HttpCall(Generic[A]):
         self.spent = Timings()
         self.chosen: int | None = None  # the version that answers, once it is known
         self.started_ns = self._began_ns = 0
-        self._asked: A | None = None
+        self._parsed: A | None = None
         self._inference: Inference | None = None
-        self._plan: Plan | None = None  # of what is too large for the loop, where that was not known before
+        self.charge: Charge | None = None  # where the caller or the model has rates
+        self._plan: Plan | None = None  # of a request that proved too large for the loop
 
-    def begin(self, body: memoryview) -> Response | Coming:
-        """Answer, or hand over to a thread what cannot be answered without waiting. Event loop only."""
+    def begin(self, body: memoryview) -> Response | PendingResponse:
+        """Answer, or hand off to a thread what cannot be answered without waiting. Event loop only."""
         self.body = body
         self.started_ns = self._began_ns = time.perf_counter_ns()
-        rest = self._all
+        work = self._all
         try:
             if self._begin_here():
                 if self._start():
                     return self._finish()
-                rest = self._go_on
+                work = self._go_on
             self._began_ns = time.perf_counter_ns()
-            coming = self._hand_over(rest)
+            pending = self._hand_over(work)
         except BaseException:
             self._close()
             raise
-        if self._inference is not None:  # left by `rest`, unless that is not run any more
-            coming.add_done_callback(lambda _: self._close())
-        return coming
+        if self._inference is not None:  # released by `work`, unless that is not run any more
+            pending.add_done_callback(lambda _: self._close())
+        return pending
 
     def _begin_here(self) -> bool:
-        """Parse what is small, and open its view if all of it is small enough for the loop."""
-        asked = self._asked = self._parse_here()
-        if asked is None:
+        """Parse a small request, and open its view if all of it is small enough for the loop."""
+        parsed = self._parsed = self._parse_here()
+        if parsed is None:
             return False
-        self._check_deadline(asked)
-        if wanted_coding(self.headers.get(b"accept-encoding", b"")) is not None or self._is_known_as_large(asked):
+        self._check_deadline(parsed)
+        if wanted_coding(self.headers.get(b"accept-encoding", b"")) is not None or self._is_surely_large(parsed):
             return False
-        plan = self._open(asked).plan
-        if is_short(plan) and self._fits_here(asked, plan):
+        plan = self._open(parsed).plan
+        if is_short(plan) and self._fits_here(parsed, plan):
             return True
         self._plan = plan
         self._close()  # a view is not held while a request waits for a thread
         return False
 
-    def _hand_over(self, rest: Callable[[], Response]) -> Coming:
-        return self.service.lookups.run(rest, caller=self.caller)
+    def _hand_over(self, work: Callable[[], Response]) -> PendingResponse:
+        return self.service.lookup_pool.run(work, caller=self.caller)
 
     # --- on a thread of the pool
 
     def _all(self) -> Response:
-        """All that the loop has not done."""
+        """All work that the loop has not done."""
         self._note_queued()
         try:
-            asked = self._asked
-            if asked is None:
-                asked = self._asked = self._parse_all()
-            self._check_deadline(asked)
-            self._open(asked)
+            parsed = self._parsed
+            if parsed is None:
+                parsed = self._parsed = self._parse_all()
+            self._check_deadline(parsed)
+            self._open(parsed)
             self._start()
             return self._finish()
         finally:
             self._close()
 
     def _go_on(self) -> Response:
-        """What is left after the loop's `_start`."""
+        """The work after the loop's `_start`."""
         self._note_queued()
         try:
             return self._finish()
         finally:
             self._close()
 
-    # --- the steps that the protocols differ in
+    # --- for subclasses
 
     def _parse_here(self) -> A | None:
         """Parse the body if it is small enough for the loop."""
@@ -132,24 +146,24 @@ class HttpCall(Generic[A]):
         """Parse the body, however large it is."""
         raise NotImplementedError
 
-    def _is_known_as_large(self, asked: A) -> bool:
-        """Whether it can be told without a view that the request is none for the loop. May miss some."""
+    def _is_surely_large(self, parsed: A) -> bool:
+        """Whether the request is too large for the loop, as far as can be seen without a view. May miss some."""
         raise NotImplementedError
 
-    def _fits_here(self, asked: A, plan: Plan) -> bool:
-        """Whether little of it is JSON, or in shared memory."""
+    def _fits_here(self, parsed: A, plan: Plan) -> bool:
+        """Whether few bytes are in JSON or in shared memory."""
         raise NotImplementedError
 
-    def _asks(self, asked: A) -> Asked:
+    def _plane_request(self, parsed: A) -> AnyRequest:
         """The request as the data plane takes it."""
         raise NotImplementedError
 
     def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
-        """The elements of the inputs, and arrays for the answer; what they take is held."""
+        """The elements of the inputs, and arrays for the outputs; their bytes are reserved."""
         raise NotImplementedError
 
     def _encode(self, plan: Plan, arrays: list[Any]) -> Response:
-        """The answer."""
+        """The response."""
         raise NotImplementedError
 
     # --- the steps
@@ -160,7 +174,7 @@ class HttpCall(Generic[A]):
         if coding is None:
             return self.body
         body = decode_body(self.body, coding.strip().lower(), self.service.settings.max_request)
-        self.holding.take(len(body))
+        self.holding.reserve(len(body))
         return body
 
     def _note_queued(self) -> None:
@@ -168,28 +182,30 @@ class HttpCall(Generic[A]):
         self.spent.queued_ns += now_ns - self._began_ns
         self._began_ns = now_ns
 
-    def _check_deadline(self, asked: A) -> None:
-        """Before work is begun."""
+    def _check_deadline(self, parsed: A) -> None:
+        """Called before work is started."""
         if self.caller.deadline_ns is not None:
             self.service.shed.check(self.caller)
 
-    def _open(self, asked: A) -> Inference:
+    def _open(self, parsed: A) -> Inference:
         route = None if self.version is not None else self.headers.get(REQUEST_ID)
         inference = self._inference = self.service.dataplane.open(
-            self.model, self.version, self._asks(asked), route=route
+            self.model, self.version, self._plane_request(parsed), route=route
         )
         self.chosen = inference.version
+        if self.charge is not None:
+            self.charge.keys(inference.plan.keys)
         return inference
 
     def _start(self) -> bool:
-        """Answer from memory what it can, without waiting. True if nothing is left for the disk."""
+        """Answer from memory as much as possible, without waiting. True if nothing is pending."""
         inference = self._inference
         assert inference is not None
         elements, arrays = self._read(inference)
         read_ns = time.perf_counter_ns()
         self.spent.input_ns = read_ns - self._began_ns
         done = inference.begin(elements, arrays)
-        self.spent.infer_ns = time.perf_counter_ns() - read_ns
+        self.spent.inference_ns = time.perf_counter_ns() - read_ns
         return done
 
     def _finish(self) -> Response:
@@ -199,11 +215,11 @@ class HttpCall(Generic[A]):
         inference.finish()
         self.spent.lookup_ns, self.spent.dense_ns = inference.lookup_ns, inference.dense_ns
         self._close()
-        self.spent.infer_ns += time.perf_counter_ns() - finishing_ns
+        self.spent.inference_ns += time.perf_counter_ns() - finishing_ns
         return self._respond(inference.plan, inference.arrays)
 
     def _respond(self, plan: Plan, arrays: list[Any]) -> Response:
-        """The answer, in the coding that the client wishes for."""
+        """The response, in the coding that the client wants."""
         answered_ns = time.perf_counter_ns()
         response = self._encode(plan, arrays)
         if accept := self.headers.get(b"accept-encoding"):

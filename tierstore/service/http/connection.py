@@ -1,7 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol with bounds, and with answers that leave in one piece.
+"""uvicorn's HTTP/1.1 protocol with limits, and with responses that are sent in one piece.
 
-It serves what the reactors hand over: connections whose requests they do not know. One goes back to them once it has
-been answered and nothing more has come. Event loop only, an object a connection.
+It serves connections that reactors hand off, because they do not know a request. A connection goes back to them once it is
+answered and nothing more has come. Event loop only; an object for each connection. `tests/service/test_uvicorn.py` names
+the private parts of uvicorn that this relies on.
 """
 
 from __future__ import annotations
@@ -10,23 +11,26 @@ import asyncio
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tierstore.service.http.door import REFUSED_S, Door
-from tierstore.service.http.messages import CONNECTION
+from tierstore.service.http.connection_limit import REFUSED_S, ConnectionLimit
+from tierstore.service.http.deadlines import Deadlines
+from tierstore.service.http.messages import CONNECTION, PEER, UNNAMED, Peer
+from tierstore.service.tls import names_of
 
+Back: TypeAlias = Callable[[], Callable[[int], None] | None]
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
-_BEGUN = re.compile(rb"(?i)\r\nu(p(g(r(a(de?)?)?)?)?)?\Z")
+_PARTIAL_UPGRADE = re.compile(rb"(?i)\r\nu(p(g(r(a(de?)?)?)?)?)?\Z")
 
 
 class _JoiningTransport:
-    """Lets an answer's head wait for what is written next: one system call and one packet where there were two.
+    """Holds back a response's head until the next write: one system call and one packet instead of two.
 
-    What waits goes out at the next write, when the answer is complete (`flush`), or when the connection is closed.
+    The head is sent with the next write, when the response is complete (`flush`), or when the connection is closed.
     """
 
     __slots__ = ("_head", "_transport")
@@ -36,7 +40,7 @@ class _JoiningTransport:
         self._head: bytes | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        if self._transport.is_closing():  # by what came behind the request that is answered
+        if self._transport.is_closing():  # because of bytes behind the request that is answered
             self._head = None
         elif self._head is not None:
             head, self._head = self._head, None
@@ -70,37 +74,41 @@ class _JoiningTransport:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One of the `door`'s connections, if there is one.
+    """A connection, counted by `limit` if there is one.
 
-    Closes a connection whose request line and headers go beyond HEAD_BYTES, finished or not, or the trailers of whose
-    chunked body do (they are read and dropped, as RFC 9110, 6.5.1, allows), which sends more than PIPELINED requests ahead,
-    or which sends nothing for as long as an idle one is kept, in the middle of a request too. What comes behind a request
-    that ends its connection is dropped (RFC 9112, 9.6).
+    Closes a connection whose request line and headers exceed HEAD_BYTES, finished or not; or the trailers of whose chunked body
+    do (they are read and dropped, as RFC 9110, 6.5.1, allows); that sends more than PIPELINED requests ahead; or that sends
+    nothing for as long as an idle one is kept, in the middle of a request too. Bytes behind a request that ends its connection
+    are dropped (RFC 9112, 9.6).
 
-    `first` are bytes that came before; `back` takes the descriptor of a connection that is to go back.
+    `first` are bytes that came before; `back` returns what gets the descriptor of a connection that goes back, or None.
+    `admin`: it is one of the listener of admin requests.
     """
 
     def __init__(
         self,
         *args: Any,
-        door: Door | None = None,
+        limit: ConnectionLimit | None = None,
         first: bytes = b"",
         refused: bool = False,
-        back: Callable[[int], None] | None = None,
+        back: Back | None = None,
+        admin: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._door, self._first, self._refused, self._back = door, first, refused, back
+        self._admin, self._peer = admin, UNNAMED
+        self._limit, self._first, self._refused, self._back = limit, first, refused, back
         self._served: bool | None = None
         self._running: Any = None  # the request that is being answered: the first of those that were sent ahead
         self._lost = False
         self._head_bytes = 0
-        self._held = b""  # of a head: it may begin a wish for another protocol
-        self._before = b""  # the last bytes that the parser has
-        self._beside_bytes = 0  # of a chunked body that came since the last of what it carries: sizes, trailers
+        self._held = b""  # of a head: it may be the beginning of `Upgrade`
+        self._before = b""  # the last bytes that the parser got
+        self._beside_bytes = 0  # of a chunked body, since its last data: sizes, trailers
         self._in_head = True
-        self._in_request = False  # of a head some bytes may be with the parser alone
+        self._in_request = False  # the parser may hold some bytes of a head
         self._patience_s = float(self.timeout_keep_alive)
+        self._deadlines: Deadlines | None = None
 
     def is_lost(self) -> bool:
         """Whether the client has gone. Any thread."""
@@ -108,34 +116,40 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
-        if self._door is not None:
-            self._served = self._door.enter(refused=self._refused)
+        self._peer = Peer(self._admin, names_of(transport.get_extra_info("peercert")))
+        if self._limit is not None:
+            self._served = self._limit.acquire(refused=self._refused)
             if self._served is None:
                 transport.abort()
                 return
             if not self._served:
-                self.app, self._patience_s = self._door.app, REFUSED_S
+                self.app, self._patience_s = self._limit.app, REFUSED_S
+            self._deadlines = self._limit.deadlines(transport, refused=not self._served)
         self._be_patient()
         first, self._first = self._first, b""
         if first:
             self.data_received(first)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Who has sent a whole request and ends only his side is answered still."""
+        """A client that has sent a whole request and then ends only its own side is still answered."""
         if self.cycle is None or self.cycle.response_complete or not self._in_head or self.pipeline:
+            return None
+        if self.scheme == "https":  # TLS ends for both sides
             return None
         self.cycle.keep_alive = False
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        if self._running is not None and not self._running.response_complete:  # else uvicorn takes it for a defect
+        if self._deadlines is not None:
+            self._deadlines.close()
+        if self._running is not None and not self._running.response_complete:  # else uvicorn logs a defect
             self._running.disconnected = True
             self._running.message_event.set()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-        if self._door is not None and self._served is not None:
-            self._door.leave(self._served)
+        if self._limit is not None and self._served is not None:
+            self._limit.release(self._served)
             self._served = None
 
     def on_response_complete(self) -> None:
@@ -146,8 +160,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if keeps and self._is_idle():
             self._go_back()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._deadlines is not None:
+            self._deadlines.wait_for_client()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._deadlines is not None:
+            self._deadlines.all_sent()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._deadlines is not None:
+            self._deadlines.finish()
+
     def _is_idle(self) -> bool:
-        """Whether nothing is left to be done: no request, and no byte of one or of an answer."""
+        """Whether nothing is pending: no request, and no byte of a request or a response."""
         return (
             self._served is True
             and not self.pipeline
@@ -159,18 +188,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         )
 
     def _go_back(self) -> None:
-        """Leave the connection to the reactors. What the transport closes is only its own descriptor of it."""
-        if self._back is None:
+        """Give the connection back to the reactors. The transport closes only its own descriptor of it."""
+        give_back = None if self._back is None else self._back()
+        if give_back is None:
             return
         self.transport.pause_reading()
         fd = os.dup(self.transport.get_extra_info("socket").fileno())
-        self._served = None  # counted by them from here on
+        self._served = None  # the reactors count it from here on
         self._unset_keepalive_if_required()
         self.transport.abort()
-        self._back(fd)
+        give_back(fd)
 
     def _has_last(self) -> bool:
-        """Whether the request that ends the connection is here."""
+        """Whether the request that ends the connection has come."""
         return self.cycle is not None and not self._in_request and not self.cycle.keep_alive
 
     def data_received(self, data: bytes) -> None:
@@ -180,8 +210,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._beside_bytes += len(data)
         else:
+            if self._deadlines is not None:
+                self._deadlines.expect_head()
             self._head_bytes += len(data)
-            data = self._without_wish(data)
+            data = self._without_upgrade(data)
         self._before = (self._before + data[-3:])[-3:]
         super().data_received(data)
         if self._has_last():
@@ -191,23 +223,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 if self._head_bytes > HEAD_BYTES:
                     self.send_400_response("Request head too large.")
             elif self._beside_bytes > HEAD_BYTES:
-                self.transport.abort()  # whatever the application has answered with so far
+                self.transport.abort()  # even if part of a response was sent
         if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
-            self._be_patient()  # of a request that has begun to arrive the next bytes are waited for no longer
+            self._be_patient()  # the next bytes of a request may take no longer than an idle connection is kept
 
-    def _without_wish(self, data: bytes) -> bytes:
-        """Bytes of a head without its wish for another protocol, such as the one for HTTP/2 that Java's client has by default.
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """Bytes of a head without its `Upgrade`, such as the one to HTTP/2 that Java's client sends by default.
 
-        A server may pass over it (RFC 9110, 7.8); the parser would take the body for that protocol. What may be the
-        beginning of a wish stays here until more comes.
+        A server may ignore it (RFC 9110, 7.8); the parser would read the body in that protocol. Bytes that may be the beginning of
+        `Upgrade` are held back until more come.
         """
         before, data, self._held = self._before, self._held + data, b""
         text = before + data
         end = text.find(b"\r\n\r\n")
-        if (wish := _UPGRADE.search(text, 0, len(text) if end < 0 else end)) is not None:
-            if (at := wish.start() + 2 - len(before)) >= 0:
+        if (upgrade := _UPGRADE.search(text, 0, len(text) if end < 0 else end)) is not None:
+            if (at := upgrade.start() + 2 - len(before)) >= 0:
                 data = b"x-".join((data[:at], data[at:]))
-        elif end < 0 and (begun := _BEGUN.search(text)) is not None and (at := begun.start() + 2 - len(before)) >= 0:
+        elif (
+            end < 0
+            and (partial := _PARTIAL_UPGRADE.search(text)) is not None
+            and (at := partial.start() + 2 - len(before)) >= 0
+        ):
             data, self._held = data[:at], data[at:]
         return data
 
@@ -216,7 +252,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A wish for another protocol behind another request: the body would be taken for the next one."""
+        """An `Upgrade` behind another request: the parser would read the body as the next request."""
         self.transport.close()
 
     def _be_patient(self) -> None:
@@ -224,8 +260,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(self._patience_s, self._silent)
 
     def _silent(self) -> None:
-        """Nothing came for so long."""
-        if self.flow.read_paused:  # it is we who do not read
+        """Nothing came for the idle time."""
+        if self.flow.read_paused:  # this side does not read
             self._be_patient()
         else:
             self.timeout_keep_alive_handler()
@@ -238,7 +274,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise BufferError(f"more than {PIPELINED} requests were sent ahead of their answers")
         super().on_message_begin()
         self._in_request = True
+        if self._deadlines is not None:
+            self._deadlines.expect_head()
         self.scope[CONNECTION] = self  # type: ignore[literal-required]
+        self.scope[PEER] = self._peer  # type: ignore[literal-required]
         self._in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -249,6 +288,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if not self.pipeline:
             self._running = self.cycle
+        if self._limit is not None and self._limit.draining:
+            self.cycle.keep_alive = False
+        if self._deadlines is not None:
+            self._deadlines.expect_body()
         self._in_head = False
         self._head_bytes = self._beside_bytes = 0
 
@@ -259,3 +302,5 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_head, self._in_request = True, False
+        if self._deadlines is not None:
+            self._deadlines.arrived()

@@ -1,4 +1,4 @@
-"""What the raw ASGI parts share: bodies read within bounds, answers, and content codings.
+"""Requests and responses of the raw ASGI applications: bodies read within limits, responses, errors, content codings.
 
 `read_body` and `Response.send` run on the event loop; the rest are pure functions for any thread.
 """
@@ -6,17 +6,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import orjson
+from fastapi.responses import JSONResponse
 
-from tierstore.errors import InvalidInput, TooLarge
-from tierstore.service.bounds.pool import Holding
-from tierstore.service.bounds.shed import Caller
-from tierstore.service.status import HttpError, message_of, retry_after, status_of
+from tierstore.access.roles import LOCAL
+from tierstore.errors import InvalidInput, SequenceGap, TooLarge, Unauthorized
+from tierstore.service.error_status import HttpError, as_text, http_status, message_of, retry_after
+from tierstore.service.limits import slow_clients
+from tierstore.service.limits.shedding import Caller
+from tierstore.service.limits.worker_pool import Reservation
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,9 +29,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = dict[bytes, bytes]
 
 JSON = b"application/json"
-BODY_TIMEOUT_S = 60.0  # for a body that has begun to arrive
 _AUTO_DETECT = 47  # zlib's wbits for gzip and zlib streams alike
-_MAX_MEMBERS = 16  # of a gzip body: what is left is copied for each
+_MAX_MEMBERS = 16  # of a gzip body: the remainder is copied for each
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 
 
@@ -36,7 +40,20 @@ TIMEOUT_HEADERS = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
 CONNECTION, ARRIVED = "tierstore.connection", "tierstore.arrived"
 # and for the log: why it failed, where its time went
 ERROR, SPENT = "tierstore.error", "tierstore.spent"
+# and for access: where the request came in, who sent it
+PEER, PRINCIPAL = "tierstore.peer", "tierstore.principal"
 REQUEST_ID = b"x-request-id"  # sent back; requests of one id get one version
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other side of a connection: whether it is at the listener of admin requests, and its certificate's names."""
+
+    admin: bool = False
+    names: tuple[str, ...] = ()
+
+
+UNNAMED = Peer()
 
 
 class Disconnected(Exception):
@@ -45,7 +62,7 @@ class Disconnected(Exception):
 
 @dataclass(slots=True)
 class Response:
-    """An answer. `chunks` are bytes-like, sent in order; no copy is made of them."""
+    """A response. `chunks` are bytes-like and sent in order, without a copy."""
 
     status: int
     chunks: Iterable[bytes | memoryview] = (b"",)
@@ -76,16 +93,20 @@ def json_response(document: Any, status: int = 200) -> Response:
 
 def error_response(error: BaseException) -> Response:
     """The protocol's `{"error": …}` with the status that fits."""
-    response = json_response({"error": message_of(error)}, status_of(error))
+    response = json_response({"error": message_of(error)}, http_status(error))
     if (seconds := retry_after(error)) is not None:
         response.headers.append((b"retry-after", seconds))
+    if isinstance(error, Unauthorized):
+        response.headers.append((b"www-authenticate", b"Bearer"))
+    if response.status == 408:  # the remainder of its body is not waited for
+        response.headers.append((b"connection", b"close"))
     return response
 
 
 def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:
-    """Who waits for the answer, with the deadline that its headers name. InvalidInput for one that has no meaning."""
+    """The caller, with the deadline that its headers name. InvalidInput for a deadline without a meaning."""
     connection = scope.get(CONNECTION)
-    caller = Caller(arrived_ns, None if connection is None else connection.is_lost)
+    caller = Caller(arrived_ns, None if connection is None else connection.is_lost, scope.get(PRINCIPAL, LOCAL))
     for name in TIMEOUT_HEADERS:
         value = headers.get(name)
         if value is not None:
@@ -97,58 +118,65 @@ def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:
     return caller
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int, holding: Holding) -> memoryview:
-    """The whole body. TooLarge from the first byte beyond `limit` on (or from Content-Length, before any is read).
+async def read_body(receive: Receive, headers: Headers, limit: int, holding: Reservation) -> memoryview:
+    """The whole body. TooLarge from the first byte beyond `limit` (or from Content-Length, before any byte is read).
 
-    Every byte that has arrived is taken from the budget; one that is only announced is not, so idle connections
-    hold nothing. What is left of a refused body is read and dropped by the HTTP parser.
+    Every byte that has arrived is reserved; announced ones are not, so idle connections hold nothing. The HTTP parser reads and
+    drops the remainder of a refused body.
     """
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
         raise TooLarge(f"the body has {declared[:20].decode()} bytes, {limit} are allowed")
-    message = await receive()
-    body: bytes = _part(message, 0, limit, holding)
-    if not message.get("more_body", False):
-        return memoryview(body)
-    gathered = bytearray(body)
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while message.get("more_body", False):
-                message = await receive()
-                gathered += _part(message, len(gathered), limit, holding)
-    except TimeoutError:
-        raise HttpError(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} seconds") from None
+    async with body_deadline():
+        message = await receive()
+        body: bytes = _part(message, 0, limit, holding)
+        if not message.get("more_body", False):
+            return memoryview(body)
+        gathered = bytearray(body)
+        while message.get("more_body", False):
+            message = await receive()
+            gathered += _part(message, len(gathered), limit, holding)
     return memoryview(gathered)
 
 
-def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: Holding) -> bytes:
+@contextlib.asynccontextmanager
+async def body_deadline(until: float | None = None) -> AsyncIterator[None]:
+    """For the time in which a body is received, by default BODY_S from now on. HttpError 408 at a moment of the loop's time."""
+    try:
+        async with asyncio.timeout_at(until or asyncio.get_running_loop().time() + slow_clients.BODY_S):
+            yield
+    except TimeoutError:
+        raise HttpError(408, f"the body did not arrive within {slow_clients.BODY_S:.0f} seconds") from None
+
+
+def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: Reservation) -> bytes:
     if message["type"] == "http.disconnect":
         raise Disconnected
     part: bytes = message.get("body", b"")
     if before + len(part) > limit:
         raise TooLarge(f"the body has more than the {limit} bytes that are allowed")
-    holding.take(len(part))
+    holding.reserve(len(part))
     return part
 
 
 def decode_body(body: memoryview, coding: bytes, limit: int) -> memoryview:
-    """`body` without its Content-Encoding. TooLarge beyond `limit` decoded bytes, however small it came."""
+    """`body` without its Content-Encoding. TooLarge beyond `limit` decoded bytes, however few were sent."""
     if coding in (b"", b"identity"):
         return body
     if coding not in (b"gzip", b"x-gzip", b"deflate"):
         raise HttpError(415, f"Content-Encoding {coding[:40]!r} is not known; use gzip or deflate")
     decoded = bytearray()
-    rest: bytes | memoryview = body
+    remaining: bytes | memoryview = body
     try:
         for _ in range(_MAX_MEMBERS):
             stream = zlib.decompressobj(_AUTO_DETECT)
-            decoded += stream.decompress(rest, limit + 1 - len(decoded))
+            decoded += stream.decompress(remaining, limit + 1 - len(decoded))
             if len(decoded) > limit:
                 raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed")
             if not stream.eof:
                 raise InvalidInput(f"the {coding.decode()} body is cut short")
-            rest = stream.unused_data
-            if not rest:
+            remaining = stream.unused_data
+            if not remaining:
                 return memoryview(decoded)
         raise InvalidInput(f"the body is made of more than {_MAX_MEMBERS} gzip members")
     except zlib.error as error:
@@ -156,16 +184,42 @@ def decode_body(body: memoryview, coding: bytes, limit: int) -> memoryview:
 
 
 def wanted_coding(accept: bytes) -> bytes | None:
-    """The coding to answer in: gzip or deflate where Accept-Encoding names just that one.
+    """The coding of the response: gzip or deflate where Accept-Encoding names just that one.
 
-    HTTP libraries send a list of all they know with every request; vectors hardly shrink and cost milliseconds to
-    compress, so a list counts as no wish. Identity is always allowed by RFC 9110, unless refused by name.
+    HTTP libraries send a list of all codings with every request. Vectors hardly shrink, and compressing them costs
+    milliseconds, so a list is not taken as a wish. RFC 9110 always allows identity, unless it is refused by name.
     """
-    asked = accept.strip().lower()
-    return asked if asked in _ACCEPTED else None
+    coding = accept.strip().lower()
+    return coding if coding in _ACCEPTED else None
 
 
 def compress(chunks: Iterable[bytes | memoryview], coding: bytes) -> bytes:
     """`chunks` as one body in `coding`, at the fastest level."""
     stream = zlib.compressobj(1, zlib.DEFLATED, _ACCEPTED[coding])
     return b"".join([*(stream.compress(chunk) for chunk in chunks), stream.flush()])
+
+
+PROBLEM = "application/problem+json"
+
+
+def problem(status: int, detail: str, headers: dict[str, str] | None = None, **more: Any) -> JSONResponse:
+    """problem+json (RFC 9457), which the admin interface answers errors with; `more` are further members of the document."""
+    document = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": as_text(detail),
+        **more,
+    }
+    return JSONResponse(document, status, headers, media_type=PROBLEM)
+
+
+def problem_response(error: Exception) -> JSONResponse:
+    """`error` as problem+json."""
+    status = http_status(error)
+    more = {"expected_seq": error.expected_seq} if isinstance(error, SequenceGap) else {}
+    seconds = retry_after(error)
+    headers = (
+        {"Retry-After": seconds.decode()} if seconds is not None else {"Connection": "close"} if status == 408 else None
+    )
+    return problem(status, message_of(error), headers, **more)

@@ -1,22 +1,29 @@
 """The Open Inference Protocol v2 over HTTP, as a raw ASGI application below `/v2`.
 
-Runs on one event loop, which gathers bodies, sends answers, and answers small look-ups itself (`call.py`); other
-look-ups run on the look-up pool, whatever may block for long on the control pool.
+Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`call.py`). Other look-ups
+run on the look-up pool, and calls that may block for long on the admin pool.
 """
 
 from __future__ import annotations
 
 import base64
+import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
+from tierstore.access.roles import LOCAL
 from tierstore.errors import InvalidInput, NotFound
-from tierstore.service.bounds.pool import Holding
-from tierstore.service.http.call import HttpCall
-from tierstore.service.http.face import HttpFace, allow
-from tierstore.service.http.infer import InferCall
+from tierstore.service.dataplane.inference import AnyRequest, Inference
+from tierstore.service.dataplane.joining import Joint, Part, joint_of
+from tierstore.service.dataplane.plan import Plan, Request, is_short
+from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
+from tierstore.service.dataplane.tensors import Elements, shown
+from tierstore.service.http.application import ProtocolApplication, allow
+from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, HttpCall, PendingResponse
 from tierstore.service.http.messages import (
+    PRINCIPAL,
     Headers,
     Receive,
     Response,
@@ -26,19 +33,175 @@ from tierstore.service.http.messages import (
     json_response,
     read_body,
 )
+from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.oip import documents
+from tierstore.service.oip.json_request import (
+    HEADER_LENGTH,
+    InferRequest,
+    parse_cached,
+    parse_raw,
+    parse_request,
+    read_elements,
+    split_body,
+)
+from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.oip.parameters import version_of
-from tierstore.service.plane.tensors import shown
+from tierstore.service.oip.shared_memory import Regions
 
-_CONTROL_BODY_BYTES = 1 << 20
+_BINARY = b"application/octet-stream"
 
 
-class OipHttp(HttpFace):
+class InferCall(HttpCall[InferRequest]):
+    """One inference request, from its body to its response."""
+
+    __slots__ = ("_answer", "_layout", "_tail")
+
+    _answer: ResponseBody
+    _layout: ResponseLayout
+    _tail: memoryview | None  # what follows the JSON
+
+    def _parse_here(self) -> InferRequest | None:
+        length = _header_length(self.headers)
+        if length == 0 or b"content-encoding" in self.headers:
+            return None
+        header, tail = split_body(self.body, length)
+        if len(header) > (MOST_CACHED_BYTES if tail is not None else DIRECT_JSON_BYTES):
+            return None
+        self._tail = tail
+        return parse_cached(self.service.plan_cache, self.model, header, None if tail is None else len(tail))
+
+    def _parse_all(self) -> InferRequest:
+        body = self._decoded()
+        length = _header_length(self.headers)
+        if length == 0:
+            self._tail = None
+            return parse_raw(body)
+        header, self._tail = split_body(body, length)
+        return parse_request(header, None if self._tail is None else len(self._tail))
+
+    def _check_deadline(self, parsed: InferRequest) -> None:
+        if parsed.timeout_us is not None:  # the request's own timeout
+            self.caller.within(parsed.timeout_us * 1000)
+        super()._check_deadline(parsed)
+
+    def _is_surely_large(self, parsed: InferRequest) -> bool:
+        if len(self.body) > DIRECT_BODY_BYTES:
+            return True
+        # a batch needs a plan of the version that is served now
+        if self.service.batches.max_items or not isinstance(parsed.request, Request):
+            return False
+        plan = parsed.request.plan
+        return plan is not None and not is_short(plan)
+
+    def _fits_here(self, parsed: InferRequest, plan: Plan) -> bool:
+        return parsed.span_bytes <= DIRECT_BODY_BYTES and self._layout.json_bytes <= DIRECT_JSON_BYTES
+
+    def _plane_request(self, parsed: InferRequest) -> AnyRequest:
+        return parsed.request
+
+    def _open(self, parsed: InferRequest) -> Inference:
+        inference = super()._open(parsed)
+        self._layout = _layout_of(parsed, self.model, inference.plan)
+        # reactors count nothing, so a model with rates is not theirs
+        if self.service.plans is not None and self._tail is not None and not self.service.rates.of_model(self.model):
+            text = self.body[: len(self.body) - len(self._tail)]
+            self.service.plans.learn(
+                self.model, inference.view, parsed, self.version, text, inference.plan, self._layout
+            )
+        return inference
+
+    def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
+        return self._elements(inference.plan, raw=inference.raw), self._answer.arrays
+
+    def _elements(self, plan: Plan, more_bytes: int = 0, raw: Elements = None) -> list[Elements]:
+        """The elements of the inputs; and memory for the response, in `_answer`."""
+        parsed, regions = self._parsed, self.service.regions.of(self.caller.principal)
+        assert parsed is not None
+        self._layout.check_spans(regions)
+        self.holding.reserve(plan.work_bytes + more_bytes + parsed.span_bytes)
+        elements = [raw] if raw is not None else read_elements(parsed, self._tail, regions)
+        self._answer = self._layout.allocate()
+        return elements
+
+    def _encode(self, plan: Plan, arrays: list[Any]) -> Response:
+        chunks, header_bytes = self._answer.encode(self.service.regions.of(self.caller.principal))
+        if header_bytes is None:
+            return Response(200, chunks)
+        return Response(200, chunks, _BINARY, [(HEADER_LENGTH, b"%d" % header_bytes)])
+
+    # --- in a batch (see `dataplane/batching.py`)
+
+    def _hand_over(self, work: Callable[[], Response]) -> PendingResponse:
+        plan = self._plan
+        joint = None if plan is None else self._joint_of(plan)
+        if plan is None or joint is None:
+            return super()._hand_over(work)
+        return self.service.batches.add(self, self.model, plan.version, joint)
+
+    def _joint_of(self, plan: Plan) -> Joint | None:
+        """How it may be joined with other requests; None where it is not to be."""
+        assert self._parsed is not None
+        if plan.dense is None or not self.service.batches.max_items:
+            return None
+        if plan.joint is None:
+            assert isinstance(self._parsed.request, Request)
+            plan.joint = joint_of(self._parsed.request, plan) or False
+        joint: Joint | None = plan.joint or None
+        return joint if self.service.batches.wants(joint) else None
+
+    def prepare(self) -> tuple[Part, list[Any]]:
+        """Read the request. Its part of the batch, and the arrays for its outputs."""
+        plan = self._plan
+        assert plan is not None
+        assert self._parsed is not None
+        assert isinstance(self._parsed.request, Request)
+        self._note_queued()
+        self._layout = _layout_of(self._parsed, self.model, plan)
+        # twice: rows in the batch, and a copy of its own
+        elements = self._elements(plan, plan.work_bytes)
+        now_ns = time.perf_counter_ns()
+        self.spent.input_ns, self._began_ns = now_ns - self._began_ns, now_ns
+        return Part(self._parsed.request, plan, elements), self._answer.arrays
+
+    def complete(self, version: int, lookup_ns: int, dense_ns: int) -> Response:
+        """The response, once the arrays are filled."""
+        assert self._plan is not None
+        self.chosen = version
+        self.spent.lookup_ns, self.spent.dense_ns = lookup_ns, dense_ns
+        self.spent.inference_ns = time.perf_counter_ns() - self._began_ns
+        return self._respond(self._plan, self._answer.arrays)
+
+    def alone(self) -> Response:
+        """The response without the others."""
+        return self._all()
+
+
+def _layout_of(parsed: InferRequest, model: str, plan: Plan) -> ResponseLayout:
+    layout: Any = plan.memo
+    if layout is None:
+        layout = plan.memo = ResponseLayout(parsed, model, plan)
+    assert isinstance(layout, ResponseLayout)
+    return layout
+
+
+def _header_length(headers: Headers) -> int | None:
+    value = headers.get(HEADER_LENGTH)
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 18:
+        raise InvalidInput(f"Inference-Header-Content-Length is {shown(value)}, expected a number of bytes")
+    return int(value)
+
+
+_ADMIN_BODY_BYTES = 1 << 20
+
+
+class OipHttp(ProtocolApplication):
     """The ASGI application. Event loop only."""
 
     PROTOCOL = "oip_http"
 
-    def _call(self, scope: Scope, headers: Headers, holding: Holding, began_ns: int) -> HttpCall[Any] | None:
+    def _call(self, scope: Scope, headers: Headers, holding: Reservation, began_ns: int) -> HttpCall[Any] | None:
         parts = scope["path"].split("/")[2:]
         if len(parts) < 3 or parts[0] != "models" or parts[-1] != "infer":
             return None
@@ -49,11 +212,11 @@ class OipHttp(HttpFace):
 
     # --- documents
 
-    async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Holding) -> Response:
+    async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
         method: str = scope["method"]
         body = memoryview(b"")
         if method == "POST":
-            body = await read_body(receive, headers, _CONTROL_BODY_BYTES, holding)
+            body = await read_body(receive, headers, _ADMIN_BODY_BYTES, holding)
         parts = [part for part in scope["path"].split("/")[2:] if part]
         match parts:
             case []:
@@ -67,21 +230,23 @@ class OipHttp(HttpFace):
                 return await self._statistics(None, None)
             case ["models", _, "trace", "setting"] | ["trace", "setting"] | ["logging"]:
                 raise InvalidInput(f"the {'logging' if parts == ['logging'] else 'trace'} extension is not served")
-            case ["models", *rest]:
-                return await self._model(method, rest)
+            case ["models", *path]:
+                return await self._model(method, path)
             case ["repository", "index"]:
                 allow(method, "POST")
                 only_ready = _json_object(body, headers).get("ready") is True
                 return json_response(
-                    await self._service.control.run(documents.repository_index, self._service.store, only_ready)
+                    await self._service.admin_pool.run(documents.repository_index, self._service.store, only_ready)
                 )
             case ["repository", "models", name, ("load" | "unload") as verb]:
                 allow(method, "POST")
                 return await self._repository(name, verb, _json_object(body, headers))
             case [("systemsharedmemory" | "cudasharedmemory") as kind, "region", name, verb] if name:
-                return await self._region(method, kind.removesuffix("sharedmemory"), name, verb, body, headers)
+                regions = self._service.regions.of(scope.get(PRINCIPAL, LOCAL))
+                return await self._region(regions, method, kind.removesuffix("sharedmemory"), name, verb, body, headers)
             case [("systemsharedmemory" | "cudasharedmemory") as kind, ("status" | "unregister") as verb]:
-                return await self._region(method, kind.removesuffix("sharedmemory"), None, verb, body, headers)
+                regions = self._service.regions.of(scope.get(PRINCIPAL, LOCAL))
+                return await self._region(regions, method, kind.removesuffix("sharedmemory"), None, verb, body, headers)
         raise NotFound(f"no such path: /v2/{shown('/'.join(parts))[1:-1]}")
 
     def _health(self, kind: str) -> Response:
@@ -91,11 +256,11 @@ class OipHttp(HttpFace):
         status = 200 if ready else 400
         return Response(status) if warming is None else json_response({"ready": ready, "warming": warming}, status)
 
-    async def _model(self, method: str, rest: list[str]) -> Response:
+    async def _model(self, method: str, path: list[str]) -> Response:
         verb = ""
-        if rest and rest[-1] in ("ready", "stats", "config") and len(rest) in (2, 4):
-            verb = rest.pop()
-        name, version = _model_path(rest)
+        if path and path[-1] in ("ready", "stats", "config") and len(path) in (2, 4):
+            verb = path.pop()
+        name, version = _model_path(path)
         allow(method, "GET")
         model = self._service.dataplane.model(name)
         if verb == "ready":
@@ -109,27 +274,30 @@ class OipHttp(HttpFace):
     async def _statistics(self, name: str | None, version: int | str | None) -> Response:
         service = self._service
         service.refresh()
-        return json_response(documents.statistics(service.store, service.infer_stats, name, version))
+        return json_response(documents.statistics(service.store, service.inference_stats, name, version))
 
     async def _region(
-        self, method: str, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
+        self, regions: Regions, method: str, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
     ) -> Response:
-        """Shared memory of a kind, `system` or `cuda`: one region, or with `name` None all of them."""
-        regions = self._service.regions
+        """Shared memory of a kind, `system` or `cuda`: one of the caller's `regions`, or with `name` None all of them."""
         if verb == "status":
             allow(method, "GET")
             return json_response(regions.status(name, kind))
         allow(method, "POST")
-        if verb == "unregister":  # where none can be registered too: benchmarks ask for it unconditionally
-            await self._service.control.run(regions.unregister, name, kind)
+        if verb == "unregister":  # served even where none can be registered: benchmarks request it unconditionally
+            await self._service.admin_pool.run(regions.unregister, name, kind)
         elif verb == "register" and name is not None:
-            asked = _json_object(body, headers)
+            document = _json_object(body, headers)
             if kind == "cuda":
-                where = _handle(name, asked.get("raw_handle")), asked.get("device_id", 0), asked.get("byte_size")
-                await self._service.control.run(regions.register_cuda, name, *where)
+                where = (
+                    _handle(name, document.get("raw_handle")),
+                    document.get("device_id", 0),
+                    document.get("byte_size"),
+                )
+                await self._service.admin_pool.run(regions.register_cuda, name, *where)
             else:
-                place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
-                await self._service.control.run(regions.register, name, *place)
+                place = document.get("key"), document.get("offset", 0), document.get("byte_size")
+                await self._service.admin_pool.run(regions.register, name, *place)
         else:
             raise NotFound(f"no such path: a region has no {shown(verb)}; expected register, unregister or status")
         return Response(200)
@@ -138,7 +306,7 @@ class OipHttp(HttpFace):
         self._service.dataplane.model(name)
         parameters = request.get("parameters") or {}
         if not isinstance(parameters, dict):
-            raise InvalidInput(f"expected parameters as an object, came {shown(parameters)}")
+            raise InvalidInput(f"expected parameters as an object, got {shown(parameters)}")
         documents.check_load_parameters(parameters)
         if verb == "load":
             await self._service.change(documents.load, self._service.store, name)
@@ -147,16 +315,16 @@ class OipHttp(HttpFace):
         return Response(200)
 
 
-def _handle(name: str, given: object) -> bytes:
+def _handle(name: str, value: object) -> bytes:
     """The bytes of `{"b64": …}`."""
-    text = given.get("b64") if isinstance(given, dict) else None
+    text = value.get("b64") if isinstance(value, dict) else None
     try:
         if isinstance(text, str):
             return base64.b64decode(text, validate=True)
     except ValueError:
         pass
     raise InvalidInput(
-        f"region {shown(name)}: raw_handle is {shown(given)}, expected an IPC handle as {{'b64': base64}}"
+        f"region {shown(name)}: raw_handle is {shown(value)}, expected an IPC handle as {{'b64': base64}}"
     )
 
 
@@ -170,9 +338,9 @@ def _model_path(parts: list[str]) -> tuple[str, int | str | None]:
 
 
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:
-    """A control request's body; an empty one counts as an empty object."""
+    """The body of a request that is no look-up, as a JSON object; an empty body is an empty object."""
     if coding := headers.get(b"content-encoding"):
-        body = decode_body(body, coding.strip().lower(), _CONTROL_BODY_BYTES)
+        body = decode_body(body, coding.strip().lower(), _ADMIN_BODY_BYTES)
     if not len(body):
         return {}
     try:

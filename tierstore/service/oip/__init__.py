@@ -1,1 +1,1 @@
-"""The Open Inference Protocol's words, over any transport: requests, answers, documents, shared memory."""
+"""The Open Inference Protocol, over any transport: requests, responses, documents, shared memory."""

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tierstore import __version__
-from tierstore.engine.served import STABLE
+from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput, NotReady
-from tierstore.service.figures import InferStats
-from tierstore.service.plane.interface import TensorInfo, inputs_of, outputs_of
-from tierstore.service.plane.plan import View
-from tierstore.service.plane.tensors import shown
+from tierstore.service.dataplane.tensors import shown
+from tierstore.service.dataplane.view import TensorInfo, View, inputs_of, outputs_of
+from tierstore.service.stats import InferenceStats
 
 PLATFORM = "tierstore"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
@@ -28,7 +27,7 @@ def server_metadata(*, shared_memory: Sequence[str]) -> dict[str, Any]:
 
 
 def model_metadata(model: Any, version: int | str | None) -> dict[str, Any]:
-    """Metadata of a model: of the active version, unless `version` (a number or label) says which. NotReady, NotFound as `Model.view`."""
+    """Metadata of a model: of the active version, or of `version` (a number or label). NotReady, NotFound as `Model.view`."""
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
         return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
@@ -69,12 +68,12 @@ def model_config(model: Any, version: int | str | None) -> dict[str, Any]:
 
 
 def _served(model: Any, view: View, version: int | str | None) -> list[int]:
-    """What can be asked for; of a request that names one, that one."""
+    """The versions that can be requested; for a request that names one, that one."""
     return [view.version] if version is not None else sorted(model.served.versions)
 
 
 def is_ready(model: Any, version: int | str | None) -> bool:
-    """Whether look-ups are answered, by `version` where it is given."""
+    """Whether look-ups are answered; by `version` where it is given."""
     try:
         with model.view(STABLE if version is None else version):
             return True
@@ -94,8 +93,8 @@ def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
     return entries
 
 
-def statistics(store: Any, counted: InferStats, name: str | None, version: int | str | None) -> dict[str, Any]:
-    """Statistics of what a model serves, or every model; of `version` alone if given, with the errors of a look-up."""
+def statistics(store: Any, counted: InferenceStats, name: str | None, version: int | str | None) -> dict[str, Any]:
+    """Statistics of one model, or of every model; of `version` alone if given. Errors as of a look-up."""
     stats: list[dict[str, Any]] = []
     for each in [name] if name is not None else store.models():
         model = store.model(each)
@@ -120,7 +119,7 @@ def statistics(store: Any, counted: InferStats, name: str | None, version: int |
 
 
 def check_load_parameters(names: Iterable[str]) -> None:
-    """InvalidInput for parameters of a load that would override what the model is made of."""
+    """InvalidInput for parameters of a load that would override parts of the model."""
     for name in names:
         if name == "config" or name.startswith("file:"):
             raise InvalidInput(
@@ -129,7 +128,7 @@ def check_load_parameters(names: Iterable[str]) -> None:
 
 
 def load(store: Any, name: str) -> None:
-    """Make a model ready: nothing where it is, else activate the most recent kept version. NotReady without one."""
+    """Make a model ready: activate the most recent kept version, unless the model is ready. NotReady without one."""
     model = store.model(name)
     if model.ready:
         return

@@ -1,7 +1,7 @@
-"""Parameters that requests, inputs and outputs of the Open Inference Protocol carry, over any transport.
+"""Parameters of requests, inputs and outputs of the Open Inference Protocol, over any transport.
 
-Pure functions of a name → value mapping, as JSON or protobuf gives it; any thread. One that has no meaning is
-InvalidInput; one that is not known is passed over, as the protocol wants it.
+Pure functions of a name → value mapping, as JSON or protobuf gives it; any thread. A parameter with a wrong value is
+InvalidInput; an unknown one is ignored, as the protocol says.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from tierstore.errors import InvalidInput
+from tierstore.service.dataplane.tensors import shown
 from tierstore.service.oip.shared_memory import Span
-from tierstore.service.plane.tensors import shown
 from tierstore.types import NAME
 
 Parameters: TypeAlias = Mapping[str, Any]
 
-_WORDS = {"dtype": "FP32 or FP16", "combiner": "sum, mean or sqrtn"}
+_EXPECTED = {"dtype": "FP32 or FP16", "combiner": "sum, mean or sqrtn"}
 _VERSION = re.compile(r"[0-9]{1,19}")
 
 
@@ -26,31 +26,31 @@ def version_of(name: str) -> int | str:
     if _VERSION.fullmatch(name):
         return int(name)
     if NAME.fullmatch(name) is None or name.isdigit():
-        raise InvalidInput(f"a version is a number, or a label such as 'stable' or 'canary'; came {shown(name)}")
+        raise InvalidInput(f"a version is a number, or a label such as 'stable' or 'canary'; got {shown(name)}")
     return name
 
 
-def place(kind: str, name: str) -> str:
-    """How a message names the bearer of parameters: an input, an output, the request."""
+def named(kind: str, name: str) -> str:
+    """The object that has the parameters, for a message: an input, an output, the request."""
     return f"{kind} {shown(name)}" if name else f"the {kind}"
 
 
 def flag(parameters: Parameters, key: str, kind: str, name: str) -> bool | None:
     value = parameters.get(key)
     if value is not None and not isinstance(value, bool):
-        raise InvalidInput(f"{place(kind, name)}: parameter {key} is {shown(value)}, expected true or false")
+        raise InvalidInput(f"{named(kind, name)}: parameter {key} is {shown(value)}, expected true or false")
     return value
 
 
 def text(parameters: Parameters, key: str, kind: str, name: str) -> str | None:
     value = parameters.get(key)
     if value is not None and not isinstance(value, str):
-        raise InvalidInput(f"{place(kind, name)}: parameter {key} is {shown(value)}, expected {_WORDS[key]}")
+        raise InvalidInput(f"{named(kind, name)}: parameter {key} is {shown(value)}, expected {_EXPECTED[key]}")
     return value
 
 
 def span(parameters: Parameters, kind: str, name: str) -> Span | None:
-    """Where in shared memory a tensor lies, if it does."""
+    """The span of shared memory where a tensor lies; None where it is in the request."""
     region = parameters.get("shared_memory_region")
     if region is None:
         return None
@@ -66,13 +66,13 @@ def span(parameters: Parameters, kind: str, name: str) -> Span | None:
 
 
 def refuse_classification(parameters: Parameters, name: str) -> None:
-    """InvalidInput where an output is asked for as classes."""
+    """InvalidInput where an output is requested as classes."""
     if parameters.get("classification"):
         raise InvalidInput(f"output {shown(name)}: the classification extension is not served")
 
 
 def timeout_us(parameters: Parameters) -> int | None:
-    """Microseconds after which the answer is of no use, counted from the request's arrival; None: always."""
+    """Microseconds from the request's arrival after which the answer is of no use; None for no limit."""
     value = parameters.get("timeout")
     if value is None:
         return None

@@ -1,10 +1,12 @@
 """The protocol's shared memory extensions: tensors in regions that a client on this machine has made.
 
 Any thread may use `Regions`. A region of system memory is read and written through its file, never mapped: a client that
-shrinks its file would end a process that has it mapped, and gets an error here. One of CUDA memory is a client's device
+shrinks its file would end a process that maps it, and gets an error here. A region of CUDA memory is a client's device
 memory, opened by its IPC handle, and copied from and to. Nothing survives a crash; clients register again.
 
-A client names any object of POSIX shared memory that the service's user may open, hence the setting `allow_client_shm`,
+A region belongs to the principal that has registered it: for others, except admins of all models, it is not there.
+
+A client may name any object of POSIX shared memory that the service's user may open. Hence the setting `allow_client_shm`,
 and the refusal of links and of names that lead elsewhere.
 """
 
@@ -14,6 +16,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +26,16 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.access.roles import LOCAL, Principal, Role
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotFound, Overloaded, TooLarge
-from tierstore.service.plane.tensors import shown
-from tierstore.tiers.device import IPC_HANDLE_BYTES, find_devices, open_ipc
-from tierstore.tiers.device_backend import DeviceError
+from tierstore.service.dataplane.plan import OutputSpec
+from tierstore.service.dataplane.tensors import shown, wire_bytes
+from tierstore.tiers.device.backend import DeviceError
+from tierstore.tiers.device.cupy_device import IPC_HANDLE_BYTES, find_devices, open_ipc
 
 DIRECTORY = Path("/dev/shm")
 MAX_REGIONS = 1024
-OWN_PREFIX = "tierstore"  # of what this program makes there for itself
+OWN_PREFIX = "tierstore"  # of objects that this service makes there for itself
 _MAX_NAME = 255
 _DISABLED = "shared memory is not enabled on this server: send the tensor's data in the request, or start it with allow_client_shm"
 
@@ -49,7 +54,7 @@ class Span:
 
 
 class Memory(Protocol):
-    """Where a region's bytes are. Errors are InvalidInput: it is the client's."""
+    """The bytes of a region. An error is InvalidInput, because the client has caused it."""
 
     def read(self, at: int, data: npt.NDArray[np.uint8]) -> None: ...
     def write(self, at: int, data: npt.NDArray[np.uint8]) -> None: ...
@@ -75,7 +80,7 @@ class _File:
             got += count
 
     def write(self, at: int, data: npt.NDArray[np.uint8]) -> None:
-        # one that shrank is not made larger again: its client has other plans for it
+        # a file that shrank is not made larger again: its client wants it so
         if self.size < at + len(data):
             raise InvalidInput("it has shrunk since it was registered")
         done = 0
@@ -92,15 +97,18 @@ class _File:
 class _Region:
     """A registered part of an object. `users` and `dropped` are guarded by the registry's lock."""
 
-    def __init__(self, name: str, kind: Kind, offset: int, nbytes: int, memory: Memory, entry: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, kind: Kind, offset: int, nbytes: int, memory: Memory, entry: dict[str, Any], owner: str
+    ) -> None:
         self.name, self.kind, self.offset, self.nbytes, self.memory = name, kind, offset, nbytes, memory
+        self.owner = owner
         self.document = {"name": name} | entry | {"byte_size": nbytes}
         self.users = 0
         self.dropped = False
 
 
 class _Use:
-    """One use of a region; the last one of a region that was dropped closes its file. (A class: a generator costs more.)"""
+    """One use of a region; the last use of a dropped region closes its file. (A class, as a generator costs more.)"""
 
     __slots__ = ("_lock", "_region")
 
@@ -121,7 +129,10 @@ class _Use:
 
 
 class Regions:
-    """The regions that clients have registered, at most MAX_REGIONS. Where not `enabled`, every use is InvalidInput."""
+    """The regions that clients have registered, at most MAX_REGIONS, as one of them sees them: at first an admin, see `of`.
+
+    Where not `enabled`, every use is InvalidInput.
+    """
 
     def __init__(self, *, enabled: bool, max_read: int, open_cuda: OpenCuda = open_ipc) -> None:
         # constant after construction
@@ -130,6 +141,15 @@ class Regions:
         self._max_read = max_read
         self._lock = threading.Lock()
         self._regions: dict[str, _Region] = {}  # guarded by _lock
+        self._principal = LOCAL
+
+    def of(self, principal: Principal) -> Regions:
+        """The same regions as `principal` sees them."""
+        if principal is self._principal:
+            return self
+        view = copy(self)
+        view._principal = principal
+        return view
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -142,9 +162,9 @@ class Regions:
         return len(self._regions)
 
     def register(self, name: str, key: object, offset: object, nbytes: object) -> None:
-        """Open the object `key` and know its bytes [offset, offset + nbytes) as `name`.
+        """Open the object `key` and register its bytes [offset, offset + nbytes) as `name`.
 
-        InvalidInput for a name that is taken, an object that is not there or too small; Overloaded beyond MAX_REGIONS.
+        InvalidInput for a name that is in use, an object that is missing or too small; Overloaded beyond MAX_REGIONS.
         """
         self._check_enabled()
         _check_numbers(name, offset=offset, byte_size=nbytes)
@@ -157,15 +177,16 @@ class Regions:
             if nbytes == 0 or offset + nbytes > file.size:
                 raise InvalidInput(
                     f"region {shown(name)}: {shown(key)} has {file.size} bytes, expected at least one and all within it; "
-                    f"came offset {offset} and byte_size {nbytes}"
+                    f"got offset {offset} and byte_size {nbytes}"
                 )
-            self._add(_Region(name, "system", offset, nbytes, file, {"key": key, "offset": offset}))
+            entry = {"key": key, "offset": offset}
+            self._add(_Region(name, "system", offset, nbytes, file, entry, self._principal.name))
         except BaseException:
             file.close()
             raise
 
     def register_cuda(self, name: str, handle: bytes, device: object, nbytes: object) -> None:
-        """Open a client's device memory by its IPC handle and know its first `nbytes` as `name`.
+        """Open a client's device memory by its IPC handle and register its first `nbytes` as `name`.
 
         Errors as of `register`; InvalidInput too where there is no GPU, or its driver refuses the handle.
         """
@@ -176,7 +197,7 @@ class Regions:
         if nbytes == 0 or len(handle) != IPC_HANDLE_BYTES:
             raise InvalidInput(
                 f"region {shown(name)}: expected a handle of {IPC_HANDLE_BYTES} bytes and a byte_size of at least 1, "
-                f"came {len(handle)} bytes and {nbytes}"
+                f"got {len(handle)} bytes and {nbytes}"
             )
         with self._lock:
             self._check_room(name)
@@ -185,7 +206,7 @@ class Regions:
         except (DeviceError, ConfigError, MissingExtra) as error:
             raise InvalidInput(f"region {shown(name)}: CUDA shared memory cannot be used: {error}") from error
         try:
-            self._add(_Region(name, "cuda", 0, nbytes, memory, {"device_id": device}))
+            self._add(_Region(name, "cuda", 0, nbytes, memory, {"device_id": device}, self._principal.name))
         except BaseException:
             memory.close()
             raise
@@ -196,10 +217,9 @@ class Regions:
             self._regions[region.name] = region
 
     def unregister(self, name: str | None = None, kind: Kind | None = None) -> None:
-        """Forget a region, or all of them (of one kind); one that is not known is none the less forgotten. Requests in
-        progress finish."""
+        """Unregister a region, or all regions (of one kind); one that is not there is no error. Requests in progress finish."""
         with self._lock:
-            names = [each for each in (self._regions if name is None else [name]) if self._is(each, kind)]
+            names = [each for each in (self._regions if name is None else [name]) if self._has(each, kind)]
             dropped = [self._regions.pop(each) for each in names]
             for region in dropped:
                 region.dropped = True
@@ -208,17 +228,20 @@ class Regions:
 
     close = unregister
 
-    def _is(self, name: str, kind: Kind | None) -> bool:
-        region = self._regions.get(name)
-        return region is not None and kind in (None, region.kind)
+    def _has(self, name: str, kind: Kind | None = None) -> bool:
+        """Whether there is such a region for the principal."""
+        region, principal = self._regions.get(name), self._principal
+        if region is None or kind not in (None, region.kind):
+            return False
+        return region.owner == principal.name or (principal.role is Role.ADMIN and principal.models is None)
 
     def status(self, name: str | None = None, kind: Kind = "system") -> list[dict[str, Any]]:
         """The protocol's entry of one region, or of all of a kind. NotFound for one that is not registered."""
         self._check_enabled()
         with self._lock:
             if name is None:
-                return [region.document for region in self._regions.values() if region.kind == kind]
-            if not self._is(name, kind):
+                return [region.document for name, region in self._regions.items() if self._has(name, kind)]
+            if not self._has(name, kind):
                 raise NotFound(f"no {kind} shared memory region {shown(name)} is registered")
             return [self._regions[name].document]
 
@@ -249,7 +272,7 @@ class Regions:
                 raise InvalidInput(f"{what}: region {shown(region.name)}: {error}") from error
 
     def _using(self, span: Span, what: str) -> _Use:
-        """`with` this for the region of `span`, whose file stays open for the length of the block."""
+        """A context with the region of `span`, whose file stays open for the length of the block."""
         with self._lock:
             region = self._within(span, what)
             region.users += 1
@@ -265,10 +288,9 @@ class Regions:
         return region
 
     def _find(self, name: str) -> _Region:
-        region = self._regions.get(name)
-        if region is None:
+        if not self._has(name):
             raise NotFound(f"no shared memory region {shown(name)} is registered")
-        return region
+        return self._regions[name]
 
     def _check_enabled(self) -> None:
         if not self.enabled:
@@ -276,14 +298,36 @@ class Regions:
 
     def _check_room(self, name: str) -> None:
         if name in self._regions:
-            raise InvalidInput(f"region {shown(name)} is registered already; unregister it first")
+            remedy = "unregister it first" if self._has(name) else "by another caller: choose another name"
+            raise InvalidInput(f"region {shown(name)} is registered already; {remedy}")
         if len(self._regions) >= MAX_REGIONS:
             raise Overloaded(f"{MAX_REGIONS} regions are registered already; unregister some")
 
 
+def check_outputs(spans: list[tuple[int, Span]], specs: list[OutputSpec], regions: Regions) -> None:
+    """InvalidInput where an output does not fit its span; `spans` are (position among `specs`, span)."""
+    for i, target in spans:
+        spec = specs[i]
+        regions.check(target, f"output {shown(spec.name)}")
+        if target.nbytes < spec.nbytes:
+            raise InvalidInput(
+                f"output {shown(spec.name)}: takes {spec.nbytes} bytes, shared_memory_byte_size is {target.nbytes}"
+            )
+
+
+def write_output(target: Span, spec: OutputSpec, array: npt.NDArray[Any], regions: Regions) -> None:
+    """Write an output, whose size may not have been known before, to its span. InvalidInput where it does not fit."""
+    data = wire_bytes(array)
+    if target.nbytes < data.nbytes:
+        raise InvalidInput(
+            f"output {shown(spec.name)}: takes {data.nbytes} bytes, shared_memory_byte_size is {target.nbytes}"
+        )
+    regions.write(target, data)
+
+
 def _check_numbers(name: str, **numbers: object) -> None:
     if not name or len(name) > _MAX_NAME:
-        raise InvalidInput(f"a region's name has 1 to {_MAX_NAME} characters, came {shown(name)}")
+        raise InvalidInput(f"a region's name has 1 to {_MAX_NAME} characters, got {shown(name)}")
     for what, value in numbers.items():
         if type(value) is not int or value < 0:
             expected = "a device's number" if what == "device_id" else "a number of bytes"
@@ -291,7 +335,7 @@ def _check_numbers(name: str, **numbers: object) -> None:
 
 
 def _open(name: str, key: object) -> int:
-    """A descriptor of the shared memory object `key`: a plain file right under DIRECTORY, no link, not one of our own."""
+    """A descriptor of the shared memory object `key`: a plain file directly under DIRECTORY, no link, not one of the service itself."""
     if not isinstance(key, str):
         raise InvalidInput(f"region {shown(name)}: key is {shown(key)}, expected the name of a shared memory object")
     file = key.lstrip("/")  # as shm_open does

@@ -1,1 +1,1 @@
-"""The reactor's Python side: its threads and memory, the plans that it answers by, and what it hands on."""
+"""The Python side of the reactors: their threads and memory, and the plans that they answer by."""

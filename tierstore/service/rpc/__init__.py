@@ -1,8 +1,8 @@
-"""The gRPC front of the service (extra `grpc`): the Open Inference Protocol's service, health and reflection."""
+"""The gRPC transport (extra `grpc`): the protocols of the data plane over it, health and reflection."""
 
 import os
 
-# grpcio's core has two ways to read connections. With the older one, whoever waits for the next event reads them himself,
-# instead of being told by threads of the core: a third less processor time a call (docs/decisions/grpc.md). Read when the
-# core is first used in a process; who has set it knows better.
+# grpcio's core has two ways to read connections. With the older one, the thread that waits for the next event reads them
+# itself, without threads of the core: a third less processor time a call (docs/decisions/grpc.md). The variable is read
+# when the core is first used in a process; a value that is set already stays.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")

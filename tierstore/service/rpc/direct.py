@@ -1,15 +1,17 @@
-"""Look-ups answered on grpcio's serving thread, below its server: three events a call, and no thread is handed anything.
+"""Unary calls below grpcio's server: none has a thread before its message is there, and short look-ups need none at all.
 
-A short look-up whose rows are all in memory is answered there from its message to its answer. What is long, has to wait
-for the disk or the dense part, or comes while every look-up thread is at work, goes on to those threads. Handed over as
-grpcio's own server does it, a call takes two to three times the processor time (docs/decisions/grpc.md).
+A short look-up whose rows are all in memory is answered on grpcio's serving thread, from its message to its answer. A
+call that is long, has to wait for the disk or the dense part, or comes while every look-up thread is busy, goes on to
+those threads, and a call that is no look-up to its own. A handoff as grpcio's own server does it costs two to three
+times the processor time of a call (docs/decisions/grpc.md), and keeps a thread for a message that may never come.
 
     it comes ─┬─ no room ─────────────────────────── refused ──┐
               └─ its message ─┬─ short, in memory ── answered ─┼─ sent ── ended
                               └─ a thread completes it ────────┘
 
-Everything here runs on the serving thread but `_complete`, which a look-up thread runs once, and what it calls. Between
-its coming and its end a call is among those that grpcio's server waits for when it stops.
+Everything here runs on the serving thread, except `_complete`, which a thread of a pool runs once, and `end_late` and
+`cancel`, which the thread of the deadlines may run. From its arrival to its end a call is one of those that grpcio's server
+waits for when it stops.
 """
 
 from __future__ import annotations
@@ -20,73 +22,100 @@ from typing import Any
 
 import grpc
 
-from tierstore.errors import DeadlineExceeded
+from tierstore.access.roles import LOCAL
+from tierstore.access.rules import of_grpc
+from tierstore.errors import DeadlineExceeded, Forbidden
 from tierstore.service.context import Service
-from tierstore.service.rpc.calls import Accounts, RpcCaller, Servicer, waits_of
-from tierstore.service.rpc.core import GOES_ON, Core, Outcome, Tag, receive_close, receive_message, send
-from tierstore.service.rpc.lookups import REQUEST_ID, Answering, Receive
-from tierstore.service.rpc.pools import CallPool, submitted_ns
-from tierstore.service.rpc.status import Cancelled
+from tierstore.service.error_status import Cancelled
+from tierstore.service.limits import slow_clients
+from tierstore.service.rpc.call_pool import CallPool, submitted_ns
+from tierstore.service.rpc.grpc_core import (
+    GOES_ON,
+    Core,
+    Outcome,
+    Tag,
+    auth_context,
+    receive_close,
+    receive_message,
+    send,
+)
+from tierstore.service.rpc.lookup import REQUEST_ID, Answering, Receive
+from tierstore.service.rpc.methods import Accounts, Pools, RpcCaller, Servicer, Unary, act_for, peer_names, waits_of
+from tierstore.service.rpc.waiting import Waiting
 
 logger = logging.getLogger(__name__)
-_NO_MESSAGE = "the call has one request message; came none"
+_NO_MESSAGE = "the call has one request message; got none"
 
 
 class DirectCalls:
-    """The look-ups of the servicers that were added, as calls of `core`. Made before the server starts."""
+    """The unary calls of the added servicers, as calls of `core`. Made before the server starts."""
 
-    def __init__(self, service: Service, core: Core, pool: CallPool) -> None:
-        self.service, self.core, self.pool = service, core, pool
+    def __init__(self, service: Service, core: Core, pools: Pools) -> None:
+        self.service, self.core = service, core
         self.waits = waits_of(service)
+        self.unread: Waiting[_DirectCall] = Waiting(lambda call: call.cancel())  # their answers are not sent yet
+        self._pools = pools
         self._methods: list[Method] = []
 
     def add(self, servicer: Servicer) -> None:
         for name, receive in servicer.lookups.items():
-            method = Method(f"/{servicer.name}/{name}", receive, Accounts(self.service, servicer, name))
-            self.core.register(method.path)
-            self._methods.append(method)
+            self._add(servicer, name, self._pools.lookups, receive=receive)
+        for name, run, pool in servicer.others(self._pools):
+            self._add(servicer, name, pool, run=run)
+
+    def _add(
+        self, servicer: Servicer, name: str, pool: CallPool, receive: Receive | None = None, run: Unary | None = None
+    ) -> None:
+        method = Method(f"/{servicer.name}/{name}", pool, Accounts(self.service, servicer, name), receive, run)
+        self.core.register(method.path)
+        self._methods.append(method)
 
     def start(self) -> None:
-        """Once the server has started."""
+        """Called once the server has started."""
         for method in self._methods:
             self.expect(method)
 
     def expect(self, method: Method) -> None:
-        """Be told of the next call of a method."""
+        """Request the next call of a method from the core."""
         self.core.request(method.path, _DirectCall(self, method))
 
 
 class Method:
-    """A method as calls see it."""
+    """A method as its calls need it: `receive` for a look-up, `run` for any other."""
 
-    __slots__ = ("accounts", "path", "receive")
+    __slots__ = ("accounts", "action", "path", "pool", "receive", "run")
 
-    def __init__(self, path: str, receive: Receive, accounts: Accounts) -> None:
-        self.path, self.receive, self.accounts = path, receive, accounts
+    def __init__(
+        self, path: str, pool: CallPool, accounts: Accounts, receive: Receive | None, run: Unary | None
+    ) -> None:
+        self.path, self.pool, self.accounts, self.receive, self.run = path, pool, accounts, receive, run
+        self.action = of_grpc(path)
 
 
 class _DirectCall:
-    """One call, from before it comes until it has ended. It is the tag of its coming."""
+    """One call, from before it comes until it has ended. It is the tag of its own arrival."""
 
     __slots__ = (
-        "_answering", "_arrived_ns", "_call", "_caller", "_calls", "_cancelled", "_closed", "_deadline_s", "_metadata", "_method", "_sent",
-        "_watched",
+        "_answering", "_arrived_ns", "_call", "_caller", "_calls", "_cancelled", "_closed", "_deadline_s", "_message",
+        "_metadata", "_method", "_principal", "_receiving", "_sent", "_watched",
     )  # fmt: skip
 
     def __init__(self, calls: DirectCalls, method: Method) -> None:
         self._calls, self._method = calls, method
         self._call: Any = None
         self._metadata: Any = ()
+        self._principal = LOCAL
         self._deadline_s = 0.0
         self._caller: RpcCaller
         self._arrived_ns = 0
         self._answering: Answering | None = None
-        self._watched = False  # whether its end is asked for apart from its answer
-        # the serving thread's
-        self._sent = self._closed = self._cancelled = False
+        self._message = b""
+        self._watched = False  # whether its end is requested apart from its answer
+        # of the serving thread
+        self._sent = self._closed = self._cancelled = self._receiving = False
 
     def __call__(self, event: Any) -> Outcome:
-        """The call has come, with its metadata; or none will, as the server ends."""
+        """The call has come, with its metadata; or none will, because the server ends."""
         if not event.success:
             return self, ()
         calls = self._calls
@@ -95,20 +124,38 @@ class _DirectCall:
         self._deadline_s = event.call_details.deadline
         self._caller = RpcCaller(self._metadata, event.call.peer)
         self._arrived_ns = time.perf_counter_ns()
-        pool = calls.pool
-        if pool.full:
+        try:
+            self._principal = calls.service.access.of_call(
+                self._method.action, self._metadata, lambda: peer_names(auth_context(event.call))
+            )
+        except Forbidden as error:
+            return self._fail(error)
+        pool = self._method.pool
+        if pool.full and not pool.receiving.make_room():
             pool.reject()
             return self._send(*self._method.accounts.refused(self._caller, pool))
-        pool.receiving += 1
+        pool.receiving.add(self, slow_clients.BODY_S)
+        self._receiving = True
         if self._start([receive_message()], self._on_message):
             return GOES_ON
-        pool.receiving -= 1
+        pool.receiving.remove(self)
         return self, ()
 
+    def end_late(self) -> None:
+        """The message has not come in time, or others need the room."""
+        error = DeadlineExceeded("the message did not arrive in time")
+        self._send(*self._method.accounts.failed(self._caller, error, self._arrived_ns))
+
+    def cancel(self) -> None:
+        """The client does not read its answer."""
+        self._call.cancel()
+
     def _on_message(self, event: Any) -> Outcome:
-        self._calls.pool.receiving -= 1
+        self._receiving = False
+        if not self._method.pool.receiving.remove(self):
+            return self._ended()  # `end_late` answers it
         message = event.batch_operations[0].message()
-        if message is None:  # the client has ended the call, one way or the other
+        if message is None:  # the client has ended the call
             return self._send(grpc.StatusCode.UNIMPLEMENTED, _NO_MESSAGE)
         try:
             answer = self._try(message)
@@ -121,26 +168,33 @@ class _DirectCall:
 
     def _try(self, message: bytes) -> bytes | None:
         self._check_waited_for()
-        calls = self._calls
+        calls, pool, receive = self._calls, self._method.pool, self._method.receive
+        if receive is None:
+            self._message = message
+            return None
         answering = self._answering = Answering(
-            calls.service, self._method.receive, message, self._metadata, self._arrived_ns
+            calls.service, receive, message, self._metadata, self._principal, self._arrived_ns
         )
-        # in the order of their coming, where calls have to wait
-        return answering.tried() if calls.pool.busy < calls.pool.threads else None
+        # where calls have to wait, they are answered in the order of their arrival
+        return answering.tried() if pool.busy < pool.threads else None
 
     def _hand_over(self) -> None:
         self._watched = True
         self._closed = not self._start([receive_close()], self._on_closed)
-        self._calls.pool.submit(self._complete)
+        self._method.pool.submit(self._complete)
 
     def _complete(self) -> None:
-        """On a look-up thread: what `_try` could not do without waiting."""
-        answering = self._answering
-        assert answering is not None
+        """On a thread of the pool: the work that `_try` could not do without waiting."""
+        answering, run = self._answering, self._method.run
         try:
             self._check_waited_for()
-            self._calls.waits.take(submitted_ns())
-            answer = answering.completed()
+            if answering is not None:
+                self._calls.waits.check(submitted_ns())
+                answer = answering.completed()
+            else:
+                assert run is not None
+                act_for(self._principal, self._caller)
+                answer = run(self._message)
         except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
             self._fail(error)
         else:
@@ -157,7 +211,7 @@ class _DirectCall:
         return self._send(*self._method.accounts.failed(self._caller, error, self._arrived_ns))
 
     def _check_waited_for(self) -> None:
-        """Raise where nobody waits for an answer any more: before work is begun, not after."""
+        """Raise where nobody waits for an answer any more: before work is started, not after."""
         if self._deadline_s <= time.time():
             raise DeadlineExceeded("the call's deadline passed while it waited")
         if self._cancelled:
@@ -166,11 +220,11 @@ class _DirectCall:
     # --- to the core and back
 
     def _start(self, operations: list[Any], tag: Tag) -> bool:
-        """Begin operations, at whose end `tag` is called; False where the core does not take them."""
+        """Start operations; `tag` is called at their end. False where the core refuses them."""
         try:
             if not self._call.start_server_batch(operations, tag):
                 return True
-        except Exception:  # the serving thread has to outlive it
+        except Exception:  # the serving thread has to go on
             logger.exception("%s: grpcio failed", self._method.path)
         else:
             logger.error("%s: grpcio refused operations of a call", self._method.path)
@@ -182,10 +236,13 @@ class _DirectCall:
         operations = send(code, details, message, () if request_id is None else ((REQUEST_ID, request_id),))
         if not self._watched:
             operations.append(receive_close())
+        size = 0 if message is None else len(message)
+        self._calls.unread.add(self, slow_clients.STALL_S + size / slow_clients.SLOWEST_RATE)
         return GOES_ON if self._start(operations, self._on_sent) else self._on_sent(None)
 
     def _on_sent(self, event: Any) -> Outcome:
-        """The answer has left, or never will."""
+        """The answer was sent, or never will be."""
+        self._calls.unread.remove(self)
         answering, self._answering = self._answering, None
         if answering is not None:
             answering.close()
@@ -193,10 +250,11 @@ class _DirectCall:
         return self._ended()
 
     def _on_closed(self, event: Any) -> Outcome:
-        """A call that was handed over has ended for its client."""
+        """A call on a look-up thread has ended for its client."""
         self._cancelled = event.batch_operations[0].cancelled()
         self._closed = True
         return self._ended()
 
     def _ended(self) -> Outcome:
-        return (self, ()) if self._sent and (self._closed or not self._watched) else GOES_ON
+        ended = self._sent and not self._receiving and (self._closed or not self._watched)
+        return (self, ()) if ended else GOES_ON

@@ -1,76 +1,90 @@
-"""The gRPC server of a service: grpcio's, blocking, with bounds.
+"""The gRPC server of a service: grpcio's, blocking, with limits.
 
-Look-ups are answered below it where they can be (`direct.py`); all else, and they where a release of grpcio does not
-allow it, by its blocking methods (docs/decisions/grpc.md). Made on any thread, listening from then on; `start` answers,
-`drain` says not to send more, `stop` ends. Each kind of call has threads of its own, so that no number of look-ups that
-wait keeps a health check waiting.
+Look-ups are answered below grpcio's server where that is possible (`direct.py`); where a release of grpcio does not allow
+it, and for all other calls, by its blocking methods (docs/decisions/grpc.md). Made on any thread, and listening from then on;
+`start` answers, `drain` reports not to send more, `stop` ends. Each kind of call has threads of its own, so that no number of
+waiting look-ups delays a health check.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tierstore.config import Settings
 from tierstore.service.context import Service
-from tierstore.service.rpc.calls import Calls, Servicer
-from tierstore.service.rpc.core import core_of
+from tierstore.service.rpc.call_pool import CallPool
 from tierstore.service.rpc.direct import DirectCalls
-from tierstore.service.rpc.inference import Inference
-from tierstore.service.rpc.pools import CallPool
-from tierstore.service.rpc.standard import MAX_WATCHERS, Health, reflect
+from tierstore.service.rpc.grpc_core import core_of
+from tierstore.service.rpc.health import MAX_WATCHERS, Health, reflect
+from tierstore.service.rpc.methods import Calls, Pools, Servicer
+from tierstore.service.rpc.oip import InferenceService
 from tierstore.service.rpc.tfserving import TensorFlowServing
+from tierstore.service.rpc.waiting import DeadlineThread, Waiting
+from tierstore.service.tls import Credentials, Tls
 
-CONTROL_THREADS = 4
-CONTROL_QUEUE = 64
+READY_POLL_S = 0.1
+ADMIN_THREADS = 4
+ADMIN_QUEUE = 64
+HEALTH_THREADS = 1
 STREAMS = 64  # each has a thread for as long as it is open
-METADATA_ROOM = 1 << 20  # of a message, beside its tensors
+METADATA_ROOM = 1 << 20  # of a message, in addition to its tensors
 KEEPALIVE_MS = 10_000  # how often a client may ping without being sent away
+PING_MS, PONG_MS = 30_000, 20_000  # how often a client is pinged, and how long the answer may take
 
 
 def servicers_of(service: Service) -> list[Servicer]:
-    """The protocols that are spoken beside health and reflection."""
-    return [Inference(service).servicer, *TensorFlowServing(service).servicers]
+    """The protocols that are served, besides health and reflection."""
+    return [InferenceService(service).servicer, *TensorFlowServing(service).servicers]
 
 
 class GrpcServer:
-    """`port` is the one that is listened on."""
+    """`port` is the port that it listens on."""
 
     def __init__(self, service: Service, address: str) -> None:
         """OSError where `address` cannot be listened on."""
         settings = service.settings
-        self._lookups = CallPool("look-up", threads=settings.lookup_threads, queue_limit=settings.lookup_queue)
-        self._controls = CallPool("control", threads=CONTROL_THREADS, queue_limit=CONTROL_QUEUE)
+        self.lookup_pool = CallPool("look-up", threads=settings.lookup_threads, queue_limit=settings.lookup_queue)
+        self._watches = CallPool("watch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
         self._streams = CallPool("stream", threads=STREAMS, queue_limit=0)
-        self._pools = (self._lookups, self._controls, self._streams)
+        self._pools = pools = Pools(
+            self.lookup_pool,
+            controls=CallPool("control", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE),
+            switches=CallPool("switch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE),
+            health=CallPool("health", threads=HEALTH_THREADS, queue_limit=ADMIN_QUEUE),
+            streams=self._streams,
+        )
         servicers = servicers_of(service)
         names = [servicer.name for servicer in servicers]
         self._health = Health(names)
         self._calls = Calls(
             service,
             [*servicers, self._health.servicer, reflect(names)],
-            lookups=self._lookups,
-            controls=self._controls,
-            streams=self._streams,
+            pools=pools,
         )
-        self._calls.enter(self._health.servicer.name, "Watch", self._health.handler(self._controls))
+        self._calls.enter(self._health.servicer.name, "Watch", self._health.handler(self._watches))
         self._server = grpc.server(
-            self._lookups,
+            self.lookup_pool,
             handlers=[self._calls],
             options=_options(settings),
-            # a last resort, like the HTTP server's; the pools' own bounds refuse earlier
-            maximum_concurrent_rpcs=sum(pool.threads + pool.queue_limit for pool in self._pools) + CONTROL_QUEUE,
+            # a last resort; the pools' own limits refuse earlier
+            maximum_concurrent_rpcs=sum(pool.threads + pool.queue_limit for pool in self._pools) + ADMIN_QUEUE,
         )
         core = core_of(self._server)
-        self._direct = None if core is None else DirectCalls(service, core, self._lookups)
+        self._direct = None if core is None else DirectCalls(service, core, pools)
+        late: list[Waiting[Any]] = [self._calls.unread, self._health.late]
         if self._direct is not None:
-            for servicer in servicers:
+            for servicer in (*servicers, self._health.servicer):
                 self._direct.add(servicer)
+            late += [self._direct.unread, *(pool.receiving for pool in pools)]
+        self._deadlines = DeadlineThread(late)
         try:
-            self.port: int = self._server.add_insecure_port(address)
+            self.port: int = _add_port(self._server, address, service.tls)
         except RuntimeError as error:
             self._close_pools()
             raise OSError(f"cannot listen on {address}") from error
@@ -78,19 +92,25 @@ class GrpcServer:
 
     def start(self) -> None:
         self._server.start()
+        self._deadlines.start()
         if self._direct is not None:
             self._direct.start()
 
-    def tell_health(self, *, serving: bool) -> None:
-        """What health says from now on, until `drain`."""
-        self._health.tell(serving)
+    async def report_when(self, ready: Callable[[], bool]) -> None:
+        """Report health as soon as the service is `ready`, and not before: clients watch it and do not poll."""
+        if ready():
+            return
+        self._health.report(False)
+        while not ready():
+            await asyncio.sleep(READY_POLL_S)
+        self._health.report(True)
 
     def drain(self) -> None:
-        """Health says not to serve; calls are answered as before."""
+        """Health reports not to serve; calls are answered as before."""
         self._health.drain()
 
     def stop(self, grace_s: float) -> None:
-        """Take no more calls, and give those in progress `grace_s`. Returns at once."""
+        """Accept no more calls, and let those in progress run for `grace_s`. Returns at once."""
         if self._ended is None:
             self._ended = self._server.stop(grace_s)
             self._calls.end_streams()
@@ -103,7 +123,8 @@ class GrpcServer:
         self._close_pools()
 
     def _close_pools(self) -> None:
-        for pool in self._pools:
+        self._deadlines.close()
+        for pool in (*self._pools, self._watches):
             pool.shutdown()
         self._calls.close()
 
@@ -132,6 +153,32 @@ class GrpcServer:
         yield GaugeMetricFamily("tierstore_grpc_health_watchers_limit", "Calls that may.", value=MAX_WATCHERS)
 
 
+def _add_port(server: grpc.Server, address: str, tls: Tls | None) -> int:
+    """Add the port, with TLS where there is some: then each handshake uses the certificate that is current."""
+    if tls is None:
+        return int(server.add_insecure_port(address))
+    used = tls.current
+
+    def changed() -> Any:
+        nonlocal used
+        current = tls.current
+        if current is used:
+            return None
+        used = current
+        return _configuration(current)
+
+    credentials = grpc.dynamic_ssl_server_credentials(
+        _configuration(used), changed, require_client_authentication=used.client_ca is not None
+    )
+    return int(server.add_secure_port(address, credentials))
+
+
+def _configuration(credentials: Credentials) -> Any:
+    return grpc.ssl_server_certificate_configuration(
+        [(credentials.key, credentials.certificate)], root_certificates=credentials.client_ca
+    )
+
+
 def _options(settings: Settings) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", settings.max_request + METADATA_ROOM),
@@ -139,4 +186,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # else a second server would share the port in silence
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.keepalive_timeout_ms", PONG_MS),
+        ("grpc.http2.max_pings_without_data", 0),  # no limit
     ]

@@ -1,0 +1,181 @@
+"""What a command works on: a data directory that it opens itself, or a running service.
+
+`Store` and `Client` have the same verbs, so a command is written once. Called from the main thread.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tierstore.errors import InvalidInput, Locked, NotFound
+
+if TYPE_CHECKING:
+    from tierstore.client import Client
+    from tierstore.engine.store import Store
+    from tierstore.types import KeyType
+
+TOKEN_VARIABLE = "TIERSTORE_TOKEN"  # no flag: other users of the machine can read flags
+INSECURE_VARIABLE = "TIERSTORE_ALLOW_INSECURE_TOKEN"
+URL_VARIABLE = "TIERSTORE_URL"  # the default of --url where there is no --data
+
+
+@contextmanager
+def open_target(data: Path | None, url: str | None, *, create: bool = False) -> Iterator[Store | Client]:
+    """Open the data directory, or connect to the service; closed at the end.
+
+    create: make a data directory that does not exist; else it is NotFound. Locked where another process holds it.
+    """
+    if data is not None and url is not None:
+        raise typer.BadParameter("expected --data or --url, got both")
+    url = service_url(data, url)
+    if url is not None:
+        with make_client(url) as client:
+            yield client
+        return
+    with open_data(data, create=create) as store:
+        yield store
+
+
+def make_client(url: str) -> Client:
+    """A client of the service, with the token and the certificates that the environment names."""
+    from tierstore.client import Client
+
+    return Client(url, **client_options([url]))
+
+
+def client_options(urls: Sequence[str]) -> dict[str, Any]:
+    """The options of a client of these services that the environment names: the token and the certificates."""
+    files: dict[str, Any] = {}
+    if all(url.startswith("https:") for url in urls):
+        files = {name: os.environ.get(f"TIERSTORE_{name.upper()}") or None for name in ("ca", "cert", "key")}
+    insecure = os.environ.get(INSECURE_VARIABLE, "").lower()
+    if insecure not in ("", "0", "1", "false", "true"):
+        raise typer.BadParameter(f"{INSECURE_VARIABLE}: expected 1 or 0, got {insecure!r}")
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    return {"token": token, "allow_insecure_token": insecure in ("1", "true"), **files}
+
+
+def service_url(data: Path | None, url: str | None) -> str | None:
+    """The URL of the service that a command works through; None where it works on a data directory."""
+    return (os.environ.get(URL_VARIABLE) or None) if url is None and data is None else url
+
+
+@contextmanager
+def open_data(data: Path | None, *, create: bool = False) -> Iterator[Store]:
+    """Open the data directory, by default the one of the settings."""
+    from tierstore.config import load_settings
+
+    settings = load_settings(data=data)
+    if not create and not settings.data.is_dir():
+        raise NotFound(f"no data directory at {settings.data}; name one with --data, or a running service with --url")
+    ready_kernels(settings.data, lambda line: typer.echo(f"tierstore: {line}", err=True))
+    from tierstore.engine.events.changes import REQUESTER
+    from tierstore.engine.store import Store
+
+    try:
+        store = Store(settings)
+    except Locked as error:
+        hint = "" if "--url" in str(error) else "; use the service that holds it with --url"
+        raise Locked(f"{error}{hint}") from error
+    before = REQUESTER.set(local_user())
+    try:
+        with store:
+            yield store
+    finally:
+        REQUESTER.reset(before)
+
+
+def local_user() -> str:
+    """Who runs this command, for the audit."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # no name for this number, as in a container
+        name = str(os.getuid())
+    return f"user {name} (command line)"
+
+
+def ready_kernels(data: Path, say: Callable[[str], None], needed: str = "tierstore.engine.store") -> None:
+    """Have kernels compiled before the first is called, and import the module `needed` meanwhile."""
+    from tierstore import kernels
+    from tierstore.kernels import ahead
+
+    kernels.use_data(data)
+    ahead.start(say)
+    importlib.import_module(needed)
+    ahead.prepare(say)
+
+
+def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) -> None:
+    """Print a warning where the rows of the version loaded from `snapshot` are served but its dense part is not."""
+    from tierstore.client.sources import snapshot_model
+
+    try:
+        model = snapshot_model(snapshot)
+    except InvalidInput:  # it can be read only where the service is
+        return
+    versions = target.status(model)["models"][model]["versions"]
+    dense = next((str(one.get("dense") or "") for one in versions if one["version"] == version), "")
+    if "not served" in dense:
+        typer.echo(f"tierstore: {model} version {version}: the dense part is {dense}", err=True)
+
+
+def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:
+    """The key type of a feature, read from a status document. NotFound for an unknown feature."""
+    from tierstore.types import KeyType
+
+    status = document["models"][model]
+    if status["active_version"] is None:
+        problem = status.get("problem")
+        raise NotFound(
+            f"model {model!r} has no active version" + (f": {problem}" if problem else "; load or activate one")
+        )
+    features = status["features"]
+    if feature not in features:
+        raise NotFound(f"no feature {feature!r}; model {model!r} has {', '.join(sorted(features))}")
+    return KeyType(status["tables"][features[feature]["table"]]["key"])
+
+
+def parse_keys(words: list[str], kind: KeyType) -> list[int] | list[str]:
+    """Keys from the command line: numbers for an integer table, the words themselves for a string table."""
+    if kind == "string":
+        return words
+    try:
+        return [int(word, 0) for word in words]
+    except ValueError:
+        wrong = next(word for word in words if not _is_int(word))
+        raise typer.BadParameter(f"the table's keys are {kind}: expected numbers, got {wrong!r}") from None
+
+
+def parse_share(text: str) -> float:
+    """A share from the command line: `5%`, `0.05`."""
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise typer.BadParameter(f"expected a share from 0% to 100%, or from 0 to 1; got {text!r}")
+    return share
+
+
+def _is_int(word: str) -> bool:
+    try:
+        int(word, 0)
+    except ValueError:
+        return False
+    return True
+
+
+def say(json: bool, document: dict[str, Any], text: str) -> None:
+    if not json:
+        return typer.echo(text)
+    from tierstore.cli import show
+
+    return show.as_json(document)

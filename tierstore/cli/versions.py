@@ -1,0 +1,126 @@
+"""Commands that change which version answers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.options import AsJson, Data, Force, ModelName, Url, VersionNumber, argument
+from tierstore.cli.target import open_target, parse_share, say
+
+
+def activate(
+    model: ModelName,
+    version: VersionNumber,
+    data: Data = None,
+    url: Url = None,
+    force: Force = False,
+    json: AsJson = False,
+) -> None:
+    """Serve a kept version."""
+    with open_target(data, url) as target:
+        target.activate(model, version, force=force)
+    say(json, {"model": model, "active_version": version}, f"{model} serves version {version}")
+
+
+def rollback(
+    model: ModelName,
+    data: Data = None,
+    url: Url = None,
+    to_seq: Annotated[
+        int | None,
+        typer.Option(
+            "--to-seq", metavar="SEQ", min=0, help="Keep the version, and undo all deltas above this sequence number."
+        ),
+    ] = None,
+    force: Force = False,
+    expected_active: Annotated[
+        int | None,
+        typer.Option("--expected-active", metavar="VERSION", help="Refuse where another version is active."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Serve the version before, or undo the last deltas.
+
+    The kept version before the active one; with --to-seq the active one, without the deltas above that seq.
+    """
+    with open_target(data, url) as target:
+        version = target.rollback(model, to_seq=to_seq, force=force, expected_active=expected_active)
+    document = {"model": model, "active_version": version}
+    if to_seq is None:
+        say(json, document, f"{model} serves version {version}")
+    else:
+        say(json, {**document, "to_seq": to_seq}, f"{model} serves version {version} as of delta {to_seq}")
+
+
+def canary(
+    model: ModelName,
+    version: VersionNumber,
+    share: Annotated[
+        str, typer.Option("--share", metavar="SHARE", help="Share of the requests that name no version: 5% or 0.05.")
+    ] = "5%",
+    data: Data = None,
+    url: Url = None,
+    force: Force = False,
+    json: AsJson = False,
+) -> None:
+    """Serve a kept version to a share of the requests.
+
+    Next to the active one.
+
+    If that version is the canary already, only its share changes.
+    """
+    part = parse_share(share)
+    with open_target(data, url) as target:
+        target.canary(model, version, part, force=force)
+    say(
+        json,
+        {"model": model, "canary": {"version": version, "share": part}},
+        f"{model} serves version {version} as canary, to {100 * part:g}% of the requests",
+    )
+
+
+def promote(model: ModelName, data: Data = None, url: Url = None, json: AsJson = False) -> None:
+    """Make the canary the active version."""
+    with open_target(data, url) as target:
+        version = target.promote(model)
+    say(json, {"model": model, "active_version": version}, f"{model} serves version {version}")
+
+
+def withdraw(model: ModelName, data: Data = None, url: Url = None, json: AsJson = False) -> None:
+    """Stop serving the canary; the version is kept."""
+    with open_target(data, url) as target:
+        version = target.withdraw(model)
+    say(json, {"model": model, "withdrawn": version}, f"{model} version {version} is withdrawn, and kept")
+
+
+def label(
+    model: ModelName,
+    name: Annotated[str, argument("LABEL", "Name of the label.")],
+    version: Annotated[int | None, argument("VERSION", "Number of a version that is served.")] = None,
+    data: Data = None,
+    url: Url = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the label.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Make a label stand for a version that is served.
+
+    It is removed when that version is no longer served. `stable` and `canary` always exist.
+    """
+    if (version is None) is not remove:
+        raise typer.BadParameter("expected the VERSION that the label should stand for, or --remove")
+    with open_target(data, url) as target:
+        if version is None:
+            target.unlabel(model, name)
+        else:
+            target.label(model, name, version)
+    done = "is removed" if version is None else f"stands for version {version}"
+    say(json, {"model": model, "label": name, "version": version}, f"{model} label {name} {done}")
+
+
+def drop(model: ModelName, version: VersionNumber, data: Data = None, url: Url = None, json: AsJson = False) -> None:
+    """Delete a version that is not served."""
+    with open_target(data, url) as target:
+        target.drop(model, version)
+    say(json, {"model": model, "dropped": version}, f"{model} version {version} is dropped")

@@ -1,0 +1,136 @@
+"""What `Client` and `AsyncClient` share: their arguments, and how full their pools are."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from tierstore.client.async_transport import AsyncTransport
+from tierstore.client.attempts import RetryBudget
+from tierstore.client.balancing import Balancer
+from tierstore.client.inference import Deadline
+from tierstore.client.operations import Operations
+from tierstore.client.settings import Address, Node, RetryPolicy, Settings, TlsFiles, header_lines
+from tierstore.client.shared_memory import Choice, SharedMemory
+from tierstore.client.transport import Transport
+from tierstore.errors import InvalidInput
+
+SPLIT_KEYS = 1 << 15  # of one request
+SPLIT_ITEMS = 2048  # of one request
+
+AnyTransport = TypeVar("AnyTransport", Transport, AsyncTransport)
+
+
+class ClientBase(ABC, Generic[AnyTransport]):
+    """A running service, or several nodes that serve the same models.
+
+    Args:
+        url: where it listens, such as `http://127.0.0.1:8000`, `https://…` or `unix:/run/tierstore.sock`. With several, as a
+            list or separated by commas, each request goes to the least busy node and to another one if that fails. A node
+            that fails is skipped for a pause, which grows. Verbs that change a node need a client of that node alone.
+        token: sent as a bearer token, if the service asks for one. To another machine it is sent with TLS alone.
+        ca: file of the authorities (PEM) whose services are trusted; None: those that the system trusts.
+        cert, key: files with the client's own certificate and its key (PEM), for a service that asks for one. Both may be in
+            `cert`.
+        allow_insecure_token: send the token without TLS, where something else encrypts.
+        timeout_s: of a verb from its beginning to its end, retries included, unless the call names its own.
+            It is sent to the service too, which drops requests that nobody waits for any more.
+        retries: how often a request is repeated whose connection failed or that the service was too busy for. Look-ups,
+            `predict`, reads and deltas are repeated (a delta's seq makes it count once); other changes never.
+        backoff_s: the longest wait before the first retry; it doubles with each. The wait is drawn at random.
+        hedge_after_s: send a look-up or `predict` a second time after so long without an answer, and use the answer that
+            is first. None: never.
+        split_keys: keys of one request; a larger look-up is split into several, side by side. None: never.
+        split_items: the same for the items of one `predict`. None: never.
+        parallel: requests of one call that run at once.
+        max_connections: to each node, of all calls together.
+        shared_memory: `auto` sends large look-ups through memory shared with a service on the same host that allows
+            it; True all that fit; False none. Answers are the same. Not used with several nodes.
+
+    Every verb raises Unreachable when nothing answers, DeadlineExceeded when the time is over, Overloaded when the
+    service is too busy, Forbidden when the token does not allow it, and otherwise the errors of the embedded store.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        *,
+        token: str | None = None,
+        ca: str | Path | None = None,
+        cert: str | Path | None = None,
+        key: str | Path | None = None,
+        allow_insecure_token: bool = False,
+        timeout_s: float = 30.0,
+        retries: int = 3,
+        backoff_s: float = 0.05,
+        hedge_after_s: float | None = None,
+        split_keys: int | None = SPLIT_KEYS,
+        split_items: int | None = SPLIT_ITEMS,
+        parallel: int = 4,
+        max_connections: int = 32,
+        shared_memory: Choice = "auto",
+    ) -> None:
+        addresses = parse_addresses(url)
+        for name, value in (("parallel", parallel), ("max_connections", max_connections), ("retries", retries + 1)):
+            if value < 1:
+                least = 0 if name == "retries" else 1
+                raise InvalidInput(f"{name}: expected at least {least}, got {value - 1 + least}")
+        for name, limit in (("split_keys", split_keys), ("split_items", split_items)):
+            if limit is not None and limit < 1:
+                raise InvalidInput(f"{name}: expected at least 1, or None, got {limit}")
+        Deadline(timeout_s)
+        retry = RetryPolicy(retries=retries, backoff_s=backoff_s, parallel=parallel)
+        files = TlsFiles(ca, cert, key)
+        nodes = tuple(
+            Node(
+                address,
+                address.tls_context(files),
+                header_lines(address, token, allow_insecure_token=allow_insecure_token),
+            )
+            for address in addresses
+        )
+        settings = Settings(nodes, timeout_s, hedge_after_s, split_keys, split_items, max_connections, retry)
+        self._budget = RetryBudget(retry.retry_burst, retry.retry_share)
+        self._balancer, self._urls = Balancer(len(nodes)), [address.url for address in addresses]
+        if shared_memory is True and len(nodes) > 1:
+            raise InvalidInput("shared_memory: expected 'auto' or False with several nodes, got True")
+        self._shared_memory = SharedMemory(addresses[0], shared_memory if len(nodes) == 1 else False)
+        self._operations = Operations(settings, self._shared_memory)
+        self._transport: AnyTransport = self._make_transport(settings)
+
+    @abstractmethod
+    def _make_transport(self, settings: Settings) -> AnyTransport:
+        """The transport that carries the operations out."""
+
+    def figures(self) -> dict[str, Mapping[str, float]]:
+        """How full the client's pools are: connections, shared memory, and the budget of retries with its use so far.
+
+        `nodes` has for each URL for how many seconds it is skipped yet; 0: it is used.
+        """
+        budget = self._budget
+        return {
+            "connections": self._transport.stats(),
+            "shared_memory": self._shared_memory.stats(),
+            "repeats": {
+                "left": budget.remaining,
+                "limit": budget.limit,
+                "taken": budget.reserved,
+                "refused": budget.refused,
+            },
+            "nodes": dict(zip(self._urls, self._balancer.pauses(time.monotonic()), strict=True)),
+        }
+
+
+def parse_addresses(urls: str | Sequence[str]) -> list[Address]:
+    """The addresses of a client: one URL, several separated by commas, or a list. InvalidInput for none, or one named twice."""
+    words = urls.split(",") if isinstance(urls, str) else list(urls)
+    addresses = [Address.parse(word.strip()) for word in words]
+    if not addresses:
+        raise InvalidInput("url: expected at least one, got none")
+    names = [address.url for address in addresses]
+    if len(set(names)) < len(names):
+        raise InvalidInput(f"url: expected each node once, got {', '.join(names)}")
+    return addresses

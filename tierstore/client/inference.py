@@ -1,0 +1,287 @@
+"""Operations, the unit that transports carry out, and the one behind look-ups and `predict`: the inference request.
+
+An operation is a generator. It yields steps, each a sequence of calls that go out side by side, or a `Pause`. The
+transport carries a step out and sends back the replies, or throws the error that ended it. So what is sent, how it is
+split and joined, and when it is tried again stands here once for both transports; nothing here waits or knows a socket.
+
+An operation belongs to one caller; any thread may use a `ModelCache`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from tierstore.client import wire
+from tierstore.client.attempts import Call, Outgoing, new_request_id
+from tierstore.client.inputs import Batch
+from tierstore.client.replies import Reply, Tensors
+from tierstore.client.splitting import Joined, Split
+from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, NotReady, TierstoreError
+
+SWITCH_ATTEMPTS = 4  # at a request in parts, when versions switch between the parts
+_MODELS_LIMIT = 256  # in the cache
+
+Version = int | str | None
+Outputs = dict[str, npt.NDArray[Any]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait, with no call under way."""
+
+    seconds: float
+
+
+Step = Sequence[Call] | Pause
+Operation = Generator[Step, Any, T]
+
+
+class Deadline:
+    """When a verb has to be done."""
+
+    def __init__(self, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise InvalidInput(f"timeout_s: expected seconds, more than 0, got {timeout_s!r}")
+        self.timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+
+    def remaining(self) -> float:
+        """Seconds that remain. Raises DeadlineExceeded when none do."""
+        remaining_s = self._at - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceeded(f"not done within {self.timeout_s:g} s")
+        return remaining_s
+
+
+@dataclass(slots=True)
+class ModelCache:
+    """What earlier answers showed of the service's models; bounded. Entries are replaced whole, so any thread may read."""
+
+    metadata: dict[tuple[str, Version], dict[str, Any]] = field(default_factory=dict)
+    unsplittable: set[str] = field(default_factory=set)  # models whose answers cannot be joined from parts
+    dims: dict[tuple[str, Version, str], int] = field(default_factory=dict)  # of the rows of features
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add_metadata(self, model: str, version: Version, document: dict[str, Any]) -> None:
+        with self._lock:
+            if len(self.metadata) >= _MODELS_LIMIT:
+                self.metadata.clear()
+            self.metadata[model, version] = document
+
+    def add_unsplittable(self, model: str) -> None:
+        with self._lock:
+            if len(self.unsplittable) >= _MODELS_LIMIT:
+                self.unsplittable.clear()
+            self.unsplittable.add(model)
+
+    def add_dims(self, model: str, version: Version, rows: Mapping[str, npt.NDArray[Any] | None]) -> None:
+        for feature, array in rows.items():
+            if array is not None and array.ndim and self.dims.get((model, version, feature)) != array.shape[-1]:
+                with self._lock:
+                    if len(self.dims) >= 16 * _MODELS_LIMIT:
+                        self.dims.clear()
+                    self.dims[model, version, feature] = array.shape[-1]
+
+    def output_bytes(
+        self, model: str, version: Version, batches: Sequence[Batch], dtype: str, found: bool
+    ) -> dict[str, int] | None:
+        """Bytes of each output of a look-up, if rows still have the size that they had; None if that was never seen."""
+        sizes = {}
+        for batch in batches:
+            dim = self.dims.get((model, version, batch.feature))
+            if dim is None:
+                return None
+            sizes[batch.feature] = batch.rows * dim * (2 if dtype == "float16" else 4)
+            if found:
+                sizes[f"{batch.feature}.found"] = batch.n
+        return sizes
+
+
+# --- documents
+
+
+def exchange(
+    method: str,
+    path: str,
+    deadline: Deadline,
+    body: Any = None,
+    *,
+    content: bytes | None = None,
+    content_type: str = "application/json",
+    repeat: bool | None = None,
+    request_id: str | None = None,
+) -> Operation[Reply]:
+    """One call: `body` as JSON, or `content` as it is. Reads may be repeated, others where `repeat` says so."""
+    request_id = request_id or new_request_id()
+    pieces = [content] if content is not None else [orjson.dumps(body)] if body is not None else []
+    outgoing = Outgoing(f"Content-Type: {content_type}\r\n" if pieces else "", pieces)
+    may_repeat = method == "GET" if repeat is None else repeat
+    (reply,) = yield [
+        Call(method, path, deadline.remaining(), lambda _: outgoing, repeat=may_repeat, request_id=request_id)
+    ]
+    assert isinstance(reply, Reply)
+    return reply
+
+
+def text(path: str, deadline: Deadline) -> Operation[str]:
+    """What GET `path` answers, as text."""
+    reply = yield from exchange("GET", path, deadline)
+    return bytes(reply.body).decode()
+
+
+def succeeds(path: str, deadline: Deadline) -> Operation[bool]:
+    """Whether GET `path` answers 2xx. Raises Unreachable if nothing answers."""
+    outgoing = Outgoing("", [])
+    (reply,) = yield [Call("GET", path, deadline.remaining(), lambda _: outgoing, lambda _: _Status(), repeat=True)]
+    return bool(200 <= reply.status < 300)
+
+
+class _Status(Reply):
+    """A reply of which only the status matters."""
+
+    def finish(self) -> None:
+        pass
+
+
+def model_path(model: str, version: Version = None) -> str:
+    path = f"/v2/models/{quote(model, safe='')}"
+    return path if version is None else f"{path}/versions/{quote(str(version), safe='')}"
+
+
+def metadata(
+    cache: ModelCache,
+    model: str,
+    version: Version,
+    deadline: Deadline,
+    *,
+    renew: bool = False,
+    request_id: str | None = None,
+) -> Operation[dict[str, Any]]:
+    """The protocol's metadata of a model, from the cache unless `renew`."""
+    cached = cache.metadata.get((model, version))
+    if cached is not None and not renew:
+        return cached
+    reply = yield from exchange("GET", model_path(model, version), deadline, request_id=request_id)
+    document = reply.json()
+    if not isinstance(document, dict):
+        raise TierstoreError(f"expected a JSON object as metadata of model {model!r}: is it a tierstore?")
+    cache.add_metadata(model, version, document)
+    return document
+
+
+# --- inference
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """The model of an inference request, and how it is sent."""
+
+    model: str
+    version: Version
+    deadline: Deadline
+    request_id: str
+    hedge_after_s: float | None = None
+
+
+def inference(
+    request: InferenceRequest, split: Split, whole: Callable[[], Split], cache: ModelCache
+) -> Operation[Outputs]:
+    """Send a request in its parts and join their answers, which are of one version.
+
+    `whole` gives the same request in one part, for a model whose answers turn out not to join.
+    """
+    request_id = request.request_id
+    version = request.version
+    for _ in range(SWITCH_ATTEMPTS):
+        joined = Joined(split)
+        calls = [_call(request, version, request_id, split, number, joined) for number in range(len(split.parts))]
+        try:
+            replies: list[Tensors] = yield calls
+        except InvalidInput as error:
+            # The protocol answers 400 both to a bad request and for a model that is not ready: ask which it is.
+            ready = yield from succeeds(f"{model_path(request.model, request.version)}/ready", request.deadline)
+            if not ready:
+                raise NotReady(str(error)).with_request_id(request_id) from error
+            if version == request.version:
+                raise
+            version = request.version  # the version that it was pinned to is gone
+            continue
+        except (NotFound, NotReady):
+            if version == request.version:
+                raise
+            version = request.version
+            continue
+        if len(replies) == 1:
+            return replies[0].outputs
+        if len({reply.version for reply in replies}) > 1:
+            # Versions were switched between the parts. Pin the one that answered last, while it is served.
+            latest = max(replies, key=lambda reply: reply.order).version
+            version = latest if version == request.version else request.version
+        elif joined.misfit is not None:
+            cache.add_unsplittable(request.model)
+            split = whole()
+        else:
+            return joined.arrays
+    raise NotReady(
+        f"model {request.model!r} changed its version again and again during a request in {len(split.parts)} parts; "
+        "try again"
+    ).with_request_id(request_id)
+
+
+def _call(
+    request: InferenceRequest, version: Version, request_id: str, split: Split, number: int, joined: Joined
+) -> Call:
+    part = split.parts[number]
+    alone = len(split.parts) == 1
+
+    def outgoing(remaining_s: float) -> Outgoing:
+        text = wire.document(part.inputs, part.outputs, rounded_timeout(remaining_s, request.deadline.timeout_s))
+        header_lines = f"Content-Type: application/octet-stream\r\n{wire.HEADER_LENGTH}: {len(text)}\r\n"
+        return Outgoing(header_lines, [text, *(tensor.data for tensor in part.inputs if tensor.region is None)])
+
+    def destination(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+        return joined.destination(number, name, shape, dtype)
+
+    def reply(direct: bool) -> Reply:
+        return Tensors(None if alone else destination, direct=direct)
+
+    path = f"{model_path(request.model, version)}/infer"
+    timeout_s, hedge_after_s = request.deadline.remaining(), request.hedge_after_s
+    return Call(
+        "POST", path, timeout_s, outgoing, reply, repeat=True, hedge_after_s=hedge_after_s, request_id=request_id
+    )
+
+
+def rounded_timeout(remaining_s: float, timeout_s: float) -> float:
+    """The remaining time that is sent to the service: all of `timeout_s`, or the next power of two.
+
+    The service caches its plan of a request by the request's JSON, and a number that always differs would defeat that.
+    It uses the time for load shedding only: the deadline itself is kept by the client.
+    """
+    if remaining_s > 0.9 * timeout_s:
+        return timeout_s
+    rounded = 2.0**-20
+    while rounded < remaining_s:
+        rounded *= 2
+    return min(rounded, timeout_s)
+
+
+def wanted_outputs(names: Sequence[str] | None) -> list[wire.Output]:
+    return [wire.Output(name, {}) for name in names or ()]
+
+
+def output_named(outputs: Outputs, name: str) -> npt.NDArray[Any]:
+    try:
+        return outputs[name]
+    except KeyError as error:
+        raise TierstoreError(f"the service's answer lacks the output {error}") from error

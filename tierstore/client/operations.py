@@ -1,0 +1,399 @@
+"""The verbs, as operations: what each sends to the service, and what it makes of the answers.
+
+`Client` and `AsyncClient` give these to a transport. Any thread may use an `Operations`; an operation belongs to the
+verb that runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.client import wire
+from tierstore.client.attempts import new_request_id
+from tierstore.client.inference import (
+    Deadline,
+    InferenceRequest,
+    ModelCache,
+    Operation,
+    Outputs,
+    Pause,
+    Version,
+    exchange,
+    inference,
+    metadata,
+    model_path,
+    output_named,
+    succeeds,
+    text,
+    wanted_outputs,
+)
+from tierstore.client.inputs import Batch, predict_inputs
+from tierstore.client.settings import Settings
+from tierstore.client.shared_memory import SharedMemory
+from tierstore.client.sources import delta_model, snapshot_model
+from tierstore.client.splitting import split_lookup, split_predict
+from tierstore.errors import InvalidInput, SnapshotError, TierstoreError
+from tierstore.types import DeltaResult, ExportReport, Progress, ProgressFn
+
+Floats = npt.NDArray[np.floating[Any]]
+Found = npt.NDArray[np.bool_]
+Source = str | Path
+DeltaSource = bytes | bytearray | memoryview | str | Path
+
+POLL_S = (0.05, 1.0)  # how often the state of a job is read: at first, and at most
+SWITCH_TIMEOUT_S = 600.0  # a version is caught up and warmed before it serves, however long that takes
+_ANSWERS: dict[str, dict[str, str]] = {"float32": {}, "float16": {"dtype": "FP16"}}
+
+
+class LookupOptions(TypedDict, total=False):
+    """Options of every look-up.
+
+    dtype: of the answer. version: a number or a label; by default the service chooses. timeout_s: of the whole call.
+    request_id: by default random. It is in the service's log lines and on the errors that are raised here; a service
+    that splits traffic over versions gives equal ids the same version.
+    """
+
+    dtype: Literal["float32", "float16"]
+    version: Version
+    timeout_s: float | None
+    request_id: str | None
+
+
+class BagOptions(LookupOptions, total=False):
+    """Options of `lookup_bags`: those of a look-up, and these.
+
+    weights: float32[n], 1 each by default. combiner: `sum`, `mean` or `sqrtn`; by default the feature's own.
+    """
+
+    weights: npt.ArrayLike | None
+    combiner: str | None
+
+
+class PredictOptions(TypedDict, total=False):
+    """Options of `predict`: those of a look-up, and `split_items` in place of the client's (None sends one request)."""
+
+    version: Version
+    timeout_s: float | None
+    request_id: str | None
+    split_items: int | Literal["client"] | None
+
+
+class Operations:
+    """The verbs of one client."""
+
+    def __init__(self, settings: Settings, shared_memory: SharedMemory) -> None:
+        self._settings, self._shared_memory = settings, shared_memory
+        self._cache = ModelCache()
+
+    # --- look-ups and predictions
+
+    def lookup(self, model: str, feature: str, keys: Any, return_found: bool, options: LookupOptions) -> Operation[Any]:
+        _check(options, LookupOptions)
+        answers = yield from self._lookup(model, [Batch.of(feature, keys)], return_found, None, options)
+        return answers[feature]
+
+    def lookup_bags(
+        self, model: str, feature: str, keys: Any, offsets: Any, return_found: bool, options: BagOptions
+    ) -> Operation[Any]:
+        _check(options, BagOptions)
+        batch = Batch.of(feature, keys, offsets, options.get("weights"))
+        answers = yield from self._lookup(model, [batch], return_found, options.get("combiner"), options)
+        return answers[feature]
+
+    def lookup_many(
+        self, model: str, keys: Mapping[str, Any], return_found: bool, options: LookupOptions
+    ) -> Operation[dict[str, Any]]:
+        _check(options, LookupOptions)
+        batches = [Batch.from_value(feature, value) for feature, value in keys.items()]
+        return (yield from self._lookup(model, batches, return_found, None, options))
+
+    def predict(
+        self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None, options: PredictOptions
+    ) -> Operation[Any]:
+        _check(options, PredictOptions)
+        request = self._request(model, options)
+        limit = options.get("split_items", "client")
+        if limit == "client":
+            limit = self._settings.split_items
+        arrays = yield from self._predict(request, inputs, outputs, limit)
+        if outputs is None and len(arrays) == 1:
+            return next(iter(arrays.values()))
+        return arrays
+
+    # --- state
+
+    def ready(self, model: str | None = None) -> Operation[bool]:
+        path = "/v2/health/ready" if model is None else f"{model_path(model)}/ready"
+        return (yield from succeeds(path, self._deadline()))
+
+    def metadata(self, model: str, version: Version) -> Operation[dict[str, Any]]:
+        return (yield from metadata(self._cache, model, version, self._deadline(), renew=True))
+
+    def served_version(self, model: str, version: Version) -> Operation[int]:
+        """The number of the version that is served under a label, by default the active one. NotFound for an unknown one."""
+        document = yield from metadata(self._cache, model, version, self._deadline(), renew=True)
+        (number,) = document["versions"]
+        return int(number)
+
+    def models(self) -> Operation[list[str]]:
+        document = yield from self.status(None)
+        return sorted(document["models"])
+
+    def metrics(self) -> Operation[str]:
+        return text("/metrics", self._deadline())
+
+    def status(self, model: str | None) -> Operation[dict[str, Any]]:
+        if model is not None:
+            document = yield from self._json("GET", _admin(model))
+            return {"models": {model: document}}
+        listed = yield from self._json("GET", "/admin/models")
+        return {**listed, "models": {document["model"]: document for document in listed["models"]}}
+
+    # --- versions and deltas
+
+    def load_snapshot(
+        self, source: Source, model: str | None, activate: bool, progress: ProgressFn | None
+    ) -> Operation[int]:
+        job = yield from self.start_load(source, model or snapshot_model(source), activate)
+        document = yield from self._job_ended(job, progress)
+        if document["state"] == "failed":
+            raise SnapshotError(str(document.get("error") or "the load failed"))
+        return int(document["version"])
+
+    def export(
+        self,
+        model: str,
+        directory: str | Path,
+        version: Version,
+        as_version: int | None,
+        partitions: int | None,
+        progress: ProgressFn | None,
+    ) -> Operation[ExportReport]:
+        self._one_node("an export")
+        body: dict[str, Any] = {"directory": str(directory), "version": version, "as_version": as_version}
+        if partitions is not None:  # which a service of an earlier release does not know
+            body["partitions"] = partitions
+        started = yield from self._json("POST", f"{_admin(model)}/exports", body)
+        document = yield from self._job_ended(str(started["job"]), progress)
+        if document["state"] == "failed":
+            raise TierstoreError(str(document.get("error") or "the export failed"))
+        return ExportReport(model, int(document["version"]), int(document["seq"]), int(document["done"]))
+
+    def _job_ended(self, job: str, progress: ProgressFn | None) -> Operation[dict[str, Any]]:
+        """The document of a job once it has ended."""
+        pause_s, longest_s = POLL_S
+        reported: Progress | None = None
+        while True:
+            document = yield from self.job(job)
+            done, total = document.get("done") or 0, document.get("total") or 0
+            current = Progress(document.get("phase") or "", done, total, document.get("waits_for"))
+            if progress is not None and current != reported:
+                reported = current
+                progress(current)
+            if document["state"] != "running":
+                return document
+            yield Pause(pause_s)
+            pause_s = min(pause_s * 1.5, longest_s)
+
+    def start_load(self, source: Source, model: str, activate: bool) -> Operation[str]:
+        self._one_node("a load")
+        body = {"source": str(source), "activate": activate}
+        started = yield from self._json("POST", f"{_admin(model)}/snapshots", body)
+        return str(started["job"])
+
+    def job(self, job: str) -> Operation[dict[str, Any]]:
+        self._one_node("a job")
+        document: dict[str, Any] = yield from self._json("GET", f"/admin/jobs/{quote(job, safe='')}")
+        return document
+
+    def apply_delta(self, source: DeltaSource, model: str | None, timeout_s: float | None) -> Operation[DeltaResult]:
+        self._one_node("a delta")
+        data = Path(source).read_bytes() if isinstance(source, (str, Path)) else bytes(source)
+        model = model or delta_model(data)
+        path, content_type = f"{_admin(model)}/deltas", "application/vnd.apache.arrow.stream"
+        reply = yield from exchange(
+            "POST", path, self._deadline(timeout_s), content=data, content_type=content_type, repeat=True
+        )
+        document = reply.json()
+        return DeltaResult(model, int(document["seq"]), bool(document["applied"]))
+
+    def cancel(self, job: str) -> Operation[None]:
+        self._one_node("a job")
+        yield from self._json("DELETE", f"/admin/jobs/{quote(job, safe='')}")
+
+    def activate(self, model: str, version: int, force: bool, expected_active: int | None) -> Operation[None]:
+        yield from self._switch(model, "activate", {"version": version, **_expected(expected_active), **_forced(force)})
+
+    def deactivate(self, model: str) -> Operation[None]:
+        self._one_node("a switch")
+        yield from exchange("POST", f"/v2/repository/models/{quote(model, safe='')}/unload", self._deadline())
+
+    def sample(
+        self, model: str, version: Version, keys: Mapping[str, Sequence[int]] | None, rows: int
+    ) -> Operation[dict[str, Any]]:
+        body = {"version": version, "keys": keys, "rows": rows}
+        document: dict[str, Any] = yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)
+        return document
+
+    def rollback(self, model: str, to_seq: int | None, force: bool, expected_active: int | None) -> Operation[int]:
+        body = {} if to_seq is None else {"to_seq": to_seq}
+        document = yield from self._switch(model, "rollback", {**body, **_expected(expected_active), **_forced(force)})
+        return int(document["active_version"])
+
+    def canary(self, model: str, version: int, share: float, force: bool) -> Operation[None]:
+        yield from self._switch(model, "canary", {"version": version, "share": share, **_forced(force)})
+
+    def promote(self, model: str) -> Operation[int]:
+        document = yield from self._switch(model, "promote", None)
+        return int(document["active_version"])
+
+    def withdraw(self, model: str) -> Operation[int]:
+        document = yield from self._switch(model, "withdraw", None)
+        return int(document["withdrawn"])
+
+    def drop(self, model: str, version: int) -> Operation[None]:
+        self._one_node("a drop")
+        yield from exchange("DELETE", f"{_admin(model)}/versions/{version}", self._deadline())
+
+    def label(self, model: str, name: str, version: int | None) -> Operation[None]:
+        """Set a label, or remove it where `version` is None."""
+        self._one_node("a label")
+        path = f"{_admin(model)}/labels/{quote(name, safe='')}"
+        if version is None:
+            yield from self._json("DELETE", path)
+        else:
+            yield from self._json("PUT", path, {"version": version})
+
+    def parked(self, all_states: bool) -> Operation[list[dict[str, Any]]]:
+        document = yield from self._json("GET", f"/admin/parked?all_states={str(all_states).lower()}")
+        return list(document["parked"])
+
+    def parked_message(self, name: str) -> Operation[dict[str, Any]]:
+        return dict((yield from self._json("GET", _parked(name))))
+
+    def parked_payload(self, name: str) -> Operation[bytes]:
+        reply = yield from exchange("GET", f"{_parked(name)}/payload", self._deadline())
+        return bytes(reply.body)
+
+    def decide_parked(self, name: str, verb: str) -> Operation[dict[str, Any]]:
+        """`retry` or `skip`."""
+        return dict((yield from self._json("POST", f"{_parked(name)}/{verb}")))
+
+    # --- inside
+
+    def _one_node(self, what: str) -> None:
+        """InvalidInput for what changes one node, or is known to one alone, where the client has several."""
+        if len(self._settings.nodes) > 1:
+            urls = ", ".join(node.address.url for node in self._settings.nodes)
+            raise InvalidInput(
+                f"{what} is of one node, and this client has several ({urls}): use a client of that node alone, "
+                "or tierstore.rollout for a snapshot on all of them"
+            )
+
+    def _deadline(self, timeout_s: float | None = None) -> Deadline:
+        return Deadline(self._settings.timeout_s if timeout_s is None else timeout_s)
+
+    def _json(self, method: str, path: str, body: Any = None, *, repeat: bool | None = None) -> Operation[Any]:
+        reply = yield from exchange(method, path, self._deadline(), body, repeat=repeat)
+        return reply.json()
+
+    def _switch(self, model: str, verb: str, body: Mapping[str, Any] | None) -> Operation[dict[str, Any]]:
+        self._one_node("a switch")
+        deadline = Deadline(max(SWITCH_TIMEOUT_S, self._settings.timeout_s))
+        reply = yield from exchange("POST", f"{_admin(model)}/{verb}", deadline, body)
+        document: dict[str, Any] = reply.json()
+        return document
+
+    def _request(self, model: str, options: LookupOptions | PredictOptions) -> InferenceRequest:
+        request_id = options.get("request_id")
+        if request_id is None:
+            request_id = new_request_id()
+        elif not (request_id and request_id.isascii() and request_id.isprintable()):
+            raise InvalidInput(f"request_id: expected printable ASCII, got {request_id!r}")
+        deadline = self._deadline(options.get("timeout_s"))
+        return InferenceRequest(model, options.get("version"), deadline, request_id, self._settings.hedge_after_s)
+
+    def _lookup(
+        self, model: str, batches: list[Batch], return_found: bool, combiner: str | None, options: LookupOptions
+    ) -> Operation[dict[str, Any]]:
+        dtype, request, cache = options.get("dtype", "float32"), self._request(model, options), self._cache
+        outputs = {batch.feature: _outputs(batch.feature, dtype, return_found, combiner) for batch in batches}
+        whole = partial(split_lookup, batches, outputs, None)
+        arrays: Outputs | None = None
+        nbytes = cache.output_bytes(model, request.version, batches, dtype, return_found)
+        if nbytes is not None:
+            (part,) = whole().parts
+            arrays = yield from self._shared_memory.inference(request, part.inputs, part.outputs, nbytes)
+        if arrays is None:
+            split = split_lookup(batches, outputs, self._settings.split_keys)
+            arrays = yield from inference(request, split, whole, cache)
+            cache.add_dims(model, request.version, {batch.feature: arrays.get(batch.feature) for batch in batches})
+        answers: dict[str, Any] = {}
+        for batch in batches:
+            rows = output_named(arrays, batch.feature)
+            answers[batch.feature] = (rows, output_named(arrays, f"{batch.feature}.found")) if return_found else rows
+        return answers
+
+    def _predict(
+        self, request: InferenceRequest, inputs: Mapping[str, Any], outputs: Sequence[str] | None, limit: int | None
+    ) -> Operation[Outputs]:
+        cache, model, version = self._cache, request.model, request.version
+        document = yield from metadata(cache, model, version, request.deadline, request_id=request.request_id)
+        wanted = wanted_outputs(outputs)
+        while True:
+            try:
+                tensors = predict_inputs(inputs, document)
+                split = split_predict(tensors, wanted, None if model in cache.unsplittable else limit)
+                arrays = yield from inference(request, split, partial(split_predict, tensors, wanted, None), cache)
+                break
+            except InvalidInput:  # the cached metadata may be that of an earlier version
+                renewed = yield from metadata(
+                    cache, model, version, request.deadline, renew=True, request_id=request.request_id
+                )
+                if renewed == document:
+                    raise
+                document = renewed
+        for name in outputs or ():
+            output_named(arrays, name)
+        return arrays
+
+
+def _check(options: Mapping[str, object], kind: type) -> None:
+    unknown = options.keys() - kind.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unknown option {', '.join(sorted(unknown))}: expected one of {', '.join(kind.__annotations__)}"
+        )
+
+
+def _outputs(feature: str, dtype: str, return_found: bool, combiner: str | None) -> list[wire.Output]:
+    parameters = _ANSWERS.get(dtype)
+    if parameters is None:
+        raise InvalidInput(f"dtype: expected 'float32' or 'float16', got {dtype!r}")
+    if combiner is not None:
+        parameters = {**parameters, "combiner": combiner}
+    rows = [wire.Output(feature, dict(parameters))]
+    return [*rows, wire.Output(f"{feature}.found", {})] if return_found else rows
+
+
+def _admin(model: str) -> str:
+    return f"/admin/models/{quote(model, safe='')}"
+
+
+def _forced(force: bool) -> dict[str, bool]:
+    return {"force": True} if force else {}
+
+
+def _expected(active: int | None) -> dict[str, int]:
+    return {} if active is None else {"expected_active": active}
+
+
+def _parked(name: str) -> str:
+    return f"/admin/parked/{quote(name, safe='')}"

@@ -1,0 +1,163 @@
+"""Limits of a dense part: the seconds of one run, the bytes of its tensors, and what its graph may become when it is made ready.
+
+A graph comes from outside, so it may hold a loop without an end, or make a tensor of any size. ONNX Runtime looks at the
+flag `terminate` of a run before each node and in each round of a loop; a thread sets it. An arena of a session's own bounds
+its tensors. What cannot be ended is one node at work, which the bound of bytes keeps short.
+
+`RunLimits`: any thread. `make_session`: any thread, one session at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+from tierstore.errors import Closed, RunLimit, TooLarge
+
+CREATE_S = 60.0  # to make a graph ready; after that ONNX Runtime stops before its next pass over the graph
+_SMALLEST_FOLDED = 1 << 20
+_FOLDED_RATIO = 4  # 8-bit weights become 32-bit ones
+_creating = threading.Lock()  # what is registered counts for the whole process
+
+
+class LimitedRun:
+    """One run. `options` are for ONNX Runtime; `ended` says why it was ended."""
+
+    __slots__ = ("began_s", "ended", "options")
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.began_s = time.monotonic()
+        self.ended: str | None = None
+
+    def end(self, why: str) -> None:
+        self.ended = why
+        self.options.terminate = True
+
+
+class RunLimits:
+    """The runs of all sessions of a store. Its thread starts with the first run."""
+
+    def __init__(self, timeout_s: float, options: Callable[[], Any]) -> None:
+        self._timeout_s, self._options = timeout_s, options
+        self._changed = threading.Condition()
+        # guarded by _changed
+        self._running: dict[LimitedRun, None] = {}  # in the order of their beginning
+        self._thread: threading.Thread | None = None
+        self._waits = False  # the thread waits for a run, whichever comes; else it looks again at the oldest one's end
+        self._closed = False
+
+    @contextmanager
+    def run(self, *, shrink: bool = False) -> Iterator[Any]:
+        """The options of one run, which is ended when its time is over. RunLimit where it was ended, Closed after `close`.
+
+        With `shrink` the session's arena gives the memory back that it does not need any more.
+        """
+        run = LimitedRun(self._options())
+        if shrink:
+            run.options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        with self._changed:
+            if self._closed:
+                raise Closed("the store was closed")
+            self._running[run] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="tierstore-dense-limits", daemon=True)
+                self._thread.start()
+            elif self._waits:
+                self._waits = False
+                self._changed.notify()
+        try:
+            yield run.options
+        except Exception as error:
+            if run.ended is not None:
+                raise RunLimit(run.ended) from error
+            raise
+        finally:
+            with self._changed:
+                self._running.pop(run, None)
+
+    def end_all(self, why: str = "the run was ended because the service stops") -> None:
+        """End what runs now."""
+        with self._changed:
+            for run in self._running:
+                run.end(why)
+
+    def close(self) -> None:
+        """End what runs, and begin nothing any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self.end_all("the run was ended because the store was closed")
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._closed:
+                run = next((run for run in self._running if run.ended is None), None)
+                if run is None:
+                    self._waits = True
+                    self._changed.wait()
+                    continue
+                remaining_s = run.began_s + self._timeout_s - time.monotonic()
+                if remaining_s > 0:
+                    self._changed.wait(remaining_s)
+                else:
+                    run.end(f"a run of the dense part took longer than the {self._timeout_s:g} s of dense_timeout_s")
+
+
+class SessionLimits:
+    """Those of one session. Any thread.
+
+    `memory_bytes` is what its tensors may use. An arena keeps the regions that it has, so a large tensor may find no room though
+    little is in use: after `ran_out` the next run gives back what is free. With `shrinks` each run does.
+    """
+
+    def __init__(self, runs: RunLimits, memory_bytes: int, *, shrinks: bool) -> None:
+        self.memory_bytes = memory_bytes
+        self._runs, self._shrinks, self._shrinks_next = runs, shrinks, False
+
+    def run(self) -> AbstractContextManager[Any]:
+        shrink, self._shrinks_next = self._shrinks or self._shrinks_next, False
+        return self._runs.run(shrink=shrink)
+
+    def ran_out(self) -> None:
+        self._shrinks_next = True
+
+    def check(self, what: str, shape: Sequence[int], itemsize: int) -> None:
+        """TooLarge for a tensor of that shape that cannot be."""
+        if (nbytes := math.prod(shape) * itemsize) > self.memory_bytes:
+            raise TooLarge(f"{what} of shape {list(shape)} takes {nbytes} bytes, dense_memory is {self.memory_bytes}")
+
+
+def make_session(onnxruntime: Any, model: bytes, options: Any, providers: list[Any], memory_bytes: int | None) -> Any:
+    """A session whose tensors use at most `memory_bytes` of CPU memory, all its runs together; None: no limit.
+
+    Its weights do not count. Constants are computed ahead only where the result is of a size that weights may have.
+    """
+    folded = max(_SMALLEST_FOLDED, _FOLDED_RATIO * len(model))
+    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(folded))
+    with _creating:
+        if memory_bytes is not None:
+            options.add_session_config_entry("session.use_env_allocators", "1")
+            options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+            # each session gets the arena that was registered last. Releases that register one only once refuse another:
+            # then all sessions share the first one, and its limit
+            with suppress(Exception):
+                _register_arena(onnxruntime, memory_bytes)
+        timer = threading.Timer(CREATE_S, lambda: options.set_load_cancellation_flag(True))
+        timer.daemon = True
+        timer.start()
+        try:
+            return onnxruntime.InferenceSession(model, options, providers=providers)
+        finally:
+            timer.cancel()
+
+
+def _register_arena(onnxruntime: Any, memory_bytes: int) -> None:
+    info = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    onnxruntime.create_and_register_allocator(info, onnxruntime.OrtArenaCfg({"max_mem": memory_bytes}))

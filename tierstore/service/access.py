@@ -1,0 +1,126 @@
+"""Access to a running service: its tokens, and the names under which it may be asked.
+
+Where there are no tokens everybody that gets here is an admin; the names are what keeps web pages out (a page can have its
+own name resolve to this machine, and then `Host` is that name). `Access` may be used by any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from tierstore.access.roles import LOCAL, Action, Principal
+from tierstore.access.tokens import Tokens
+from tierstore.config import Settings
+from tierstore.errors import ConfigError, Forbidden
+from tierstore.formats.names import DataDirectory
+from tierstore.service.addresses import is_address, is_loopback, parse_listen
+
+logger = logging.getLogger(__name__)
+AUTHORIZATION = "authorization"
+ANY_NAME = "*"
+# Who makes the call that this thread is at, over gRPC: there the model is in the message, and is checked where it is known.
+CALLER: ContextVar[Principal] = ContextVar("CALLER", default=LOCAL)
+
+
+class Access:
+    """Constant but for its tokens, which are read again when their file changes."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Corruption or StorageError for a file of tokens that cannot be read."""
+        self.tokens = Tokens(settings.tokens or DataDirectory(settings.data).tokens)
+        self._beyond = bool(_beyond(settings))  # whether it listens beyond this machine
+        self.admin_apart = settings.admin_listen is not None  # whether admin requests have a listener of their own
+        self.by_certificate = settings.tls_client_ca is not None  # whether a certificate may stand for a token
+        own = (socket.gethostname(), socket.getfqdn()) if self._beyond else ()
+        self._names = {name.lower() for name in (*own, *settings.allowed_host)}
+
+    @property
+    def required(self) -> bool:
+        """Whether callers need a token."""
+        return self.tokens.required
+
+    def principal(self, authorization: str | bytes | None, names: Sequence[str] = ()) -> Principal:
+        """The caller that a header, or metadata, stands for, or without one its certificate of these `names`.
+
+        Unauthorized where it needs a token, or a certificate with a role, and has no good one.
+        """
+        if not self.tokens.required:
+            return LOCAL
+        if authorization is None and names:
+            return self.tokens.of_certificate(names)
+        return self.tokens.principal(authorization)
+
+    def of_call(self, action: Action, metadata: Sequence[Any], names: Callable[[], Sequence[str]]) -> Principal:
+        """The caller of a gRPC call that does `action`; Forbidden where it may not, whichever model it concerns.
+
+        `metadata` are entries with `key` and `value`; `names` reads the names of its certificate.
+        """
+        if action is Action.OPEN:
+            return LOCAL
+        if action is Action.ADMIN:
+            self.check_listener(admin=False)
+        principal = self._of_metadata(metadata, names)
+        principal.check_role(action)
+        return principal
+
+    def _of_metadata(self, metadata: Sequence[Any], names: Callable[[], Sequence[str]]) -> Principal:
+        if not self.tokens.required:
+            return LOCAL
+        values = [entry.value for entry in metadata if entry.key == AUTHORIZATION]
+        if not values and self.by_certificate:
+            return self.principal(None, names())
+        return self.tokens.principal(values[0] if len(values) == 1 else None)
+
+    def check_listener(self, admin: bool) -> None:
+        """Forbidden for an admin request that has not come by the listener of admin requests, where there is one."""
+        if self.admin_apart and not admin:
+            raise Forbidden("admin requests are served on the address of admin_listen alone")
+
+    def check_host(self, name: str | None) -> None:
+        """Forbidden for a name, without port or brackets, under which the service may not be asked; None is no name."""
+        if name is not None and (is_loopback(name) or name.lower() in self._names or ANY_NAME in self._names):
+            return
+        if name is not None and self._beyond and is_address(name):
+            return
+        raise Forbidden(
+            f"Host {'' if name is None else name[:80]!r} is not a name of this service; add it to allowed_host (--allowed-host)"
+        )
+
+
+def check_model(model: str | None) -> None:
+    """Forbidden where the caller of the gRPC call that this thread is at is for other models; None is for all models."""
+    CALLER.get().check_model(model)
+
+
+def _beyond(settings: Settings) -> list[str]:
+    """The hosts beyond loopback that it listens on."""
+    hosts = [settings.host]
+    if settings.admin_listen is not None and isinstance(address := parse_listen(settings.admin_listen), tuple):
+        hosts.append(address[0])
+    return [host for host in hosts if not is_loopback(host)]
+
+
+def check_listen_address(settings: Settings) -> None:
+    """Raise ConfigError for an address beyond loopback, unless there are tokens or a setting says that this is meant.
+
+    Logs a warning where there are tokens, and no TLS to hide them.
+    """
+    hosts = _beyond(settings)
+    if not hosts:
+        return
+    if Access(settings).required:
+        if settings.tls_cert is None:
+            logger.warning(
+                "%s is not a loopback address, and there is no TLS: tokens cross the network in clear. "
+                "Set tls_cert and tls_key, or have a proxy or a mesh in front that encrypts",
+                hosts[0],
+            )
+    elif not settings.allow_open_network:
+        raise ConfigError(
+            f"host {hosts[0]!r} is not a loopback address, and there are no tokens: whoever reaches the port could change models. "
+            "Make one with `tierstore token create --role admin`, or listen on 127.0.0.1, or set allow_open_network if the network is trusted"
+        )

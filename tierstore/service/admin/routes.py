@@ -1,0 +1,385 @@
+"""The admin interface, the metrics and the pages: a FastAPI application for every path outside the data plane.
+
+Handlers run on the event loop. Calls that may block go to the admin pool, and calls that may wait for a switch to the switch
+pool, so that deltas do not wait; metrics and the status have a thread of their own. Errors are problem+json (RFC 9457).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Path, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from tierstore import __version__
+from tierstore.access.roles import LOCAL
+from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
+from tierstore.formats.names import MAX_ORDINAL
+from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
+from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLICY, docs_page
+from tierstore.service.admin.parked import add_parked
+from tierstore.service.admin.replicas import add_samples
+from tierstore.service.admin.sources import resolve_source, resolve_target
+from tierstore.service.context import Service
+from tierstore.service.error_status import HttpError, retry_after
+from tierstore.service.http.messages import ERROR, PRINCIPAL, Disconnected, problem, problem_response, read_body
+from tierstore.service.limits.worker_pool import Reservation, WorkerPool
+from tierstore.types import MAX_PARTITIONS, NAME
+
+DELTA_TYPE = "application/vnd.apache.arrow.stream"
+
+LabelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="a name that is not all digits")]
+ModelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="name of the model")]
+VersionNumber = Annotated[int, Path(ge=1, le=MAX_ORDINAL)]
+
+
+_DELTAS = re.compile(f"/admin/models/{NAME.pattern}/deltas")
+
+
+def is_delta(method: str, path: str) -> bool:
+    """Whether the body of a request is a delta."""
+    return method == "POST" and _DELTAS.fullmatch(path) is not None
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class LoadRequest(_Strict):
+    """Load a snapshot."""
+
+    source: str = Field(description="directory of the snapshot, a path or a file:// URL under the source roots")
+    activate: bool = Field(True, description="serve it once it is loaded, caught up and warm")
+
+
+class ExportRequest(_Strict):
+    """Write what is served now as a snapshot, or as a built version."""
+
+    directory: str = Field(description="a directory or URL to be made below export_root; a relative path begins there")
+    version: int | str | None = Field(None, description="number or label of a version that is served; default: active")
+    as_version: int | None = Field(None, ge=1, le=MAX_ORDINAL, description="number of the snapshot; default: its own")
+    partitions: int | None = Field(
+        None, ge=1, le=MAX_PARTITIONS, description="write a built version, in so many partitions; default: a snapshot"
+    )
+
+
+class ActivateRequest(_Strict):
+    """Serve a kept version."""
+
+    version: int = Field(ge=1, le=MAX_ORDINAL)
+    force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
+    expected_active: int | None = Field(None, ge=1, le=MAX_ORDINAL, description="409 where another version is active")
+
+
+class RollbackRequest(_Strict):
+    """Serve the newest kept version that is older than the active one. Sent again without `expected_active` it goes back twice.
+
+    With `to_seq` the active version stays, and all deltas above that seq are undone.
+    """
+
+    to_seq: int | None = Field(None, ge=0, le=MAX_ORDINAL, description="back to what it was right after this delta")
+    expected_active: int | None = Field(None, ge=1, le=MAX_ORDINAL, description="409 where another version is active")
+    force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
+
+
+class CanaryRequest(_Strict):
+    """Serve a kept version beside the active one, or change the share of the one that is."""
+
+    version: int = Field(ge=1, le=MAX_ORDINAL)
+    share: float = Field(0.05, ge=0, le=1, description="of the requests that name no version: 0.05 is 5%")
+    force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
+
+
+class LabelRequest(_Strict):
+    """Let a label stand for a version that is served."""
+
+    version: int = Field(ge=1, le=MAX_ORDINAL)
+
+
+class Canary(BaseModel):
+    version: int
+    share: float
+
+
+class Routing(BaseModel):
+    """What is served: `labels` has `stable` and `canary` beside the free ones."""
+
+    model: str
+    active_version: int | None
+    canary: Canary | None
+    labels: dict[str, int]
+
+
+class Withdrawn(Routing):
+    withdrawn: int
+
+
+class JobStarted(BaseModel):
+    """The job of a load or an export; follow it at /admin/jobs/{id}."""
+
+    job: str
+
+
+class DeltaApplied(BaseModel):
+    """`applied` is false for a delta that was held already."""
+
+    seq: int
+    applied: bool
+
+
+class ActiveVersion(BaseModel):
+    model: str
+    active_version: int | None
+
+
+def _validation_problem(error: RequestValidationError) -> Response:
+    faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:5])
+    return problem(400, faults)
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application over `service`."""
+    app = FastAPI(
+        title="tierstore",
+        version=__version__,
+        description="Admin interface; the data plane is the Open Inference Protocol below /v2.",
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        redoc_url=None,
+    )
+    _add_error_handlers(app)
+    _add_pages(app, service)
+    _add_jobs(app, service)
+    _add_deltas(app, service)
+    _add_models(app, service)
+    _add_routing(app, service)
+    add_samples(app, service)
+    add_parked(app, service)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def ours(request: Request, error: Exception) -> Response:
+        request.scope[ERROR] = error
+        return problem_response(error)
+
+    async def theirs(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, TierstoreError):  # FastAPI has caught it where it read the body
+            return await ours(request, error.__cause__)
+        detail = str(error.detail)
+        if error.status_code in (404, 405):
+            detail = f"no {request.method[:10]} {request.url.path[:80]}; /docs lists what there is"
+        return problem(error.status_code, detail, dict(error.headers or {}))
+
+    async def malformed(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _validation_problem(error)
+
+    app.add_exception_handler(TierstoreError, ours)
+    app.add_exception_handler(Exception, ours)
+    app.add_exception_handler(HTTPException, theirs)
+    app.add_exception_handler(RequestValidationError, malformed)
+
+
+def _add_pages(app: FastAPI, service: Service) -> None:
+    exposition = Exposition(service)
+
+    @app.get("/", include_in_schema=False)
+    async def status_page() -> HTMLResponse:
+        return HTMLResponse(STATUS_PAGE, headers={"Content-Security-Policy": STATUS_POLICY})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()), headers={"Content-Security-Policy": DOCS_POLICY})
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(await service.status_pool.run(exposition.text), media_type=CONTENT_TYPE)
+
+
+def _add_jobs(app: FastAPI, service: Service) -> None:
+    @app.post("/admin/models/{model}/snapshots", status_code=202, tags=["snapshots"])
+    async def load_snapshot(model: ModelName, request: LoadRequest) -> JobStarted:
+        """Load a snapshot in the background: bulk load, verify, catch up, warm, and (`activate`) switch to it."""
+        source = await service.switch_pool.run(resolve_source, request.source, service.settings.source_root)
+        return JobStarted(job=service.jobs.submit(model, source, activate=request.activate).id)
+
+    @app.post("/admin/models/{model}/exports", status_code=202, tags=["snapshots"])
+    async def export(model: ModelName, request: ExportRequest) -> JobStarted:
+        """Write what is served now, base and deltas at one seq, as a snapshot or a built version, in the background."""
+        service.store.model(model)
+        where = await service.admin_pool.run(resolve_target, request.directory, service.settings.export_root)
+        wanted = {"version": request.version, "as_version": request.as_version, "partitions": request.partitions}
+        return JobStarted(job=service.jobs.submit_export(model, where, wanted).id)
+
+    @app.get("/admin/jobs", tags=["snapshots"])
+    async def jobs() -> dict[str, Any]:
+        """Loads and exports that run, wait, or ended lately, the latest first."""
+        return {"jobs": [job.document() for job in service.jobs.all()]}
+
+    @app.get("/admin/jobs/{job}", tags=["snapshots"])
+    async def job_state(job: str) -> dict[str, Any]:
+        """One load or export. `rate` is in rows a second and `eta_s` to the end of the phase."""
+        return service.jobs.get(job).document()
+
+    @app.delete("/admin/jobs/{job}", status_code=202, tags=["snapshots"])
+    async def cancel(job: str) -> dict[str, Any]:
+        """Ask a job to stop. It ends as failed; what a load had finished is kept for a time, see `load_retention_s`."""
+        return service.jobs.cancel(job).document()
+
+
+def _add_deltas(app: FastAPI, service: Service) -> None:
+    @app.post(
+        "/admin/models/{model}/deltas",
+        tags=["deltas"],
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {DELTA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+            }
+        },
+    )
+    async def apply_delta(model: ModelName, request: Request) -> DeltaApplied:
+        """Apply a delta. Once this answers it is durable, and every request that starts sees it whole."""
+        given = request.headers.get("content-type", DELTA_TYPE).split(";")[0].strip().lower()
+        if given not in (DELTA_TYPE, "application/octet-stream"):
+            raise HttpError(415, f"content type {given[:60]!r}: expected {DELTA_TYPE}")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise HttpError(415, "deltas are not sent with a Content-Encoding")
+        holding = Reservation(service.delta_bytes)
+        headers = {name.lower(): value for name, value in request.scope["headers"]}
+        try:
+            body = await read_body(request.receive, headers, service.settings.max_delta, holding)
+            service.rates.admit(request.scope.get(PRINCIPAL, LOCAL), model, len(body))
+            result = await service.change(lambda: service.store.apply_delta(body, model=model), pool=service.admin_pool)
+        except Overloaded as error:
+            # the producer has to slow down, whichever limit was reached
+            raise _TooManyDeltas(str(error), error.retry_after_s) from error
+        except Disconnected:
+            raise HttpError(400, "the body ended early") from None
+        finally:
+            holding.release()
+        return DeltaApplied(seq=result.seq, applied=result.applied)
+
+    async def slow_down(_: Request, error: Exception) -> Response:
+        assert isinstance(error, _TooManyDeltas)
+        return problem(429, str(error), {"Retry-After": (retry_after(error) or b"1").decode()})
+
+    app.add_exception_handler(_TooManyDeltas, slow_down)
+
+
+class _TooManyDeltas(Overloaded):
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    store = service.store
+
+    async def switch(model: str, call: Callable[[], Any]) -> ActiveVersion:
+        try:
+            await service.change(call)
+        except NotReady as error:
+            raise Conflict(str(error)) from error
+        return ActiveVersion(model=model, active_version=store.model(model).active_version)
+
+    @app.get("/admin/models", tags=["models"])
+    async def models() -> dict[str, Any]:
+        """Every model, and the state of the service."""
+        status = await service.status_pool.run(store.status)
+        return {**status, "models": list(status["models"].values()), "service": _service_state(service)}
+
+    @app.get("/admin/models/{model}", tags=["models"])
+    async def model_status(model: ModelName) -> dict[str, Any]:
+        """Versions, watermarks, tables, tiers and where keys were answered."""
+        status: dict[str, Any] = await service.status_pool.run(store.status, model)
+        return dict(status["models"][model])
+
+    @app.post("/admin/models/{model}/activate", tags=["models"])
+    async def activate(model: ModelName, request: ActivateRequest) -> ActiveVersion:
+        """Serve a kept version: it is opened, caught up and warmed, then switched to in one step."""
+        version, force, expected = request.version, request.force, request.expected_active
+        return await switch(model, lambda: store.activate(model, version, force=force, expected_active=expected))
+
+    @app.post("/admin/models/{model}/rollback", tags=["models"])
+    async def rollback(model: ModelName, request: Annotated[RollbackRequest | None, Body()] = None) -> ActiveVersion:
+        """Serve the newest kept version that is older than the active one, or undo the deltas above `to_seq`."""
+        options = {} if request is None else request.model_dump()
+        return await switch(model, lambda: store.rollback(model, **options))
+
+    @app.delete("/admin/models/{model}/versions/{version}", tags=["models"])
+    async def drop(model: ModelName, version: VersionNumber) -> dict[str, Any]:
+        """Delete a version. 409 for one that is served."""
+        await service.change(store.drop, model, version)
+        return {"model": model, "dropped": version}
+
+
+def _add_routing(app: FastAPI, service: Service) -> None:
+    store = service.store
+
+    def routing(model: str) -> dict[str, Any]:
+        served = store.model(model).served
+        canary = Canary(version=served.canary.version, share=served.share) if served.canary is not None else None
+        active = served.active.version if served.active is not None else None
+        return {"model": model, "active_version": active, "canary": canary, "labels": served.all_labels()}
+
+    async def route(model: str, verb: Callable[[], Any], pool: WorkerPool = service.admin_pool) -> Routing:
+        await service.change(verb, pool=pool)
+        return Routing(**routing(model))
+
+    @app.post("/admin/models/{model}/canary", tags=["models"])
+    async def canary(model: ModelName, request: CanaryRequest) -> Routing:
+        """Serve a kept version to a share of the requests that name none: it is opened, caught up and warmed first.
+
+        For the version that is the canary already only the share changes.
+        """
+        return await route(
+            model,
+            lambda: store.canary(model, request.version, float(request.share), force=request.force),
+            service.switch_pool,
+        )
+
+    @app.post("/admin/models/{model}/promote", tags=["models"])
+    async def promote(model: ModelName) -> Routing:
+        """Make the canary the active version, in one step. 409 where there is none."""
+        return await route(model, lambda: store.promote(model), service.switch_pool)
+
+    @app.post("/admin/models/{model}/withdraw", tags=["models"])
+    async def withdraw(model: ModelName) -> Withdrawn:
+        """Stop serving the canary; the version is kept. 409 where there is none."""
+        number = await service.change(store.withdraw, model)
+        return Withdrawn(**routing(model), withdrawn=number)
+
+    @app.put("/admin/models/{model}/labels/{label}", tags=["models"])
+    async def label(model: ModelName, label: LabelName, request: LabelRequest) -> Routing:
+        """Let a label stand for a version that is served, until that is served no more. 409 for another version."""
+        return await route(model, lambda: store.label(model, label, request.version))
+
+    @app.delete("/admin/models/{model}/labels/{label}", tags=["models"])
+    async def unlabel(model: ModelName, label: LabelName) -> Routing:
+        """Remove a label."""
+        return await route(model, lambda: store.unlabel(model, label))
+
+
+def _service_state(service: Service) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "ready": service.ready,
+        "uptime_s": time.time() - service.started_s,
+        "reactors": service.reactors_state,
+        "requests": service.request_times.requests,
+        "request_seconds": service.request_times.of_data_plane(),
+        "lookup_threads": {"busy": service.lookup_pool.busy, "total": service.lookup_pool.threads},
+        "lookup_queue": {"used": service.lookup_pool.waiting, "total": service.lookup_pool.queue_limit},
+        "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},
+        "access": {"tokens": service.access.tokens.required, "tls": service.tls is not None},
+        "watch": None,  # where there is none
+        **{name: source.status() for name, source in service.sources.items()},
+        "problems": service.problems(),
+    }

@@ -1,0 +1,287 @@
+"""Look-ups and predictions in the protocol's words, over any transport: named tensors in, named arrays out.
+
+One request reads one view, so all its outputs, rows and scores, are of one version and one moment. A request's description
+(`Request`) is apart from its data, and its plan (`Plan`, see `plan.py`) is kept with it: requests that differ only in their
+data are checked and planned once. `DataPlane` keeps no state of a request; any number of threads may call it. What a client
+sends wrong is InvalidInput, NotFound, NotReady or TooLarge, and nothing else.
+
+    input                 datatype                     shape
+    <feature>             INT64, UINT64 or BYTES       [n] or [batch, k]
+    <feature>.offsets     INT64                        [bags]   the keys are [n] then
+    <feature>.weights     FP32                         that of the keys
+    <the dense part's>    its own                      its own
+
+    output                datatype                     shape
+    <feature>             FP32 or FP16                 [n, dim], [batch, k, dim]; pooled: [bags | batch | n, dim]
+    <feature>.found       BOOL                         that of the keys
+    <the dense part's>    its own                      its own
+
+A feature with a combiner, its own or one that the request names, is pooled: a bag is an offset, or a row of [batch, k], or
+one key of [n]. Inputs of the dense part that are named like a feature are its rows, which are looked up where the graph
+reads them. Default outputs are those of the dense part where one is served, else every feature of the request. `hps.py` has
+the form that clients of NVIDIA HPS send.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
+from tierstore.predict.session import Slot
+from tierstore.service.access import check_model
+from tierstore.service.dataplane.datatypes import BYTES, VECTOR_DATATYPES
+from tierstore.service.dataplane.hps import split
+from tierstore.service.dataplane.plan import Call, Plan, Request, check_rows, parts_of
+from tierstore.service.dataplane.planner import make_plan, raw_input
+from tierstore.service.dataplane.tensors import Elements, shown
+from tierstore.service.dataplane.view import Lookup, View
+from tierstore.types import NAME
+
+AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
+
+
+class Inference:
+    """One request in progress: it holds a view from `DataPlane.open` to `close`. One thread at a time.
+
+    `lookup_ns` and `dense_ns` are the nanoseconds spent so far in look-ups and in the dense part.
+    """
+
+    __slots__ = (
+        "_dense_inputs",
+        "_device",
+        "_lease",
+        "_lookups",
+        "_max_response",
+        "_slot",
+        "_view",
+        "arrays",
+        "dense_ns",
+        "lookup_ns",
+        "plan",
+        "raw",
+    )
+
+    def __init__(self, lease: Any, request: AnyRequest, max_response: int) -> None:
+        self._lease, self._max_response = lease, max_response
+        self._lookups: list[tuple[Call, Lookup]] = []
+        self._device: str | None = None  # that the dense part reads rows on, if not in CPU memory
+        self._slot: Slot | None = None
+        self._dense_inputs: dict[str, npt.NDArray[Any]] = {}
+        self.lookup_ns = self.dense_ns = 0
+        self.arrays: list[Any] = []
+        self.raw: Elements = None  # the keys of a raw body
+        self._view: View = lease.__enter__()
+        try:
+            if isinstance(request, memoryview):
+                spec, self.raw = raw_input(self._view, request)
+                request = Request([spec], [])
+            elif not isinstance(request, Request):
+                request = request(self._view)
+            plan = self.plan = _planned(self._view, request)
+            if plan.numbers is None:  # with `numbers` the size depends on the data
+                check_rows(plan.work_bytes, max_response)
+        except BaseException as error:
+            lease.__exit__(None, None, None)
+            if isinstance(error, TierstoreError):
+                error.version = self._view.version
+            raise
+
+    def __enter__(self) -> Inference:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, TierstoreError) and error.version is None:
+            error.version = self.version
+        self.close()
+
+    @property
+    def view(self) -> View:
+        """The view that it reads; until `close`."""
+        return self._view
+
+    def close(self) -> None:
+        """Release the view."""
+        self._lease.__exit__(None, None, None)
+
+    @property
+    def version(self) -> int:
+        """The version that answers."""
+        return self.plan.version
+
+    def begin(self, elements: Sequence[Elements], arrays: list[Any]) -> bool:
+        """Answer from memory as much as possible, without waiting. True if that was all; then `finish` does not wait either.
+
+        `elements` are those of the request's inputs. `arrays` has one for each planned output, of its shape and dtype,
+        C-contiguous; or None where the output is not `fixed`, which `finish` replaces.
+        """
+        began_ns = time.perf_counter_ns()
+        self.arrays = arrays
+        if self.plan.numbers is not None:
+            return self._begin_split(elements, began_ns)
+        checked = [(call, *parts_of(call, elements)) for call in self.plan.calls]
+        dense = self.plan.dense
+        if dense is not None:
+            assert self._view.predictor is not None
+            for tensor, position in dense.inputs:
+                self._dense_inputs[tensor.name] = _own_array(tensor.name, tensor.datatype, elements[position])
+            self._device = self._view.rows_on(self._view.predictor)
+            hidden = [call.feature.name for call in self.plan.calls if call.hidden and not self._reads_on_device(call)]
+            self._slot = self._view.predictor.acquire(dense.run, hidden)
+        for call, offsets, weights in checked:
+            options: dict[str, Any] = {}
+            begin: Callable[..., Lookup] = self._view.begin
+            if call.feeds is not None or call.rows:
+                if self._reads_on_device(call):
+                    assert call.feeds is not None
+                    begin, options["dtype"] = partial(self._view.begin_on_device, self._device), call.feeds.dtype
+                else:
+                    out, options["dtype"] = self._target(call)
+                    options["out"] = out if out.shape == call.shape else out.reshape(call.shape)
+                if call.pooled:
+                    options["offsets"] = call.starts() if offsets is None else offsets
+                    options["weights"] = weights
+                    options["combiner"] = call.combiner
+            elif not call.found:
+                continue
+            self._lookups.append((call, begin(call.feature.name, elements[call.keys], **options)))
+        self.lookup_ns += time.perf_counter_ns() - began_ns
+        return dense is None and not any(lookup.pending for _, lookup in self._lookups)
+
+    def _begin_split(self, elements: Sequence[Elements], began_ns: int) -> bool:
+        """`begin` of a request of an HPS client."""
+        self.arrays[0], parts = split(self.plan, elements, self._max_response)
+        dtype = VECTOR_DATATYPES[self.plan.specs[0].datatype]
+        self._lookups = [
+            (call, self._view.begin(call.feature.name, keys, dtype=dtype, out=rows)) for call, keys, rows in parts
+        ]
+        self.lookup_ns += time.perf_counter_ns() - began_ns
+        return not any(lookup.pending for _, lookup in self._lookups)
+
+    def _reads_on_device(self, call: Call) -> bool:
+        """Whether the dense part reads a call's rows in device memory, where the look-up puts them."""
+        return self._device is not None and call.hidden and not call.rows and 0 not in call.lead
+
+    def _target(self, call: Call) -> tuple[npt.NDArray[Any], str]:
+        """Where a call's rows go, and in which dtype."""
+        if call.feeds is not None and call.hidden:
+            assert self._slot is not None
+            return self._slot.arrays[call.feature.name], call.feeds.dtype
+        position = call.rows[0]
+        out: npt.NDArray[Any] = self.arrays[position]
+        if call.feeds is not None:
+            self._dense_inputs[call.feature.name] = out  # the graph reads the same memory that is the output
+        return out, VECTOR_DATATYPES[self.plan.specs[position].datatype]
+
+    def finish(self) -> None:
+        """Read the pending rows from disk, run the dense part, and complete the arrays."""
+        began_ns = time.perf_counter_ns()
+        for call, lookup in self._lookups:
+            rows = lookup.finish()
+            if self._reads_on_device(call):
+                assert self._slot is not None
+                self._slot.bind(call.feature.name, rows.address, rows)
+            if call.found:
+                self.arrays[call.found[0]].reshape(-1)[:] = lookup.found
+            if call.hidden and call.rows:  # requested in another dtype than the graph reads
+                out = self.arrays[call.rows[0]]
+                with np.errstate(over="ignore"):
+                    out[...] = self._target(call)[0].reshape(out.shape)
+        looked_up_ns = time.perf_counter_ns()
+        self.lookup_ns += looked_up_ns - began_ns
+        dense, session, slot = self.plan.dense, self._view.predictor, self._slot
+        if dense is not None:
+            assert session is not None
+            assert slot is not None
+            outputs = session.run(
+                dense.run, slot, self._dense_inputs, [self.arrays[position] for position in dense.positions]
+            )
+            session.release(slot)
+            for position, array in zip(dense.positions, outputs, strict=True):
+                self.arrays[position] = array
+            self._check_size(dense.positions)
+            self.dense_ns += time.perf_counter_ns() - looked_up_ns
+
+    def _check_size(self, positions: list[int]) -> None:
+        late = [self.arrays[position].nbytes for position in positions if not self.plan.specs[position].fixed]
+        total = self.plan.work_bytes + sum(late)
+        if late and total > self._max_response:
+            raise TooLarge(
+                f"the answer takes {total} bytes, {self._max_response} are allowed: split the request, or raise max_response"
+            )
+
+
+def _own_array(name: str, datatype: str, elements: Elements) -> npt.NDArray[Any]:
+    """The elements of the dense part's own input as its session reads them."""
+    if datatype != BYTES:
+        array: npt.NDArray[Any] = elements
+        return array
+    try:
+        texts: npt.NDArray[Any] = elements.cast(pa.large_string()).to_numpy(zero_copy_only=False)
+    except pa.ArrowException as error:
+        raise InvalidInput(f"input {name!r}: the dense part's strings are UTF-8: {error}") from error
+    return texts
+
+
+class DataPlane:
+    """Look-ups for the transports. `store` is the engine's; `max_response` limits the bytes of a response and of the rows behind it."""
+
+    def __init__(self, store: Any, *, max_response: int) -> None:
+        self._store = store
+        self._max_response = max_response
+
+    def model(self, name: str) -> Any:
+        """The engine's model. NotFound for a name that no model has or can have, Forbidden for one that is not the caller's."""
+        check_model(name)
+        try:
+            return self._store.model(name)
+        except NotFound:
+            if NAME.fullmatch(name) is None:  # it may be anything, so the message is kept short
+                raise NotFound(f"unknown model {shown(name)}") from None
+            raise
+
+    def splits(self, model: str) -> bool:
+        """Whether requests that name no version go to two versions; only then a `route` matters."""
+        return self.model(model).served.canary is not None
+
+    def scores(self, model: str) -> bool:
+        """Whether the active version's dense part is served here."""
+        active = self.model(model).served.active
+        return active is not None and active.predictor is not None
+
+    def open(
+        self,
+        model: str,
+        version: int | str | None,
+        request: AnyRequest,
+        *,
+        route: bytes | str | None = None,
+    ) -> Inference:
+        """Begin a request: acquire its view, which `Inference.close` releases, and plan it.
+
+        `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the request for the
+        view that will answer it. `version` is a number, a label, or None: then the active version answers or, for its share, the
+        canary, and the same one for equal `route`s. The `version` of an error is the one that had been chosen.
+        """
+        return Inference(self.model(model).view(version, route), request, self._max_response)
+
+
+def _planned(view: View, request: Request) -> Plan:
+    """The request's plan under the view's version: a kept one, or a new one."""
+    plan = request.plan
+    if plan is not None and plan.fits(view):
+        return plan
+    other = request.other_plan
+    if other is None or not other.fits(view):
+        other = make_plan(view, request)
+    request.plan, request.other_plan = other, plan
+    return other

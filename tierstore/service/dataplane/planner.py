@@ -1,0 +1,229 @@
+"""The planner: makes a plan of a request, whose inputs and outputs it checks against the features and the dense part of a version.
+
+Pure functions; any thread. What a client sends wrong is InvalidInput. `inference.py` lists the inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tierstore.errors import InvalidInput
+from tierstore.predict.session import DenseSession
+from tierstore.predict.signature import Tensor
+from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES, NUMPY_DTYPE, VECTOR_DATATYPES
+from tierstore.service.dataplane.hps import is_hps, plan_hps
+from tierstore.service.dataplane.plan import (
+    Call,
+    DensePlan,
+    OutputSpec,
+    Plan,
+    Request,
+    RequestedOutput,
+    bags_of,
+    check_weights_spec,
+)
+from tierstore.service.dataplane.tensors import Elements, TensorSpec, elements_from_bytes, listed, shown, string_element
+from tierstore.service.dataplane.view import View
+from tierstore.types import Combiner, FeatureSpec
+
+
+def make_plan(view: View, request: Request) -> Plan:
+    """Plan a request under a view. Raises InvalidInput."""
+    if is_hps(view, request):
+        return plan_hps(view, request)
+    session = view.predictor
+    calls, own = _calls(view, request.inputs, _combiners(view, request))
+    specs = _outputs(view, calls, request.outputs)
+    dense = None if session is None else _dense_plan(session, calls, own, specs)
+    keys = sum(math.prod(call.spec.shape) for call in calls.values())
+    return Plan.under(view, dense, list(calls.values()), specs, _work_bytes(calls, specs, dense), keys)
+
+
+def _dense_plan(
+    session: DenseSession, calls: dict[str, Call], own: dict[str, tuple[TensorSpec, int]], specs: list[OutputSpec]
+) -> DensePlan | None:
+    """The run that answers the dense outputs among `specs`, which it completes; None if there are none."""
+    bindings = session.bindings
+    positions = [position for position, spec in enumerate(specs) if spec.name in bindings.outputs]
+    if not positions:
+        return None
+    inputs = [(bindings.plain[name], position) for name, (_, position) in own.items()]
+    run = session.plan(
+        {name: calls[name].lead for name in bindings.features if name in calls},
+        {name: tensor.shape for name, (tensor, _) in own.items()},
+        [specs[position].name for position in positions],
+    )
+    for name, feature in bindings.features.items():
+        call = calls[name]
+        call.feeds = feature
+        call.hidden = not call.rows or specs[call.rows[0]].datatype != feature.tensor.datatype
+    for position, shape in zip(positions, run.shapes, strict=True):
+        spec = specs[position]
+        fixed = session.is_fixed(spec.name, shape)
+        specs[position] = OutputSpec(
+            spec.name, spec.datatype, (-1,) if shape is None else shape, spec.index, fixed=fixed
+        )
+    return DensePlan(run, inputs, positions)
+
+
+def _combiners(view: View, request: Request) -> dict[str, Combiner | None]:
+    """How each feature's bags are combined in this request; None for a feature without bags."""
+    default = None if request.combiner is None else _combiner("the request", request.combiner)
+    combiners = {name: default or feature.combiner for name, feature in view.features.items()}
+    for output in request.outputs:
+        if output.combiner is not None:
+            where = f"output {shown(output.name)}"
+            if output.name not in combiners:
+                raise InvalidInput(f"{where}: only a feature's vectors have a combiner; {_interface_text(view)}")
+            combiners[output.name] = _combiner(where, output.combiner)
+    return combiners
+
+
+def _combiner(where: str, name: str) -> Combiner:
+    try:
+        return Combiner(name)
+    except ValueError:
+        raise InvalidInput(f"{where}: combiner {shown(name)} is not known; ask for sum, mean or sqrtn") from None
+
+
+def _calls(
+    view: View, inputs: Sequence[TensorSpec], combiners: dict[str, Combiner | None]
+) -> tuple[dict[str, Call], dict[str, tuple[TensorSpec, int]]]:
+    """The look-ups of the inputs, by feature; and the dense part's own inputs, with their positions."""
+    plain = {} if view.predictor is None else view.predictor.bindings.plain
+    by_name: dict[str, int] = {}
+    for position, tensor in enumerate(inputs):
+        if tensor.name in by_name:
+            raise InvalidInput(f"input {shown(tensor.name)} is given twice")
+        by_name[tensor.name] = position
+    if not by_name:
+        raise InvalidInput(f"no inputs; expected keys of {listed(sorted(view.features))}")
+    calls = {}
+    own = {}
+    for name, position in by_name.items():
+        if name in plain:
+            own[name] = _own(plain[name], inputs[position]), position
+            continue
+        feature, _, part = name.partition(".")
+        if feature not in view.features or part not in ("", "offsets", "weights"):
+            raise InvalidInput(f"unknown input {shown(name)}; {_interface_text(view)}")
+        if not part:
+            calls[name] = _keys(view, view.features[feature], inputs[position], combiners[feature], position)
+        elif feature not in by_name:
+            raise InvalidInput(f"input {shown(name)} needs the keys too: an input {feature!r}")
+    for name, position in by_name.items():
+        feature, _, part = name.partition(".")
+        if name in own:
+            continue
+        if part == "offsets":
+            call = calls[feature]
+            call.offsets, call.bags = position, bags_of(call, inputs[position])
+        elif part == "weights":
+            check_weights_spec(calls[feature], inputs[position])
+            calls[feature].weights = position
+    for call in calls.values():
+        call.resolve()
+    return calls, own
+
+
+def _own(tensor: Tensor, received: TensorSpec) -> TensorSpec:
+    if received.datatype != tensor.datatype:
+        raise InvalidInput(
+            f"input {received.name!r}: the dense part takes {tensor.datatype} of shape {tensor.shown()}, got {received.datatype}"
+        )
+    return received
+
+
+def _keys(view: View, feature: FeatureSpec, tensor: TensorSpec, combiner: Combiner | None, position: int) -> Call:
+    table = view.table_of(feature.name)
+    expected = KEY_DATATYPES[table.key]
+    if tensor.datatype not in expected:
+        raise InvalidInput(
+            f"input {feature.name!r}: table {table.name!r} has {table.key} keys; expected {' or '.join(expected)}, got {tensor.datatype}"
+        )
+    if len(tensor.shape) > 2:
+        raise InvalidInput(f"input {feature.name!r}: expected shape [n] or [batch, k], got {list(tensor.shape)}")
+    return Call(feature, table, tensor, combiner, position)
+
+
+def _outputs(view: View, calls: dict[str, Call], requested: Sequence[RequestedOutput]) -> list[OutputSpec]:
+    """The planned outputs, in order; notes the position of each in its feature's call."""
+    wanted: list[tuple[int | None, RequestedOutput]] = list(enumerate(requested))
+    dense = {} if view.predictor is None else view.predictor.bindings.outputs
+    if not wanted:
+        wanted = [(None, RequestedOutput(name)) for name in dense or calls]
+    seen: set[str] = set()
+    specs: list[OutputSpec] = []
+    for index, output in wanted:
+        if output.name in seen:
+            raise InvalidInput(f"output {shown(output.name)} is asked for twice")
+        seen.add(output.name)
+        if output.name in dense:
+            datatype = dense[output.name].datatype
+            if output.datatype not in (None, datatype):
+                raise InvalidInput(f"output {output.name!r} is {datatype}, not {shown(output.datatype)}")
+            specs.append(OutputSpec(output.name, datatype, (-1,), index, fixed=False))  # completed by its run
+            continue
+        feature, _, part = output.name.partition(".")
+        if feature not in view.features or part not in ("", "found"):
+            raise InvalidInput(f"unknown output {shown(output.name)}; {_interface_text(view)}")
+        if (call := calls.get(feature)) is None:
+            raise InvalidInput(f"output {shown(output.name)} needs an input {feature!r}")
+        if part:
+            if output.datatype not in (None, "BOOL"):
+                raise InvalidInput(f"output {output.name!r} is BOOL, not {shown(output.datatype)}")
+            call.found.append(len(specs))
+            specs.append(OutputSpec(output.name, "BOOL", call.spec.shape, index))
+        else:
+            datatype = output.datatype or "FP32"
+            if datatype not in VECTOR_DATATYPES:
+                raise InvalidInput(
+                    f"output {output.name!r}: dtype {shown(datatype)} is not served; ask for FP32 or FP16"
+                )
+            call.rows.append(len(specs))
+            specs.append(OutputSpec(output.name, datatype, (*call.lead, call.table.dim), index))
+    return specs
+
+
+def _work_bytes(calls: dict[str, Call], specs: list[OutputSpec], dense: DensePlan | None) -> int:
+    """Bytes of the outputs, and of rows that are looked up only to be pooled, scored, or to see whether they are found."""
+    hidden = 0 if dense is None else dense.hidden_bytes
+    for call in calls.values():
+        answered = bool(call.rows) or call.feeds is not None
+        if (answered and call.pooled) or (call.found and not answered):
+            hidden += math.prod(call.spec.shape) * call.table.dim * 4
+        if call.hidden:
+            hidden += math.prod(call.shape) * 4
+    return hidden + sum(spec.nbytes for spec in specs)
+
+
+def raw_input(view: View, data: memoryview) -> tuple[TensorSpec, Elements]:
+    """Keys of the only feature of a model, sent as bytes without a description."""
+    plain = {} if view.predictor is None else view.predictor.bindings.plain
+    if len(view.features) != 1 or plain:
+        names = [*view.features, *plain]
+        raise InvalidInput(
+            f"a raw body needs a model with exactly one input, this one has {len(names)}: {listed(sorted(names))}"
+        )
+    (name,) = view.features
+    datatype = KEY_DATATYPES[view.table_of(name).key][0]
+    if datatype == BYTES:
+        return TensorSpec(name, BYTES, (1,)), string_element(data)
+    width = NUMPY_DTYPE[datatype].itemsize
+    if len(data) % width:
+        raise InvalidInput(
+            f"input {name!r}: a raw body of {datatype} keys has a multiple of {width} bytes, got {len(data)}"
+        )
+    shape = (len(data) // width,)
+    return TensorSpec(name, datatype, shape), elements_from_bytes(name, datatype, shape, data)
+
+
+def _interface_text(view: View) -> str:
+    text = f"the features are {listed(sorted(view.features))}, with <feature>.offsets and .weights as inputs and <feature>.found as output"
+    if view.predictor is not None:
+        bindings = view.predictor.bindings
+        text += f"; the dense part takes {listed(sorted(bindings.plain)) or 'no input of its own'} and gives {listed(sorted(bindings.outputs))}"
+    elif view.unserved is not None:
+        text += f"; the dense part is kept but not served: {view.unserved}"
+    return text

@@ -1,0 +1,163 @@
+"""Which status an error is over HTTP and over gRPC, and what its client is told. Immutable; any thread may use it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import NamedTuple
+
+from tierstore.errors import (
+    Closed,
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidInput,
+    Locked,
+    MissingExtra,
+    NotFound,
+    NotReady,
+    Overloaded,
+    RateLimited,
+    RunLimit,
+    StorageError,
+    TierstoreError,
+    TooLarge,
+    Unauthorized,
+    WrongPartition,
+    explained,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class HttpError(TierstoreError):
+    """An error of the HTTP transport itself, which has a status of its own (method, media type, host)."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unserved(TierstoreError):
+    """A part of a protocol that this server does not have. Over gRPC alone."""
+
+
+class Cancelled(TierstoreError):
+    """The client cancelled the call and waits for no answer. Over gRPC alone."""
+
+
+class _Status(NamedTuple):
+    http: int
+    grpc: str  # name of a grpc.StatusCode, as grpcio may not be installed
+
+
+# In this order: the first class that fits wins, so subclasses stand before their bases.
+_STATUS: tuple[tuple[type[Exception], _Status], ...] = (
+    (Unserved, _Status(500, "UNIMPLEMENTED")),
+    (Cancelled, _Status(500, "CANCELLED")),
+    (WrongPartition, _Status(421, "OUT_OF_RANGE")),
+    (InvalidInput, _Status(400, "INVALID_ARGUMENT")),
+    (NotFound, _Status(404, "NOT_FOUND")),
+    (Unauthorized, _Status(401, "UNAUTHENTICATED")),
+    (Forbidden, _Status(403, "PERMISSION_DENIED")),
+    (Conflict, _Status(409, "FAILED_PRECONDITION")),
+    (TooLarge, _Status(413, "INVALID_ARGUMENT")),
+    (DeadlineExceeded, _Status(504, "DEADLINE_EXCEEDED")),
+    (NotReady, _Status(400, "UNAVAILABLE")),
+    (MissingExtra, _Status(400, "FAILED_PRECONDITION")),
+    (RateLimited, _Status(429, "RESOURCE_EXHAUSTED")),
+    (Overloaded, _Status(503, "RESOURCE_EXHAUSTED")),
+    (Closed, _Status(503, "UNAVAILABLE")),
+    (Locked, _Status(503, "UNAVAILABLE")),
+    (RunLimit, _Status(504, "DEADLINE_EXCEEDED")),
+    (StorageError, _Status(503, "UNAVAILABLE")),
+    (RecursionError, _Status(400, "INVALID_ARGUMENT")),
+    (UnicodeError, _Status(400, "INVALID_ARGUMENT")),
+)
+_DEFECT = _Status(500, "INTERNAL")  # what is not an error of ours is a defect of the server
+
+# Errors that only a client causes, wherever they are noticed: JSON nested very deep, or half a character in a string.
+_CAUSED_BY_CLIENT: tuple[tuple[type[Exception], str], ...] = (
+    (RecursionError, "the request is nested too deep"),
+    (UnicodeError, "the request holds text that is not Unicode"),
+)
+
+# The metric label of a status: few values, whatever a client sends.
+_HTTP_OUTCOMES = {
+    401: "refused",
+    403: "refused",
+    404: "not_found",
+    409: "conflict",
+    413: "too_large",
+    429: "overloaded",
+    503: "overloaded",
+    504: "deadline",
+}
+_GRPC_OUTCOMES = {
+    "OK": "ok",
+    "NOT_FOUND": "not_found",
+    "PERMISSION_DENIED": "refused",
+    "UNAUTHENTICATED": "refused",
+    "FAILED_PRECONDITION": "conflict",
+    "RESOURCE_EXHAUSTED": "overloaded",
+    "UNAVAILABLE": "unavailable",
+    "DEADLINE_EXCEEDED": "deadline",
+    "CANCELLED": "cancelled",
+    "INTERNAL": "error",
+}
+
+
+def _status_of(error: BaseException) -> _Status:
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), _DEFECT)
+
+
+def http_status(error: BaseException) -> int:
+    """The HTTP status of `error`: 500 for a defect of the server."""
+    return error.status if isinstance(error, HttpError) else _status_of(error).http
+
+
+def grpc_status(error: BaseException) -> str:
+    """The name of the gRPC status code of `error`: INTERNAL for a defect of the server."""
+    return _status_of(error).grpc
+
+
+def http_outcome(status: int) -> str:
+    """The metric label of an HTTP status."""
+    return _HTTP_OUTCOMES.get(status) or ("error" if status >= 500 else "bad_input" if status >= 400 else "ok")
+
+
+def grpc_outcome(code: str) -> str:
+    """The metric label of a gRPC status code: the word for HTTP where one fits."""
+    return _GRPC_OUTCOMES.get(code, "bad_input")
+
+
+def retry_after(error: BaseException) -> bytes | None:
+    """The value of `Retry-After` (whole seconds) for `error`, or None."""
+    if isinstance(error, Overloaded):
+        return str(max(1, math.ceil(error.retry_after_s))).encode()
+    return b"1" if isinstance(error, (Closed, StorageError)) else None
+
+
+def message_of(error: BaseException) -> str:
+    """The text that a client gets. Details of a defect go to the log alone."""
+    if isinstance(error, TierstoreError):
+        return as_text(explained(error))
+    for kind, message in _CAUSED_BY_CLIENT:
+        if isinstance(error, kind):
+            return message
+    return "internal error; the server's log has the details"
+
+
+def as_text(text: str) -> str:
+    """`text` as it can be sent: half characters, which JSON and names of files may hold, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def log_failure(error: BaseException, what: str) -> None:
+    """Log what an operator should look at: defects with their traceback, storage failures in one line."""
+    if isinstance(error, StorageError):
+        logger.error("%s: %s", what, error)
+    elif isinstance(error, tuple(kind for kind, _ in _CAUSED_BY_CLIENT)):
+        logger.warning("%s: %s: %s", what, message_of(error), type(error).__name__)
+    elif not isinstance(error, TierstoreError):
+        logger.error("%s failed", what, exc_info=error)

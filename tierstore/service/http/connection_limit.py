@@ -1,0 +1,126 @@
+"""How many HTTP connections may be open, and the answer to those beyond.
+
+The first request of a connection beyond the limit is refused in the words of its protocol, and the connection is closed
+then. Of those there are `REFUSED_AT_ONCE` at a time; further ones are closed at once. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from tierstore.errors import Overloaded
+from tierstore.service.context import Service
+from tierstore.service.http.deadlines import Deadlines
+from tierstore.service.http.messages import Receive, Scope, Send, error_response, problem_response
+from tierstore.service.http.middleware import RequestLogging
+
+REFUSED_AT_ONCE = 256
+REFUSED_S = 5.0  # for the request of a connection that is refused to arrive
+_DRAINED_BYTES = 1 << 20  # of its body: where bytes are unread at the close, the client loses the response too
+
+
+class Served(Protocol):
+    """Counts connections that are served, by reactors or by Python."""
+
+    @property
+    def open(self) -> int: ...
+    def count_other(self, connections: int) -> None: ...
+
+
+class Count:
+    """Connections that Python accepts itself, apart from those of the reactors. Event loop only."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def count_other(self, connections: int) -> None:
+        self.open += connections
+
+
+class ConnectionLimit:
+    """Counts connections; also the ASGI application of those that are refused."""
+
+    def __init__(self, service: Service, limit: int, served: Served) -> None:
+        """`served` has counted a connection, or refused it, before it comes here."""
+        self._service, self.limit, self._served = service, limit, served
+        self.refused = 0  # those that are being refused
+        self.app = RequestLogging(self, service.request_log)
+
+    @property
+    def open(self) -> int:
+        return self._served.open
+
+    @property
+    def draining(self) -> bool:
+        """Whether answers end their connections."""
+        return self._service.draining
+
+    def deadlines(self, transport: asyncio.Transport, *, refused: bool) -> Deadlines:
+        """Those of a connection; a refused one has less time."""
+        arrival_s = self._service.settings.arrival_timeout_s
+        return Deadlines(transport, self._service.inflight, min(arrival_s, REFUSED_S) if refused else arrival_s)
+
+    def acquire(self, *, refused: bool = False) -> bool | None:
+        """Whether a new connection is served; None: close it at once. `release` follows unless None."""
+        if not refused:
+            return True
+        self._service.shed.count("connections")
+        if self.refused >= REFUSED_AT_ONCE:
+            return None
+        self.refused += 1
+        return False
+
+    def admit(self) -> bool:
+        """Count a connection that Python accepts itself. False, and not counted, where there are as many as there may be."""
+        if self.open >= self.limit:
+            return False
+        self._served.count_other(1)
+        return True
+
+    def release(self, served: bool) -> None:
+        if served:
+            self._served.count_other(-1)
+        else:
+            self.refused -= 1
+
+    def families(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        yield GaugeMetricFamily("tierstore_connections", "HTTP connections that are open.", value=self.open)
+        yield GaugeMetricFamily("tierstore_connections_limit", "HTTP connections that may be open.", value=self.limit)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = Overloaded(
+            f"{self.limit} connections are open, as many as there may be; use one for many requests, and try again in a second"
+        )
+        path: str = scope["path"]
+        data_plane = path.startswith(("/v2", "/v1"))
+        protocol = "oip_http" if path.startswith("/v2") else "tfs_http" if path.startswith("/v1") else "admin"
+        self._service.request_times.add(protocol, "overloaded", 0.0)
+
+        async def closing(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        await _drain(receive)
+        if data_plane:
+            await error_response(error).send(closing)
+        else:
+            await problem_response(error)(scope, receive, closing)
+
+
+async def _drain(receive: Receive) -> None:
+    remaining = _DRAINED_BYTES
+    try:
+        async with asyncio.timeout(REFUSED_S):
+            while remaining > 0:
+                message = await receive()
+                remaining -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return

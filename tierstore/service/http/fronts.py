@@ -1,0 +1,161 @@
+"""What nodes in front ask of this one, over HTTP: see `tiers/upstream/wire.py` for the bytes, docs/upstream.md for the use.
+
+Runs on the event loop, where rows of few keys that are in memory are answered: that is faster than a handoff to a thread. What
+may wait goes to the pools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from typing import Any
+from urllib.parse import parse_qs
+
+from tierstore.engine.operations.fronts import StoredRead
+from tierstore.errors import InvalidInput, NotFound
+from tierstore.service.context import Service
+from tierstore.service.error_status import HttpError, http_outcome
+from tierstore.service.http.application import allow
+from tierstore.service.http.messages import (
+    ERROR,
+    Disconnected,
+    Headers,
+    Receive,
+    Response,
+    Scope,
+    Send,
+    caller_of,
+    error_response,
+    json_response,
+    read_body,
+)
+from tierstore.service.limits.shedding import Gone
+from tierstore.service.limits.worker_pool import Reservation
+from tierstore.tiers.upstream import wire
+from tierstore.types import NAME
+
+PROTOCOL = "upstream"
+DIRECT_KEYS = 2048  # of a request that is answered on the loop if all of them are in memory: a fifth of a millisecond
+_JOINED_BYTES = 256 << 10  # of an answer that is sent as one: a copy costs less than a second send
+_OCTETS = wire.OCTETS.encode()
+_NAME = NAME.pattern
+_PATHS = [
+    (kind, re.compile(f"{wire.PREFIX}/models{pattern}"))
+    for kind, pattern in {
+        "state": "",
+        "deltas": f"/({_NAME})/deltas",
+        "rows": f"/({_NAME})/versions/([0-9]{{1,19}})/tables/({_NAME})/rows",
+        "version": f"/({_NAME})/versions/([0-9]{{1,19}})",
+        "file": f"/({_NAME})/versions/([0-9]{{1,19}})/files/(.+)",
+    }.items()
+]
+
+
+class FrontsHttp:
+    """The ASGI application of everything below `/upstream`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._fronts = service, service.fronts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began_ns = time.perf_counter_ns()
+        holding = Reservation(self._service.inflight)
+        try:
+            try:
+                response = await self._answer(scope, receive, holding, began_ns)
+            except (Disconnected, Gone):
+                return
+            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
+                scope[ERROR] = error
+                response = error_response(error)
+            await response.send(send)
+        finally:
+            holding.release()
+        seconds = (time.perf_counter_ns() - began_ns) / 1e9
+        self._service.request_times.add(PROTOCOL, http_outcome(response.status), seconds)
+
+    async def _answer(self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int) -> Response:
+        kind, words = _parse(scope["path"])
+        query = _Query(scope)
+        pool = self._service.admin_pool
+        if kind == "rows":
+            allow(scope["method"], "POST")
+            return await self._rows(scope, receive, holding, began_ns, words)
+        allow(scope["method"], "GET")
+        if kind == "state":  # microseconds a model
+            return json_response(self._fronts.state(query.text("front"), query.versions("serves")))
+        if kind == "deltas":
+            after, count = query.number("after"), query.number("count")
+            return Response(200, await pool.run(self._fronts.deltas, words[0], after, count), _OCTETS)
+        model, number, line = words[0], int(words[1]), query.text("line")
+        if kind == "version":
+            return json_response(await pool.run(self._fronts.version, model, number, line))
+        return Response(200, [await pool.run(self._fronts.file, model, number, line, words[2])], _OCTETS)
+
+    async def _rows(
+        self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int, words: list[str]
+    ) -> Response:
+        headers: Headers = dict(scope["headers"])
+        body = await read_body(receive, headers, wire.MOST_REQUEST_BYTES, holding)
+        try:
+            request = wire.decode_request(body)
+        except ValueError as error:
+            raise InvalidInput(str(error)) from error
+        caller, arguments = caller_of(scope, headers, began_ns), (words[0], int(words[1]), words[2], request)
+        pool = self._service.lookup_pool
+        if len(request.codes) > DIRECT_KEYS:
+            chunks = await pool.run(lambda: self._fronts.rows(*arguments).finish(), caller=caller)
+        else:
+            read = self._fronts.rows(*arguments)
+            if read.waits:
+                chunks = await self._later(read)
+            else:
+                chunks = read.finish()
+        holding.reserve(sum(map(len, chunks)))
+        return Response(200, chunks, _OCTETS)
+
+    async def _later(self, read: StoredRead) -> list[bytes | memoryview]:
+        try:
+            pending = self._service.lookup_pool.run(read.finish)
+        except BaseException:
+            read.close()
+            raise
+        pending.add_done_callback(lambda _: read.close())  # if it was not run
+        return await asyncio.shield(pending)  # where this task is cancelled, the thread goes on with the view
+
+
+def _parse(path: str) -> tuple[str, list[str]]:
+    """(what is asked, the words in the path)."""
+    for kind, pattern in _PATHS:
+        if (match := pattern.fullmatch(path)) is not None:
+            return kind, list(match.groups())
+    raise NotFound(f"no {path[:80]}")
+
+
+class _Query:
+    """The query of a request. HttpError 400 for what is missing or malformed."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._values = parse_qs(scope["query_string"].decode("latin-1"))
+
+    def text(self, name: str) -> str:
+        values = self._values.get(name, [])
+        if len(values) != 1:
+            raise HttpError(400, f"expected one {name} in the query")
+        return str(values[0])
+
+    def number(self, name: str) -> int:
+        text = self.text(name)
+        if not text.isdigit() or len(text) > 19:
+            raise HttpError(400, f"{name}: expected a number, got {text[:40]!r}")
+        return int(text)
+
+    def versions(self, name: str) -> dict[str, tuple[int, int]]:
+        """`{model: (version, seq)}`."""
+        try:
+            document: Any = json.loads(self.text(name))
+            return {str(model): (int(number), int(seq)) for model, (number, seq) in document.items()}
+        except (ValueError, AttributeError, TypeError):
+            raise HttpError(400, f"{name}: expected an object of [version, seq] by model") from None

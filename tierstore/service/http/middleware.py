@@ -1,0 +1,239 @@
+"""What is wrapped around the whole application: the check of access, and the log of requests.
+
+A page in a browser on this machine can reach a loopback port too: under a name of its own that it rebinds to 127.0.0.1 (then
+`Host` is that name), or by a plain cross-site request (then `Origin` is the page's). Both are refused on every path, with
+tokens and without. The request's own id is sent back with each answer of Python's.
+
+Event loop only; keeps no state of a request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import urlsplit
+
+from tierstore.access.audit import Audit
+from tierstore.access.roles import CHANGES, LOCAL, Action, Principal
+from tierstore.access.rules import of_http
+from tierstore.engine.events.changes import REQUESTER
+from tierstore.errors import Forbidden, Unauthorized
+from tierstore.service.access import Access
+from tierstore.service.addresses import host_port
+from tierstore.service.http.messages import (
+    ARRIVED,
+    CONNECTION,
+    ERROR,
+    PEER,
+    PRINCIPAL,
+    REQUEST_ID,
+    SPENT,
+    UNNAMED,
+    Receive,
+    Response,
+    Scope,
+    Send,
+    error_response,
+)
+from tierstore.service.request_log import RequestLog, one_line
+
+_HOST_CACHE = 256
+_ADMIN_PATHS = "/admin/"
+_CHECKED = "tierstore.checked"  # in a scope: `at_once` has found that the request may pass
+
+
+def host_name(value: str) -> str | None:
+    """The name in a Host header (`name`, `name:port`, `[v6]`, `[v6]:port`), or None if it is malformed."""
+    if value.startswith("["):
+        name, bracket, port = value[1:].partition("]")
+        if not bracket or (port and not port.startswith(":")):
+            return None
+        port = port[1:]
+    else:
+        name, _, port = value.partition(":")
+    if not name or (port and not (port.isascii() and port.isdigit())):
+        return None
+    return name
+
+
+class DataApp(Protocol):
+    """An ASGI application that may answer at once, see `ProtocolApplication.at_once`."""
+
+    def at_once(self, scope: Scope, body: memoryview) -> Response | None: ...
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class Allow(Protocol):
+    """What is told of a `Host` and an `Authorization` header that look-ups of all models pass with."""
+
+    def __call__(self, host: bytes, authorization: bytes) -> None: ...
+
+
+class AccessCheck:
+    """Wraps the application: refuses requests under other names, those of web pages, and those without a token that may. Event loop only."""
+
+    def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit) -> None:
+        self._app, self._access, self._allow, self._audit = app, access, allow, audit
+        self._passed: set[bytes] = set()  # values of Host that passed; bounded
+
+    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
+        try:
+            self._check(scope)
+        except Forbidden:
+            return None  # `__call__` refuses it
+        scope[_CHECKED] = True
+        return self._app.at_once(scope, body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if _CHECKED not in scope:
+                self._check(scope)
+        except Forbidden as error:
+            self._note(scope, error)
+            await error_response(error).send(send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _note(self, scope: Scope, error: Forbidden) -> None:
+        """Attempts to change something are for the audit."""
+        method, path = scope["method"], scope["path"]
+        if of_http(method, path)[0] in CHANGES:
+            principal: Principal = scope.get(PRINCIPAL, LOCAL)
+            who = REQUESTER.get() or "somebody"
+            self._audit.refused(f"{method} {path}", who if principal is LOCAL else f"{principal.name} at {who}", error)
+
+    def _check(self, scope: Scope) -> None:
+        hosts, origins, authorizations = [], [], []
+        for name, value in scope["headers"]:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"origin":
+                origins.append(value)
+            elif name == b"authorization":
+                authorizations.append(value)
+        if len(hosts) != 1:
+            raise Forbidden("expected exactly one Host header")
+        (host,) = hosts
+        if host not in self._passed:
+            self._access.check_host(host_name(host.decode("latin-1")))
+            if len(self._passed) < _HOST_CACHE:
+                self._passed.add(host)
+        for origin in origins:
+            if not _is_same_origin(origin.decode("latin-1"), host.decode("latin-1")):
+                raise Forbidden(
+                    f"Origin {origin[:80].decode('latin-1')!r} is foreign: pages of other sites may not use this service"
+                )
+        peer = scope.get(PEER, UNNAMED)
+        if not self._access.required and not self._access.admin_apart:
+            self._allow(host, b"")
+            return
+        action, model = of_http(scope["method"], scope["path"])
+        if action is Action.ADMIN or scope["path"].lower().startswith(_ADMIN_PATHS):
+            self._access.check_listener(peer.admin)
+        if not self._access.required:
+            self._allow(host, b"")
+            return
+        if action is Action.OPEN:
+            return
+        if len(authorizations) > 1:
+            raise Unauthorized("expected one Authorization header")
+        authorization = authorizations[0] if authorizations else None
+        principal = scope[PRINCIPAL] = self._access.principal(authorization, peer.names)
+        principal.check(action, model)
+        if action in CHANGES:
+            REQUESTER.set(f"{principal.name} at {REQUESTER.get()}")
+        if (
+            authorization is not None
+            and principal.models is None
+            and principal.may(Action.READ)
+            and not principal.rates
+        ):
+            self._allow(host, authorization)
+
+
+def _is_same_origin(origin: str, host: str) -> bool:
+    """Whether the page at `origin` came from the service itself, which was asked as `host`."""
+    try:
+        page, here = urlsplit(origin), urlsplit(f"//{host}")
+        usual = {"http": 80, "https": 443}.get(page.scheme)
+        ports = page.port or usual, here.port or usual
+    except ValueError:
+        return False
+    # `null`, which sandboxed pages send, has no name
+    return bool(page.hostname) and page.hostname == here.hostname and ports[0] == ports[1]
+
+
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class RequestLogging:
+    """Wraps the whole application, refused requests included: sends the request id back, and logs the request."""
+
+    def __init__(self, app: DataApp | App, log: RequestLog) -> None:
+        self._app, self._log = app, log
+
+    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
+        began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
+        response = self._app.at_once(scope, body)  # type: ignore[union-attr]  # asked only of one that has it
+        if response is not None:
+            request_id = _id_of(scope)
+            if request_id is not None:
+                response.headers.append((REQUEST_ID, request_id))
+            self._note(scope, response.status, began_ns, request_id)
+        return response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
+        request_id = _id_of(scope)
+        status = 0
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if request_id is not None:
+                    message = {**message, "headers": [*message["headers"], (REQUEST_ID, request_id)]}
+            await send(message)
+
+        if not scope["path"].startswith(("/v2/models/", "/v1/models/")):
+            who = _client_of(scope) or "somebody"
+            REQUESTER.set(who if request_id is None else f"{who} (id {one_line(request_id.decode('latin-1'))})")
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            if scope.get(ERROR) is not error:  # else it has been answered, and is logged here
+                raise
+        finally:
+            if status:
+                self._note(scope, status, began_ns, request_id)
+
+    def _note(self, scope: Scope, status: int, began_ns: int, request_id: bytes | None) -> None:
+        if status < 400 and not self._log.of_successes:
+            return
+        self._log.note(
+            scope["method"],
+            scope["path"],
+            status,
+            began_ns,
+            request_id=None if request_id is None else request_id.decode("latin-1"),
+            client=lambda: _client_of(scope),
+            error=scope.get(ERROR),
+            spent=scope.get(SPENT),
+        )
+
+
+def _id_of(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID:
+            found: bytes = value
+            return found
+    return None
+
+
+def _client_of(scope: Scope) -> str | None:
+    client = scope.get("client")
+    if client is None:
+        connection = scope.get(CONNECTION)
+        client = None if connection is None else connection.client
+    return None if client is None else host_port(*client[:2])

@@ -1,0 +1,256 @@
+"""Loads and exports that run in the background: one of each kind at a time, with a bounded queue and a bounded history.
+
+One that makes no progress (its mount hangs, say) lets those of other models pass it, so at times more than one runs.
+
+Any thread may use `Jobs`; each job runs on a thread of its own. Jobs do not survive a restart: an interrupted one
+leaves nothing that counts, and has to be requested again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from cachetools import LRUCache
+
+from tierstore.engine.events.changes import REQUESTER
+from tierstore.errors import Closed, Conflict, NotFound, Overloaded, RateLimited, TierstoreError
+from tierstore.service.error_status import as_text, log_failure, message_of
+from tierstore.types import Progress
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["load", "export"]
+
+QUEUE_LIMIT = 16  # running jobs included
+HISTORY_LIMIT = 256
+STUCK_S = 60.0  # without progress: then the next job of its kind starts at the same time
+_POLL_S = 0.5
+
+
+@dataclass(slots=True)
+class Job:
+    """One load or export. Written by its own thread (and under the lock while it is queued); a reader may see a step late.
+
+    `source` is the snapshot of a load, and the directory or URL that an export writes.
+    """
+
+    id: str
+    model: str
+    source: Path | str
+    activate: bool
+    requested_by: str | None = None
+    kind: Kind = "load"
+    wanted: Mapping[str, Any] = field(default_factory=dict)  # options of `Store.export`, of an export
+    created_s: float = field(default_factory=time.time)
+    state: str = "running"
+    phase: str = "queued"
+    done: int = 0
+    total: int = 0
+    waits_for: str | None = None  # see Progress
+    error: str | None = None
+    version: int | None = None
+    seq: int | None = None  # of an export
+    finished_s: float | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    phase_began_s: float = field(default_factory=time.monotonic)
+    phase_began_at: int = 0
+    moved_s: float = 0.0  # of the last progress; 0 before the job starts
+
+    def note(self, progress: Progress) -> None:
+        """Note the progress; the rate is that of the phase."""
+        if (progress.phase, progress.done) != (self.phase, self.done):
+            self.moved_s = time.monotonic()
+        if progress.phase != self.phase:
+            self.phase, self.phase_began_s, self.phase_began_at = progress.phase, time.monotonic(), progress.done
+        self.done, self.total, self.waits_for = progress.done, progress.total, progress.waits_for
+
+    @property
+    def waits(self) -> str:
+        """What it waits for, as the end of a sentence; empty where it does not wait."""
+        return f", waits: {self.waits_for}" if self.waits_for else ""
+
+    def document(self) -> dict[str, Any]:
+        """The job as `/admin/jobs/{id}` shows it; `rate` in rows a second, `eta_s` to the end of the phase."""
+        running = self.state == "running"
+        elapsed_s = time.monotonic() - self.phase_began_s
+        moved = self.done - self.phase_began_at
+        rate = moved / elapsed_s if running and moved > 0 and elapsed_s > 0 else None
+        return {
+            "job": self.id,
+            "kind": self.kind,
+            "model": self.model,
+            "source": as_text(str(self.source)) if self.kind == "load" else None,
+            "directory": as_text(str(self.source)) if self.kind == "export" else None,
+            "activate": self.activate,
+            "state": self.state,
+            "phase": self.phase,
+            "done": self.done,
+            "total": self.total,
+            "rate": rate,
+            "waits_for": self.waits_for if running else None,
+            "eta_s": (self.total - self.done) / rate if rate and self.total >= self.done else None,
+            "error": self.error,
+            "version": self.version,
+            "seq": self.seq,
+            "created_at": self.created_s,
+            "finished_at": self.finished_s,
+        }
+
+
+class Jobs:
+    """The queue, its thread and the history."""
+
+    limit = QUEUE_LIMIT
+
+    def __init__(self, store: Any, limit_of: Callable[[str], int | None] = lambda model: None) -> None:
+        """`limit_of` a model is how many of its loads may run or wait."""
+        self._store, self._limit_of = store, limit_of
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._active: dict[str, Job] = {}
+        self._history: LRUCache[str, Job] = LRUCache(HISTORY_LIMIT)
+        self._closed = False
+        self._threads: dict[str, threading.Thread] = {}  # of running jobs, by id
+        self._changed = threading.Condition(self._lock)
+        self._thread = threading.Thread(target=self._work, name="tierstore-jobs", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._active)
+
+    def submit(self, model: str, source: Path | str, *, activate: bool) -> Job:
+        """Queue a load. Overloaded when the queue is full."""
+        return self._submit(Job(uuid.uuid4().hex[:16], model, source, activate, REQUESTER.get()))
+
+    def submit_export(self, model: str, target: Path | str, wanted: Mapping[str, Any]) -> Job:
+        """Queue an export, with these options of `Store.export`. Overloaded when the queue is full."""
+        return self._submit(Job(uuid.uuid4().hex[:16], model, target, False, REQUESTER.get(), "export", wanted))
+
+    def _submit(self, job: Job) -> Job:
+        with self._lock:
+            if self._closed:
+                raise Closed("the service is shutting down")
+            if len(self._active) >= QUEUE_LIMIT:
+                raise Overloaded(f"{QUEUE_LIMIT} jobs wait already; try again when one is done", retry_after_s=10.0)
+            self._check_quota(job)
+            self._active[job.id] = job
+            self._changed.notify_all()
+        return job
+
+    def _check_quota(self, job: Job) -> None:
+        limit = self._limit_of(job.model) if job.kind == "load" else None
+        own = sum((other.model, other.kind) == (job.model, "load") for other in self._active.values())
+        if limit is not None and own >= limit:
+            raise RateLimited(
+                f"{own} loads of {job.model!r} run or wait, its quota is {limit}; try again when one is done",
+                retry_after_s=10.0,
+            )
+
+    def get(self, job_id: str) -> Job:
+        """A job that runs, waits, or ended lately. NotFound otherwise."""
+        with self._lock:
+            job = self._active.get(job_id) or self._history.get(job_id)
+        if job is None:
+            raise NotFound(f"no job {job_id[:40]!r}; the last {HISTORY_LIMIT} are kept, and none across a restart")
+        return job
+
+    def all(self) -> list[Job]:
+        """Every job that is kept, the latest first."""
+        with self._lock:
+            jobs = [*self._active.values(), *self._history.values()]
+        return sorted(jobs, key=lambda job: job.created_s, reverse=True)
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask a job to stop; it ends as failed. Conflict for one that has ended."""
+        job = self.get(job_id)
+        if job.state != "running":
+            raise Conflict(f"job {job_id} has ended: {job.state}")
+        job.cancelled.set()
+        with self._lock:
+            self._changed.notify_all()
+        return job
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Cancel what runs and what waits, and end the thread."""
+        with self._lock:
+            self._closed = True
+            for job in self._active.values():
+                job.cancelled.set()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._active, timeout=timeout_s)
+
+    def _work(self) -> None:
+        """Start each job in its turn; one that was cancelled while it waited comes first, and only ends."""
+        with self._lock:
+            while not (self._closed and not self._active):
+                job = self._next()
+                if job is None:
+                    self._changed.wait(_POLL_S if self._threads else None)
+                    continue
+                job.moved_s = time.monotonic()
+                thread = threading.Thread(
+                    target=self._run, args=(job,), name=f"tierstore-{job.kind}-{job.id}", daemon=True
+                )
+                self._threads[job.id] = thread
+                thread.start()
+
+    def _next(self) -> Job | None:
+        waiting = [job for job in self._active.values() if job.id not in self._threads]
+        if (gone := next((job for job in waiting if job.cancelled.is_set()), None)) is not None:
+            return gone
+        of_kinds = (self._next_of([job for job in waiting if job.kind == kind], kind) for kind in get_args(Kind))
+        return next((job for job in of_kinds if job is not None), None)
+
+    def _next_of(self, waiting: list[Job], kind: Kind) -> Job | None:
+        at_work = [job for id_ in self._threads if (job := self._active[id_]).kind == kind]
+        if any(not job.cancelled.is_set() and time.monotonic() - job.moved_s < STUCK_S for job in at_work):
+            return None
+        busy = {job.model for job in at_work}
+        return next((job for job in waiting if job.model not in busy), None)
+
+    def _run(self, job: Job) -> None:
+        self._work_on(job)
+        with self._lock:
+            del self._active[job.id], self._threads[job.id]
+            self._history[job.id] = job
+            self._changed.notify_all()
+
+    def _work_on(self, job: Job) -> None:
+        state = "failed"
+        REQUESTER.set(f"job {job.id}" if job.requested_by is None else f"job {job.id} of {job.requested_by}")
+        try:
+            if job.cancelled.is_set():
+                raise Closed("cancelled before it began")
+            (self._load if job.kind == "load" else self._export)(job)
+            state = "done"
+        except Exception as error:  # noqa: BLE001 - reported in the job, whatever it is
+            job.error = message_of(error)
+            log_failure(error, f"job {job.id} ({job.source})")
+            if isinstance(error, TierstoreError):
+                logger.warning("job %s: %s was not %sed: %s", job.id, job.source, job.kind, error)
+        job.finished_s = time.time()
+        job.state = state  # last: a reader that sees the end sees all of it
+
+    def _load(self, job: Job) -> None:
+        job.version = self._store.load_snapshot(
+            job.source, activate=job.activate, progress=job.note, cancelled=job.cancelled, model=job.model
+        )
+
+    def _export(self, job: Job) -> None:
+        report = self._store.export(
+            job.model,
+            job.source,
+            **job.wanted,
+            progress=job.note,
+            cancelled=job.cancelled,
+        )
+        job.version, job.seq, job.done = report.version, report.seq, report.rows

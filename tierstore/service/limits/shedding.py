@@ -1,0 +1,125 @@
+"""Load shedding: until when a caller waits, which calls are not run any more, and how many those were.
+
+A thread that pops a call from a queue first calls `Waits.check`: a call whose deadline has passed, whose client has gone,
+or which has waited too long, is refused before work is done for it. Any thread; nothing survives a crash.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from tierstore.access.roles import LOCAL, Principal
+from tierstore.errors import DeadlineExceeded, Overloaded
+from tierstore.service.stats import REQUEST_BOUNDS_S, Histogram
+
+# why: no room in a queue, too long in it, the deadline passed there, the client left, too many connections
+REASONS = ("queue_full", "queue_wait", "deadline", "gone", "connections")
+
+
+class Gone(Exception):
+    """The client went away while its request waited; there is nobody to answer. Not an error."""
+
+
+class Caller:
+    """The client that waits for an answer: who it is, since when, until when, and whether it is still connected.
+
+    Times are of `time.perf_counter_ns`. One thread at a time, except `gone`.
+    """
+
+    __slots__ = ("arrived_ns", "deadline_ns", "gone", "principal")
+
+    def __init__(self, arrived_ns: int, gone: Callable[[], bool] | None = None, principal: Principal = LOCAL) -> None:
+        self.arrived_ns, self.gone, self.principal = arrived_ns, gone, principal
+        self.deadline_ns: int | None = None
+
+    def within(self, timeout_ns: int | None) -> None:
+        """Set the deadline to so long after the arrival; of several deadlines the earliest counts."""
+        if timeout_ns is not None:
+            until_ns = self.arrived_ns + timeout_ns
+            self.deadline_ns = until_ns if self.deadline_ns is None else min(self.deadline_ns, until_ns)
+
+
+class Shed:
+    """Counts of refused requests, by reason, and how long calls waited, by pool."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._counts = dict.fromkeys(REASONS, 0)
+        self._waits: dict[str, Histogram] = {}
+
+    def count(self, reason: str) -> None:
+        with self._lock:
+            self._counts[reason] += 1
+
+    def of(self, reason: str) -> int:
+        """How many were refused for a reason."""
+        return self._counts[reason]
+
+    def check(self, caller: Caller) -> None:
+        """Raise DeadlineExceeded or Gone where nobody waits for the answer any more, and count it."""
+        self.check_at(caller, time.perf_counter_ns())
+
+    def check_at(self, caller: Caller, now_ns: int) -> None:
+        """`check`, at a moment of `time.perf_counter_ns`."""
+        if caller.gone is not None and caller.gone():
+            self.count("gone")
+            raise Gone
+        if caller.deadline_ns is not None and now_ns >= caller.deadline_ns:
+            self.count("deadline")
+            timeout_us = (caller.deadline_ns - caller.arrived_ns) // 1000
+            raise DeadlineExceeded(
+                f"the request's timeout of {timeout_us} microseconds passed before work on it began; nothing was done"
+            )
+
+    def waited(self, pool: str, seconds: float) -> None:
+        """Note how long a call has waited for a thread."""
+        with self._lock:
+            waits = self._waits.get(pool)
+            if waits is None:
+                waits = self._waits[pool] = Histogram(REQUEST_BOUNDS_S)
+            waits.add(seconds)
+
+    def families(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        with self._lock:
+            counts = dict(self._counts)
+            waits = {pool: (of.buckets(), of.total) for pool, of in self._waits.items()}
+        shed = CounterMetricFamily(
+            "tierstore_shed", "Requests refused without work, so that others are answered.", labels=["reason"]
+        )
+        for reason, count in counts.items():
+            shed.add_metric([reason], count)
+        waited = HistogramMetricFamily(
+            "tierstore_queue_seconds", "Seconds that calls waited for a thread.", labels=["pool"]
+        )
+        for pool, (buckets, total) in waits.items():
+            waited.add_metric([pool], buckets, total)
+        yield from (shed, waited)
+
+
+class Waits:
+    """The rule of one queue: a call waits `limit_s` at most."""
+
+    def __init__(self, pool: str, shed: Shed, limit_s: float) -> None:
+        self._pool, self.shed, self._limit_s = pool, shed, limit_s
+
+    def check(self, queued_ns: int, caller: Caller | None = None) -> None:
+        """Called by the thread that popped a call, before it runs the call. `queued_ns` is when it was queued.
+
+        Raises Gone, DeadlineExceeded or Overloaded for a call that is not to be run any more.
+        """
+        now_ns = time.perf_counter_ns()
+        waited_s = (now_ns - queued_ns) / 1e9
+        self.shed.waited(self._pool, waited_s)
+        if caller is not None:
+            self.shed.check_at(caller, now_ns)
+        if waited_s > self._limit_s:
+            self.shed.count("queue_wait")
+            raise Overloaded(
+                f"the request waited {waited_s:.3f} s for a thread, max_queue_s is {self._limit_s:g}; try again in a second"
+            )

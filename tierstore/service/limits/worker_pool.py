@@ -1,0 +1,209 @@
+"""Worker threads with a bounded queue, and budgets of bytes in flight.
+
+`WorkerPool.run` is called on one event loop only; the calls run on the pool's threads. Any thread may use `ByteBudget`.
+Nothing survives a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import Closed, Overloaded
+from tierstore.service.limits.shedding import Caller, Waits
+
+T = TypeVar("T")
+
+# loop, future, when it was queued, the caller, the function and its arguments
+_Item = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", int, Caller | None, Callable[..., Any], tuple[Any, ...]]
+
+
+class WorkerPool:
+    """`threads` threads that run calls for one event loop; at most `queue_limit` calls wait.
+
+    Leaner than `loop.run_in_executor` (one future instead of two, no condition variable), because every look-up pays for the
+    handoff to a thread. With `waits`, a call that nobody waits for any more is not run.
+
+    Calls run in order until the oldest has used half of the time that its caller allows. Then the newest run first: under
+    overload, calls in order would each start just before their deadlines and end after them, which helps nobody.
+    """
+
+    def __init__(self, name: str, *, threads: int, queue_limit: int, waits: Waits | None = None) -> None:
+        # constant after construction
+        self.name = name
+        self.threads = threads
+        self.queue_limit = queue_limit
+        self._waits = waits
+        # written on the event loop alone
+        self.rejected = 0
+        self._pending = 0
+        self._closed = False
+        # synchronized by itself
+        self._items: deque[_Item] = deque()
+        self._queue: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each item, False to end a thread
+        self._workers = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
+        for worker in self._workers:
+            worker.start()
+
+    @property
+    def busy(self) -> int:
+        """Threads at work, as far as the loop knows."""
+        return min(self._pending, self.threads)
+
+    @property
+    def waiting(self) -> int:
+        """Calls in the queue."""
+        return max(0, self._pending - self.threads)
+
+    def under_way(self) -> bool:
+        """Whether a call is queued, running, or on its way back to the loop. Never after the pool was closed."""
+        return self._pending > 0 and not self._closed  # a loop that has ended counts no call as back
+
+    def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
+        """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full.
+
+        The future raises DeadlineExceeded, Gone or Overloaded where the call is not run, see `Waits.check`.
+        """
+        if self._closed:
+            raise Closed("the service is shutting down")
+        if self._pending >= self.threads + self.queue_limit:
+            self.rejected += 1
+            if self._waits is not None:
+                self._waits.shed.count("queue_full")
+            raise Overloaded(
+                f"{self.queue_limit} calls wait for the {self.name} threads already; try again in a second"
+            )
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._pending += 1
+        self._items.append((loop, future, time.perf_counter_ns(), caller, function, args))
+        self._queue.put(True)
+        return future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Let the threads finish the queue, then end them."""
+        if not self._closed:
+            self._closed = True
+            for _ in self._workers:
+                self._queue.put(False)
+        for worker in self._workers:
+            worker.join(timeout_s)
+
+    def _next(self) -> _Item:
+        """The call to run next; there is one for each True that was popped from the queue."""
+        items = self._items
+        caller = items[0][3]  # another thread may pop it first, and this one the next
+        if caller is not None and caller.deadline_ns is not None:
+            now_ns = time.perf_counter_ns()
+            remaining_ns = caller.deadline_ns - now_ns
+            if 0 < remaining_ns < now_ns - caller.arrived_ns:
+                return items.pop()
+        return items.popleft()
+
+    def _work(self) -> None:
+        while self._queue.get():
+            item = self._next()
+            loop, future, queued_ns, caller, function, args = item
+            result, error = None, None
+            try:
+                if not future.cancelled():
+                    if self._waits is not None:
+                        self._waits.check(queued_ns, caller)
+                    result = function(*args)
+            except BaseException as caught:  # noqa: BLE001 - handed to whoever awaits the future
+                error = caught
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
+                loop.call_soon_threadsafe(self._finish, future, result, error)
+            del (
+                item,
+                future,
+                caller,
+                function,
+                args,
+                result,
+                error,
+            )  # an idle thread must not keep a request's buffers alive
+
+    def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        self._pending -= 1
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+
+class ByteBudget:
+    """Bytes that requests in progress may hold together.
+
+    Compiled threads may use the same budget: then each side reads the count of the other, see `share`.
+    """
+
+    def __init__(self, name: str, limit_bytes: int) -> None:
+        self.name = name
+        self.limit_bytes = limit_bytes
+        self._theirs, self._ours = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._used = 0
+        self.rejected = 0
+
+    def share(self, words: npt.NDArray[np.int64], *, theirs: int, ours: int) -> None:
+        """From now on `words[theirs]`, which compiled threads write, counts too; `words[ours]` is the count for them to read."""
+        self._theirs, self._ours = words[theirs : theirs + 1], words[ours : ours + 1]
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used + int(self._theirs[0])
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve `nbytes`. Raises Overloaded, and reserves nothing, where that would exceed the limit."""
+        with self._lock:
+            if self.used_bytes + nbytes > self.limit_bytes:
+                self.rejected += 1
+                raise Overloaded(
+                    f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try again in a second"
+                )
+            self._used += nbytes
+            self._ours[0] = self._used
+
+    def hold(self, nbytes: int) -> None:
+        """Count `nbytes` that are allocated already, whatever the limit says."""
+        with self._lock:
+            self._used += nbytes
+            self._ours[0] = self._used
+
+    def release(self, nbytes: int) -> None:
+        """Release reserved bytes."""
+        with self._lock:
+            self._used -= nbytes
+            self._ours[0] = self._used
+
+
+class Reservation:
+    """What one request has reserved of a budget. One thread at a time; `release` releases all of it."""
+
+    __slots__ = ("_budget", "_held")
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._held = 0
+
+    def reserve(self, nbytes: int) -> None:
+        self._budget.reserve(nbytes)
+        self._held += nbytes
+
+    def release(self) -> None:
+        if self._held:
+            self._budget.release(self._held)
+            self._held = 0

@@ -1,1 +1,0 @@
-"""The data plane, which knows no transport: requests planned, looked up and scored, one by one or joined."""

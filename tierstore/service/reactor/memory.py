@@ -1,0 +1,31 @@
+"""The memory of one reactor, and what the standard library lacks to set one up. Any thread."""
+
+from __future__ import annotations
+
+import os
+
+from tierstore.kernels import lookupplan, reactor, sysio
+from tierstore.kernels import reactor_words as kernel
+
+_LINE = 64  # bytes of a cache line
+
+
+def areas() -> tuple[int, ...]:
+    """Bytes of each area of a reactor's own memory: events, messages, received bytes, an answer, states, scratch, date."""
+    sizes = (
+        kernel.EVENTS * sysio.EVENT_BYTES,
+        kernel.MESSAGES * 8 * kernel.MESSAGE_WORDS,
+        kernel.BUFFER_BYTES + _LINE,
+        kernel.HEAD_ROOM + lookupplan.MOST_WORK_BYTES + _LINE,
+        lookupplan.MOST_KEYS + _LINE,
+        lookupplan.SCRATCH_BYTES,
+        4096,
+    )
+    return tuple(-(-size // _LINE) * _LINE for size in sizes)
+
+
+def register(epoll: int, fd: int, mask: int, data: int) -> None:
+    """`epoll_ctl` with 64 bits of data, which the standard library does not offer."""
+    failed = reactor.watch(epoll, fd, mask, data)
+    if failed:
+        raise OSError(-failed, os.strerror(-failed))

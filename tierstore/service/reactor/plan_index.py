@@ -1,0 +1,330 @@
+"""The index of plans by which reactors answer: requests that Python has answered once, as numbers (`kernels/lookupplan.py`).
+
+`PlanIndex.learn` is called when Python plans a request, and keeps the plan if a reactor can run it: look-ups of rows and
+bags with binary keys in the body and binary outputs, small enough that no other connection waits for long. The number of
+plans is bounded; the least recently used makes room. Any thread may call anything; compiled threads read what is published.
+
+`CountRows` are the counts that compiled threads add to. Each thread has rows of its own, so nothing is locked; a reader
+adds them up.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.engine.data.cascade import LookupCounts
+from tierstore.engine.serving.epochs import Epochs
+from tierstore.engine.serving.words import can_be_read
+from tierstore.kernels import lookupplan as layout
+from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.codec import address_of
+from tierstore.kernels.httpdate import DATE_BYTES
+from tierstore.kernels.pool import combiner_code
+from tierstore.service.dataplane.datatypes import KEY_DATATYPES
+from tierstore.service.dataplane.plan import Call, Plan, Request
+from tierstore.service.oip.json_request import HEADER_LENGTH, InBody, InferRequest
+from tierstore.service.oip.json_response import ResponseLayout
+from tierstore.types import KeyType, Tier
+
+K = TypeVar("K", bound=Hashable)
+Counts = npt.NDArray[np.int64]
+
+
+class CountRows(Generic[K]):
+    """`rows` rows of `width` counts for each of `threads`, assigned by key: int64[threads, rows, width] in `words`.
+
+    A row is kept as long as it has users. `absorb` gets its counts in parts, at `collect` and when the last user releases it:
+    what was added to each count, and the highest that any thread has there. Any thread.
+    """
+
+    def __init__(self, threads: int, rows: int, width: int, absorb: Callable[[K, Counts, Counts], None]) -> None:
+        # constant after construction
+        self.words = np.zeros((threads, rows, width), np.int64)
+        self._absorb = absorb
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._row_of: dict[K, int] = {}
+        self._users: dict[K, int] = {}
+        self._free = list(range(rows - 1, -1, -1))
+        self._seen = np.zeros((rows, width), np.int64)
+
+    def acquire(self, key: K) -> int | None:
+        """The row of a key, to be released; None where all rows are in use."""
+        with self._lock:
+            row = self._row_of.get(key)
+            if row is None:
+                if not self._free:
+                    return None
+                row = self._row_of[key] = self._free.pop()
+                self._seen[row] = self.words[:, row].sum(0)
+            self._users[key] = self._users.get(key, 0) + 1
+            return row
+
+    def release(self, key: K) -> None:
+        """One user less. Called when no thread adds to the row for that user any more."""
+        with self._lock:
+            self._users[key] -= 1
+            if self._users[key]:
+                return
+            del self._users[key]
+            row = self._row_of.pop(key)
+            self._collect(key, row)
+            self._free.append(row)
+
+    def collect(self) -> None:
+        """Pass on what was counted since the last time."""
+        with self._lock:
+            for key, row in self._row_of.items():
+                self._collect(key, row)
+
+    def _collect(self, key: Any, row: int) -> None:
+        now = self.words[:, row].sum(0)
+        new = now - self._seen[row]
+        self._seen[row] = now
+        if new.any():
+            self._absorb(key, new, self.words[:, row].max(0))
+
+
+MOST_PLANS = 512
+_SLOTS = 2048  # of the index: a quarter full at most
+_MOST_VERSIONS, _MOST_TABLES = 512, 4096  # with counts of their own; requests beyond them are answered by Python
+_HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %d\r\n%b: %d\r\ncontent-type: application/octet-stream\r\n\r\n"
+_DATE = b"." * DATE_BYTES
+_NOT_HERE = layout.NOWHERE
+
+Words = npt.NDArray[np.int64]
+Place = tuple[bytes, bytes, int]  # path, JSON, how many bytes follow that
+Version = tuple[str, int]
+
+
+class _Variant:
+    """How a request is answered under one version and dense part."""
+
+    def __init__(self, token: int, head: bytes, words: Words, version: Version, tables: list[LookupCounts]) -> None:
+        self.token, self.head, self.words, self.version, self.tables = token, head, words, version, tables
+        self.alive = True  # while an index has it
+
+
+_NEVER = _Variant(0, b"", np.empty(0, np.int64), ("", 0), [])  # stands for a request that a reactor cannot answer
+
+
+class _Planned:
+    """A request with its variants, the newest first; `words` is what the reactor reads."""
+
+    def __init__(self, place: Place, model: int, wanted: int, variants: list[_Variant]) -> None:
+        path, text, tail_bytes = place
+        self.place, self.variants = place, variants
+        self._bytes = np.frombuffer(path, np.uint8), np.frombuffer(text, np.uint8)
+        at = [address_of(array) for array in self._bytes]
+        one, other = (*(address_of(variant.words) for variant in variants), 0)[:2]
+        self.words = np.array([at[0], len(path), at[1], len(text), tail_bytes, model, wanted, one, other, 0], np.int64)
+
+    @property
+    def last_used_ns(self) -> int:
+        return int(self.words[layout.LAST_USED])
+
+    def slot(self, slots: int) -> int:
+        at, length, text, text_bytes, tail_bytes = self.words[: layout.TAIL_BYTES + 1].tolist()
+        return int(layout.place(at, length, text, text_bytes, tail_bytes)) & (slots - 1)
+
+
+class PlanIndex:
+    """The index of one service. `shared` is the memory of the reactors, where they find the index."""
+
+    def __init__(self, store: Any, shared: Words, threads: int, absorb: Any) -> None:
+        """`absorb` is called with a version, its new counts, and the highest counts of any thread."""
+        # constant after construction
+        self._store, self._shared = store, shared
+        self._epochs: Epochs = store.epochs
+        self.versions: CountRows[Version] = CountRows(threads, _MOST_VERSIONS, kernel.COUNT_WORDS, absorb)
+        self.tables: CountRows[LookupCounts] = CountRows(threads, _MOST_TABLES, kernel.TABLE_COUNT_WORDS, _add_keys)
+        shared[kernel.PLAN_SLOTS] = _SLOTS
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._planned: dict[Place, _Planned] = {}
+        self._index: Words = np.zeros(_SLOTS, np.int64)
+        self._publish([], [])
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+    def learn(
+        self,
+        model: str,
+        view: Any,
+        parsed: InferRequest,
+        version: int | str | None,
+        text: memoryview,
+        plan: Plan,
+        answer: ResponseLayout,
+    ) -> None:
+        """Keep how a request of `model` is answered under `view`, if a reactor can do it.
+
+        `text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs, which notes the result.
+        """
+        previous: _Variant | None = answer.learned_as
+        if previous is _NEVER:
+            return
+        token = self._store.model(model).publisher.token(view)
+        if token is None or (previous is not None and previous.alive and previous.token == token):
+            return
+        tail_bytes, slot = _tail_bytes(parsed, plan, answer), self._epochs.slot(model)
+        if tail_bytes is None or slot is None or isinstance(version, str):
+            answer.learned_as = _NEVER
+            return
+        path = f"/v2/models/{model}/infer" if version is None else f"/v2/models/{model}/versions/{version}/infer"
+        place = path.encode(), bytes(text), tail_bytes
+        with self._lock:
+            before = self._planned.get(place)
+            variants = [] if before is None else before.variants
+            if any(variant.token == token for variant in variants):
+                return
+            new = answer.learned_as = self._variant(token, view, parsed, plan, answer, (model, plan.version))
+            if new is None:
+                answer.learned_as = _NEVER
+                return
+            gone, unused = [], variants[1:]
+            if before is not None:
+                gone.append(before)
+            elif len(self._planned) >= MOST_PLANS:
+                gone.append(min(self._planned.values(), key=lambda planned: planned.last_used_ns))
+                unused = gone[0].variants
+            for planned in gone:
+                del self._planned[planned.place]
+            which = layout.ANY_VERSION if version is None else layout.ONE_VERSION
+            self._planned[place] = _Planned(place, slot, which, [new, *variants[:1]])
+            for variant in unused:
+                variant.alive = False
+            self._publish(gone, unused)
+
+    def _variant(
+        self, token: int, view: Any, parsed: InferRequest, plan: Plan, answer: ResponseLayout, version: Version
+    ) -> _Variant | None:
+        """None where a table or its counts are out of reach of the reactors."""
+        assert answer.header is not None
+        assert answer.tail_bytes is not None
+        tables = view.open_version.tables
+        if not all(can_be_read(tables[call.table.name]) for call in plan.calls):
+            return None
+        counts = [tables[call.table.name].counts for call in plan.calls]
+        held: list[tuple[CountRows[Any], Any]] = []
+        rows: list[int] = []
+        for of, key in ((self.versions, version), *((self.tables, count) for count in counts)):
+            row = of.acquire(key)  # type: ignore[attr-defined]
+            if row is None:
+                for other, key in held:
+                    other.release(key)
+                return None
+            held.append((of, key))  # type: ignore[arg-type]
+            rows.append(row)
+        length = len(answer.header) + answer.tail_bytes
+        head = _HEAD % (_DATE, length, HEADER_LENGTH, len(answer.header)) + answer.header
+        order = list(tables)
+        calls = [
+            _call_words(call, parsed, plan, answer.positions, order.index(call.table.name), row, view)
+            for call, row in zip(plan.calls, rows[1:], strict=True)
+        ]
+        own = [token, _address(head), len(head), head.index(_DATE), answer.tail_bytes, len(calls), rows[0], plan.keys]
+        return _Variant(
+            token, head, np.array([*own, *(word for call in calls for word in call)], np.int64), version, counts
+        )
+
+    def _publish(self, gone: list[_Planned], unused: list[_Variant]) -> None:
+        """Give the reactors a new index. Called with the lock held.
+
+        Plans that are not in it any more are kept while a reactor may read them; then the counts of `unused` are released.
+        """
+        index = np.zeros(_SLOTS, np.int64)
+        for planned in self._planned.values():
+            at = planned.slot(_SLOTS)
+            while index[at]:
+                at = (at + 1) & (_SLOTS - 1)
+            index[at] = address_of(planned.words)
+        old, self._index = self._index, index
+
+        def release() -> None:
+            for variant in unused:
+                self.versions.release(variant.version)
+                for table in variant.tables:
+                    self.tables.release(table)
+
+        generation = self._epochs.publish(address_of(self._shared) + 8 * kernel.PLANS_AT, address_of(index))
+        if not self._epochs.retire(generation, [old, gone], release):
+            release()
+
+    def collect(self) -> None:
+        """Bring the stats of versions and tables up to now."""
+        self.versions.collect()
+        self.tables.collect()
+
+
+def _add_keys(counts: LookupCounts, new: Counts, _: Counts) -> None:
+    counts.add(new[: len(Tier)])
+
+
+def _address(data: bytes) -> int:
+    return address_of(np.frombuffer(data, np.uint8))
+
+
+def _tail_bytes(parsed: InferRequest, plan: Plan, answer: ResponseLayout) -> int | None:
+    """Bytes of binary data of a request that the reactor can answer; None for any other."""
+    if plan.dense is not None or not isinstance(parsed.request, Request) or parsed.id is not None:
+        return None
+    if parsed.timeout_us is not None or answer.header is None or answer.tail_bytes is None or answer.spans:
+        return None
+    if any(place is None for place in answer.positions) or not all(
+        isinstance(source, InBody) for source in parsed.sources
+    ):
+        return None
+    if any(call.table.key is KeyType.STRING for call in plan.calls):
+        return None
+    # an input whose output is not requested is checked all the same, by Python
+    if any(
+        not call.rows and (not call.found or call.offsets is not None or call.weights is not None)
+        for call in plan.calls
+    ):
+        return None
+    bags = sum(call.shape[0] for call in plan.calls if call.pooled)
+    if plan.keys > layout.MOST_KEYS or bags > layout.MOST_BAGS or plan.work_bytes > layout.MOST_WORK_BYTES:
+        return None
+    if len(answer.header) > kernel.HEAD_ROOM - 512 or answer.tail_bytes > layout.MOST_WORK_BYTES:
+        return None
+    return max((source.end for source in parsed.sources if isinstance(source, InBody)), default=0)
+
+
+def _call_words(
+    call: Call, parsed: InferRequest, plan: Plan, positions: list[int | None], table: int, counts: int, view: Any
+) -> list[int]:
+    """A call as the kernel reads it."""
+
+    def begin(source: int | None) -> int:
+        if source is None:
+            return _NOT_HERE
+        where = parsed.sources[source]
+        assert isinstance(where, InBody)
+        return where.begin
+
+    def place(outputs: list[int]) -> int:
+        if not outputs:
+            return _NOT_HERE
+        at = positions[outputs[0]]
+        assert at is not None
+        return at
+
+    n = math.prod(call.spec.shape)
+    kind = layout.FOUND_ALONE if not call.rows else layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
+    half = bool(call.rows) and plan.specs[call.rows[0]].datatype == "FP16"
+    padding = view.open_version.padding.get(call.feature.name)
+    a_bag = call.spec.shape[1] if len(call.spec.shape) == 2 else 1
+    return [
+        table, begin(call.keys), n, kind, max(place(call.rows), 0), int(half), place(call.found),
+        0 if call.combiner is None else combiner_code(call.combiner), begin(call.offsets), call.shape[0], a_bag,
+        begin(call.weights), int(padding is not None), 0 if padding is None else int(padding), counts,
+        int(call.spec.datatype != KEY_DATATYPES[call.table.key][0]),
+    ]  # fmt: skip

@@ -1,0 +1,168 @@
+"""The messages of the gRPC protocols: their classes, and their bytes where protobuf would copy tensors.
+
+The classes are in a pool of their own, loaded when this module is imported. The descriptors are `protocols.binpb`, which
+`tools/make_protocols.py` makes of `schema/grpc/*.proto`. In a pool of our own they collide with no other copy in the same
+process (a client's, TensorFlow's), and without generated code they depend on no particular release of protobuf.
+
+A request is split, and a response joined, by the wire format (https://protobuf.dev/programming-guides/encoding): tensors of
+a request are views of the message as it came, those of a response are copied once, into the message that is sent. Protobuf
+parses and builds the remaining fields. Pure functions; any thread.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
+
+from tierstore.errors import InvalidInput
+
+FILE = "protocols.binpb"
+
+
+def _load() -> Any:
+    pool = descriptor_pool.DescriptorPool()
+    for standard in (any_pb2, wrappers_pb2):
+        pool.AddSerializedFile(standard.DESCRIPTOR.serialized_pb)
+    shipped = descriptor_pb2.FileDescriptorSet.FromString(files(__package__).joinpath(FILE).read_bytes())
+    for file in shipped.file:  # each comes after those that it imports
+        pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+POOL = _load()
+
+
+def message_class(name: str) -> Any:
+    """The class of a message, by its full name: `message_class("inference.ModelInferRequest")`."""
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(name))
+
+
+def service_descriptor(name: str) -> Any:
+    """The descriptor of a service, by its full name."""
+    return POOL.FindServiceByName(name)
+
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# One byte each: field number, and the wire type of bytes.
+REQUEST_ID = 3 << 3 | _BYTES
+_RAW_INPUT = 7 << 3 | _BYTES
+RESPONSE_ID = b"\x1a"
+RAW_OUTPUT = b"\x32"
+_LONGEST_VARINT = 10
+
+
+class Parts:
+    """The parts of a ModelInferRequest: `meta` is the message without its id and its raw tensors.
+
+    `positions` are where the raw tensors begin and end.
+    """
+
+    __slots__ = ("id", "meta", "positions", "raw")
+
+    def __init__(self, message: bytes) -> None:
+        self.id = b""
+        self.raw: list[memoryview] = []
+        self.positions: list[tuple[int, int]] = []
+        pieces: list[memoryview] = []
+        view = memoryview(message)
+        at = piece_start = 0
+        end = len(message)
+        while at < end:
+            tag, start = message[at], at
+            if tag in (_RAW_INPUT, REQUEST_ID):
+                size, at = _varint(message, at + 1)
+                stop = at + size
+                if stop > end:
+                    raise _malformed()
+                if tag == _RAW_INPUT:
+                    self.raw.append(view[at:stop])
+                    self.positions.append((at, stop))
+                else:
+                    self.id = message[at:stop]
+                if piece_start < start:
+                    pieces.append(view[piece_start:start])
+                at = piece_start = stop
+            else:
+                at = _skip(message, at)
+                if at > end:
+                    raise _malformed()
+        if piece_start < end:
+            pieces.append(view[piece_start:])
+        self.meta = b"".join(pieces)
+
+
+class Frame:
+    """All of a message but its raw tensors. A message of that length, with the same bytes there, differs only in its data.
+
+    That is so because a message is split by these bytes only: the end of each raw tensor is stated in front of it.
+    """
+
+    __slots__ = ("_gaps", "_length", "_positions")
+
+    def __init__(self, message: bytes, positions: list[tuple[int, int]]) -> None:
+        """`positions` are where its raw tensors begin and end, in order."""
+        self._length, self._positions = len(message), positions
+        begins, ends = [0, *(stop for _, stop in positions)], [*(start for start, _ in positions), len(message)]
+        self._gaps = [(begin, message[begin:end]) for begin, end in zip(begins, ends, strict=True) if begin < end]
+
+    def raw_of(self, message: bytes) -> list[memoryview] | None:
+        """The raw tensors of a message that fits; None for any other."""
+        if len(message) != self._length:
+            return None
+        for begin, piece in self._gaps:
+            if not message.startswith(piece, begin):
+                return None
+        view = memoryview(message)
+        return [view[start:stop] for start, stop in self._positions]
+
+
+def _skip(message: bytes, at: int) -> int:
+    """Where the field at `at` ends; beyond the message's end if it is cut."""
+    tag, at = _varint(message, at)
+    match tag & 7:
+        case 2:
+            size, at = _varint(message, at)
+            return at + size
+        case 0:
+            return _varint(message, at)[1]
+        case 1:
+            return at + 8
+        case 5:
+            return at + 4
+    raise _malformed()
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """(value, where it ends) of the varint at `at`."""
+    value = shift = 0
+    try:
+        while (byte := message[at]) & 0x80:
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            at += 1
+            if shift > 7 * _LONGEST_VARINT:
+                raise _malformed()
+    except IndexError:
+        raise _malformed() from None
+    return value | byte << shift, at + 1
+
+
+def _malformed() -> InvalidInput:
+    return InvalidInput("the message is not a inference.ModelInferRequest: malformed")
+
+
+def varint(value: int) -> bytes:
+    """`value`, not negative, as a varint."""
+    made = bytearray()
+    while value > 0x7F:
+        made.append(value & 0x7F | 0x80)
+        value >>= 7
+    made.append(value)
+    return bytes(made)
+
+
+def length_delimited(tag: bytes, size: int) -> bytes:
+    """The bytes in front of a field of `size` bytes."""
+    return tag + varint(size)

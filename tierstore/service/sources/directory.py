@@ -1,0 +1,172 @@
+"""Deltas from a directory: `<dir>/<model>/<seq>.arrow`, written under another name and renamed, applied in order.
+
+One thread, which the service starts and ends. Files stay where they are; after a restart those that the store holds already
+are skipped by their seq. A file that cannot be applied blocks its model, is reported, and is tried again when it changes or
+after a pause that doubles.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from tierstore.engine.events.changes import REQUESTER
+from tierstore.errors import DeltaError, NotFound, NotReady, Overloaded, SequenceGap, TierstoreError, TooLarge
+from tierstore.formats.names import parse_delta_file
+from tierstore.service.error_status import log_failure
+from tierstore.types import NAME
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+_CLOCK_STEP_NS = 2_000_000_000  # a directory that changed more recently is listed again: its clock is coarse
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0  # for a file that is bad
+_LONGEST_WAIT_S = 2.0  # for one that came too early
+
+
+@dataclass(slots=True)
+class _Feed:
+    """One model's directory. The watcher's thread only."""
+
+    done: int | None = None  # every seq up to this one is applied; None: not known yet
+    listed_ns: int = -1  # the directory's mtime when it was last listed and nothing was left to do
+    failed: tuple[Any, ...] | None = None  # the file that was not applied, as it was
+    pause_s: float = 0.0
+    retry_s: float = 0.0
+    error: str | None = None
+
+
+class Watcher:
+    """Follows a directory until closed. `applied`, `errors` and `status` may be read from any thread."""
+
+    def __init__(self, store: Any, directory: Path, *, max_delta: int, poll_s: float = POLL_S) -> None:
+        self._store, self._directory, self._max_delta, self._poll_s = store, directory, max_delta, poll_s
+        self._feeds: dict[str, _Feed] = {}
+        self._stop = threading.Event()
+        # written by the thread alone
+        self.applied = 0
+        self.errors = 0
+        self._problem: str | None = None
+        self._thread = threading.Thread(target=self._work, name="tierstore-watch", daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """What was applied, and which file blocks which model."""
+        held_up = {model: feed.error for model, feed in list(self._feeds.items()) if feed.error is not None}
+        return {
+            "directory": str(self._directory),
+            "applied": self.applied,
+            "errors": self.errors,
+            "problem": self._problem,
+            "problems": [
+                *([] if self._problem is None else [f"watched {self._directory}: {self._problem}"]),
+                *(f"watched {self._directory / model}: {why}" for model, why in held_up.items()),
+            ],
+            "held_up": held_up,
+        }
+
+    def families(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        yield CounterMetricFamily(
+            "tierstore_watch_applied", "Deltas taken from the watched directory.", value=self.applied
+        )
+        yield CounterMetricFamily("tierstore_watch_errors", "Failed tries to take one.", value=self.errors)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Finish the delta that is being applied, and end."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        REQUESTER.set(f"watch of {self._directory}")
+        while not self._stop.is_set():
+            try:
+                self._scan()
+                self._problem = None
+            except Exception as error:  # noqa: BLE001 - the watcher must outlive whatever it meets
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    self.errors += 1
+                    log_failure(error, f"watching {self._directory}")
+                    logger.warning("watching %s: %s", self._directory, error)
+            self._stop.wait(self._poll_s)
+
+    def _scan(self) -> None:
+        for directory in sorted(self._directory.iterdir()):
+            if self._stop.is_set():
+                return
+            if NAME.fullmatch(directory.name) and directory.is_dir():
+                self._follow(directory, self._feeds.setdefault(directory.name, _Feed()))
+
+    def _follow(self, directory: Path, feed: _Feed) -> None:
+        changed_ns = directory.stat().st_mtime_ns
+        if feed.error is None and changed_ns == feed.listed_ns:
+            return
+        if feed.done is None:
+            feed.done = self._watermark(directory.name)
+        files = sorted((seq, path) for path in directory.iterdir() if (seq := parse_delta_file(path.name)) is not None)
+        waiting = [(seq, path) for seq, path in files if feed.done is None or seq > feed.done]
+        for seq, path in waiting:
+            if self._stop.is_set() or not self._apply(directory.name, feed, seq, path):
+                return
+        if not waiting:
+            feed.error = feed.failed = None  # the file that held the model up is gone
+        feed.listed_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
+
+    def _watermark(self, model: str) -> int | None:
+        try:
+            watermark: int | None = self._store.status(model)["models"][model]["watermark"]
+        except TierstoreError:
+            return None  # an unknown model: applying the delta reports it
+        return watermark
+
+    def _apply(self, model: str, feed: _Feed, seq: int, path: Path) -> bool:
+        """Apply one file; whether the next may follow."""
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            return True
+        identity = (seq, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if identity == feed.failed and time.monotonic() < feed.retry_s:
+            return False
+        try:
+            if stat.st_size > self._max_delta:
+                raise TooLarge(f"{path} has {stat.st_size} bytes, {self._max_delta} are allowed (max_delta)")
+            result = self._store.apply_delta(path, model=model)
+            if result.seq != seq:
+                raise DeltaError(f"{path} holds delta {result.seq}, its name says {seq}")
+        except SequenceGap as gap:
+            if gap.expected_seq > seq:
+                feed.done = seq  # older than the log: the snapshot that began it holds this delta
+                return True
+            self._fail(model, feed, identity, gap)
+            return False
+        except TierstoreError as error:
+            if isinstance(error, NotReady):
+                feed.done = None  # the version that is served later may begin at another seq
+            self._fail(model, feed, identity, error)
+            return False
+        feed.done, feed.error, feed.failed, feed.pause_s = seq, None, None, 0.0
+        self.applied += result.applied
+        return True
+
+    def _fail(self, model: str, feed: _Feed, identity: tuple[Any, ...], error: TierstoreError) -> None:
+        longest_s = (
+            _LONGEST_WAIT_S if isinstance(error, (NotFound, NotReady, Overloaded, SequenceGap)) else _LONGEST_PAUSE_S
+        )
+        again = identity == feed.failed
+        feed.pause_s = min(longest_s, feed.pause_s * 2) if again else _FIRST_PAUSE_S
+        feed.retry_s = time.monotonic() + feed.pause_s
+        feed.failed = identity
+        self.errors += 1
+        if str(error) != feed.error:
+            feed.error = str(error)
+            logger.warning("watching %s: %s", self._directory / model, error)

@@ -1,0 +1,330 @@
+"""Deltas from a Kafka topic, each applied once, in the order of the seqs of its model.
+
+One thread reads all partitions of the topic and applies what is next. What came too early waits in a window of bounded size.
+What cannot be applied is parked. What the store has already is skipped. Positions are logged with the deltas, so a crash
+neither loses nor repeats one (`kafka_positions.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from tierstore.config import Settings
+from tierstore.engine.events.changes import REQUESTER
+from tierstore.engine.store import Store
+from tierstore.errors import (
+    DeltaError,
+    NotFound,
+    StorageError,
+    Unreachable,
+)
+from tierstore.kafka.client import read_options
+from tierstore.kafka.messages import Head, Message, head_of
+from tierstore.kafka.reader import TopicReader
+from tierstore.kafka.window import Window
+from tierstore.service.error_status import log_failure
+from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S, Applier
+from tierstore.service.sources.kafka_positions import SOURCE, Positions
+from tierstore.service.sources.kafka_status import KafkaStats, families
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+SAVE_S = 5.0  # between records of positions that no delta was logged with
+METADATA_S = 30.0  # between questions for the topic's partitions
+GAP_S = 10.0  # that a delta may be missing before earlier messages are read again for it
+
+
+class KafkaSource:
+    """Follows a topic until closed. `status` and `families`: any thread."""
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        assert settings.kafka is not None
+        assert settings.kafka_topic is not None
+        self._store, self._settings = store, settings
+        self._topic = settings.kafka_topic
+        self._options = read_options(settings.kafka_config)
+        self.stats = KafkaStats(self._topic)
+        self._window = Window(max(settings.kafka_window, 2 * settings.max_delta))
+        self._positions = Positions(store.root.kafka_positions, self._topic)
+        self._parked = store.parked_files
+        self._followed: set[str] = set()
+        self._seen: dict[str, int] = {}  # model → the newest seq of its log when it was looked at last
+        self._gaps: dict[str, tuple[int, float]] = {}  # model → (the missing seq, since when)
+        self._rewound_for: dict[str, int] = {}  # model → the seq that a rewind has looked for
+        self._forgot_at: dict[str, int] = {}  # model → the newest seq of its log when the window had no room
+        self._saved_s = self._checked_s = self._maintained_s = 0.0
+        self._reader: TopicReader | None = None
+        self._stop = threading.Event()
+        self._applier = Applier(store, self._topic, self._positions, self.stats, self._stop)
+        self._thread = threading.Thread(target=self._work, name="tierstore-kafka", daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """The state, the lag, what was applied, and what holds up which model."""
+        return self.stats.status(len(self._parked.list()))
+
+    def families(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        return families(self.stats.status(len(self._parked.list())))
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish the delta that is being applied, note the positions, and end."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    # --- the thread
+
+    def _work(self) -> None:
+        REQUESTER.set(f"kafka topic {self._topic}")
+        pause_s = RETRY_S
+        while not self._stop.is_set():
+            try:
+                self._begin()
+                while not self._stop.is_set():
+                    self._step()
+                    pause_s = RETRY_S
+                self._save()
+            except Unreachable as error:
+                self._report("broker unreachable", error)
+            except NotFound as error:
+                self._report("unknown topic", error)
+            except Exception as error:  # noqa: BLE001 - the source must outlive whatever it meets
+                self._report("held up", error)
+                log_failure(error, f"reading {self._topic}")
+            self._end()
+            self._stop.wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    def _report(self, state: str, error: Exception) -> None:
+        if self.stats.failed(state, str(error)):
+            logger.warning("kafka: %s: %s", state, error)
+
+    def _begin(self) -> None:
+        """Connect, and read on from what is recorded."""
+        settings = self._settings
+        assert settings.kafka is not None
+        self._reader = reader = TopicReader(
+            settings.kafka, self._topic, settings.kafka_group or f"tierstore-{socket.gethostname()}", self._options
+        )
+        cluster, partitions = reader.partitions()
+        logs = self._logs()
+        held = {model: self._store.model(model).log.newest_origin(SOURCE) for model in logs}
+        reader.positions = dict.fromkeys(partitions, 0)
+        if self._positions.load(cluster, held):
+            begin = {one: self._positions.saved.get(one, 0) for one in partitions}
+            self._followed = self._positions.models & logs.keys()
+        else:
+            begin = self._far_back()
+            self._followed = set(logs)
+            self._positions.save(begin, self._followed, new_epoch=True)
+        self._window = Window(max(settings.kafka_window, 2 * settings.max_delta))
+        self._seen, self._checked_s = logs, time.monotonic()
+        self._gaps, self._forgot_at = {}, {}
+        self._applier.begin(self._window, reader)
+        reader.assign(begin)
+        self.stats.connected()
+
+    def _end(self) -> None:
+        reader = self._reader
+        if reader is None:
+            return
+        self._reader = None
+        reader.close()
+
+    def _step(self) -> None:
+        reader = self._current()
+        waiting = time.monotonic() < self._applier.resume_s
+        reader.pause(waiting)
+        messages = reader.poll(POLL_S)
+        for number, message in enumerate(messages):
+            try:
+                self._receive(message)
+            except StorageError as error:  # it could not be parked: read it again later, and what came behind it
+                again: dict[int, int] = {}
+                for other in messages[number:]:
+                    again[other.partition] = min(other.offset, again.get(other.partition, other.offset))
+                reader.seek(again)
+                self._applier.wait(error)
+                break
+        try:
+            self._forgot_at = {
+                model: self._forgot_at.get(model, self._applier.last(model) or 0) for model in self._window.forgotten
+            }
+            self._applier.apply_ready()
+            if time.monotonic() - self._maintained_s >= POLL_S:
+                self._maintain()
+                self.stats.place(reader.positions, reader.lag())
+                self._maintained_s = time.monotonic()
+        except StorageError as error:
+            self._applier.wait(error)
+        self._update_stats()
+
+    def _current(self) -> TopicReader:
+        assert self._reader is not None
+        return self._reader
+
+    def _logs(self) -> dict[str, int]:
+        """Model → the newest seq of its log, of models that have one."""
+        logs = {}
+        for name in self._store.models():
+            try:
+                last = self._store.model(name).log.last
+            except NotFound:  # it is gone meanwhile
+                continue
+            if last is not None:
+                logs[name] = last
+        return logs
+
+    # --- messages
+
+    def _receive(self, message: Message) -> None:
+        """Put a message where it belongs. StorageError where it had to be parked and could not be."""
+        stats = self.stats
+        stats.read(message.timestamp_ms)
+        try:
+            head = head_of(message)
+        except DeltaError as error:
+            self._applier.park_message(message, str(error))
+            return
+        last = self._applier.last(head.model) if head.model in self._followed else None
+        if last is None:
+            stats.pass_over(head.model)  # a rewind reads it again once there is such a model
+        elif head.seq <= last and self._is_same(head):
+            stats.duplicates += 1
+        elif head.seq <= last and head.part > 1 and not self._window.at(head.model, head.seq):
+            stats.abandoned += 1  # of an attempt whose beginning was dropped
+        elif (held := self._window.add(message, head)) is None:
+            stats.duplicates += 1
+        elif held.nbytes > self._settings.max_delta and held not in self._applier.too_large:
+            self._applier.too_large.append(held)
+
+    def _is_same(self, head: Head) -> bool:
+        """Whether the delta is one that the log holds, or held."""
+        digest = self._store.model(head.model).log.digest(head.seq)
+        return digest is None or digest == head.digest
+
+    # --- now and then
+
+    def _maintain(self) -> None:
+        now, reader = time.monotonic(), self._current()
+        if reader.went_back:
+            self._positions.save(self._needed(), self._followed, new_epoch=True)
+            reader.went_back = False
+        self._follow_models()
+        self._read_forgotten()
+        if now - self._saved_s >= SAVE_S:
+            self._save()
+            reader.commit(self._positions.saved)
+        if now - self._checked_s >= (RETRY_S if reader.problem else METADATA_S):
+            self._check_partitions()
+
+    def _follow_models(self) -> None:
+        """A model that is new here, or that was dropped and loaded again, is read from earlier messages."""
+        logs = self._logs()
+        self._followed = {
+            model for model in self._followed if model in logs and logs[model] >= self._seen.get(model, 0)
+        }
+        for model in self._window.models():
+            if model not in self._followed:
+                self._window.remove_model(model)
+        self._seen |= {model: logs[model] for model in self._followed}
+        wanted = logs.keys() - self._followed
+        gaps = self._new_gaps(logs)
+        if wanted or gaps:
+            self._rewind(logs, wanted, gaps)
+
+    def _new_gaps(self, logs: dict[str, int]) -> set[str]:
+        """Models that have waited for a delta for a while, which no message brought, nor a rewind."""
+        now, parked = time.monotonic(), {(record.model, record.seq) for record in self._parked.list()}
+        gaps = {}
+        for model in self._window.models() if self._current().at_end else []:
+            seq = logs[model] + 1
+            if not self._window.at(model, seq) and (model, seq) not in parked and self._rewound_for.get(model) != seq:
+                before, since_s = self._gaps.get(model, (0, now))
+                gaps[model] = (seq, since_s if before == seq else now)
+        self._gaps = gaps
+        return {model for model, (_, since_s) in gaps.items() if now - since_s >= GAP_S}
+
+    def _rewind(self, logs: dict[str, int], models: set[str], gaps: set[str]) -> None:
+        reader = self._current()
+        back = self._far_back()
+        begin = {one: min(offset, back.get(one, offset)) for one, offset in reader.positions.items()}
+        self._positions.save(begin, self._followed | models, new_epoch=True)
+        self._followed |= models
+        for model in models | gaps:
+            self._rewound_for[model] = logs[model] + 1
+            self._seen[model] = logs[model]
+        self.stats.rewinds += 1
+        logger.info("kafka: %s is read again for %s", self._topic, ", ".join(sorted(models | gaps)))
+        reader.seek(begin)
+
+    def _far_back(self) -> dict[int, int]:
+        reader, rewind_s = self._current(), self._settings.kafka_rewind_s
+        if rewind_s is None:
+            return reader.beginning()
+        return reader.at_time(int((time.time() - rewind_s) * 1000))
+
+    def _read_forgotten(self) -> None:
+        """Read again what the window had no room for, once the delta before it has come."""
+        for model in list(self._window.forgotten):
+            last = self._applier.last(model)
+            if last is None or last == self._forgot_at.get(model, last) or self._window.at(model, last + 1):
+                continue
+            self._current().seek(self._window.read_again(model))
+            return
+
+    def _check_partitions(self) -> None:
+        reader = self._current()
+        self._checked_s = time.monotonic()
+        try:
+            cluster, partitions = reader.partitions()
+        except Unreachable:
+            return  # `problem` says it; what was read can still be applied
+        new = [one for one in partitions if one not in reader.positions]
+        if cluster != self._positions.cluster:
+            raise Unreachable(
+                f"kafka: the brokers are of another cluster now, {cluster!r}: reading it from its beginning"
+            )
+        if new:
+            logger.info("kafka: %s has new partitions: %s", self._topic, new)
+            self.stats.rebalancing()
+            reader.assign({**reader.positions, **dict.fromkeys(new, 0)})
+
+    def _needed(self) -> dict[int, int]:
+        return {one: self._window.needed(one, offset) for one, offset in self._current().positions.items()}
+
+    def _save(self) -> None:
+        self._saved_s = time.monotonic()
+        self._positions.save(self._needed(), self._followed)
+
+    def _update_stats(self) -> None:
+        reader, window, stats = self._current(), self._window, self.stats
+        stats.window_bytes = window.nbytes
+        waiting = time.monotonic() < self._applier.resume_s
+        held_up = {}
+        for model in {*window.models(), *window.forgotten}:
+            last = self._applier.last(model)
+            if last is not None and (why := self._why_held_up(model, last + 1)) is not None:
+                held_up[model] = why
+        for record in self._parked.list():
+            if record.model is not None and record.seq == (self._applier.last(record.model) or -2) + 1:
+                held_up[record.model] = f"delta {record.seq} is parked as {record.id}: {record.reason}"
+        stats.update(reader.problem, reader.at_end, waiting, held_up)
+
+    def _why_held_up(self, model: str, seq: int) -> str | None:
+        if any(held.complete for held in self._window.at(model, seq)):
+            return self._applier.why.get(model)
+        if not self._current().at_end:
+            return None
+        parts = [f"{len(held.values)} of {held.parts} parts" for held in self._window.at(model, seq)]
+        later = sum(other > seq for other in self._window.seqs(model))
+        came = f"only {parts[0]} came" if parts else "it did not come"
+        return f"delta {seq} is missing: {came}; {later} later ones wait"

@@ -1,0 +1,181 @@
+"""What was read from a topic, applied to the store, or parked where it cannot be. The Kafka source's thread alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import UTC, datetime
+
+from tierstore.engine.operations.verbs import Verbs
+from tierstore.engine.store import Store
+from tierstore.errors import (
+    Conflict,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    SequenceGap,
+    StorageError,
+    TierstoreError,
+    TooLarge,
+)
+from tierstore.kafka.messages import Message, read_checked
+from tierstore.kafka.parked import Parked, make_id
+from tierstore.kafka.reader import TopicReader
+from tierstore.kafka.window import Held, Window
+from tierstore.service.sources.kafka_positions import Positions
+from tierstore.service.sources.kafka_status import KafkaStats
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # after an error of a model that is not ready, or of the disk
+LONGEST_RETRY_S = 10.0
+STANDBY_S = 2.0  # that a delta may take to come from the node that leads, before this one brings it in
+
+
+class Applier:
+    """Applies deltas of the window in the order of their seqs, each logged with the positions at that moment."""
+
+    def __init__(
+        self, store: Store, topic: str, positions: Positions, stats: KafkaStats, stopping: threading.Event
+    ) -> None:
+        self._store, self._topic, self._positions, self.stats = store, topic, positions, stats
+        self._parked, self._max_delta, self._stopping = store.parked_files, store.settings.max_delta, stopping
+        self._window = Window(0)
+        self._reader: TopicReader | None = None
+        self._seen: dict[str, int] = {}  # model → the newest seq of its log when it was last looked at
+        self._not_before: dict[str, float] = {}  # model → when to try its next delta again
+        self._awaited: dict[
+            str, tuple[int, float]
+        ] = {}  # model → (a seq that the leading node is to bring in, since when)
+        self._standing_in: set[str] = set()  # models whose deltas the leading node did not bring in
+        self.too_large: list[Held] = []  # to be parked
+        self.why: dict[str, str] = {}  # model → why its next delta cannot be applied yet
+        self.resume_s = 0.0  # until then the store accepts nothing
+
+    def begin(self, window: Window, reader: TopicReader) -> None:
+        """Apply what comes into this window from this reader."""
+        self._window, self._reader, self.too_large = window, reader, []
+
+    def last(self, model: str) -> int | None:
+        """The newest seq of a model's log; None where there is none."""
+        try:
+            return self._store.model(model).log.last
+        except NotFound:
+            return None
+
+    def park_message(self, message: Message, reason: str) -> None:
+        held = Held("", 0, message.partition, 1, None, timestamp_ms=message.timestamp_ms)
+        held.values[1], held.offsets[1] = message.value, message.offset
+        self._park_delta(held, reason, None, None)
+
+    def _park(self, held: Held, reason: str) -> None:
+        self._park_delta(held, reason, held.model, held.seq)
+        self._window.remove(held)
+
+    def _park_delta(self, held: Held, reason: str, model: str | None, seq: int | None) -> None:
+        data = held.data()
+        name = make_id(held.partition, held.first_offset, data)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        record = Parked(
+            name, self._topic, held.partition, held.first_offset, len(held.values), model, seq, held.complete, reason,
+            held.timestamp_ms, now, name.rpartition("-")[2], len(data),
+        )  # fmt: skip
+        if self._parked.add(record, data):
+            self.stats.parked += 1
+            logger.warning(
+                "kafka: %s is parked as %s: %s", f"delta {seq} of {model}" if model else "a message", name, reason
+            )
+
+    def apply_ready(self) -> None:
+        """Apply what is next, of each model. StorageError where something had to be parked and could not be."""
+        while self.too_large:
+            self._park(self.too_large[0], f"it has more than {self._max_delta} bytes (max_delta)")
+            del self.too_large[0]
+        if time.monotonic() < self.resume_s:
+            return
+        for model in self._window.models():
+            if time.monotonic() < self._not_before.get(model, 0.0):
+                continue
+            while not self._stopping.is_set() and (last := self.last(model)) is not None:
+                self._drop_held(model, last)
+                ready = [held for held in self._window.at(model, last + 1) if held.complete]
+                if not ready or not self._is_ours(ready[0]) or not self._try(ready[0]):
+                    break
+            if time.monotonic() < self.resume_s:
+                return
+
+    def _is_ours(self, held: Held) -> bool:
+        """Whether this node brings a delta in now. Of several nodes in front of one cluster it is the one that leads, while it can."""
+        if held.model in self._standing_in or self._verbs(held.model).leads:
+            return True
+        now = time.monotonic()
+        seq, since_s = self._awaited.get(held.model, (0, now))
+        if seq != held.seq:
+            self._awaited[held.model] = held.seq, now
+            return False
+        if now - since_s < STANDBY_S:
+            return False
+        self._standing_in.add(held.model)
+        return True
+
+    def _verbs(self, model: str) -> Verbs:
+        return self._store.verbs(self._store.model(model))
+
+    def _drop_held(self, model: str, last: int) -> None:
+        """Let go of deltas that the log holds; park those that differ from what it holds."""
+        for held in list(self._window.upto(model, last)):
+            if not held.complete:
+                if self._seen.get(model) != last:  # the log went on without it
+                    self.stats.abandoned += 1
+                    logger.warning("kafka: %d of %d parts of delta %d of %s are dropped: the log has that delta", len(held.values), held.parts, held.seq, model)  # fmt: skip
+                    self._window.remove(held)
+                continue
+            if not self._try(held):
+                return
+        self._seen[model] = last
+
+    def _try(self, held: Held) -> bool:
+        """Apply or park a delta; False where it has to be tried again."""
+        try:
+            applied = self._apply_now(held)
+        except (Overloaded, StorageError) as error:
+            self.wait(error)
+            return False
+        except (InvalidInput, Conflict, TooLarge) as error:
+            if isinstance(error, SequenceGap):  # a delta came another way, and is gone again
+                return False
+            self._park(held, str(error))
+            return True
+        except TierstoreError as error:  # nothing serves yet
+            self._not_before[held.model] = time.monotonic() + RETRY_S
+            self.why[held.model] = str(error)
+            return False
+        self._window.remove(held)
+        self._not_before.pop(held.model, None)
+        self.why.pop(held.model, None)
+        if applied:
+            self.stats.applied += 1
+        else:
+            self.stats.duplicates += 1
+            self._standing_in.discard(held.model)  # another node has brought it in
+        return True
+
+    def _apply_now(self, held: Held) -> bool:
+        data = held.data()
+        delta = read_checked(data, held.model, held.seq, held.digest)
+        reader = self._reader
+        assert reader is not None
+        resume = {
+            partition: self._window.needed(partition, position, without=held)
+            for partition, position in reader.positions.items()
+        }
+        origin = self._positions.origin(held.partition, held.offsets.values(), resume)
+        return self._verbs(held.model).apply_delta(delta, data, origin).applied
+
+    def wait(self, error: TierstoreError) -> None:
+        """Read no more for a while: the store accepts nothing now."""
+        seconds = error.retry_after_s if isinstance(error, Overloaded) else RETRY_S
+        self.resume_s = time.monotonic() + max(0.05, min(seconds, LONGEST_RETRY_S))
+        if self.stats.waits(str(error)):
+            logger.warning("kafka: reading pauses: %s", error)

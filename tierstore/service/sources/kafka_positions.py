@@ -1,0 +1,99 @@
+"""How far a topic was read, so that a start goes on where it has to.
+
+Each delta is logged with its origin, which has the lowest offset of each partition that was still needed once that delta counts.
+That is true for good, so a start takes the highest of what the newest entries say. `positions.json` says the same for what
+comes without an entry (duplicates, parked messages), now and then.
+
+A rewind makes earlier statements void: it begins a new `epoch`, and only statements of the epoch in `positions.json` count.
+Where that file is lost, the topic is read from its beginning; what is held is skipped. One thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tierstore.engine.deltas.origin import Origin
+from tierstore.errors import NotFound, StorageError
+from tierstore.formats import files
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "kafka"
+
+
+class Positions:
+    """The record of one topic. `models` are those that were followed up to the positions."""
+
+    def __init__(self, path: Path, topic: str) -> None:
+        self._path, self._topic = path, topic
+        self.cluster = ""
+        self.epoch = 0
+        self.saved: dict[int, int] = {}
+        self.models: set[str] = set()
+
+    def load(self, cluster: str, origins: Mapping[str, Origin | None]) -> bool:
+        """Read what is known of the topic in this cluster; `origins` are the newest ones, by model. False where nothing is."""
+        self.cluster = cluster
+        record = self._read()
+        if (record.get("topic"), record.get("cluster")) != (self._topic, cluster):
+            epochs = [int(origin.get("epoch", 0)) for origin in origins.values() if origin is not None]
+            self.epoch = max([*epochs, int(record.get("epoch", 0))]) + 1
+            self.saved, self.models = {}, set()
+            return False
+        self.epoch = int(record["epoch"])
+        self.models = set(record["models"])
+        self.saved = {int(partition): int(offset) for partition, offset in record["positions"].items()}
+        for model, origin in origins.items():
+            if model in self.models and origin is not None and self._counts(origin):
+                for partition, offset in origin["resume"].items():
+                    self.saved[int(partition)] = max(self.saved.get(int(partition), 0), int(offset))
+        return True
+
+    def _counts(self, origin: Origin) -> bool:
+        return (origin.get("topic"), origin.get("cluster"), origin.get("epoch")) == (
+            self._topic,
+            self.cluster,
+            self.epoch,
+        )
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return files.read_json(self._path)
+        except NotFound:
+            return {}
+        except StorageError as error:
+            logger.warning("%s; the topic is read again from its beginning", error)
+            return {}
+
+    def origin(self, partition: int, offsets: Iterable[int], resume: Mapping[int, int]) -> Origin:
+        """What is logged with a delta."""
+        return {
+            "source": SOURCE,
+            "topic": self._topic,
+            "cluster": self.cluster,
+            "epoch": self.epoch,
+            "partition": partition,
+            "offsets": sorted(offsets),
+            "resume": {str(one): offset for one, offset in resume.items()},
+        }
+
+    def save(self, positions: Mapping[int, int], models: Iterable[str], *, new_epoch: bool = False) -> None:
+        """Make a record durable. With `new_epoch` nothing that was said before counts any more."""
+        epoch, wanted = self.epoch + new_epoch, set(models)
+        if not new_epoch and self.saved == positions and self.models == wanted:
+            return
+        files.make_dir(self._path.parent)
+        files.publish_record(
+            self._path,
+            {
+                "topic": self._topic,
+                "cluster": self.cluster,
+                "epoch": epoch,
+                "positions": {str(partition): offset for partition, offset in positions.items()},
+                "models": sorted(wanted),
+            },
+        )
+        self.epoch, self.saved, self.models = epoch, dict(positions), wanted

@@ -1,0 +1,146 @@
+"""What the Kafka source reports: its state, its lag, its counts. Written by its thread, read by any."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+STATES = (
+    "starting",
+    "reading",
+    "caught up",
+    "waiting",
+    "rebalancing",
+    "broker unreachable",
+    "unknown topic",
+    "held up",
+)
+MOST_MODELS = 100
+
+
+class KafkaStats:
+    """Counts since the start, and the state."""
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self.state = "starting"
+        self.problem: str | None = None
+        self.held_up: dict[str, str] = {}  # model → why
+        self.passed_over: Counter[str] = Counter()  # by model that the store does not have; at most MOST_MODELS of them
+        self.applied = self.duplicates = self.parked = self.abandoned = 0
+        self.errors = self.rewinds = self.rebalances = 0
+        self.window_bytes = 0
+        self._waits: str | None = None
+        self._newest_ms = 0
+        self._partitions: dict[str, dict[str, int]] | None = None
+
+    def connected(self) -> None:
+        self.state, self.problem = "reading", None
+
+    def failed(self, state: str, why: str) -> bool:
+        """Nothing can be read. Returns whether that is news."""
+        self.errors += 1
+        news = (state, why) != (self.state, self.problem)
+        self.state, self.problem = state, why
+        return news
+
+    def waits(self, why: str) -> bool:
+        """The store accepts nothing. Returns whether that is news."""
+        self.errors += 1
+        news, self._waits = why != self._waits, why
+        return news
+
+    def read(self, timestamp_ms: int) -> None:
+        self._newest_ms = timestamp_ms
+
+    def pass_over(self, model: str) -> None:
+        """Count a message of a model that the store does not have."""
+        if model in self.passed_over or len(self.passed_over) < MOST_MODELS:
+            self.passed_over[model] += 1
+        else:
+            self.passed_over["(others)"] += 1
+
+    def rebalancing(self) -> None:
+        self.rebalances += 1
+        self.state = "rebalancing"
+
+    def update(self, unreachable: str | None, at_end: bool, waiting: bool, held_up: dict[str, str]) -> None:
+        """Say how things stand, after each step."""
+        self.held_up = held_up
+        if not waiting:
+            self._waits = None
+        if unreachable is not None:
+            self.state, self.problem = "broker unreachable", unreachable
+        elif waiting:
+            self.state, self.problem = "waiting", self._waits
+        elif held_up:
+            self.state, self.problem = "held up", "; ".join(f"{model}: {why}" for model, why in held_up.items())
+        else:
+            self.state, self.problem = "caught up" if at_end else "reading", None
+
+    def place(self, positions: Mapping[int, int], lag: Mapping[int, int]) -> None:
+        """Where each partition is read, and how many messages are behind that."""
+        self._partitions = {
+            str(one): {"position": position, "lag": lag.get(one, 0)} for one, position in positions.items()
+        }
+
+    def status(self, parked: int) -> dict[str, Any]:
+        """The document; `partitions` and `lag_messages` are None where they are not known."""
+        partitions = self._partitions
+        behind = self.state != "caught up" and self._newest_ms > 0
+        return {
+            "topic": self.topic,
+            "state": self.state,
+            "problem": None if self.problem is None else f"kafka topic {self.topic}: {self.state}: {self.problem}",
+            "lag_messages": None if partitions is None else sum(one["lag"] for one in partitions.values()),
+            "lag_seconds": max(0.0, time.time() - self._newest_ms / 1000) if behind else 0.0,
+            "partitions": partitions,
+            "applied": self.applied,
+            "duplicates": self.duplicates,
+            "parked": parked,
+            "parked_since_start": self.parked,
+            "abandoned": self.abandoned,
+            "errors": self.errors,
+            "rewinds": self.rewinds,
+            "rebalances": self.rebalances,
+            "window_bytes": self.window_bytes,
+            "held_up": self.held_up,
+            "passed_over": dict(self.passed_over),
+        }
+
+
+_COUNTERS = {
+    "applied": "Deltas applied from the topic.",
+    "duplicates": "Messages skipped: the store has their delta.",
+    "abandoned": "Incomplete deltas that were dropped, as the log has that seq.",
+    "errors": "Failed tries to read, or to apply.",
+    "rewinds": "Times that earlier messages were read again for a model.",
+    "rebalances": "Times that the topic had new partitions.",
+}
+
+
+def families(status: dict[str, Any]) -> Iterator[Metric]:
+    """For Prometheus."""
+    for name, text in _COUNTERS.items():
+        yield CounterMetricFamily(f"tierstore_kafka_{name}", text, value=status[name])
+    passed_over = sum(status["passed_over"].values())
+    yield CounterMetricFamily("tierstore_kafka_passed_over", "Messages of models that the store does not have.", value=passed_over)  # fmt: skip
+    yield GaugeMetricFamily("tierstore_kafka_parked", "Messages that are parked.", value=status["parked"])
+    yield GaugeMetricFamily("tierstore_kafka_window_bytes", "Bytes of messages that wait for an earlier delta.", value=status["window_bytes"])  # fmt: skip
+    yield GaugeMetricFamily("tierstore_kafka_lag_seconds", "Age of the newest message that was read; 0 once all were.", value=status["lag_seconds"])  # fmt: skip
+    lag = GaugeMetricFamily("tierstore_kafka_lag_messages", "Messages that were not read yet.", labels=["partition"])
+    for partition, state in (status["partitions"] or {}).items():
+        lag.add_metric([partition], state["lag"])
+    yield lag
+    held_up = GaugeMetricFamily("tierstore_kafka_held_up", "Models that wait for a delta: 1.", labels=["model"])
+    for model in status["held_up"]:
+        held_up.add_metric([model], 1)
+    yield held_up
+    state = GaugeMetricFamily("tierstore_kafka_state", "1 for the state that the source is in.", labels=["state"])
+    for name in STATES:
+        state.add_metric([name], name == status["state"])
+    yield state

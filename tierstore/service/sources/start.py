@@ -1,0 +1,58 @@
+"""The sources that the settings name: checked before the store opens, started once the service answers, closed before the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tierstore.config import Settings
+from tierstore.errors import ConfigError
+from tierstore.formats.objects import file_system_of, is_url
+from tierstore.kafka.client import read_options
+from tierstore.kafka.reader import check_options
+from tierstore.service.context import Service, Source
+from tierstore.service.sources.directory import Watcher
+from tierstore.service.sources.kafka import KafkaSource
+from tierstore.service.sources.locations import Locations
+
+
+def check_sources(settings: Settings) -> None:
+    """Raise ConfigError or MissingExtra for a source that cannot be read."""
+    if settings.watch is not None and not settings.watch.is_dir():
+        raise ConfigError(f"watch: {settings.watch} is not a directory")
+    if (settings.kafka is None) is not (settings.kafka_topic is None):
+        raise ConfigError("kafka and kafka_topic: expected both or neither")
+    if settings.upstream is not None:
+        others = {"kafka": settings.kafka, "watch": settings.watch, "watch_snapshots": settings.watch_snapshots}
+        for name, value in others.items():
+            if value:
+                raise ConfigError(
+                    f"{name} and upstream: a node in front changes nothing; set {name} on the nodes upstream, {settings.upstream}"
+                )
+    if settings.kafka is not None and settings.kafka_topic is not None:
+        check_options(settings.kafka, settings.kafka_topic, read_options(settings.kafka_config))
+    for location in settings.watch_snapshots:
+        _check_location(location)
+
+
+def start_sources(service: Service, settings: Settings) -> dict[str, Source]:
+    """Start each source that the settings name. Returns them by the name under which the status shows them."""
+    sources: dict[str, Source] = {}
+    if settings.watch is not None:
+        sources["watch"] = Watcher(service.store, settings.watch, max_delta=settings.max_delta)
+    if settings.kafka is not None:
+        sources["kafka"] = KafkaSource(service.store, settings)
+    if settings.watch_snapshots:
+        sources["watch_snapshots"] = Locations(service.store, service.jobs, service.inference_stats, settings)
+    return sources
+
+
+def _check_location(location: Path | str) -> None:
+    if isinstance(location, Path):
+        if not location.is_dir():
+            raise ConfigError(f"watch_snapshots: {location} is not a directory")
+    elif is_url(location) and "::" not in location:
+        file_system_of(location)
+    else:
+        raise ConfigError(
+            f"watch_snapshots: expected a directory or a URL such as s3://bucket/models, got {location!r}"
+        )

@@ -1,0 +1,258 @@
+"""Stats that are counted at every request: histograms, and the protocol's statistics of each model.
+
+Adding is a bisection and three additions, far cheaper than with a metrics library. Any thread may add to
+`InferenceStats` and `RequestTimes`; a `Histogram` has one writer at a time. A reader may see an addition half done, which
+a scrape cannot distinguish from one that came a moment later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+
+from tierstore.engine.events.observer import Observer
+from tierstore.engine.lifecycle.throttle import LookupTimes
+
+REQUEST_BOUNDS_S = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+_NOT_DATA_PLANE = frozenset({"admin", "grpc", "upstream"})  # among protocols
+_FAILED = frozenset({"error", "overloaded", "deadline", "unavailable"})  # among outcomes
+FRESHNESS_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 86400.0)
+
+
+class Histogram:
+    """Counts by upper bound, sum and count."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def absorb(self, counts: list[int], total: float) -> None:
+        """Add what was counted elsewhere."""
+        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
+        self.total += total
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound as text, cumulative count), the last `+Inf`: the exposition format's form."""
+        cumulative = 0
+        rows: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            cumulative += count
+            rows.append((bound, float(cumulative)))
+        return rows
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where one request's time went, in nanoseconds."""
+
+    queued_ns: int = 0
+    input_ns: int = 0
+    inference_ns: int = 0
+    output_ns: int = 0
+    # of inference_ns
+    lookup_ns: int = 0
+    dense_ns: int = 0  # 0 for a request that does not need the dense part
+
+    def add(self, more: Timings) -> None:
+        self.queued_ns += more.queued_ns
+        self.input_ns += more.input_ns
+        self.inference_ns += more.inference_ns
+        self.output_ns += more.output_ns
+        self.lookup_ns += more.lookup_ns
+        self.dense_ns += more.dense_ns
+
+
+@dataclass(slots=True)
+class ModelCounts:
+    """What the statistics extension reports of one version."""
+
+    success: int = 0
+    failed: int = 0
+    success_ns: int = 0
+    failed_ns: int = 0
+    last_inference_ms: int = 0
+    spent: Timings = field(default_factory=Timings)
+    outcomes: dict[str, int] = field(default_factory=dict)  # requests, by outcome
+    seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))  # of successes
+
+    def document(self) -> dict[str, object]:
+        """The `inference_stats` of the protocol. Every request is its own execution; nothing is cached as a whole."""
+
+        def entry(count: int, ns: int) -> dict[str, int]:
+            return {"count": count, "ns": ns}
+
+        done, spent = self.success, self.spent
+        return {
+            "success": entry(done, self.success_ns),
+            "fail": entry(self.failed, self.failed_ns),
+            "queue": entry(done, spent.queued_ns),
+            "compute_input": entry(done, spent.input_ns),
+            "compute_infer": entry(done, spent.inference_ns),
+            "compute_output": entry(done, spent.output_ns),
+            "cache_hit": entry(0, 0),
+            "cache_miss": entry(0, 0),
+        }
+
+
+@dataclass(slots=True)
+class PredictTimes:
+    """Requests that the dense part has answered: how many, and their nanoseconds in all, queued, in look-ups, in ONNX Runtime.
+
+    The remainder of `total_ns` is this service's own: parsing, planning, encoding.
+    """
+
+    count: int = 0
+    total_ns: int = 0
+    queued_ns: int = 0
+    lookup_ns: int = 0
+    dense_ns: int = 0
+
+    def add(self, elapsed_ns: int, spent: Timings) -> None:
+        self.count += 1
+        self.total_ns += elapsed_ns
+        self.queued_ns += spent.queued_ns
+        self.lookup_ns += spent.lookup_ns
+        self.dense_ns += spent.dense_ns
+
+
+class InferenceStats:
+    """Statistics of the versions that answered, the latest few a model. Any thread."""
+
+    KEPT_VERSIONS = 8
+
+    def __init__(self, times: LookupTimes) -> None:
+        """`times` gets how long each request lasted, without its dense part."""
+        self._times = times
+        self._lock = threading.RLock()
+        # guarded by _lock
+        self._counts: dict[str, dict[int, ModelCounts]] = {}
+        self._predicts: dict[str, PredictTimes] = {}
+
+    def succeeded(self, model: str, version: int, elapsed_ns: int, spent: Timings) -> None:
+        self._times.add(elapsed_ns - spent.dense_ns)
+        with self._lock:
+            counts = self.of(model, version)
+            counts.success += 1
+            counts.success_ns += elapsed_ns
+            counts.last_inference_ms = time.time_ns() // 1_000_000
+            counts.outcomes["ok"] = counts.outcomes.get("ok", 0) + 1
+            counts.seconds.add(elapsed_ns / 1e9)
+            counts.spent.add(spent)
+            if spent.dense_ns:
+                self._predicts.setdefault(model, PredictTimes()).add(elapsed_ns, spent)
+
+    def predicts(self) -> dict[str, PredictTimes]:
+        """By model, the times of its predictions."""
+        with self._lock:
+            return {model: replace(times) for model, times in self._predicts.items()}
+
+    def failed(self, model: str, version: int, elapsed_ns: int, outcome: str = "error") -> None:
+        with self._lock:
+            counts = self.of(model, version)
+            counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
+            counts.failed += 1
+            counts.failed_ns += elapsed_ns
+
+    def absorb(self, model: str, version: int, count: int, seconds: Histogram, spent: Timings, last_ms: int) -> None:
+        """Add `count` successes that were counted elsewhere, with their latencies and where their time went."""
+        with self._lock:
+            counts = self.of(model, version)
+            counts.success += count
+            counts.success_ns += round(seconds.total * 1e9)
+            counts.last_inference_ms = max(counts.last_inference_ms, last_ms)
+            counts.outcomes["ok"] = counts.outcomes.get("ok", 0) + count
+            counts.seconds.absorb(seconds.counts, seconds.total)
+            counts.spent.add(spent)
+
+    def by_version(self) -> list[tuple[str, int, ModelCounts]]:
+        """(model, version, counts) of each version that was requested."""
+        with self._lock:
+            return [(model, number, of) for model, versions in self._counts.items() for number, of in versions.items()]
+
+    def of(self, model: str, version: int) -> ModelCounts:
+        """Counts of an existing version; made at its first request."""
+        with self._lock:
+            versions = self._counts.setdefault(model, {})
+            counts = versions.get(version)
+            if counts is None:
+                while len(versions) >= self.KEPT_VERSIONS:
+                    del versions[min(versions, key=lambda number: versions[number].last_inference_ms)]
+                counts = versions[version] = ModelCounts()
+            return counts
+
+
+class RequestTimes:
+    """`tierstore_request_seconds`: a histogram for each protocol and outcome. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.histograms: dict[tuple[str, str], Histogram] = {}  # changed under _lock
+
+    def add(self, protocol: str, outcome: str, seconds: float) -> None:
+        with self._lock:
+            histogram = self.histograms.get((protocol, outcome))
+            if histogram is None:
+                histogram = self.histograms[(protocol, outcome)] = Histogram(REQUEST_BOUNDS_S)
+            histogram.add(seconds)
+
+    def absorb(self, protocol: str, outcome: str, more: Histogram) -> None:
+        """Add requests that were counted elsewhere."""
+        with self._lock:
+            histogram = self.histograms.setdefault((protocol, outcome), Histogram(REQUEST_BOUNDS_S))
+            histogram.absorb(more.counts, more.total)
+
+    def of_data_plane(self) -> dict[str, list[float] | list[int] | int]:
+        """Requests of the data plane's protocols: upper bounds in seconds, requests in each bucket, and failures.
+
+        Failures are by the service's fault, or for lack of room or time.
+        """
+        found = [item for item in list(self.histograms.items()) if item[0][0] not in _NOT_DATA_PLANE]
+        counts = [sum(column) for column in zip(*(histogram.counts for _, histogram in found), strict=True)]
+        failed = sum(sum(histogram.counts) for (_, outcome), histogram in found if outcome in _FAILED)
+        return {
+            "bounds": list(REQUEST_BOUNDS_S),
+            "counts": counts or [0] * (len(REQUEST_BOUNDS_S) + 1),
+            "failed": failed,
+        }
+
+    @property
+    def requests(self) -> int:
+        """Requests answered, of whatever protocol and outcome."""
+        return sum(sum(histogram.counts) for histogram in list(self.histograms.values()))
+
+
+class Freshness(Observer):
+    """`tierstore_delta_freshness_seconds`: event time to visible, a histogram for each model. One writer at a time for a model."""
+
+    def __init__(self) -> None:
+        self.histograms: dict[str, Histogram] = {}
+
+    def delta_visible(self, model: str, seq: int, rows: int, freshness_s: float) -> None:
+        # the engine publishes a model's deltas one after the other; `setdefault` is atomic between models
+        self.histograms.setdefault(model, Histogram(FRESHNESS_BOUNDS_S)).add(freshness_s)

@@ -1,1 +1,0 @@
-"""TensorFlow Serving's words, over any transport: signatures, requests, answers, model status."""

@@ -1,0 +1,1 @@
+"""TensorFlow Serving, over any transport: signatures, requests, responses, model status."""

@@ -1,0 +1,131 @@
+"""TLS: the certificate and the key of a service, read again when their files change, and the names in certificates of clients.
+
+A connection has the certificate that was there when it began. Files that make no sense, or do not fit each other, change
+nothing: those read before go on, and `problem` says why. `Tls` is replaced on one thread, the event loop's; any thread may
+read `current`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierstore.config import Settings
+from tierstore.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """One state of the files: ready for HTTP as `context`, and as their bytes (PEM) for gRPC."""
+
+    context: ssl.SSLContext
+    certificate: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+class Tls:
+    """The files that the settings name."""
+
+    def __init__(self, settings: Settings) -> None:
+        """ConfigError for files that cannot be used: a service must not start without what it was told to have."""
+        assert settings.tls_cert is not None
+        assert settings.tls_key is not None
+        self._certificate, self._key, self._client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+        self.problem: str | None = None  # why the files could not be read again; those read before go on
+        self._stamp = self._stamp_now()
+        self.current = self._read()
+
+    def refresh(self) -> None:
+        """Read the files again if they have changed."""
+        stamp = self._stamp_now()
+        if stamp == self._stamp:
+            return
+        try:
+            current = self._read()
+        except ConfigError as error:
+            if str(error) != self.problem:
+                logger.error("certificates are not read again, those read before go on: %s", error)
+            self.problem = str(error)
+        else:
+            self.current, self.problem = current, None
+            logger.info("new connections get the certificate that is in %s now", self._certificate)
+        self._stamp = stamp  # of before they were read: a change meanwhile is seen the next time
+
+    def _files(self) -> list[Path]:
+        return [file for file in (self._certificate, self._key, self._client_ca) if file is not None]
+
+    def _stamp_now(self) -> list[tuple[int, ...] | None]:
+        return [_stamp(file) for file in self._files()]
+
+    def _read(self) -> Credentials:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        certificate, key = _bytes_of("tls_cert", self._certificate), _bytes_of("tls_key", self._key)
+        try:
+            context.load_cert_chain(self._certificate, self._key, password=_refuse_password)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"tls_cert {self._certificate} and tls_key {self._key}: expected a certificate and its key, in PEM: {error}"
+            ) from error
+        client_ca = None
+        if self._client_ca is not None:
+            client_ca = _bytes_of("tls_client_ca", self._client_ca)
+            try:
+                context.load_verify_locations(cadata=client_ca.decode("ascii"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"tls_client_ca {self._client_ca}: expected certificates in PEM: {error}") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return Credentials(context, certificate, key, client_ca)
+
+
+def tls_of(settings: Settings) -> Tls | None:
+    """TLS as the settings have it; None where they have none. ConfigError for settings that do not go together."""
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise ConfigError("expected tls_cert and tls_key together, got one of them")
+    if settings.tls_cert is None:
+        if settings.tls_client_ca is not None:
+            raise ConfigError("tls_client_ca needs tls_cert and tls_key: without TLS no client shows a certificate")
+        return None
+    return Tls(settings)
+
+
+def names_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The names of a client's certificate, in the form of `ssl.SSLSocket.getpeercert`: URIs, DNS names, the common name."""
+    if not certificate:
+        return ()
+    others = certificate.get("subjectAltName", ())
+    common = (value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName")
+    return (
+        *(name for kind, name in others if kind == "URI"),
+        *(name for kind, name in others if kind == "DNS"),
+        *common,
+    )
+
+
+def _bytes_of(setting: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {file}: {error.strerror or error}") from error
+
+
+def _stamp(file: Path) -> tuple[int, ...] | None:
+    """What tells one file from the next; None where there is none to be seen."""
+    try:
+        stat = os.stat(file)
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _refuse_password() -> str:
+    raise ValueError("the key is encrypted; expected one without a password")

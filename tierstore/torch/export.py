@@ -1,0 +1,250 @@
+"""Snapshots of a module: its embeddings as tables, its remainder as the dense part. Use it from the thread that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
+from tierstore.formats.normalize import guessed_key_type
+from tierstore.formats.snapshot.writer import SnapshotWriter
+from tierstore.torch.tables import BATCH_ROWS, checked_keys, tables_of
+from tierstore.torch.touched import TouchedRows
+
+_TOLERANCE = 1e-3  # between scores of the module and of ONNX Runtime, relative and absolute
+
+
+def write_snapshot(
+    directory: str | Path,
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    model: str,
+    version: int,
+    delta_seq: int = 0,
+    keys: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    default: str = "zeros",
+    ttl_s: Mapping[str, int | str] | None = None,
+    dense: bool = True,
+    touched: TouchedRows | None = None,
+) -> None:
+    """Write a snapshot of a module: its embeddings as tables, in parts and never copied as a whole, and its dense part.
+
+    Args:
+        inputs: an example of `forward`'s arguments by name, tensors of two items or more. It shows which arguments are
+            features, and is recorded as a request that must succeed before the version serves.
+        keys: by table, the key of each row in order: integers or strings; default the row's number.
+        dtype, default: of all tables, as for `SnapshotWriter.table`.
+        ttl_s: by table, after which time its rows expire that neither a snapshot nor a delta has written: seconds, or `30d`.
+        dense: False to write the tables only.
+        touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
+
+    Raises SnapshotError and InvalidInput, before anything is written where possible.
+    """
+    tables = tables_of(module)
+    features = _features(module, inputs, tables)
+    named = checked_keys(keys, tables)
+    ttls = dict(ttl_s or {})
+    if not set(ttls) <= set(tables):
+        unknown = next(name for name in ttls if name not in tables)
+        raise InvalidInput(f"ttl_s: {unknown!r} is no table of the module; its tables are {', '.join(tables)}")
+    graph = export_dense(module, inputs) if dense else None
+    with SnapshotWriter(directory, model=model, version=version, delta_seq=delta_seq) as snapshot:
+        for name, table in tables.items():
+            weight = table.weight.detach()
+            kind = "int64" if name not in named else guessed_key_type(named[name])
+            out = snapshot.table(
+                name, dim=weight.shape[1], dtype=dtype, key=kind, default=default, ttl_s=ttls.get(name)
+            )
+            for begin in range(0, len(weight), BATCH_ROWS):
+                part = slice(begin, min(begin + BATCH_ROWS, len(weight)))
+                out.write(named[name][part] if name in named else np.arange(part.start, part.stop), weight[part])
+        for feature in features.values():
+            padding = feature.padding
+            if padding is not None and feature.table in named:
+                padding = named[feature.table][padding]
+                padding = padding.item() if isinstance(padding, np.generic) else padding
+            snapshot.feature(feature.name, table=feature.table, combiner=feature.combiner, padding_key=padding)
+        if graph is not None:
+            snapshot.dense(graph)
+            snapshot.request(_request(features, inputs, named))
+    if touched is not None:
+        touched.clear()
+
+
+def export_dense(module: nn.Module, inputs: Mapping[str, Any], path: str | Path | None = None) -> bytes:
+    """The part of a module that is not in tables, as ONNX: its inputs are the rows of features and the other arguments.
+
+    inputs: an example, as for `write_snapshot`; the first dimension of each is the batch. path: also write the model there.
+    SnapshotError if its scores differ from the module's; MissingExtra without `onnxscript` or ONNX Runtime.
+    """
+    tables = tables_of(module)
+    features = _features(module, inputs, tables)
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            expected = module(**inputs)
+        dense = _Dense(module, tables, features, inputs).eval()
+        example = {name: features[name].rows if name in features else inputs[name] for name in dense.names}
+        content = _exported(dense, example)
+        _check(content, example, expected)
+    finally:
+        module.train(was_training)
+    if path is not None:
+        Path(path).write_bytes(content)
+    return content
+
+
+@dataclass(slots=True)
+class _Feature:
+    """An argument of `forward` that goes into a table; `rows` is the table's output for the example."""
+
+    name: str
+    table: str
+    combiner: str | None
+    padding: int | None
+    rows: Any
+    parts: tuple[str, ...]  # the arguments with offsets and weights of its bags
+
+
+def _features(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, _Feature]:
+    """The features by argument, found by running the module on the example."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    found: dict[str, _Feature] = {}
+
+    def argument_of(value: Any) -> str | None:
+        same = (name for name, one in tensors.items() if isinstance(value, torch.Tensor) and value is one)
+        return next(same, None)
+
+    def note(name: str) -> Any:
+        def hook(table: Any, arguments: tuple[Any, ...], options: dict[str, Any], rows: Any) -> None:
+            argument = argument_of(arguments[0] if arguments else options["input"])
+            if argument is None:
+                raise InvalidInput(
+                    f"table {name!r} is looked up with a value that is no argument of forward: expected one of "
+                    f"{', '.join(tensors)}, unchanged"
+                )
+            others = (argument_of(value) for value in (*arguments[1:], *options.values()))
+            combiner = None
+            if isinstance(table, nn.EmbeddingBag):
+                combiner = table.mode
+                if combiner not in ("sum", "mean"):
+                    raise InvalidInput(f"table {name!r}: mode {combiner!r} is not served: expected sum or mean")
+            parts = tuple(one for one in others if one is not None and one != argument)
+            found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts)
+
+        return hook
+
+    hooks = [table.register_forward_hook(note(name), with_kwargs=True) for name, table in tables.items()]
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            module(**inputs)
+    finally:
+        module.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _request(features: Mapping[str, _Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The example as a request to the served model."""
+    arrays = {name: value.numpy(force=True) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    request: dict[str, Any] = dict(arrays)
+    for name, feature in features.items():
+        for part in feature.parts:
+            del request[part]
+        if feature.table in keys:
+            request[name] = keys[feature.table][arrays[name]]
+        if feature.parts:
+            request[name] = (request[name], *(arrays[part] for part in feature.parts))
+    return request
+
+
+class _Rows(nn.Module):  # type: ignore[misc]
+    """Replaces a table: its input are rows already."""
+
+    def forward(self, rows: Any, *_: Any, **__: Any) -> Any:
+        return rows
+
+
+class _Dense(nn.Module):  # type: ignore[misc]
+    """The module, called with rows for features, and with None for offsets and weights."""
+
+    def __init__(
+        self, module: nn.Module, tables: Mapping[str, Any], features: Mapping[str, _Feature], inputs: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self._tables = list(tables.values())  # in a list, so that they are no submodules of this one
+        self._unused = {part: None for feature in features.values() for part in feature.parts}
+        self.names = [name for name in inputs if name not in self._unused]
+        self.inner = module
+
+    def forward(self, *values: Any) -> Any:
+        return self.inner(**dict(zip(self.names, values, strict=True)), **self._unused)
+
+    @contextmanager
+    def without_tables(self) -> Iterator[None]:
+        replaced = [
+            (parent, name, part)
+            for parent in self.inner.modules()
+            for name, part in parent.named_children()
+            if any(part is table for table in self._tables)
+        ]
+        for parent, name, _ in replaced:
+            setattr(parent, name, _Rows())
+        try:
+            yield
+        finally:
+            for parent, name, part in replaced:
+                setattr(parent, name, part)
+
+
+def _exported(dense: _Dense, example: Mapping[str, Any]) -> bytes:
+    try:
+        import onnxscript  # noqa: F401 - needed by PyTorch's exporter, whose own error is long
+    except ImportError as error:
+        raise MissingExtra("PyTorch exports ONNX with the package onnxscript: pip install onnxscript") from error
+    batch = torch.export.Dim("batch", min=1)
+    if any(value.ndim == 0 or len(value) < 2 for value in example.values()):
+        raise InvalidInput("expected an example of two items or more; the first dimension of each input is the batch")
+    with dense.without_tables(), torch.no_grad():
+        program = torch.onnx.export(
+            dense,
+            tuple(example.values()),
+            input_names=list(example),
+            dynamic_shapes=(tuple({0: batch} for _ in example),),
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    return bytes(program.model_proto.SerializeToString())
+
+
+def _check(content: bytes, example: Mapping[str, Any], expected: Any) -> None:
+    """SnapshotError unless ONNX Runtime gives the scores of the module."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtra("scores are checked with ONNX Runtime: install tierstore[dense]") from error
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    names = {port.name for port in session.get_inputs()}
+    outputs = session.run(None, {name: value.numpy(force=True) for name, value in example.items() if name in names})
+    expected = list(expected.values()) if isinstance(expected, dict) else expected
+    expected = expected if isinstance(expected, (list, tuple)) else [expected]
+    for i, (wanted, got) in enumerate(zip(expected, outputs, strict=True)):
+        if not np.allclose(wanted.numpy(force=True), got, rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise SnapshotError(
+                f"expected the module's scores from the exported model; its output {i} differs by "
+                f"{np.abs(wanted.numpy(force=True) - got).max():g}"
+            )

@@ -1,0 +1,188 @@
+"""Deltas of a module: the rows of its embeddings that training has changed. Use it from the thread that trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from tierstore.errors import InvalidInput
+from tierstore.formats.delta.writer import DeltaWriter
+from tierstore.formats.times import Moment
+from tierstore.torch.tables import BATCH_ROWS, checked_keys, tables_of
+
+
+class Behind(NamedTuple):
+    """How far what was written of a table is behind the module: rows that differ, and the largest change of one (L2 norm)."""
+
+    rows: int
+    largest: float
+
+
+class TouchedRows:
+    """The rows of a module's embeddings that the next delta holds.
+
+    Those are the rows that training has looked up since the last delta, by a flag per row on their device. A row counts
+    when it is looked up while the module trains, whether its gradients are sparse or dense. An optimizer that changes rows
+    without a gradient (Adam over dense gradients, weight decay) changes others too: write a snapshot now and then, train
+    embeddings with SparseAdam, Adagrad or SGD, or set `hold_back`.
+
+    With `hold_back` they are the rows that differ from what was last written of them by more than that (L2 norm). A smaller
+    change waits, and adds up with later ones: after a delta no row is further behind than `hold_back`. It costs a copy of
+    the table, on its device, and reading the whole table for each delta.
+
+    Args:
+        keys: by table, the key of each row in order; default the row's number.
+        hold_back: for all tables, or by table; 0 sends every row that differs at all. What counts as written are the
+            values at construction, until a delta is written or `clear` is called.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        keys: Mapping[str, Any] | None = None,
+        hold_back: float | Mapping[str, float] | None = None,
+    ) -> None:
+        self.tables = tables_of(module)
+        self._keys = checked_keys(keys, self.tables)
+        self._hold_back = _checked_norms(hold_back, self.tables)
+        self._written = {name: self.tables[name].weight.detach().clone() for name in self._hold_back}
+        self._marks: dict[str, torch.Tensor] = {}
+        self._hooks = [
+            table.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            for name, table in self.tables.items()
+            if name not in self._hold_back
+        ]
+
+    def _hook(self, name: str) -> Any:
+        def mark(table: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if table.training and torch.is_grad_enabled():
+                rows = arguments[0] if arguments else options["input"]
+                self._mark_of(name, table)[rows.detach().reshape(-1)] = True
+
+        return mark
+
+    def _mark_of(self, name: str, table: nn.Module) -> torch.Tensor:
+        mark = self._marks.get(name)
+        weight = table.weight
+        if mark is None or mark.device != weight.device or len(mark) != len(weight):
+            mark = self._marks[name] = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+        return mark
+
+    def rows(self, table: str, *, flush: bool = False) -> Any:
+        """Numbers of the rows that the next delta holds, int64, ascending. flush: also of those that are held back."""
+        if table not in self._hold_back:
+            chosen = self._marks.get(table)
+            return np.empty(0, np.int64) if chosen is None else _numbers(chosen)
+        norm = 0.0 if flush else self._hold_back[table]
+        parts = [np.empty(0, np.int64)]
+        for first, now, before in self._pieces(table):
+            # Exact where nothing is held back: the norm of a tiny change may be 0. NaN counts as changed.
+            changed = ~(_norms(now, before) <= norm) if norm else (now != before).any(dim=1)
+            parts.append(first + _numbers(changed))
+        return np.concatenate(parts)
+
+    def behind(self, table: str) -> Behind:
+        """How far what was written is behind the module; after a delta `largest` is at most `hold_back`.
+
+        Zeros for a table without `hold_back`.
+        """
+        rows, largest = 0, 0.0
+        for _, now, before in self._pieces(table) if table in self._hold_back else ():
+            rows += int((now != before).any(dim=1).sum())
+            largest = max(largest, float(_norms(now, before).max()))
+        return Behind(rows, largest)
+
+    def _pieces(self, table: str) -> Any:
+        """(number of the first row, rows as they are now, the same rows as they were written), part by part."""
+        weight, written = self.tables[table].weight.detach(), self._written[table]
+        if weight.shape != written.shape:
+            raise InvalidInput(
+                f"table {table!r}: expected the shape {list(written.shape)}, as when it was first seen, got "
+                f"{list(weight.shape)}; make a new TouchedRows, and write a snapshot"
+            )
+        written = self._written[table] = written.to(weight.device)
+        for first in range(0, len(weight), BATCH_ROWS):
+            yield first, weight[first : first + BATCH_ROWS], written[first : first + BATCH_ROWS]
+
+    def keys(self, table: str, rows: Any) -> Any:
+        """The keys of rows."""
+        return rows if table not in self._keys else self._keys[table][rows]
+
+    def mark_written(self, table: str, rows: Any) -> None:
+        """These rows (int64[n]) were written as they are now. `write_delta` calls this after the delta is written."""
+        weight = self.tables[table].weight.detach()
+        index = torch.as_tensor(rows, device=weight.device)
+        if table in self._hold_back:
+            self._written[table].index_copy_(0, index, weight[index].to(self._written[table].dtype))
+        elif table in self._marks:
+            self._marks[table][index] = False
+
+    def clear(self) -> None:
+        """All rows were written as they are now. `write_snapshot` calls this where it is told of `touched`."""
+        for mark in self._marks.values():
+            mark.zero_()
+        for name, written in self._written.items():
+            written.copy_(self.tables[name].weight.detach())
+
+    def close(self) -> None:
+        """Remove the hooks from the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def write_delta(
+    path: str | Path,
+    touched: TouchedRows,
+    *,
+    model: str,
+    seq: int,
+    event_time: Moment | None = None,
+    base_version: int | None = None,
+    dense: str | Path | bytes | None = None,
+    flush: bool = False,
+) -> int:
+    """Write the current vectors of the touched rows as a delta, and mark them as written. Returns their number.
+
+    The arguments are those of `DeltaWriter`. dense: a new dense part, as `export_dense` returns it. flush: also the rows
+    that are held back.
+    """
+    rows = {name: touched.rows(name, flush=flush) for name in touched.tables}
+    with DeltaWriter(path, model=model, seq=seq, event_time=event_time, base_version=base_version) as delta:
+        for name, table in touched.tables.items():
+            weight = table.weight.detach()
+            for begin in range(0, len(rows[name]), BATCH_ROWS):
+                part = rows[name][begin : begin + BATCH_ROWS]
+                delta.upsert(name, touched.keys(name, part), weight[torch.as_tensor(part, device=weight.device)])
+        if dense is not None:
+            delta.dense(dense)
+    for name, numbers in rows.items():
+        touched.mark_written(name, numbers)
+    return sum(map(len, rows.values()))
+
+
+def _numbers(chosen: torch.Tensor) -> Any:
+    return chosen.nonzero().reshape(-1).cpu().numpy()
+
+
+def _norms(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The L2 norm of each row's change, float32[n]."""
+    return torch.linalg.vector_norm(now.float() - before.float(), dim=1)
+
+
+def _checked_norms(hold_back: float | Mapping[str, float] | None, tables: Mapping[str, Any]) -> dict[str, float]:
+    if hold_back is None:
+        return {}
+    norms = dict(hold_back) if isinstance(hold_back, Mapping) else dict.fromkeys(tables, hold_back)
+    for name, norm in norms.items():
+        if name not in tables:
+            raise InvalidInput(f"hold_back: expected tables among {', '.join(tables)}, got {name!r}")
+        if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 <= norm < math.inf:
+            raise InvalidInput(f"hold_back of table {name!r}: expected a finite number, at least 0, got {norm!r}")
+    return {name: float(norm) for name, norm in norms.items()}
