@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,12 +18,9 @@ LONG = ("test_benchmarks", "test_crash", "test_story", "test_faults", "test_swit
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile all kernels before the processes are started.
-
-    numba's cache on disk is no place for two that compile at once: one may read the other's index beside old code.
-    """
-    if getattr(config.option, "numprocesses", None):
-        ahead.prepare()
+    """Compile all kernels before the tests, in several processes: else each test process would compile those that it calls."""
+    if not hasattr(config, "workerinput"):  # of pytest-xdist: one of its processes
+        ahead.compile_all(len(os.sched_getaffinity(0)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,6 +20,8 @@ from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.types import StorageDtype
 
+pytestmark = pytest.mark.timeout(900)  # one run of all benchmarks, however tiny, stands before the first test
+
 ROOT = Path(__file__).parents[1]
 TINY = [benchmark.name for benchmark in suite.discover() if benchmark.arguments("tiny") is not None]
 TIMED = {"contender", "workload", "rows", "dim", "dtype", "batch", "threads", "keys_per_s", "p50_us", "p99_us", "ratio"}
@@ -120,6 +122,12 @@ def test_a_document_of_an_unknown_shape_is_shown_too() -> None:
     assert "| seen.a | 1.50 |" in text
     assert "| p | q.r |" in text
     assert "| 7 | yes |" in text
+
+
+def test_a_figure_with_a_mark_can_be_written_whatever_measured_it(tmp_path: Path) -> None:
+    figure = report.headline("x", "y", np.float64(1.5), at_most=2)
+    report.write(tmp_path / "report.json", {"headlines": [figure]})
+    assert json.loads((tmp_path / "report.json").read_text())["headlines"][0]["met"] is True
 
 
 def test_what_all_rows_share_stands_above_the_table() -> None:

@@ -68,15 +68,20 @@ def test_an_empty_variable_counts_as_not_given(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_unknown_name_is_refused_by_name_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting in the arguments: host_budgte"):
+    with pytest.raises(
+        ConfigError, match=r"unknown setting in the arguments: host_budgte \(did you mean host_budget\?\);"
+    ):
         load_settings(host_budgte="4GiB")
     monkeypatch.setenv("TIERSTORE_HOST_BUDGTE", "4GiB")
-    with pytest.raises(ConfigError, match=r"unknown setting in the environment: TIERSTORE_HOST_BUDGTE"):
+    with pytest.raises(ConfigError, match=r"TIERSTORE_HOST_BUDGTE \(did you mean TIERSTORE_HOST_BUDGET\?\);"):
         load_settings()
     monkeypatch.delenv("TIERSTORE_HOST_BUDGTE")
     (tmp_path / "tierstore.toml").write_text("host_budgte = 1\n")
     with pytest.raises(ConfigError, match=r"unknown setting in tierstore\.toml: host_budgte"):
         load_settings()
+    (tmp_path / "tierstore.toml").unlink()
+    with pytest.raises(ConfigError, match=r"arguments: colour;"):
+        load_settings(colour=1)
 
 
 def test_what_the_command_line_reads_for_itself_is_not_an_unknown_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +154,8 @@ def test_source_roots_are_split_like_a_search_path(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TIERSTORE_SOURCE_ROOT", os.pathsep.join(["/a", "/b c"]))
     assert load_settings().source_root == [Path("/a"), Path("/b c")]
     assert load_settings(source_root=["/d"]).source_root == [Path("/d")]
+    monkeypatch.setenv("TIERSTORE_SOURCE_ROOT", "s3://b/x:/a:gs://c")
+    assert load_settings().source_root == ["s3://b/x", Path("/a"), "gs://c"]
 
 
 def test_settings_do_not_change_once_made() -> None:
@@ -198,7 +205,7 @@ def test_kubernetes_service_links_set_nothing(variables: dict[str, str], monkeyp
 
 @pytest.mark.parametrize("given", ["4 gigs", "4GiBB", "much", ""])
 def test_a_size_that_is_none_says_what_one_looks_like(given: str) -> None:
-    with pytest.raises(ConfigError, match=f"host_budget: expected a size such as 512MiB, 4GiB, .*, came '{given}'"):
+    with pytest.raises(ConfigError, match=f"host_budget: expected a size such as 512MiB, 4GiB, .*, got '{given}'"):
         load_settings(host_budget=given)
 
 

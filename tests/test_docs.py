@@ -123,6 +123,7 @@ def names() -> dict[str, Any]:
         "hours": np.full((n, 1), 0.5, np.float32),
         "batches": [(ITEMS[:2500], vectors(ITEMS[:2500])), (ITEMS[2500:], vectors(ITEMS[2500:]))],
         "vectors": vectors(keys),
+        "times": np.full(n, 1_795_140_000),
         "changed_keys": keys[:2],
         "changed_vectors": vectors(keys[:2]),
         "retired_keys": [7],
@@ -289,8 +290,6 @@ def test_readme_commands(scene: Path, url: str) -> None:
     for line in ran:
         if line.startswith("tierstore canary"):
             command(f"tierstore load snapshots/ctr/{LATEST} --no-activate --url {url}")
-        if line.startswith("tierstore rollback"):
-            command(f"tierstore withdraw ctr --url {url}")
         command(line.replace(SERVICE, url))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -23,6 +24,24 @@ NEEDS = {
 
 def test_every_example_is_run() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == NEEDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "commands", "lines"),
+    [
+        ("parquet_to_served", 2, None),
+        ("hps_to_served", 2, None),
+        ("pytorch_with_deltas", 0, 15),
+        ("lightgbm_with_embeddings", 0, 15),
+    ],
+)
+def test_an_example_is_as_short_as_was_promised(name: str, commands: int, lines: int | None) -> None:
+    """By the number of commands, or by the lines of `main`, from the model to what is served."""
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert text.count("[*command, ") == commands
+    (main,) = (one for one in ast.parse(text).body if isinstance(one, ast.FunctionDef) and one.name == "main")
+    body = text.splitlines()[main.body[0].lineno - 1 : main.end_lineno]
+    assert lines is None or len([line for line in body if line.strip()]) <= lines
 
 
 @pytest.mark.parametrize("name", NEEDS)

@@ -17,8 +17,8 @@ from torch import nn
 
 import tierstore
 from tierstore.errors import InvalidInput, SnapshotError
-from tierstore.formats.delta import read_delta
-from tierstore.formats.snapshot import open_snapshot
+from tierstore.formats.delta.reader import read_delta
+from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.torch import TouchedRows, export_dense, write_delta, write_snapshot
 
 USERS, ITEMS = 50, 80
@@ -50,23 +50,23 @@ def inputs(n: int = 4, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def scored(net: Any, given: dict[str, Any]) -> Any:
+def scored(net: Any, values: dict[str, Any]) -> Any:
     net.eval()
     with torch.no_grad():
-        scores = net(**given).numpy()
+        scores = net(**values).numpy()
     net.train()
     return scores
 
 
-def request(given: dict[str, Any]) -> dict[str, Any]:
-    arrays = {name: value.numpy() for name, value in given.items()}
+def request(values: dict[str, Any]) -> dict[str, Any]:
+    arrays = {name: value.numpy() for name, value in values.items()}
     arrays["clicked"] = (arrays["clicked"], arrays.pop("clicked_at"))
     return arrays
 
 
-def train(net: Any, optimizer: Any, given: dict[str, Any]) -> None:
+def train(net: Any, optimizer: Any, values: dict[str, Any]) -> None:
     optimizer.zero_grad()
-    (net(**given) - 0.25).square().sum().backward()
+    (net(**values) - 0.25).square().sum().backward()
     optimizer.step()
 
 
@@ -91,11 +91,11 @@ def test_scores_are_the_modules_after_a_snapshot_and_after_each_delta(
         "clicked": ("clicked", "mean", None),
     }
     assert [(t.name, t.dim, t.rows) for t in manifest.tables] == [("user_rows", 4, USERS), ("item", 8, ITEMS), ("clicked", 8, ITEMS)]  # fmt: skip
-    asked = inputs(7, seed=9)
+    requested = inputs(7, seed=9)
     with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
         store.load_snapshot(tmp_path / "s")
         ctr = store.model("ctr")
-        np.testing.assert_allclose(ctr.predict(request(asked)), scored(net, asked), atol=1e-5)
+        np.testing.assert_allclose(ctr.predict(request(requested)), scored(net, requested), atol=1e-5)
         for seq in (1, 2):
             train(net, by, inputs(seed=10 + seq))
             path = tmp_path / f"{seq}.arrow"
@@ -103,7 +103,7 @@ def test_scores_are_the_modules_after_a_snapshot_and_after_each_delta(
             used = inputs(seed=10 + seq)
             assert rows == sum(len(set(used[name].tolist())) for name in ("user_id", "item_id", "clicked"))
             store.apply_delta(path)
-            np.testing.assert_allclose(ctr.predict(request(asked)), scored(net, asked), atol=1e-5)
+            np.testing.assert_allclose(ctr.predict(request(requested)), scored(net, requested), atol=1e-5)
         every = ctr.lookup("user_id", np.arange(USERS))
         assert np.array_equal(every, net.user["rows"].weight.detach().numpy()), "no row was left behind"
 
@@ -172,9 +172,9 @@ class ByTheIds(Net):
 @pytest.mark.parametrize(
     ("module", "error", "reason"),
     [
-        (nn.Linear(2, 1), InvalidInput, "Linear holds no nn.Embedding and no nn.EmbeddingBag"),
-        (Hashed(), InvalidInput, "table 'user_rows' is looked up with something that is no argument of forward"),
-        (ByTheIds(), SnapshotError, "output 0 is not the module's: differs by"),
+        (nn.Linear(2, 1), InvalidInput, "Linear has no nn.Embedding and no nn.EmbeddingBag"),
+        (Hashed(), InvalidInput, "table 'user_rows' is looked up with a value that is no argument of forward"),
+        (ByTheIds(), SnapshotError, "expected the module's scores .*output 0 differs by"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_is_written(
@@ -187,8 +187,17 @@ def test_what_cannot_be_served_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("keys", "reason"),
-    [({"items": [1]}, "there is no table 'items'; there are user_rows, item, clicked"), ({"item": [1]}, "expected one a row, 80")],
+    [({"items": [1]}, "expected tables among user_rows, item, clicked, got 'items'"), ({"item": [1]}, "expected one per row, 80")],
 )  # fmt: skip
 def test_keys_that_do_not_fit(keys: Any, reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason):
         TouchedRows(Net(), keys=keys)
+
+
+def test_tables_of_a_module_may_expire(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "s", Net(), inputs(), model="ctr", version=1, ttl_s={"item": "30d"}, dense=False)
+    manifest = open_snapshot(tmp_path / "s").manifest
+    assert {table.name: table.ttl_s for table in manifest.tables}["item"] == 2_592_000
+    assert {table.ttl_s for table in manifest.tables if table.name != "item"} == {None}
+    with pytest.raises(InvalidInput, match="ttl_s: 'items' is no table of the module"):
+        write_snapshot(tmp_path / "t", Net(), inputs(), model="ctr", version=1, ttl_s={"items": "30d"}, dense=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 import subprocess
@@ -15,8 +14,7 @@ import pytest
 
 import tierstore
 from tierstore import errors
-from tierstore.client.face import Face
-from tierstore.client.remote import LookupOptions, RemoteModel
+from tierstore.client import AsyncClient, AsyncRemoteModel, Client, RemoteModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,7 +47,11 @@ with tierstore.Client("http://127.0.0.1:8000", timeout_s=1.0) as client:
     assert_type(client.lookup("ctr", "item", ["a"], return_found=True), tuple[Floats, Found])
     assert_type(client.model("ctr").lookup_many({"item": ["a"]}, return_found=True), dict[str, tuple[Floats, Found]])
     assert_type(client.predict("ctr", {"item": ["a"]}, outputs=["score"]), dict[str, npt.NDArray[Any]])
-    assert_type(client.ready(), bool)
+    flag = client.ready()
+    assert_type(flag, bool)
+    assert_type(client.lookup("ctr", "item", ["a"], return_found=flag), Floats | tuple[Floats, Found])
+    assert_type(client.lookup_bags("ctr", "item", ["a"], [0], weights=[1.0], combiner="sum", version=3), Floats)
+    client.lookup_bags("ctr", "item", ["a"], [0], weight=[1.0])  # E: misspelt
     assert_type(client.apply_delta(b""), tierstore.DeltaResult)
     try:
         client.lookup("ctr", "item", ["a"], timeout=1.0)  # E: misspelt
@@ -60,7 +62,8 @@ with tierstore.Client("http://127.0.0.1:8000", timeout_s=1.0) as client:
 async def main() -> None:
     async with tierstore.AsyncClient("http://127.0.0.1:8000") as client:
         assert_type(await client.lookup("ctr", "item", ["a"]), Floats)
-        rows, found = await client.model("ctr").lookup("item", ["a"], return_found=True)
+        assert_type(await client.model("ctr").lookup("item", ["a"], return_found=True), tuple[Floats, Found])
+        assert_type(await client.model("ctr").ready, bool)
         client.lookup("ctr", "item", ["a"]) + 1  # E: not awaited
 """
 
@@ -82,7 +85,7 @@ def mypy(where: Path, *words: str, more: str = "") -> list[str]:
     return (done.stdout + done.stderr).splitlines()
 
 
-def test_a_program_is_checked_and_not_left_alone(tmp_path: Path) -> None:
+def test_a_program_is_checked_as_it_should_be(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     lines = mypy(tmp_path, "program.py")
     wrong = {int(line.split(":")[1]) for line in lines if ": error: " in line}
@@ -94,58 +97,47 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "tierstore" / "py.typed").exists()
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '"tierstore" = ["py.typed"]' in project
-    assert '"tierstore.client" = ["*.pyi"]' in project
 
 
-# --- the stub of the clients says what the clients take
+# --- both clients have the same verbs
 
 
-def stubbed(name: str) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
-    tree = ast.parse((ROOT / "tierstore/client/signatures.pyi").read_text(encoding="utf-8"))
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    verbs: dict[str, list[Any]] = {}
-    for node in found.body:
-        assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        verbs.setdefault(node.name, []).append(node)
-    return verbs
+def parameters(kind: type, name: str) -> dict[str, tuple[Any, Any]]:
+    """Name → (default, annotation) of the parameters of a verb; none for a property."""
+    verb = getattr(kind, name)
+    found = {} if isinstance(verb, property) else inspect.signature(verb).parameters
+    return {one.name: (one.default, one.annotation) for one in found.values()}
 
 
-def public(kind: type) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
-    }
+def verbs(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(
-    ("stub", "kind"),
-    [("BlockingVerbs", Face), ("AwaitedVerbs", Face), ("BlockingModel", RemoteModel), ("AwaitedModel", RemoteModel)],
+    ("blocking", "awaited"), [(Client, AsyncClient), (RemoteModel, AsyncRemoteModel)], ids=["client", "model"]
 )
-def test_the_stub_has_every_verb_with_its_parameters(stub: str, kind: type) -> None:
-    verbs, real = stubbed(stub), public(kind)
-    assert verbs.keys() == real.keys() - {"figures"}
-    for name, overloads in verbs.items():
-        if isinstance(real[name], property):
-            continue
-        expected = inspect.signature(real[name]).parameters
-        for node in overloads:
-            arguments = [*node.args.args, *node.args.kwonlyargs, *([node.args.kwarg] if node.args.kwarg else [])]
-            assert [argument.arg for argument in arguments] == list(expected), name
-            defaults = dict(zip([a.arg for a in node.args.args[::-1]], node.args.defaults[::-1], strict=False))
-            defaults |= {
-                a.arg: d for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d is not None
-            }
-            for argument, default in defaults.items():
-                assert ast.literal_eval(default) == expected[argument].default, (name, argument)
+def test_both_clients_have_the_same_verbs_with_the_same_parameters(blocking: type, awaited: type) -> None:
+    assert verbs(blocking) == verbs(awaited)
+    for name in verbs(blocking):
+        assert parameters(blocking, name) == parameters(awaited, name), name
+        assert getattr(blocking, name).__doc__
+        assert getattr(awaited, name).__doc__
+
+
+@pytest.mark.parametrize("name", ["lookup", "lookup_bags", "lookup_many", "predict"])
+def test_a_verb_of_a_client_has_the_parameters_of_its_model_after_the_models_name(name: str) -> None:
+    expected = {"self": parameters(RemoteModel, name)["self"], "model": (inspect.Parameter.empty, "str")}
+    assert parameters(Client, name) == {**expected, **parameters(RemoteModel, name)}
+    assert list(parameters(Client, name))[:2] == ["self", "model"]
 
 
 def test_an_option_that_there_is_not_is_named_with_those_that_there_are() -> None:
     client = tierstore.Client("http://127.0.0.1:1")
     for call in (partial(client.lookup, "ctr"), client.model("ctr").lookup):
-        with pytest.raises(TypeError, match="unknown option timeout: look-ups take return_found, dtype, version, time"):
+        with pytest.raises(
+            TypeError, match="unknown option timeout: expected one of dtype, version, timeout_s, request_id"
+        ):
             call("item", [1], timeout=1.0)  # type: ignore[call-overload]
-    assert set(LookupOptions.__annotations__) == {"dtype", "version", "timeout_s", "request_id"}
 
 
 def test_every_error_is_exported() -> None:

@@ -1,4 +1,4 @@
-"""Both clients behind one face, and the scripted service."""
+"""Both clients with the same blocking verbs, and the scripted service."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tierstore.client import AsyncClient, Client
@@ -65,6 +66,12 @@ class _Model:
 
 
 Make = Callable[..., Any]
+
+
+def same(left: Any, right: Any) -> None:
+    """Both arrays are equal, and of one dtype."""
+    np.testing.assert_array_equal(left, right)
+    assert left.dtype == right.dtype
 
 
 @pytest.fixture(params=["sync", "async"])

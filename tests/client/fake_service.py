@@ -1,4 +1,4 @@
-"""A service of the Open Inference Protocol in a thread, which misbehaves when told to. Test code.
+"""A service of the Open Inference Protocol in a thread, which fails in scripted ways. Test code.
 
 It knows one model, `m`: features `f` (rows [key, key + 1]), `bag` (sums of bags of such rows) and `user`, and a dense part
 of two inputs more (`hour` FP32 [-1], `scale` FP32 [1]) whose output `score` is worked out from all of them. It answers on

@@ -1,10 +1,9 @@
-"""What both clients promise, over a service on real connections that can be made to fail."""
+"""What both clients promise about answers: whole or in parts, predictions, versions, documents."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from typing import Any
 
 import numpy as np
@@ -12,26 +11,17 @@ import pytest
 
 from tierstore.client import AsyncClient
 from tierstore.errors import (
-    Closed,
-    DeadlineExceeded,
     InvalidInput,
     NotFound,
     NotReady,
-    Overloaded,
     SnapshotError,
     TierstoreError,
-    Unreachable,
 )
 
-from .conftest import Make
+from .conftest import Make, same
 from .fake_service import Act, FakeService, rows, sums
 
 QUICK = {"backoff_s": 0.001}
-
-
-def same(left: Any, right: Any) -> None:
-    np.testing.assert_array_equal(left, right)
-    assert left.dtype == right.dtype
 
 
 # --- whole and in shards
@@ -75,11 +65,11 @@ def test_every_request_has_an_id_of_its_own_or_the_callers(make: Make, service: 
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (7, "expected a sequence of integer or string keys, came a single int"),
-        ("seven", "came a single str"),
-        ({7, 8}, "came a set, which has no order"),
-        ({7: 8}, "came a dict, which has no order"),
-        (None, "came NoneType"),
+        (7, "expected a sequence of integer or string keys, got a single int"),
+        ("seven", "got a single str"),
+        ({7, 8}, "got a set, which has no order"),
+        ({7: 8}, "got a dict, which has no order"),
+        (None, "got NoneType"),
     ],
 )
 def test_what_is_no_sequence_of_keys_is_refused_by_name(
@@ -171,7 +161,7 @@ def test_named_outputs_come_by_name_and_one_users_rows_come_once(make: Make, ser
     assert len(service.seen) == 3
 
 
-def test_an_output_without_the_batch_dimension_is_asked_for_in_one_request(make: Make, service: FakeService) -> None:
+def test_an_output_without_the_batch_dimension_is_requested_whole(make: Make, service: FakeService) -> None:
     inputs, expected = ranking(50)
     client = make(service.url, split_items=20)
     for requests in (4, 5):  # the second time it is known
@@ -210,7 +200,7 @@ def test_inputs_that_are_none_are_refused(make: Make, service: FakeService, inpu
 # --- versions
 
 
-def test_a_version_or_label_is_asked_for_by_path(make: Make, service: FakeService) -> None:
+def test_a_version_or_label_is_requested_by_path(make: Make, service: FakeService) -> None:
     client = make(service.url)
     client.lookup("m", "f", [1], version="canary")
     client.lookup_many("m", {"f": [1]}, version=1)
@@ -247,201 +237,11 @@ def test_a_model_that_switches_again_and_again_is_not_ready(make: Make, service:
         make(service.url, split_keys=20).lookup("m", "f", np.arange(40))
 
 
-# --- failures
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        Act(how="reset"),
-        Act(how="cut"),
-        Act(status=503, headers={"Retry-After": "0"}),
-        Act(status=429, headers={"Retry-After": "0"}),
-        Act(status=503),
-    ],
-)
-@pytest.mark.parametrize("split_keys", [None, 20])
-def test_what_failed_on_its_way_is_sent_again(
-    make: Make, service: FakeService, act: Act, split_keys: int | None
-) -> None:
-    service.script = [Act(), act, act]
-    client = make(service.url, split_keys=split_keys, **QUICK)
-    for _ in range(2):
-        same(client.lookup("m", "f", np.arange(40)), rows(np.arange(40)))
-    assert len(service.seen) == (2 if split_keys is None else 4) + 2
-
-
-@pytest.mark.parametrize(
-    ("act", "kind"), [(Act(how="reset"), Unreachable), (Act(status=503, headers={"Retry-After": "0"}), Overloaded)]
-)
-def test_it_is_sent_again_only_so_often(make: Make, service: FakeService, act: Act, kind: type[TierstoreError]) -> None:
-    service.script = [act] * 20
-    with pytest.raises(kind):
-        make(service.url, retries=2, **QUICK).lookup("m", "f", [1])
-    assert len(service.seen) == 3
-
-
-def test_a_wait_beyond_the_deadline_is_not_begun(make: Make, service: FakeService) -> None:
-    service.script = [Act(status=503, headers={"Retry-After": "7"})]
-    with pytest.raises(Overloaded) as refused:
-        make(service.url).lookup("m", "f", [1], timeout_s=5)
-    assert refused.value.retry_after_s == 7
-    assert len(service.seen) == 1
-
-
-def test_all_calls_together_repeat_only_so_much(make: Make, service: FakeService) -> None:
-    service.script = [Act(how="reset")] * 100
-    client = make(service.url, **QUICK)
-    for _ in range(10):
-        with pytest.raises(Unreachable):
-            client.lookup("m", "f", [1])
-    assert len(service.seen) == 10 + 10, "ten calls, and the ten repeats of the budget"
-    figures = client.figures()["repeats"]
-    assert figures["taken"] == 10
-    assert figures["refused"] > 0
-    assert figures["left"] < 1
-
-
-@pytest.mark.parametrize("status", [400, 404, 413, 500])
-def test_a_refusal_that_stands_is_not_asked_for_again(make: Make, service: FakeService, status: int) -> None:
-    service.script = [Act(status=status)]
-    with pytest.raises(TierstoreError, match=f"refused with {status}"):
-        make(service.url, **QUICK).lookup("m", "f", [1])
-    assert len(service.seen) == 1
-
-
-def test_a_deadline_ends_a_call_whatever_the_service_does(make: Make, service: FakeService) -> None:
-    service.script = [Act(how="hang")]
-    client = make(service.url)
-    with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
-        client.lookup("m", "f", [1], timeout_s=0.05)
-    assert client.figures()["connections"]["busy"] == 0
-    same(client.lookup("m", "f", [1]), rows(np.array([1])))
-    told = [seen.document["parameters"]["timeout"] for seen in service.seen]
-    assert told == [50_000, 30_000_000]
-    with pytest.raises(InvalidInput, match="timeout_s"):
-        client.lookup("m", "f", [1], timeout_s=0)
-
-
-def test_the_service_is_told_the_same_of_the_time_by_all_shards(make: Make, service: FakeService) -> None:
-    make(service.url, split_keys=10).lookup("m", "f", np.arange(40))
-    assert len({json.dumps(seen.document) for seen in service.seen}) == 1
-
-
-def test_a_slow_answer_is_asked_for_twice_and_the_first_one_taken(make: Make, service: FakeService) -> None:
-    service.script = [Act(how="wait")]
-    client = make(service.url, hedge_after_s=0.01)
-    same(client.lookup("m", "f", np.arange(40)), rows(np.arange(40)))
-    assert len(service.seen) == 2
-    assert client.figures()["connections"]["busy"] == 0
-    service.script = [Act(), Act(how="wait")]
-    client = make(service.url, hedge_after_s=0.01, split_keys=20)
-    same(client.lookup("m", "f", np.arange(40)), rows(np.arange(40)))
-    assert len({seen.headers["x-request-id"] for seen in service.seen[2:]}) == 1
-
-
-def test_without_hedging_nothing_is_asked_twice(make: Make, service: FakeService) -> None:
-    service.script = [Act(how="wait")]
-    threading.Timer(0.05, service.released.set).start()
-    same(make(service.url).lookup("m", "f", [1]), rows(np.array([1])))
-    assert len(service.seen) == 1
-
-
-@pytest.mark.parametrize("how", ["chunked", "until_close"])
-def test_other_framings_of_an_answer_are_read_too(make: Make, service: FakeService, how: str) -> None:
-    service.script = [Act(how=how)] * 2
-    client = make(service.url)
-    for _ in range(3):
-        same(client.lookup("m", "f", np.arange(40)), rows(np.arange(40)))
-
-
-def test_a_refused_lookup_of_a_model_that_does_not_serve_is_not_ready(make: Make, service: FakeService) -> None:
-    service.script = [Act(status=400)] * 2
-    client = make(service.url)
-    with pytest.raises(InvalidInput, match="refused"):
-        client.lookup("m", "f", [1])
-    service.ready = False
-    with pytest.raises(NotReady, match="refused"):
-        client.lookup("m", "f", [1])
-    assert not client.model("m").ready
-
-
-def test_no_service_is_unreachable(make: Make) -> None:
-    client = make("http://127.0.0.1:1", **QUICK)
-    for attempt in (client.ready, client.status, lambda: client.lookup("m", "f", [1])):
-        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1"):
-            attempt()
-
-
-# --- connections
-
-
-def test_connections_are_kept_and_bounded(make: Make, service: FakeService) -> None:
-    client = make(service.url, split_keys=10, parallel=8, max_connections=2)
-    for _ in range(3):
-        same(client.lookup("m", "f", np.arange(95)), rows(np.arange(95)))
-    assert service.connections <= 2
-    figures = client.figures()["connections"]
-    assert figures["busy"] == 0
-    assert 1 <= figures["idle"] <= figures["limit"] == 2
-
-
-def test_many_calls_share_few_connections(make: Make, service: FakeService) -> None:
-    client = make(service.url, split_keys=10, max_connections=2)
-    keys = np.arange(35)
-    if make.kind == "async":  # type: ignore[attr-defined]
-        answers = client.together([lambda c: c.lookup("m", "f", keys)] * 20)
-    else:
-        answers = [None] * 20
-
-        def ask(number: int) -> None:
-            answers[number] = client.lookup("m", "f", keys)
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for answer in answers:
-        same(answer, rows(keys))
-    assert service.connections <= 2
-    assert client.figures()["connections"]["busy"] == 0
-
-
-def test_who_waits_for_a_connection_keeps_to_the_deadline(make: Make, service: FakeService) -> None:
-    service.script = [Act(how="hang")] * 3
-    client = make(service.url, split_keys=10, max_connections=1)
-    with pytest.raises(DeadlineExceeded):
-        client.lookup("m", "f", np.arange(35), timeout_s=0.05)
-    assert client.figures()["connections"]["busy"] == 0
-
-
-def test_a_connection_that_the_service_closed_costs_no_repeat(make: Make, service: FakeService) -> None:
-    client = make(service.url, retries=0)
-    service.script = [Act(), Act(how="reset")]
-    client.lookup("m", "f", [1])
-    same(client.lookup("m", "f", [1]), rows(np.array([1])))
-    assert client.figures()["repeats"]["taken"] == 0
-
-
-def test_a_closed_client_says_so(make: Make, service: FakeService) -> None:
-    client = make(service.url)
-    client.lookup("m", "f", [1])
-    if make.kind == "async":  # type: ignore[attr-defined]
-        client.wait(client.client.close())
-        client.wait(client.client.close())
-    else:
-        client.close()
-        client.close()
-    with pytest.raises(Closed):
-        client.lookup("m", "f", [1])
-
-
 # --- documents
 
 
 def test_a_load_is_followed_to_its_end(make: Make, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.client.steps.POLL_S", (0.001, 0.001))
+    monkeypatch.setattr("tierstore.client.operations.POLL_S", (0.001, 0.001))
     documents = iter(
         [
             {"state": "running", "phase": "queued", "done": 0, "total": 0},
@@ -514,7 +314,7 @@ def test_a_url_that_is_none_is_refused(make: Make, url: str) -> None:
         make(url)
 
 
-def test_a_verb_that_is_cancelled_leaves_no_connection_behind(service: FakeService) -> None:
+def test_a_cancelled_verb_closes_its_connections(service: FakeService) -> None:
     service.script = [Act(how="hang")] * 3
 
     async def cancelled() -> None:

@@ -108,8 +108,8 @@ def test_what_is_not_http_is_said_to_be_malformed(raw: bytes) -> None:
         take(incoming, raw, 1 << 20)
 
 
-def test_bytes_that_nobody_asked_for_are_refused() -> None:
-    with pytest.raises(Malformed, match="not asked for"):
+def test_bytes_without_a_request_are_refused() -> None:
+    with pytest.raises(Malformed, match="no request asked for"):
         Incoming().received(1)
 
 

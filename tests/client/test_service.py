@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -17,6 +16,8 @@ from tierstore.client import Client
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, InvalidInput, NotFound, NotReady, SequenceGap, SnapshotError
 from tierstore.service.server import ServerThread
+
+from .conftest import same
 
 ITEMS, DIM = 2000, 8
 WORDS = ["", "a", "ä", "many words"]
@@ -74,9 +75,15 @@ def loaded_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module")
-def loaded(loaded_store: Store) -> Iterator[Client]:
-    """A client of a service over `loaded_store`."""
-    with ServerThread(loaded_store) as server, Client(server.url) as client:
+def loaded_url(loaded_store: Store) -> Iterator[str]:
+    """A service over `loaded_store`."""
+    with ServerThread(loaded_store) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def loaded(loaded_url: str) -> Iterator[Client]:
+    with Client(loaded_url) as client:
         yield client
 
 
@@ -84,11 +91,6 @@ def test_a_service_without_models_is_ready(client: Client) -> None:
     assert client.ready()
     assert client.models() == []
     assert not client.model("ctr").ready
-
-
-def same(left: Any, right: Any) -> None:
-    np.testing.assert_array_equal(left, right)
-    assert left.dtype == right.dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -142,7 +144,7 @@ def test_a_caller_may_choose_the_combiner(loaded: Client, loaded_store: Store, f
         same(ours.lookup_bags(feature, keys, offsets, **options), theirs.lookup_bags(feature, keys, offsets, **options))
 
 
-def test_a_combiner_that_is_not_known(loaded: Client) -> None:
+def test_an_unknown_combiner(loaded: Client) -> None:
     with pytest.raises(InvalidInput, match="sum, mean or sqrtn"):
         loaded.lookup_bags("ctr", "clicked", [1], [0], combiner="max")
     with pytest.raises(InvalidInput, match="no combiner"):
@@ -164,22 +166,16 @@ def test_many_features_come_in_one_answer(loaded: Client, loaded_store: Store) -
         same(left[feature][1], right[feature][1])
 
 
-def test_a_large_lookup_is_put_together_from_parts(
-    loaded: Client, loaded_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loaded, "_settings", dataclasses.replace(loaded._settings, split_keys=100))
+def test_a_large_lookup_is_put_together_from_parts(loaded_url: str, loaded_store: Store) -> None:
     keys = np.random.default_rng(0).integers(0, ITEMS + 50, 1234)
-    for left, right in zip(
-        loaded.lookup("ctr", "item_id", keys, return_found=True),
-        loaded_store.model("ctr").lookup("item_id", keys, return_found=True),
-        strict=True,
-    ):
-        same(left, right)
     offsets = np.sort(np.append(0, np.random.default_rng(1).integers(0, 1234, 60)))
-    same(
-        loaded.lookup_bags("ctr", "clicked", keys, offsets),
-        loaded_store.model("ctr").lookup_bags("clicked", keys, offsets),
-    )
+    model = loaded_store.model("ctr")
+    with Client(loaded_url, split_keys=100) as client:
+        rows, found = client.lookup("ctr", "item_id", keys, return_found=True)
+        bags = client.lookup_bags("ctr", "clicked", keys, offsets)
+    same(rows, model.lookup("item_id", keys))
+    same(found, model.lookup("item_id", keys, return_found=True)[1])
+    same(bags, model.lookup_bags("clicked", keys, offsets))
 
 
 def test_an_answer_may_be_written_to(loaded: Client) -> None:
@@ -207,7 +203,12 @@ def test_versions_over_the_network(client: Client, store: Store, tmp_path: Path)
     assert store.model("ctr").active_version == 1
     client.activate("ctr", 2)
     assert store.model("ctr").active_version == 2
-    assert client.rollback("ctr") == 1
+    assert client.rollback("ctr", to_seq=5, expected_active=2) == 2
+    with pytest.raises(Conflict, match="expected a seq from 5 to 5, got 6"):
+        client.rollback("ctr", to_seq=6)
+    assert client.rollback("ctr", expected_active=2) == 1
+    with pytest.raises(Conflict, match="expected version 2 to be active, got 1"):
+        client.rollback("ctr", expected_active=2)
     client.drop("ctr", 2)
     ours, theirs = client.status("ctr")["models"]["ctr"], store.status()["models"]["ctr"]
     assert (ours["active_version"], ours["versions"], ours["tables"].keys()) == (

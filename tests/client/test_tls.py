@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierstore.errors import Unreachable
+from tests.certificates import Authority
+from tierstore.client.settings import Address
+from tierstore.errors import InvalidInput, Unreachable
 
 from .conftest import Make
 from .fake_service import FakeService, rows
@@ -48,6 +50,65 @@ def test_large_requests_and_answers_pass(
     for n in (3, 100_000):
         np.testing.assert_array_equal(client.lookup("m", "f", np.arange(n)), rows(np.arange(n)))
     assert secure.connections <= 4
+
+
+def test_the_authority_may_be_named(make: Make, secure: FakeService, certificate: Path) -> None:
+    assert make(secure.url, ca=certificate).ready()
+    assert make(secure.url, ca=str(certificate), token="t").ready()
+
+
+def test_a_service_may_ask_for_the_clients_own_certificate(make: Make, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    own, mine = authority.issue("service"), authority.issue("client")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*own)
+    context.load_verify_locations(authority.ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    both = tmp_path / "both.pem"
+    both.write_text(mine.cert.read_text() + mine.key.read_text())
+    with FakeService(context) as service:
+        assert make(service.url, ca=authority.ca, cert=mine.cert, key=mine.key).ready()
+        assert make(service.url, ca=authority.ca, cert=both).ready()
+        with pytest.raises(Unreachable):
+            make(service.url, ca=authority.ca, retries=0).ready()
+
+
+def test_files_that_cannot_be_used_are_named(make: Make, certificate: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("")
+    for url, options, match in (
+        ("https://127.0.0.1:1", {"ca": tmp_path / "none.pem"}, "ca .*none.pem: expected a file of certificates"),
+        ("https://127.0.0.1:1", {"cert": nothing}, "cert .*nothing.pem, key None: expected a certificate and its key"),
+        ("https://127.0.0.1:1", {"key": certificate}, "key: expected the certificate that it belongs to"),
+        ("http://127.0.0.1:1", {"ca": certificate}, "ca, cert and key are for https, got the url 'http://127.0.0.1:1'"),
+        ("unix:/run/x.sock", {"cert": certificate}, "are for https, got the url 'unix:/run/x.sock'"),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            make(url, **options)
+
+
+def test_a_token_leaves_this_machine_with_tls_alone(make: Make) -> None:
+    for url in ("http://10.0.0.1:8000", "http://embeddings.example", "http://localhost.example"):
+        make(url)
+        with pytest.raises(
+            InvalidInput, match=f"token: it would cross the network in clear to {url}; use an https url"
+        ):
+            make(url, token="secret")
+        make(url, token="secret", allow_insecure_token=True)
+    for url in ("http://127.0.0.1:8000", "http://localhost", "http://[::1]:1", "https://embeddings.example", "unix:/x"):
+        make(url, token="secret")
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [("unix:/run/x.sock", "/run/x.sock"), ("unix:///run/x.sock", "/run/x.sock"), ("unix:x.sock", "x.sock")],
+)
+def test_a_socket_in_the_file_system_is_an_address(url: str, path: str) -> None:
+    address = Address.parse(url)
+    assert (address.socket, address.authority, address.loopback, address.tls) == (path, "localhost", True, False)
+    for wrong in ("unix:", "unix://", "unix://run/x.sock", "unix:/run/\0"):
+        with pytest.raises(InvalidInput):
+            Address.parse(wrong)
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(make: Make, secure: FakeService) -> None:

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import serialize_byte_tensor
 
-from tierstore.client import batches, wire
-from tierstore.client.refusals import error_of
-from tierstore.client.replies import Tensors
+from tierstore.client import wire
+from tierstore.client.inputs import Batch
+from tierstore.client.replies import Tensors, error_of
+from tierstore.client.splitting import split_batch
 from tierstore.errors import (
     Conflict,
     DeadlineExceeded,
@@ -26,6 +27,7 @@ from tierstore.errors import (
     SequenceGap,
     TierstoreError,
     TooLarge,
+    Unauthorized,
 )
 
 # --- tensors as bytes
@@ -40,7 +42,7 @@ def test_strings_travel_as_the_protocols_own_client_sends_them(texts: list[str],
     assert (tensor.datatype, tensor.shape) == ("BYTES", (len(texts),))
 
 
-def test_a_request_tells_of_its_tensors_in_order() -> None:
+def test_a_request_describes_its_tensors_in_order() -> None:
     keys, offsets = np.array([1, -1, 2**62]), np.array([0, 1])
     inputs = [wire.numbers("a", keys), wire.numbers("a.offsets", offsets), wire.numbers("s", np.float32(2.5))]
     header = json.loads(wire.document(inputs, [wire.Output("a", {"dtype": "FP16"})], 1.5))
@@ -178,8 +180,8 @@ def test_an_answer_that_is_none_is_an_error_of_ours(change: Any) -> None:
         (pa.chunked_array([[1], [2]]), "INT64", [1, 2]),
     ],
 )
-def test_integer_keys_of_any_kind_are_taken(keys: Any, datatype: str, values: list[int]) -> None:
-    (tensor,) = batches.Batch.of("f", keys).inputs()
+def test_integer_keys_of_any_kind_are_accepted(keys: Any, datatype: str, values: list[int]) -> None:
+    (tensor,) = Batch.of("f", keys).inputs()
     assert (tensor.datatype, tensor.shape) == (datatype, (len(values),))
     assert np.frombuffer(tensor.data, np.int64 if datatype == "INT64" else np.uint64).tolist() == values
 
@@ -187,8 +189,8 @@ def test_integer_keys_of_any_kind_are_taken(keys: Any, datatype: str, values: li
 @pytest.mark.parametrize(
     "keys", [["a", "bc"], ["a", b"bc"], np.array(["a", "bc"]), np.array(["a", "bc"], object), pa.array(["a", "bc"])]
 )
-def test_string_keys_of_any_kind_are_taken(keys: Any) -> None:
-    (tensor,) = batches.Batch.of("f", keys).inputs()
+def test_string_keys_of_any_kind_are_accepted(keys: Any) -> None:
+    (tensor,) = Batch.of("f", keys).inputs()
     assert (tensor.datatype, tensor.shape, bytes(tensor.data)) == ("BYTES", (2,), b"\x01\0\0\0a\x02\0\0\0bc")
 
 
@@ -209,21 +211,21 @@ def test_string_keys_of_any_kind_are_taken(keys: Any) -> None:
 )
 def test_keys_of_no_kind_are_refused_before_anything_is_sent(keys: Any) -> None:
     with pytest.raises(InvalidInput):
-        batches.Batch.of("f", keys)
+        Batch.of("f", keys)
 
 
 @pytest.mark.parametrize("offsets", [[1], [0, 2, 1], [0, 4], [], [[0]], [0.5], [-1]])
 def test_offsets_that_are_none_are_refused(offsets: Any) -> None:
     with pytest.raises(InvalidInput, match="offsets"):
-        batches.Batch.of("f", [1, 2, 3], offsets)
+        Batch.of("f", [1, 2, 3], offsets)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12), st.booleans())
 def test_parts_make_up_the_whole_and_never_cut_a_bag(sizes: list[int], most: int, weighted: bool) -> None:
     n = sum(sizes)
     offsets = np.cumsum([0, *sizes])[:-1]
-    whole = batches.Batch.of("f", np.arange(n), offsets, np.arange(n) / 2 if weighted else None)
-    parts = batches.split(whole, most)
+    whole = Batch.of("f", np.arange(n), offsets, np.arange(n) / 2 if weighted else None)
+    parts = split_batch(whole, most)
     bags, weights = [], []
     for part in parts:
         assert part.offsets is not None
@@ -237,7 +239,7 @@ def test_parts_make_up_the_whole_and_never_cut_a_bag(sizes: list[int], most: int
 
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_parts_of_plain_keys_are_full_but_the_last(n: int, most: int) -> None:
-    parts = batches.split(batches.Batch.of("f", np.arange(n)), most)
+    parts = split_batch(Batch.of("f", np.arange(n)), most)
     assert np.concatenate([part.keys for part in parts]).tolist() == list(range(n))
     assert all(part.n == most for part in parts[:-1])
 
@@ -250,7 +252,7 @@ def test_parts_of_plain_keys_are_full_but_the_last(n: int, most: int) -> None:
     [
         (400, {}, {"error": "e"}, InvalidInput),
         (422, {}, {"detail": "e"}, InvalidInput),
-        (401, {}, {"detail": "e"}, Forbidden),
+        (401, {}, {"detail": "e"}, Unauthorized),
         (403, {}, {"detail": "e"}, Forbidden),
         (404, {}, {"error": "e"}, NotFound),
         (409, {}, {"detail": "e"}, Conflict),

@@ -14,7 +14,7 @@ SIZE = WorldSize(
     day_slots=12,
     minutes=6,
     new_items=20,
-    taken_down=5,
+    removed=5,
     newest_events=9_000,
 )
 
@@ -62,21 +62,21 @@ def test_new_items_appear_only_once_they_are_born_and_their_share_grows() -> Non
     assert newest.items.max() < SIZE.all_items
 
 
-def test_an_item_taken_down_is_shown_no_more() -> None:
+def test_a_removed_item_is_shown_no_more() -> None:
     log = ClickLog(SIZE, 3)
     log_slots = slots()
     shown_before = np.concatenate([events.items for events in log_slots[: SIZE.day_slots]])
     gone: list[int] = []
     for slot in range(SIZE.day_slots, SIZE.day_slots + SIZE.minutes + 1):
-        gone += log.taken_down(slot).tolist()
+        gone += log.removed(slot).tolist()
         assert not np.isin(log_slots[slot].items, gone).any()
-    assert len(set(gone)) == len(gone) == SIZE.minutes * SIZE.taken_down
+    assert len(set(gone)) == len(gone) == SIZE.minutes * SIZE.removed
     assert np.isin(gone, shown_before).any(), "at least one of them was shown before it went"
 
 
 def test_taste_drifts_so_that_an_items_click_rate_moves() -> None:
     """The same pairs would be clicked at other rates later: compare the popular items' rates of two far slots."""
-    size = WorldSize(users=2_000, items=1_000, slot_events=60_000, day_slots=80, minutes=1, new_items=1, taken_down=0)
+    size = WorldSize(users=2_000, items=1_000, slot_events=60_000, day_slots=80, minutes=1, new_items=1, removed=0)
     log = slots(size=size)
     parts = [log[0], log[1], log[79]]  # two next to each other tell what is noise
 

@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tierstore.demo import export
-from tierstore.demo.clicklog import CONTEXT
+from tierstore.demo import shop
+from tierstore.demo.clicklog import CONTEXT, WorldSize
+from tierstore.demo.graph import CLICKED, ITEM, USER, graph
 from tierstore.demo.trainer import DIM, Dense
-from tierstore.formats.delta import read_delta
-from tierstore.formats.snapshot import open_snapshot
-
-DRAW = np.random.default_rng(3)
-DENSE = Dense(DRAW.standard_normal(1 + CONTEXT + DIM).astype(np.float32))
-ROWS = np.zeros((3, DIM), np.float32)
+from tierstore.formats.delta.reader import read_delta
+from tierstore.formats.snapshot.reader import open_snapshot
 
 
-def write(directory: Path) -> Path | None:
-    export.write_snapshot(
-        directory, version=1, delta_seq=0, users=ROWS, items=np.arange(3), item_vectors=ROWS, dense=DENSE
-    )
-    return open_snapshot(directory).dense_path()
+@pytest.fixture(scope="module")
+def small() -> shop.Shop:
+    made = shop.Shop(WorldSize(users=50, items=50, slot_events=100, day_slots=2, minutes=2, newest_events=10), 3)
+    made.learn_day()
+    return made
 
 
-def delta() -> bytes | None:
-    some = {"users": np.arange(3), "user_vectors": ROWS, "items": np.arange(3), "item_vectors": ROWS}
-    return read_delta(
-        export.delta(seq=1, event_time=datetime.now(UTC), gone=np.empty(0, np.int32), dense=DENSE, **some)
-    ).dense
-
-
-def test_the_graph_scores_as_the_trainer(tmp_path: Path) -> None:
+def test_the_graph_scores_as_the_trainer() -> None:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     runtime = pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
-    path = write(tmp_path)
+    draw = np.random.default_rng(3)
+    dense = Dense(draw.standard_normal(1 + CONTEXT + DIM).astype(np.float32))
+    user, item, bag = (draw.standard_normal((5, DIM)).astype(np.float32) for _ in range(3))
+    context = draw.standard_normal((5, CONTEXT)).astype(np.float32)
+    feed = {USER: user, ITEM: item, CLICKED: bag, "context": context}
+    (logit,) = runtime.InferenceSession(graph(dense), providers=["CPUExecutionProvider"]).run(None, feed)
+    np.testing.assert_allclose(logit[:, 0], dense.score(user, item, bag, context), rtol=1e-4, atol=1e-4)
+
+
+def test_snapshots_and_deltas_carry_the_graph(small: shop.Shop, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
+    small.write_snapshot(tmp_path, 1)
+    path = open_snapshot(tmp_path).dense_path()
     assert path is not None
-    assert path.read_bytes() == delta()
-    user, item, bag = (DRAW.standard_normal((5, DIM)).astype(np.float32) for _ in range(3))
-    context = DRAW.standard_normal((5, CONTEXT)).astype(np.float32)
-    feed = {export.USER: user, export.ITEM: item, export.CLICKED: bag, "context": context}
-    (logit,) = runtime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"]).run(None, feed)
-    np.testing.assert_allclose(logit[:, 0], DENSE.score(user, item, bag, context), rtol=1e-4, atol=1e-4)
+    assert path.read_bytes() == graph(small.trainer.dense)
+    assert read_delta(small.next_delta().payload).dense == graph(small.trainer.dense)
 
 
-def test_without_the_extra_rows_are_sent_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "can_predict", lambda: False)
-    assert write(tmp_path) is None
-    assert delta() is None
+def test_without_the_extra_rows_are_sent_alone(
+    small: shop.Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shop, "can_predict", lambda: False)
+    small.write_snapshot(tmp_path, 1)
+    assert open_snapshot(tmp_path).dense_path() is None
+    assert read_delta(small.next_delta().payload).dense is None

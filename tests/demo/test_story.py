@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,20 +17,20 @@ from rich.console import Console
 
 from tierstore.demo import DemoReport, run
 from tierstore.demo.graph import can_predict
-from tierstore.demo.process import Child, service_url, start_service
+from tierstore.demo.service import ServiceProcess
 from tierstore.errors import NotReady
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoReport, str, Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoReport, str, Path]:
     output = io.StringIO()
     directory = tmp_path_factory.mktemp("demo")
     report = run(seconds=4, scale=0.02, seed=11, workdir=directory, console=Console(file=output, width=120))
     return report, output.getvalue(), directory
 
 
-def test_no_request_fails_and_every_answer_is_of_one_state_and_fresh(told: tuple[DemoReport, str, Path]) -> None:
-    report, _, _ = told
+def test_no_request_fails_and_every_answer_is_of_one_state_and_fresh(finished: tuple[DemoReport, str, Path]) -> None:
+    report, _, _ = finished
     assert report.requests > 100
     assert (report.failed_requests, report.first_error) == (0, "")
     assert report.mixed_answers == 0
@@ -37,14 +38,14 @@ def test_no_request_fails_and_every_answer_is_of_one_state_and_fresh(told: tuple
     assert report.versions_seen == [20261120, 20261121], "traffic must have seen both versions"
 
 
-def test_every_row_read_back_is_the_trainers(told: tuple[DemoReport, str, Path]) -> None:
-    report, _, _ = told
+def test_every_row_read_back_is_the_trainers(finished: tuple[DemoReport, str, Path]) -> None:
+    report, _, _ = finished
     assert report.rows_checked > 10_000
     assert report.mismatches == 0
 
 
-def test_the_deltas_are_worth_it(told: tuple[DemoReport, str, Path]) -> None:
-    report, _, _ = told
+def test_the_deltas_are_worth_it(finished: tuple[DemoReport, str, Path]) -> None:
+    report, _, _ = finished
     assert report.quality is not None
     assert report.deltas == 5
     assert report.quality.new_item_share > 0.2
@@ -52,10 +53,10 @@ def test_the_deltas_are_worth_it(told: tuple[DemoReport, str, Path]) -> None:
     assert 0 < report.freshness_median_s <= report.freshness_p99_s <= report.freshness_max_s < 5
 
 
-def test_the_service_scores_as_the_trainer_would_on_the_same_rows(told: tuple[DemoReport, str, Path]) -> None:
-    report, text, _ = told
+def test_the_service_scores_as_the_trainer_would_on_the_same_rows(finished: tuple[DemoReport, str, Path]) -> None:
+    report, text, _ = finished
     if not can_predict():
-        assert "made by the demo" in text
+        assert "it predicts where" in text
         pytest.skip("needs the extra `dense`")
     assert report.served_scores
     assert report.scores_checked > 1_000
@@ -63,8 +64,8 @@ def test_the_service_scores_as_the_trainer_would_on_the_same_rows(told: tuple[De
     assert "by the service" in text
 
 
-def test_the_report_is_complete_as_a_document_and_for_a_person(told: tuple[DemoReport, str, Path]) -> None:
-    report, text, _ = told
+def test_the_report_is_complete_as_a_document_and_for_a_person(finished: tuple[DemoReport, str, Path]) -> None:
+    report, text, _ = finished
     assert report.ok
     document = json.loads(json.dumps(report.document()))
     assert document["ok"] is True
@@ -81,29 +82,30 @@ def test_the_report_is_complete_as_a_document_and_for_a_person(told: tuple[DemoR
 
 
 def running_in(directory: Path) -> list[str]:
-    """Command lines of processes that were given a path in `directory`."""
+    """Command lines of other processes with a path in `directory` among their arguments or in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
             line = (process / "cmdline").read_bytes()
-            if bytes(directory) in line and int(process.name) != os.getpid():
+            if bytes(directory) in line + (process / "environ").read_bytes() and int(process.name) != os.getpid():
                 found.append(line.decode())
     return found
 
 
-def test_nothing_is_left_running(told: tuple[DemoReport, str, Path]) -> None:
-    _, _, directory = told
+def test_nothing_runs_afterwards(finished: tuple[DemoReport, str, Path]) -> None:
+    _, _, directory = finished
     assert running_in(directory) == []
+    assert multiprocessing.active_children() == []
 
 
-def test_a_signal_in_the_middle_leaves_neither_processes_nor_files(tmp_path: Path) -> None:
+def test_after_a_signal_in_the_middle_neither_processes_nor_files_remain(tmp_path: Path) -> None:
     story = "from tierstore.demo import run; run(seconds=9, scale=0.02)"
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen([sys.executable, "-c", story], stdout=subprocess.PIPE, text=True, env=environment) as demo:
         assert demo.stdout is not None
-        told = next((line for line in demo.stdout if "minute" in line), "")
-        assert told, "the deltas must have begun"
-        assert len(running_in(tmp_path)) >= 2, "the service and the load generator"
+        finished = next((line for line in demo.stdout if "minute" in line), "")
+        assert finished, "the deltas must have begun"
+        assert len(running_in(tmp_path)) >= 3, "the demo, the service and the load generator"
         demo.terminate()
         demo.stdout.read()
         assert demo.wait(60) == 128 + signal.SIGTERM
@@ -111,18 +113,12 @@ def test_a_signal_in_the_middle_leaves_neither_processes_nor_files(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_service_that_does_not_come_up_is_told_with_its_own_words(tmp_path: Path) -> None:
+def test_a_service_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
     with (
-        start_service(tmp_path, port=0, host_budget="nonsense") as child,
+        ServiceProcess(tmp_path, port=0, host_budget="nonsense") as service,
         pytest.raises(NotReady, match=r"(?s)ended with.*host_budget"),
     ):
-        service_url(child, timeout_s=60)
-
-
-def test_a_child_that_ignores_nothing_is_stopped_by_its_own_id(tmp_path: Path) -> None:
-    with Child("sleeper", ["timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)"], tmp_path) as child:
-        assert child.process.poll() is None
-    assert child.process.returncode == -15
+        service.url(timeout_s=60)
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 0}, {"seconds": -1}])

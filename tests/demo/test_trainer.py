@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tierstore.demo.clicklog import CONTEXT, ClickLog, Events, WorldSize
-from tierstore.demo.trainer import DIM, Dense, Trainer, auc
+from tierstore.demo.scoring import auc
+from tierstore.demo.trainer import DIM, Dense, Trainer
 
 SIZE = WorldSize(
     users=3_000,
@@ -15,7 +16,7 @@ SIZE = WorldSize(
     day_slots=25,
     minutes=4,
     new_items=20,
-    taken_down=5,
+    removed=5,
     newest_events=20_000,
 )
 
@@ -58,29 +59,29 @@ def test_exactly_the_touched_rows_change() -> None:
     log, trainer = ClickLog(SIZE, 5), Trainer(SIZE.users, SIZE.all_items, 5)
     for _ in range(4):
         trainer.train(log.next_slot())
-    trainer.take_touched()
+    trainer.pop_touched()
     user, item = trainer.user.copy(), trainer.item.copy()
     events = log.next_slot()
     trainer.train(events)
-    users, items = trainer.take_touched()
+    users, items = trainer.pop_touched()
     np.testing.assert_array_equal(users, np.unique(events.users))
     np.testing.assert_array_equal(items, np.unique(np.concatenate([events.items, events.history])))
     assert set(np.flatnonzero((user != trainer.user).any(axis=1))) <= set(users)
     assert set(np.flatnonzero((item != trainer.item).any(axis=1))) <= set(items)
-    assert [len(rows) for rows in trainer.take_touched()] == [0, 0]
+    assert [len(rows) for rows in trainer.pop_touched()] == [0, 0]
 
 
-def test_an_item_taken_down_stays_zero_while_histories_still_hold_it() -> None:
+def test_a_removed_item_stays_zero_while_histories_still_hold_it() -> None:
     log, trainer = ClickLog(SIZE, 5), Trainer(SIZE.users, SIZE.all_items, 5)
     for _ in range(SIZE.day_slots):
         trainer.train(log.next_slot())
-    gone = log.taken_down(SIZE.day_slots)
+    gone = log.removed(SIZE.day_slots)
     events = log.next_slot()
-    trainer.take_down(gone)
+    trainer.remove(gone)
     trainer.train(events)
     assert np.isin(events.history, gone).any(), "a history must still hold one, or this shows nothing"
     assert not trainer.item[gone].any()
-    assert not np.isin(trainer.take_touched()[1], gone).any()
+    assert not np.isin(trainer.pop_touched()[1], gone).any()
 
 
 def test_training_is_the_same_for_a_seed() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import tierstore
+from tests.engine.ttl_scenes import DAY, NOW
+from tierstore.engine.lifecycle import expiry
 from tierstore.engine.store import Store
 
 
@@ -29,3 +33,15 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
 @pytest.fixture
 def store(open_store: Callable[..., Store]) -> Store:
     return open_store()
+
+
+@pytest.fixture
+def days_later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the clock of expiry so many days after NOW of `ttl_scenes`, in all its versions that are open."""
+
+    def set_(days: float) -> None:
+        clock = SimpleNamespace(time=lambda: NOW + days * DAY, monotonic=time.monotonic)
+        monkeypatch.setattr(expiry, "time", clock)
+
+    set_(0)
+    return set_

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,24 +11,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierstore.engine import loading
+from tierstore.engine.operations import load as loading
 from tierstore.formats import files
-from tierstore.formats.snapshot import Snapshot
-from tierstore.ingest import tasks
-from tierstore.ingest.bulkload import BaseBuild, TableBuild
+from tierstore.formats.row_times import as_rows, times_of
+from tierstore.formats.snapshot.reader import Snapshot
+from tierstore.ingest import finished_files
+from tierstore.ingest.results import BaseBuild, TableBuild
+from tierstore.ingest.tasks import Ingest
 from tierstore.kernels import codec
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.disk import write_sst
-from tierstore.tiers.sealed_file import write_sealed
+from tierstore.tiers.disk.sealed_file import write_sealed
+from tierstore.tiers.disk.sst import times_id, write_sst
 from tierstore.types import BaseKind, Progress
 
 
 class QuickLoad:
     """What `BulkLoad` does but for reading back, with all rows in memory and on the caller's thread."""
 
-    def __init__(self, snapshot: Snapshot, out_dir: Path, *, base: BaseKind, progress: Any = None, **_: Any) -> None:
+    def __init__(
+        self, snapshot: Snapshot, out_dir: Path, *, base: BaseKind, keep_times: bool, progress: Any = None, **_: Any
+    ) -> None:
         self._out_dir, self._progress = out_dir, progress
-        self._build = lambda: build(snapshot, out_dir, base, progress)
+        self._build = lambda: build(snapshot, out_dir, base, progress, keep_times=keep_times)
 
     def __enter__(self) -> QuickLoad:
         return self
@@ -42,13 +47,13 @@ class QuickLoad:
         self._progress(Progress("ingest"))
         files_ = [(str(file.path), file.xxh3, file.bytes, file.entries) for file in build.files]
         texts = {name: value.decode() for name, value in records.items()}
-        tasks.ingest(tasks.Ingest(str(db), build.base, files_, texts, str(self._out_dir / "records.sst")))
+        finished_files.ingest(Ingest(str(db), build.base, files_, texts, str(self._out_dir / "records.sst")))
 
     def read_back(self, db: Path) -> None:
         pass
 
 
-def build(snapshot: Snapshot, out_dir: Path, base: BaseKind, progress: Any) -> BaseBuild:
+def build(snapshot: Snapshot, out_dir: Path, base: BaseKind, progress: Any, *, keep_times: bool = True) -> BaseBuild:
     files.make_dir(out_dir)
     built: list[Any] = []
     tables = {}
@@ -56,16 +61,23 @@ def build(snapshot: Snapshot, out_dir: Path, base: BaseKind, progress: Any) -> B
         batches = [batch for shard in range(len(table.shards)) for batch in snapshot.batches(table.name, shard)]
         keys = np.concatenate([batch.keys for batch in batches])
         vectors = np.ascontiguousarray(np.concatenate([batch.vectors for batch in batches]))
+        live, times = np.ones(len(keys), np.bool_), None
+        if table.ttl_s is not None:
+            times = np.concatenate([batch.times for batch in batches])
+            live = times >= int(time.time()) - table.ttl_s
         order = np.argsort(keys)
+        order = order[live[order]]
         keys, rows = keys[order], codec.encode(vectors, table.dtype)[order]
-        name = out_dir / f"base-{table.name}"
-        if base == "sealed":
-            built.append(write_sealed(name, number, keys, rows))
-        else:
-            built.append(write_sst(name, tables=[(number, keys, rows, None)], delta=False))
-        tables[table.name] = TableBuild(
-            len(keys), vectors.mean(0, np.float64).astype(np.float32), digest_rows(keys, rows)
-        )
+        parts = [(table.name, number, rows)]
+        if times is not None and keep_times:
+            parts.append((times_of(table.name), times_id(number), as_rows(times[order])))
+        for name, table_id, part in parts if len(keys) else []:
+            if base == "sealed":
+                built.append(write_sealed(out_dir / f"base-{name}", table_id, keys, part))
+            else:
+                built.append(write_sst(out_dir / f"base-{name}", tables=[(table_id, keys, part, None)], delta=False))
+        mean = vectors[live].mean(0, np.float64).astype(np.float32) if len(keys) else np.zeros(table.dim, np.float32)
+        tables[table.name] = TableBuild(len(keys), mean, digest_rows(keys, rows), expired=int(np.count_nonzero(~live)))
         progress(Progress("write", number, len(snapshot.manifest.tables)))
     return BaseBuild(built, tables, base)
 

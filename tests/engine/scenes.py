@@ -36,8 +36,7 @@ def warmed(store: tierstore.Store) -> tierstore.Store:
 
 def swept(store: tierstore.Store) -> tierstore.Store:
     """The store, once it has removed what crashes have left."""
-    store._sweeping.join(30)
-    assert not store._sweeping.is_alive()
+    eventually(lambda: not store.sweeping, "what crashes have left is removed")
     return store
 
 
@@ -46,6 +45,14 @@ def eventually(happened: Callable[[], bool], what: str, timeout_s: float = 30.0)
     while not happened():
         assert time.monotonic() < until, f"never: {what}"
         time.sleep(0.002)
+
+
+def housekeep(store: tierstore.Store, name: str = "ctr") -> None:
+    """Do every housekeeping task of a model, once the versions that were replaced are closed and nothing else switches."""
+    model = store.model(name)
+    eventually(lambda: not model.state.retiring, "what was replaced is closed")
+    with model.state.switch:
+        model.housekeeping.run_tasks()
 
 
 def write_snapshot(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tierstore
 from tests.engine.quick_build import in_process
 from tests.engine.scenes import eventually
-from tierstore.engine.budget import HostBudget, OverlayBudget, deal, deal_caches
+from tierstore.engine.data.budget import HostBudget, OverlayBudget, deal, deal_caches
 from tierstore.errors import Overloaded, TooLarge
 
 in_ci = settings(max_examples=200, deadline=None, derandomize=True)
@@ -36,8 +36,8 @@ def test_dealt_shares_stay_within_the_total_and_every_need(total, shares):
 @given(total=sizes, shares=st.lists(st.tuples(sizes, st.floats(0.1, 100)), min_size=1, max_size=8))
 def test_nothing_is_held_back_while_somebody_needs_it(total, shares):
     needs, by = [need for need, _ in shares], [weight for _, weight in shares]
-    left = min(total, sum(needs)) - sum(deal(total, needs, by))
-    assert 0 <= left <= len(shares)  # each share is rounded down
+    unused = min(total, sum(needs)) - sum(deal(total, needs, by))
+    assert 0 <= unused <= len(shares)  # each share is rounded down
 
 
 @in_ci
@@ -130,14 +130,14 @@ class Halving(Holding):
 
 
 def reserved(*holders: Holding) -> list[int]:
-    return [holder.host_reserved_bytes for holder in holders]
+    return [user.host_reserved_bytes for user in holders]
 
 
 def test_the_only_version_gets_what_it_needs_and_no_more_than_there_is():
-    for need, given_ in ((300, 300), (5000, 1000)):
+    for need, inputs in ((300, 300), (5000, 1000)):
         budget, version = HostBudget(1000), Holding(need)
         budget.admit(version)
-        assert (version.host_reserved_bytes, version.limit_bytes, budget.used) == (given_, given_, given_)
+        assert (version.host_reserved_bytes, version.limit_bytes, budget.used) == (inputs, inputs, inputs)
 
 
 def test_a_replacement_takes_half_and_grows_once_the_old_one_is_gone():
@@ -148,7 +148,7 @@ def test_a_replacement_takes_half_and_grows_once_the_old_one_is_gone():
     assert reserved(other, old, new) == [512, 256, 256]
     assert new.like is old
     budget.release(old)
-    budget.settle()
+    budget.rebalance()
     assert reserved(other, new) == [512, 512]
 
 
@@ -157,7 +157,7 @@ def test_a_replacement_that_fails_gives_its_share_back():
     budget.admit(old)
     budget.admit(new, old)
     budget.release(new)
-    budget.settle()
+    budget.rebalance()
     assert reserved(old) == [1024]
 
 
@@ -173,14 +173,14 @@ def test_a_small_model_takes_what_it_needs_from_a_large_one_whichever_comes_firs
         budget, a, b, gone = HostBudget(7010), Holding(first), Holding(second), Holding(70_000)
         budget.admit(a)
         budget.admit(b)
-        budget.settle()
+        budget.rebalance()
         assert sorted(reserved(a, b)) == [10, 7000]
         budget.admit(gone)
         budget.release(gone)
-        budget.settle()
+        budget.rebalance()
         assert sorted(reserved(a, b)) == [10, 7000]
         budget.release(a)
-        budget.settle()
+        budget.rebalance()
         assert reserved(b) == [min(7010, b.host_need_bytes)]
 
 
@@ -189,7 +189,7 @@ def test_what_cannot_shrink_is_not_taken_for_free():
     budget.admit(stiff)
     budget.admit(new)
     assert reserved(stiff, new) == [900, 100]
-    budget.settle()
+    budget.rebalance()
     assert reserved(stiff, new) == [900, 100]
 
 
@@ -200,7 +200,7 @@ def test_growth_ends_early_where_somebody_asks_for_it():
     budget.admit(version)
     budget.release(other)
     steps = iter([False, False, True])
-    budget.settle(lambda: next(steps))
+    budget.rebalance(lambda: next(steps))
     assert 1 << 39 < version.host_reserved_bytes < 1 << 40
 
 
@@ -235,7 +235,7 @@ def test_the_host_budget_holds_whoever_comes_and_goes(kind, total, steps):
             if gone in serving:
                 serving.remove(gone)
             budget.release(gone)
-        budget.settle()
+        budget.rebalance()
         assert budget.used <= total
         assert budget.used == sum(reserved(*serving))
         if kind is Holding:  # each has its share
@@ -250,7 +250,7 @@ def test_memory_that_is_mapped_stays_within_the_budget_for_wide_rows(tmp_path):
 
         def note(_):
             nonlocal worst
-            tables = [table for v in list(store._shared.host_budget._models) for table in v.tables.values()]
+            tables = [table for v in store.shared.host_budget.users for table in v.tables.values()]
             worst = max(worst, sum(table.host.bytes_in_use for table in tables if table.host is not None))
 
         for version in (1, 2, 3):
@@ -276,7 +276,7 @@ def test_a_small_table_of_wide_rows_is_held_as_well_by_the_version_that_follows(
             store.load_snapshot(where)
             with store.model("small").view() as view:
                 for table, (n, _) in sizes.items():
-                    host = view.holder.tables[table].host
+                    host = view.open_version.tables[table].host
                     assert host is not None
                     assert host.capacity_rows >= min(n, 56)
 
@@ -293,7 +293,7 @@ def write(root, name, rows, version=1, stamp=0):
 
 def resident(store, keys):
     """How many of these keys the model `large` has in memory."""
-    table = store.model("large").served.active.holder.tables["t"]
+    table = store.model("large").served.active.open_version.tables["t"]
     return int(np.isin(keys, table.hot_keys(100_000)).sum())
 
 
@@ -301,7 +301,7 @@ def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):
     """A large model alone; a small one beside it, and a second one of its size, with look-ups all the while; then alone."""
     rows = {"large": 40_000, "small": 500, "second": 40_000}
     with in_process(), tierstore.open(tmp_path / "data", host_budget="2MiB", fold_grace_s=0) as store:
-        budget, over, wrong, worst = store._shared.host_budget, threading.Event(), [], [0]
+        budget, over, wrong, worst = store.shared.host_budget, threading.Event(), [], [0]
 
         def look_up() -> None:
             rng = np.random.default_rng(3)
@@ -312,7 +312,7 @@ def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):
 
         def watch() -> None:
             while not over.wait(0.0005):
-                tables = [table for version in list(budget._models) for table in version.tables.values()]
+                tables = [table for version in budget.users for table in version.tables.values()]
                 worst[0] = max(worst[0], sum(host.bytes_in_use for t in tables if (host := t.host) is not None))
 
         def dealt(name: str) -> int:
@@ -324,7 +324,7 @@ def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):
             versions = store.status(name)["models"][name]["versions"]
             return next(entry["host_bytes"] for entry in versions if entry["state"] == "active")
 
-        def settled(**wanted: float) -> None:
+        def rebalanced(**wanted: float) -> None:
             """Each has so many MiB, as far as the sets of its table allow."""
             eventually(lambda: all(abs(dealt(name) / 2**20 - mib) < 0.05 for name, mib in wanted.items()), str(wanted))
             for name in wanted:
@@ -332,7 +332,7 @@ def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):
                 assert host_bytes(name)["need"] >= dealt(name)
 
         store.load_snapshot(write(tmp_path, "large", rows["large"]))
-        settled(large=2)
+        rebalanced(large=2)
         watchers = [threading.Thread(target=work) for work in (look_up, look_up, watch)]
         for watcher in watchers:
             watcher.start()
@@ -342,16 +342,16 @@ def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):
                 store.model("large").lookup("f", hot)
             before = resident(store, hot)
             store.load_snapshot(write(tmp_path, "small", rows["small"]))
-            settled(large=1.91, small=0.09)
+            rebalanced(large=1.91, small=0.09)
             assert resident(store, hot) > 0.9 * before > 0.5 * len(hot)
             store.load_snapshot(write(tmp_path, "large", rows["large"], version=2, stamp=40_000))
-            settled(large=1.91, small=0.09)
+            rebalanced(large=1.91, small=0.09)
             store.load_snapshot(write(tmp_path, "second", rows["second"]))
-            settled(large=0.97, second=0.97, small=0.045)
+            rebalanced(large=0.97, second=0.97, small=0.045)
             store.deactivate("second")
-            settled(large=1.91, small=0.09)
+            rebalanced(large=1.91, small=0.09)
             store.deactivate("small")
-            settled(large=2)
+            rebalanced(large=2)
         finally:
             over.set()
             for watcher in watchers:
@@ -367,15 +367,15 @@ def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):
 
 def test_overlay_bytes_are_bounded_and_come_back():
     budget = OverlayBudget(100)
-    budget.take(60)
+    budget.reserve(60)
     with pytest.raises(Overloaded, match=r"60 of 100"):
-        budget.take(41)
-    budget.take(40)
+        budget.reserve(41)
+    budget.reserve(40)
     assert budget.used == 100
-    budget.give(60)
-    budget.take(60)
+    budget.release(60)
+    budget.reserve(60)
     with pytest.raises(TooLarge, match="101"):
-        budget.take(101)
+        budget.reserve(101)
     assert budget.used == 100
 
 
@@ -386,12 +386,12 @@ def test_overlay_bytes_are_counted_right_by_many_threads():
         rng = np.random.default_rng(seed)
         for nbytes in rng.integers(1, 600, 300).tolist():
             try:
-                budget.take(nbytes)
+                budget.reserve(nbytes)
             except Overloaded:
                 refused.append(nbytes)
                 continue
             assert budget.used <= 1000
-            budget.give(nbytes)
+            budget.release(nbytes)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:

@@ -25,7 +25,7 @@ def _quick_loads() -> Iterator[None]:
         yield
 
 
-def begun(store: tierstore.Store, root: Path) -> None:
+def started(store: tierstore.Store, root: Path) -> None:
     """Versions 1, kept, 2, active, and 3, kept; deltas that the kept ones lack. A snapshot of version 4 beside."""
     for version in (1, 2, 3, 4):
         where = scenes.write_snapshot(root, version, stamp=version, rows=ROWS)
@@ -83,7 +83,7 @@ def refused(store: tierstore.Store) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_would_wait_for_the_switch_is_refused_in_each_of_its_phases_and_the_switch_goes_on(store, tmp_path, verb):
-    begun(store, tmp_path)
+    started(store, tmp_path)
     seen: dict[str, set[str]] = {}
     threads: set[threading.Thread] = set()
 
@@ -113,7 +113,7 @@ def test_what_would_wait_for_the_switch_is_refused_in_each_of_its_phases_and_the
 
 
 def test_what_a_callback_lets_through_ends_the_switch_and_nothing_has_changed(store, tmp_path):
-    begun(store, tmp_path)
+    started(store, tmp_path)
 
     def drop(step: Progress) -> None:
         if step.phase == "warm":
@@ -126,7 +126,7 @@ def test_what_a_callback_lets_through_ends_the_switch_and_nothing_has_changed(st
 
 
 def test_what_waits_for_no_switch_works_within_a_callback(store, tmp_path):
-    begun(store, tmp_path)
+    started(store, tmp_path)
     store.canary("ctr", 3, 0.1)
     ctr, phases = store.model("ctr"), []
 
@@ -147,8 +147,9 @@ def test_what_waits_for_no_switch_works_within_a_callback(store, tmp_path):
     assert ctr.served.versions == (1,)
 
 
-def test_while_a_load_builds_other_versions_may_be_switched_and_dropped_from_its_callback(store, tmp_path):
-    begun(store, tmp_path)
+def test_while_a_load_builds_other_versions_may_be_switched_and_dropped_from_its_callback(open_store, tmp_path):
+    store = open_store(keep_versions=9)  # nothing for housekeeping to drop
+    started(store, tmp_path)
     built: list[str] = []
 
     def callback(step: Progress) -> None:
@@ -163,7 +164,7 @@ def test_while_a_load_builds_other_versions_may_be_switched_and_dropped_from_its
 
 
 def test_a_callback_of_verify_changes_nothing(store, tmp_path):
-    begun(store, tmp_path)
+    started(store, tmp_path)
     done: list[str] = []
 
     def callback(step: Progress) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 import tierstore
 from tests.engine import quick_build, scenes
-from tests.engine.test_faults import KEYS, PowerCut, Rows, figures, same
+from tests.engine.test_faults import KEYS, PowerCut, Rows, numbers, same
 from tests.formats.disks import FailingDisk
-from tierstore.engine.routes import Routes
+from tierstore.engine.serving.routing_record import RoutingRecord
 from tierstore.errors import TierstoreError
 from tierstore.formats import files
 
@@ -26,8 +26,8 @@ def _quick_loads() -> Iterator[None]:
         yield
 
 
-def routes(store: tierstore.Store) -> Routes:
-    return Routes.of(store.model("ctr").served)
+def routes(store: tierstore.Store) -> RoutingRecord:
+    return RoutingRecord.for_routing(store.model("ctr").served)
 
 
 def rows_of(store: tierstore.Store) -> dict[int, Rows]:
@@ -126,7 +126,7 @@ def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(t
     scene = Scene(tmp_path, open_store)
     for fail_at in range(60):
         attempt = prepare(scene)
-        before, served, now = routes(scene.store), rows_of(scene.store), figures(scene.store)
+        before, served, now = routes(scene.store), rows_of(scene.store), numbers(scene.store)
         disk = FailingDisk(fail_at)
         try:
             with files.use(disk):
@@ -134,7 +134,7 @@ def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(t
         except TierstoreError:
             if reopen:
                 scene.reopen()
-            assert (routes(scene.store), figures(scene.store)) == (before, now), f"operation {fail_at} failed"
+            assert (routes(scene.store), numbers(scene.store)) == (before, now), f"operation {fail_at} failed"
             assert alike(rows_of(scene.store), served)
             attempt()
         if disk.operations <= fail_at:
@@ -166,14 +166,14 @@ def test_whenever_power_goes_it_is_done_or_was_never_begun(tmp_path, open_store,
             except TierstoreError:
                 done = False
             last = disk.operations <= cut_at
-            asked = routes(scene.store)
+            wanted = routes(scene.store)
             disk.cut_at = 0
             scene.store.close()
         disk.apply(tmp_path / "data")
         scene.reopen()
         now = routes(scene.store)
         assert scene.store.model("ctr").problem is None
-        assert now == asked if done else now in (before, _after(prepare, before)), f"power went at {cut_at}"
+        assert now == wanted if done else now in (before, _after(prepare, before)), f"power went at {cut_at}"
         assert scene.store.model("ctr").served.versions == tuple(n for n in (now.active, now.canary) if n is not None)
         assert scene.store.verify().ok
         if last:
@@ -182,17 +182,17 @@ def test_whenever_power_goes_it_is_done_or_was_never_begun(tmp_path, open_store,
     pytest.fail("never came to an end")
 
 
-def _after(prepare: Callable[[Scene], object], before: Routes) -> Routes:
+def _after(prepare: Callable[[Scene], object], before: RoutingRecord) -> RoutingRecord:
     """What an attempt that lost power may have come to all the same."""
     return {
-        canary: Routes(1, 2, 0.25, before.labels),
-        share: Routes(1, 2, 0.75, before.labels),
-        label: Routes(1, 2, 0.25, {**before.labels, "trial": 1}),
-        unlabel: Routes(1),
-        promote: Routes(2, labels={"trial": 2}),
-        withdraw: Routes(1, labels={"holdout": 1}),
-        activate_another: Routes(3),
-        deactivate: Routes(),
+        canary: RoutingRecord(1, 2, 0.25, before.labels),
+        share: RoutingRecord(1, 2, 0.75, before.labels),
+        label: RoutingRecord(1, 2, 0.25, {**before.labels, "trial": 1}),
+        unlabel: RoutingRecord(1),
+        promote: RoutingRecord(2, labels={"trial": 2}),
+        withdraw: RoutingRecord(1, labels={"holdout": 1}),
+        activate_another: RoutingRecord(3),
+        deactivate: RoutingRecord(),
     }[prepare]
 
 

@@ -120,8 +120,8 @@ def test_a_canary_that_could_not_be_opened_stays_on_record_whatever_labels_are_c
         store.promote("ctr")
     with pytest.raises(Conflict, match="is the canary; withdraw it first"):
         store.drop("ctr", 1)
-    with ctr._switch:
-        ctr._drop_surplus()
+    with ctr.state.switch:
+        ctr.drops.drop_surplus()
     assert ctr.versions == [1, 3]
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2), activate=False)
     with pytest.raises(Conflict, match=r"version 1, is not served: .*; withdraw it first"):

@@ -72,7 +72,7 @@ def loaded(open_store: Callable[..., tierstore.Store], root, versions: int, **se
     store = open_store(keep_versions=9, **settings)
     for version in range(1, versions + 1):
         store.load_snapshot(scenes.write_snapshot(root, version, stamp=version))
-    scenes.eventually(lambda: not store.model("ctr")._keeper._retiring, "what was replaced is closed")
+    scenes.eventually(lambda: not store.model("ctr").state.retiring, "what was replaced is closed")
     return store
 
 
@@ -109,7 +109,7 @@ def test_a_version_that_is_left_while_it_is_verified_gives_its_memory_back(open_
     store = loaded(open_store, tmp_path, 2)
     verify = Blocked(store, 2)
     meanwhile(lambda: store.rollback("ctr"))
-    scenes.eventually(lambda: len(store._shared.host_budget._models) == 1, "the version that was left is closed")
+    scenes.eventually(lambda: len(store.shared.host_budget.users) == 1, "the version that was left is closed")
     assert isinstance(verify.result(), VerifyReport)
 
 
@@ -118,8 +118,12 @@ def test_a_version_may_be_dropped_while_it_is_verified_but_the_house_leaves_it(o
     ctr = store.model("ctr")
     verify = Blocked(store, 1)
     store.settings.__dict__["keep_versions"] = 0
-    ctr._keeper.keep_house()
-    assert ctr.versions == [1, 3]
+
+    def only_what_is_used() -> bool:
+        ctr.housekeeping.run_tasks()
+        return ctr.versions == [1, 3]
+
+    scenes.eventually(only_what_is_used, "version 2 is removed")
     meanwhile(lambda: store.drop("ctr", 1))
     assert not ctr.where.version(1).root.exists()
     report = verify.result()

@@ -23,7 +23,7 @@ import tierstore
 from tests.collisions import family, pair
 from tests.engine import scenes
 from tierstore.errors import SnapshotError, StorageError
-from tierstore.tiers.disk import write_sst
+from tierstore.tiers.disk.sst import write_sst
 
 A, B = pair(0)
 C, D = pair(1)
@@ -203,13 +203,13 @@ def test_a_fold_that_fails_is_made_again(
 ) -> None:
     store = open_store()
     store.load_snapshot(snapshot(tmp_path))
-    version = store.model("ctr").served.active.holder  # type: ignore[union-attr]
+    version = store.model("ctr").served.active.open_version  # type: ignore[union-attr]
 
     def refuse(self: Any, parts: Any) -> None:
         raise StorageError("injected failure")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tierstore.tiers.sealed.SealedTier.ingest", refuse)
+        patch.setattr("tierstore.tiers.disk.sealed.SealedTier.ingest", refuse)
         store.apply_delta(delta(1, {C: 78.0, D: 79.0, A: None}))
         scenes.eventually(lambda: "injected" in (store.model("ctr").problem or ""), "a fold has failed")
         assert version.colliding["word"].entries() != []
@@ -222,6 +222,28 @@ def test_a_fold_that_fails_is_made_again(
 
 
 # --- versions
+
+
+def test_a_rollback_to_a_delta_brings_them_back_as_they_were(
+    open_store: Callable[..., tierstore.Store], tmp_path: Path
+) -> None:
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path))
+    loaded = colliding(store)
+    store.apply_delta(delta(1, {A: 3.0, B: 4.0}))
+    store.apply_delta(delta(2, {A: None, ALIKE[2]: 5.0, ALIKE[3]: 6.0, "plain-1": None}))
+    folded(store)
+    assert colliding(store)["word"] > loaded["word"]
+    store.rollback("ctr", to_seq=1)
+    check(store, {A: 3.0, B: 4.0})
+    store.rollback("ctr", to_seq=0)
+    check(store)
+    assert colliding(store) == loaded
+    store.close()
+    store = open_store()
+    check(store)
+    store.rollback("ctr", to_seq=2)
+    check(store, {A: None, B: 4.0, ALIKE[2]: 5.0, ALIKE[3]: 6.0, "plain-1": None})
 
 
 def test_each_version_has_its_own(open_store: Callable[..., tierstore.Store], tmp_path: Path) -> None:
@@ -353,11 +375,11 @@ def test_a_record_that_makes_no_sense_is_named_and_not_served(
     for version in (1, 2):
         store.load_snapshot(snapshot(tmp_path, version))
     nonsense = write_sst(tmp_path / "bad.sst", records={"colliding_keys": b'{"word": 5}'}, delta=True)
-    store.model("ctr").served.active.holder.disk.ingest([nonsense])  # type: ignore[union-attr]
+    store.model("ctr").served.active.open_version.disk.ingest([nonsense])  # type: ignore[union-attr]
     store.close()
     store = open_store()
     assert "version 2: " in store.model("ctr").problem  # type: ignore[operator]
-    assert "'colliding_keys' makes no sense" in store.model("ctr").problem  # type: ignore[operator]
+    assert "'colliding_keys' cannot be read" in store.model("ctr").problem  # type: ignore[operator]
     assert any("colliding_keys" in problem for problem in store.verify().problems)
     store.activate("ctr", 1)
     check(store)

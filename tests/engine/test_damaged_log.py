@@ -12,7 +12,7 @@ import pytest
 import tierstore
 from tests.engine import quick_build, scenes
 from tests.engine.test_start import SMALL, item, loaded
-from tests.engine.test_store import settled
+from tests.engine.test_store import folded
 from tierstore.errors import Corruption, NotReady, SnapshotError, TierstoreError
 
 
@@ -71,7 +71,7 @@ DAMAGES = [
     pytest.param(lose_two, "deltas 1 to 2 are missing", id="two missing"),
     pytest.param(have_one_twice, "have the same seq", id="one twice"),
     pytest.param(lose_base, r"base\.json is missing", id="base missing"),
-    pytest.param(no_start, r"base\.json: expected .* came start True", id="no start"),
+    pytest.param(no_start, r"base\.json: expected .* got start True", id="no start"),
     pytest.param(no_json, r"base\.json is not JSON", id="no JSON"),
     pytest.param(no_directory, "cannot be used", id="no directory"),
 ]
@@ -117,7 +117,7 @@ def test_a_damaged_log_is_the_problem_of_one_model_until_it_is_restored(open_sto
     assert holds(store, 1, 2, 3, 4)
     assert store.model("ctr").problem is None
     deltas(store, 5, 5)
-    settled(store)
+    folded(store)
     assert store.verify().ok
 
 
@@ -144,7 +144,7 @@ def test_what_is_lost_below_the_watermark_keeps_nothing_from_serving(open_store,
     store = open_store()
     log = loaded(store, tmp_path, 1, 2, active=2) / "log"
     deltas(store, 1, 4)
-    settled(store)
+    folded(store)
     store.close()
     lose_one(log)
     store = open_store(fold_grace_s=60)
@@ -157,11 +157,11 @@ def test_what_is_lost_below_the_watermark_keeps_nothing_from_serving(open_store,
     store.close()
     store = open_store()
     assert holds(store, 1, 2, 3, 4, 5)
-    settled(store)
+    folded(store)
     store.drop("ctr", 1)
-    store.model("ctr")._keeper.keep_house()
+    store.model("ctr").housekeeping.run_tasks()
     assert "delta 2" in (store.model("ctr").problem or ""), "as long as entries from before are kept"
-    store.model("ctr")._deltas.prune(5)
+    store.model("ctr").state.log.prune(5)
     assert store.model("ctr").problem is None
 
 
@@ -172,7 +172,7 @@ def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_ta
     store = open_store()
     log = loaded(store, tmp_path, 1, 2, active=2) / "log"
     deltas(store, 1, 4)
-    settled(store)
+    folded(store)
     store.close()
     shutil.copytree(log, tmp_path / "kept")
     damage(log)
@@ -187,7 +187,7 @@ def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_ta
             store.rollback("ctr", force=True)
         store.label("ctr", "best", 2)
         store.unlabel("ctr", "best")
-        store.model("ctr")._keeper.keep_house()
+        store.model("ctr").housekeeping.run_tasks()
         store.close()
     if log.is_dir():
         shutil.rmtree(log)

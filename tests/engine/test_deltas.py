@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.engine import scenes
-from tests.engine.test_store import settled
-from tierstore.engine.overlay import OverlayTable
+from tests.engine.test_store import folded
+from tierstore.engine.data.overlay import OverlayTable
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, SnapshotError, TooLarge
 from tierstore.kernels import overlay_index
 from tierstore.types import KeyType, StorageDtype, TableSpec
@@ -46,7 +46,7 @@ def test_a_delta_is_seen_at_once_folded_and_after_reopening(open_store, tmp_path
     check(again)
     assert again.status()["models"]["ctr"]["overlays"] == 0
     again.apply_delta(scenes.stamped(2, {"item": [3]}))
-    settled(again)
+    folded(again)
     check(again)
     assert again.status()["models"]["ctr"]["folded_watermark"] == 2
 
@@ -158,7 +158,7 @@ def test_a_request_under_way_sees_none_of_a_later_delta(store, tmp_path):
             assert new.overlays  # not folded, because `old` is still read
         np.testing.assert_array_equal(old.lookup("item_id", [1]), before)
         np.testing.assert_array_equal(old.lookup("user_id", [1]), scenes.vectors("user", 0, [1]))
-    settled(store)
+    folded(store)
     assert first(store, "item_id", 1) == scenes.vector("item", 5, 1)[0]
 
 
@@ -167,14 +167,14 @@ def test_a_slow_miss_never_puts_its_old_row_over_a_newer_delta(store, tmp_path):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")
     with ctr.view() as view:
-        table = view.holder.tables["item"]
+        table = view.open_version.tables["item"]
         key = np.array([900])
         rows, state = np.empty((1, table.spec.row_bytes), np.uint8), np.zeros(1, np.uint8)
         table.disk.get(table.table_id, key, rows, state)
         seq = view.seq
     absent = np.array([5000])
     store.apply_delta(scenes.stamped(1, {"item": [900, 5000]}))
-    settled(store)
+    folded(store)
     assert table.host.insert(key, rows, seq) == 0
     assert table.host.insert_absent(absent, seq) == 0
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_promotion_before_the_fold_is_brought_up_to_date_by_it(open_store, tmp
     ctr = store.model("ctr")
     store.apply_delta(scenes.stamped(1, {"item": [900]}))
     with ctr.view() as view:
-        version = view.holder
+        version = view.open_version
         table = version.tables["item"]
         rows, state = np.empty((1, table.spec.row_bytes), np.uint8), np.zeros(1, np.uint8)
         table.disk.get(table.table_id, np.array([900]), rows, state)
@@ -232,7 +232,7 @@ def test_a_new_dense_part_is_kept_with_its_rows(open_store, tmp_path):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     dense = scenes.some_dense()
     store.apply_delta(scenes.delta(1, {"item": ([1], scenes.vectors("item", 1, [1]))}, dense=dense))
-    settled(store)
+    folded(store)
     assert (tmp_path / "data/models/ctr/1/dense.onnx").read_bytes() == dense
     with store.model("ctr").view() as view:
         assert view.has_dense
@@ -243,8 +243,8 @@ def test_the_log_is_pruned_below_every_watermark_after_its_retention(open_store,
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     for seq in range(1, 11):
         store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
-    settled(store)
-    store.model("ctr")._keeper.keep_house()
+    folded(store)
+    scenes.housekeep(store)
     assert store.status()["models"]["ctr"]["log"] == {"start": 10, "last": 10, "entries": 0}
     assert not list(Path(tmp_path, "data/models/ctr/log").glob("*.arrow"))
     store.close()
@@ -259,7 +259,7 @@ def test_four_readers_see_whole_deltas_and_nothing_stale_after_an_acknowledgemen
     ctr = store.model("ctr")
     items, users = np.arange(0, 64), np.arange(64, 128)
     store.apply_delta(scenes.stamped(1, {"item": items, "user": users}))
-    acknowledged, stop, wrong = [1], threading.Event(), []
+    acknowledged, stop, wrong, newest = [1], threading.Event(), [], 500
 
     def read() -> None:
         last = 0
@@ -279,15 +279,15 @@ def test_four_readers_see_whole_deltas_and_nothing_stale_after_an_acknowledgemen
     readers = [threading.Thread(target=read) for _ in range(4)]
     for reader in readers:
         reader.start()
-    for seq in range(2, 1001):
+    for seq in range(2, newest + 1):
         store.apply_delta(scenes.stamped(seq, {"item": items, "user": users}))
         acknowledged[0] = seq
     stop.set()
     for reader in readers:
         reader.join()
     assert not wrong
-    settled(store)
-    assert first(store, "item_id", 3) == scenes.vector("item", 1000, 3)[0]
+    folded(store)
+    assert first(store, "item_id", 3) == scenes.vector("item", newest, 3)[0]
 
 
 @pytest.mark.parametrize("keys", [1, 1000, 65_537])

@@ -29,7 +29,7 @@ def quick_loads():
         yield
 
 
-def settled(store) -> None:
+def folded(store) -> None:
     """Wait until every delta is folded."""
     publisher = store.model("ctr").publisher
     with publisher.changed:
@@ -46,7 +46,7 @@ def served(stamp: int, seq: int = 0, **options):
     return scenes.delta(seq, rows, dense=om.telltale(stamp, TELLTALE), **options)
 
 
-def told(answer) -> int:
+def answered(answer) -> int:
     """The stamp of an answer, all of which must be of one state."""
     assert not answer["off"].any(), answer
     (stamp,) = {int(s) for s in answer["stamp"].reshape(-1)}
@@ -76,9 +76,9 @@ def test_scores_equal_numpy_on_rows_from_every_tier(open_store, tmp_path):
     expected = sum(rows[name] @ weights[name] for name in DIMS) + hour @ weights["hour"] + 2.0
     assert scores.shape == (700, 1)
     np.testing.assert_allclose(scores[:, 0], expected, rtol=1e-4)
-    figures = store.status("ctr")["models"]["ctr"]["dense"]
-    assert figures["runs"] >= 1
-    assert figures["seconds"] > 0
+    counts = store.status("ctr")["models"]["ctr"]["dense"]
+    assert counts["runs"] >= 1
+    assert counts["seconds"] > 0
     assert state(store) == "served"
 
 
@@ -105,15 +105,15 @@ def test_keys_in_rows_are_bags_of_a_pooled_feature_and_stay_apart_in_another(sto
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"user_id": [1]}, "needs the inputs clicked, hour as well; came user_id"),
-        ({"user_id": [1], "clicked": [1, 2], "hour": [[0.0]]}, "'user_id' and 'clicked' must agree in dimension 'batch': came 1 and 2"),
-        ({"user_id": [1], "clicked": [1], "hour": [[0.0, 1.0]]}, r"'hour': the dense part takes shape \[batch, 1\], came \[1, 2\]"),
+        ({"user_id": [1]}, "needs the inputs clicked, hour as well; got user_id"),
+        ({"user_id": [1], "clicked": [1, 2], "hour": [[0.0]]}, "'user_id' and 'clicked' must agree in dimension 'batch': got 1 and 2"),
+        ({"user_id": [1], "clicked": [1], "hour": [[0.0, 1.0]]}, r"'hour': the dense part takes shape \[batch, 1\], got \[1, 2\]"),
         ({"user_id": [1], "clicked": [1], "hour": [["x"]]}, "'hour': expected FP32"),
         ({"user_id": [1], "clicked": [1], "hour": [[0.0]], "day": [1]}, "no input 'day'; its inputs are user_id, clicked, hour"),
         ({"user_id": [1.5], "clicked": [1], "hour": [[0.0]]}, "expected int64 keys"),
         ({"user_id": (1, 2), "clicked": [1], "hour": [[0.0]]}, "'user_id'"),
         ({"user_id": ([1], [0]), "clicked": [1], "hour": [[0.0]]}, "no combiner"),
-        ({"user_id": [[[1]]], "clicked": [1], "hour": [[0.0]]}, r"\[n\] or \[batch, k\], came \[1, 1, 1\]"),
+        ({"user_id": [[[1]]], "clicked": [1], "hour": [[0.0]]}, r"\[n\] or \[batch, k\], got \[1, 1, 1\]"),
         ({"user_id": [1], "clicked": ([[1]], [0]), "hour": [[0.0]]}, "with offsets the keys are flat"),
         ({"user_id": [1], "clicked": ([1], [5]), "hour": [[0.0]]}, "offset"),
         ({"user_id": [1], "clicked": (1, 2, 3, 4), "hour": [[0.0]]}, "expected keys, "),
@@ -155,9 +155,9 @@ def test_without_the_extra_a_dense_part_is_kept_and_the_extra_named(open_store, 
         with pytest.raises(MissingExtra, match=r"tierstore\[dense\]"):
             store.model("ctr").predict(ASK)
         assert store.model("ctr").lookup("user_id", [1])[0, 0] == 1
-        settled(store)
+        folded(store)
         store.close()
-    assert told(open_store().model("ctr").predict(ASK)) == 1
+    assert answered(open_store().model("ctr").predict(ASK)) == 1
 
 
 def test_after_a_start_a_dense_part_that_cannot_be_served_is_said_so_and_rows_are_answered(
@@ -174,9 +174,9 @@ def test_after_a_start_a_dense_part_that_cannot_be_served_is_said_so_and_rows_ar
         store.model("ctr").predict(ASK)
     assert len(store.model("ctr").lookup("user_id", [1])) == 1
     store.apply_delta(served(1, seq=1))
-    assert told(store.model("ctr").predict(ASK)) == 1
-    settled(store)
-    assert told(store.model("ctr").predict(ASK)) == 1
+    assert answered(store.model("ctr").predict(ASK)) == 1
+    folded(store)
+    assert answered(store.model("ctr").predict(ASK)) == 1
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ def test_a_dense_part_that_cannot_be_served_is_refused_and_changes_nothing(open_
     with pytest.raises(DeltaError, match=reason):
         store.apply_delta(scenes.delta(2, {"user": ([1], np.zeros((1, 4), np.float32))}, dense=dense))
     model = store.model("ctr")
-    assert (model.versions, model.log_status()["last"]) == ([1], 1)
-    assert told(model.predict(ASK)) == 1
+    assert (model.versions, model.state.log.status()["last"]) == ([1], 1)
+    assert answered(model.predict(ASK)) == 1
     store.apply_delta(served(2, seq=2))
-    assert told(model.predict(ASK)) == 2
+    assert answered(model.predict(ASK)) == 2
 
 
 def test_a_delta_for_a_version_that_does_not_serve_must_fit_that_one(store, tmp_path):
@@ -210,9 +210,9 @@ def test_a_delta_for_a_version_that_does_not_serve_must_fit_that_one(store, tmp_
     store.apply_delta(served(3, seq=1, base_version=2))
     assert store.model("ctr").signature.outputs[0].name == "stamp"
     with store.model("ctr").view() as view:
-        assert view.predictor is view.holder.predictor, "the delta is not for this version"
+        assert view.predictor is view.open_version.predictor, "the delta is not for this version"
     store.activate("ctr", 2)
-    assert told(store.model("ctr").predict(ASK)) == 3
+    assert answered(store.model("ctr").predict(ASK)) == 3
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 3600.0], ids=["folded", "in the overlay"])
@@ -221,21 +221,21 @@ def test_the_newest_dense_part_serves_through_deltas_restarts_and_rollbacks(open
     model = store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE))) and store.model("ctr")
     for seq in (1, 2):
         store.apply_delta(served(seq, seq=seq))
-        assert told(model.predict(ASK)) == seq
+        assert answered(model.predict(ASK)) == seq
     store.apply_delta(scenes.stamped(3, {"item": [500]}))  # one without a dense part
-    assert told(model.predict(ASK)) == 2
+    assert answered(model.predict(ASK)) == 2
     if not grace_s:
-        settled(store)
-        assert told(model.predict(ASK)) == 2
+        folded(store)
+        assert answered(model.predict(ASK)) == 2
     store.close()
     store = open_store(fold_grace_s=grace_s)
     model = store.model("ctr")
-    assert told(model.predict(ASK)) == 2, "after a restart"
+    assert answered(model.predict(ASK)) == 2, "after a restart"
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=3, dense=om.telltale(7, TELLTALE)))
     store.apply_delta(served(4, seq=4))
-    assert told(model.predict(ASK)) == 4
+    assert answered(model.predict(ASK)) == 4
     store.rollback("ctr")
-    assert told(model.predict(ASK)) == 4, "the delta was for both"
+    assert answered(model.predict(ASK)) == 4, "the delta was for both"
     assert model.active_version == 1
 
 
@@ -247,35 +247,35 @@ def test_a_store_that_was_never_closed_comes_back_with_the_newest_dense_part(ope
     for seq in (1, 2):
         store.apply_delta(served(seq, seq=seq))
         if not grace_s:
-            settled(store)
-    left = tmp_path / "left"
-    shutil.copytree(tmp_path / "data", left)
-    with tierstore.open(left, host_budget="4MiB", load_workers=1) as again:
-        assert told(again.model("ctr").predict(ASK)) == 2
+            folded(store)
+    image = tmp_path / "left"
+    shutil.copytree(tmp_path / "data", image)
+    with tierstore.open(image, host_budget="4MiB", load_workers=1) as again:
+        assert answered(again.model("ctr").predict(ASK)) == 2
 
 
 def test_a_new_dense_part_is_ready_before_the_delta_is_logged(store, tmp_path, monkeypatch):
     """While it is made ready, look-ups and predictions go on, and the log does not have it."""
     store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
     store.apply_delta(served(1, seq=1))
-    model, begun, go_on = store.model("ctr"), threading.Event(), threading.Event()
-    load = type(store._shared.dense).load
+    model, started, go_on = store.model("ctr"), threading.Event(), threading.Event()
+    load = type(store.shared.dense).load
 
     def slow(*args):
-        begun.set()
+        started.set()
         assert go_on.wait(60)
         return load(*args)
 
-    monkeypatch.setattr(type(store._shared.dense), "load", slow)
+    monkeypatch.setattr(type(store.shared.dense), "load", slow)
     producer = threading.Thread(target=store.apply_delta, args=(served(2, seq=2),))
     producer.start()
-    assert begun.wait(60)
-    assert told(model.predict(ASK)) == 1
-    assert model.log_status()["last"] == 1
-    settled(store)  # folding goes on too
+    assert started.wait(60)
+    assert answered(model.predict(ASK)) == 1
+    assert model.state.log.status()["last"] == 1
+    folded(store)  # folding goes on too
     go_on.set()
     producer.join(60)
-    assert told(model.predict(ASK)) == 2
+    assert answered(model.predict(ASK)) == 2
 
 
 def test_the_session_of_a_dense_part_goes_with_its_last_view(store, tmp_path):
@@ -285,22 +285,25 @@ def test_the_session_of_a_dense_part_goes_with_its_last_view(store, tmp_path):
         store.apply_delta(served(1, seq=1))
         assert view.predictor.signature.outputs[0].name == "stamp"
     del view
-    settled(store)
+    folded(store)
     gc.collect()
     assert first() is None
     with store.model("ctr").view() as view:
         second = weakref.ref(view.predictor)
     del view
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=1, dense=om.telltale(7, TELLTALE)))
-    store.model("ctr")._keeper.wait_retired(1, 60)
+    store.model("ctr").state.retiring.wait_closed(1, 60)
     gc.collect()
     assert second() is None
 
 
 def test_recorded_requests_run_before_a_version_serves(open_store, tmp_path):
     store = open_store()
-    asks = [{"user_id": KEYS, "clicked": (KEYS, np.arange(9))}, {"user_id": [1], "clicked": ([1, 2], [0], [0.5, 1.5])}]
-    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE), requests=asks))
+    inputs = [
+        {"user_id": KEYS, "clicked": (KEYS, np.arange(9))},
+        {"user_id": [1], "clicked": ([1, 2], [0], [0.5, 1.5])},
+    ]
+    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE), requests=inputs))
     with store.model("ctr").view() as view:
         assert view.predictor.warmed == 2
     store.apply_delta(served(1, seq=1))
@@ -313,7 +316,7 @@ def test_recorded_requests_run_before_a_version_serves(open_store, tmp_path):
         store.load_snapshot(
             scenes.write_snapshot(tmp_path, 2, delta_seq=1, dense=om.telltale(0, TELLTALE), requests=[bad])
         )
-    assert told(store.model("ctr").predict(ASK)) == 1
+    assert answered(store.model("ctr").predict(ASK)) == 1
     store.close()
     with open_store().model("ctr").view() as view:
         assert view.predictor.warmed == 2, "and after a restart"
@@ -332,7 +335,7 @@ def test_swaps_and_new_dense_parts_under_load_fail_no_request_and_mix_no_answer(
         seen.append(mine)
         while not over.is_set():
             try:
-                mine.add(told(model.predict(ASK)))
+                mine.add(answered(model.predict(ASK)))
             except BaseException as error:  # noqa: BLE001 - reported below
                 wrong.append(error)
                 return
@@ -365,16 +368,16 @@ def test_a_canary_has_its_own_dense_part_and_a_delta_brings_one_to_both(open_sto
     store.apply_delta(served(2, seq=2, base_version=2))
     store.canary("ctr", 2, 0.5)
     model = store.model("ctr")
-    assert [told(model.predict(ASK, version=number)) for number in (1, 2)] == [1, 2]
+    assert [answered(model.predict(ASK, version=number)) for number in (1, 2)] == [1, 2]
     with pytest.raises(DeltaError, match="the dense part cannot be served: the dense part is not an ONNX model"):
         store.apply_delta(scenes.delta(3, dense=b"no graph"))
     store.apply_delta(served(3, seq=3))
     with model.view(1) as active, model.view(2) as canary:
         assert active.predictor is not canary.predictor
-    assert [told(model.predict(ASK, version=number)) for number in (1, 2)] == [3, 3]
-    assert {told(model.predict(ASK)) for _ in range(20)} == {3}
+    assert [answered(model.predict(ASK, version=number)) for number in (1, 2)] == [3, 3]
+    assert {answered(model.predict(ASK)) for _ in range(20)} == {3}
     assert state(store, 2) == "served"
     store.promote("ctr")
-    assert told(model.predict(ASK)) == 3
+    assert answered(model.predict(ASK)) == 3
     store.close()
-    assert told(open_store().model("ctr").predict(ASK)) == 3
+    assert answered(open_store().model("ctr").predict(ASK)) == 3

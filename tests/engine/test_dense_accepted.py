@@ -100,7 +100,7 @@ def withdrawn(open_store: Open, root: Path) -> tierstore.Store:
     return store
 
 
-def canary_left_with_its_active_version(open_store: Open, root: Path) -> tierstore.Store:
+def canary_of_another_active_version(open_store: Open, root: Path) -> tierstore.Store:
     store = canary_that_accepted(open_store, root)
     load(store, root, 2, delta_seq=1)
     return store
@@ -130,23 +130,23 @@ def not_opened_at_a_start(open_store: Open, root: Path) -> tierstore.Store:
 
 
 @pytest.mark.parametrize(
-    "left",
+    "prepare",
     [
         switched,
         promoted,
         deactivated,
         withdrawn,
-        canary_left_with_its_active_version,
+        canary_of_another_active_version,
         canary_over_a_crash,
         not_opened_at_a_start,
     ],
 )
 @pytest.mark.parametrize("crash", [False, True], ids=["closes", "crashes"])
-def test_what_a_version_accepted_is_its_own_after_a_restart(open_store, tmp_path, left, crash):
-    store = left(open_store, tmp_path)
+def test_what_a_version_accepted_is_its_own_after_a_restart(open_store, tmp_path, prepare, crash):
+    store = prepare(open_store, tmp_path)
     assert store.model("ctr").active_version == 2
     if crash:
-        assert store.model("ctr")._keeper.wait_retired(1, 60)
+        assert store.model("ctr").state.retiring.wait_closed(1, 60)
         shutil.copytree(tmp_path / "data", tmp_path / "left")
     store.close()
     if crash:
@@ -194,18 +194,18 @@ def test_wherever_a_crash_cuts_the_leaving_off_it_is_its_own(open_store, tmp_pat
         store.activate("ctr", 2) if way == "switch" else store.withdraw("ctr")
         images.keep()
     store.close()
-    asked = [(image / "models/ctr/1/ASKED").exists() for image in images.kept]
-    assert not asked[0]
-    assert asked[-1]
-    assert asked == sorted(asked)
+    marked = [(image / "models/ctr/1/ASKED").exists() for image in images.kept]
+    assert not marked[0]
+    assert marked[-1]
+    assert marked == sorted(marked)
     for image in images.kept:
-        with tierstore.open(image, host_budget="4MiB", load_workers=1, fold_grace_s=60) as left:
+        with tierstore.open(image, host_budget="4MiB", load_workers=1, fold_grace_s=60) as prepare:
             if way == "withdraw":
-                load(left, tmp_path / image.name, 2, delta_seq=1)
+                load(prepare, tmp_path / image.name, 2, delta_seq=1)
             else:
-                left.activate("ctr", 2)
-        with tierstore.open(image, host_budget="4MiB", load_workers=1) as left:
-            check(left)
+                prepare.activate("ctr", 2)
+        with tierstore.open(image, host_budget="4MiB", load_workers=1) as prepare:
+            check(prepare)
 
 
 def test_where_it_cannot_be_written_down_the_version_is_not_left(open_store, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import tierstore
 from tests.predict import onnx_models as om
 from tierstore.errors import DeltaError, InvalidInput, MissingExtra, SnapshotError
-from tierstore.formats.delta import read_delta
+from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.onnx_file import read_onnx
 
 from .quick_build import in_process

@@ -11,10 +11,10 @@ import pytest
 
 import tierstore
 from tests.predict import onnx_models as om
-from tierstore.engine.overlay import encode_delta
+from tierstore.engine.data.overlay import encode_delta
 from tierstore.errors import DeltaError, InvalidInput, StorageError
 from tierstore.formats import files
-from tierstore.formats.delta import read_delta
+from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.files import FileSystem
 
 from . import scenes
@@ -68,9 +68,9 @@ def test_a_dense_part_that_does_not_fit_a_kept_version_is_passed_over_and_rolled
     store.apply_delta(rows(1, dense=graph(CITY)))
     store.apply_delta(rows(2))
     if behind == "in the background":
-        monkeypatch.setattr("tierstore.engine.keeping.KEPT_LAG", 0)
-        ctr._keeper.keep_house()
-        assert ctr._infos[1].watermark == 2
+        monkeypatch.setattr("tierstore.engine.lifecycle.tasks.KEPT_LAG", 0)
+        ctr.housekeeping.run_tasks()
+        assert ctr.catalogue.info(1).watermark == 2
     assert store.rollback("ctr") == 1
     assert ctr.predict({"user_id": [1, 2]})[:, 0].tolist() == [2 * DIM, 1 * DIM], "new rows, its own dense part"
     why = "input 'city' is a feature of version 2 and none of version 1"
@@ -189,6 +189,11 @@ class Refusing(FileSystem):
         super().rename(old, new)
 
 
+def left_over(root: Path) -> list[str]:
+    """Dense parts on their way: in the directory of version 1, beside the one that holds and the one that was loaded."""
+    return [path.name for path in (root / "data/models/ctr/1").glob("dense-*") if path.name != "dense-loaded.onnx"]
+
+
 def scores(store: tierstore.Store) -> list[float]:
     return store.model("ctr").predict({"user_id": [1, 2]})[:, 0].tolist()
 
@@ -201,7 +206,7 @@ def test_a_kept_version_has_rows_and_dense_part_of_a_delta_or_neither(open_store
     for version in (1, 2):
         store.load_snapshot(snapshot(tmp_path, version, {"user_id": None}, OLD))
     store.apply_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0)))
-    ingested = type(store.model("ctr").served.active.holder.disk).ingest
+    ingested = type(store.model("ctr").served.active.open_version.disk).ingest
 
     def ingest(self, parts):
         if "/1/" in str(self.path):
@@ -210,25 +215,25 @@ def test_a_kept_version_has_rows_and_dense_part_of_a_delta_or_neither(open_store
 
     with files.use(Refusing(what)), monkeypatch.context() as patch:
         if what == "ingest":
-            patch.setattr("tierstore.tiers.sealed.SealedTier.ingest", ingest)
+            patch.setattr("tierstore.tiers.disk.sealed.SealedTier.ingest", ingest)
         with pytest.raises(StorageError, match="injected"):
             store.rollback("ctr")
     assert store.model("ctr").active_version == 2
     if crash:
         store.close()
-        left = tmp_path / "left"
-        shutil.copytree(tmp_path / "data", left)
-        for entry in (left / "models/ctr/log").glob("*.arrow"):
+        image = tmp_path / "left"
+        shutil.copytree(tmp_path / "data", image)
+        for entry in (image / "models/ctr/log").glob("*.arrow"):
             entry.unlink()  # as if the log had gone on without this version
-        (left / "models/ctr/log.end").unlink()
-        with tierstore.open(left, host_budget="4MiB", load_workers=1) as other:
+        (image / "models/ctr/log.end").unlink()
+        with tierstore.open(image, host_budget="4MiB", load_workers=1) as other:
             other.activate("ctr", 1, force=True)
             assert scores(other) in ([DIM, DIM], [DIM + 50, DIM + 50]), "both or neither"
             assert (scores(other)[0] == DIM + 50) == (what == "rename"), "once the watermark has moved, it is done"
         store = open_store()
     store.rollback("ctr")
     assert scores(store) == [DIM + 50, DIM + 50]
-    assert [path.name for path in (tmp_path / "data/models/ctr/1").glob("dense*")] == ["dense.onnx"]
+    assert left_over(tmp_path) == []
 
 
 def test_without_the_extra_nothing_is_checked_and_the_newest_is_kept(open_store, tmp_path, monkeypatch):
@@ -250,7 +255,7 @@ def test_what_was_accepted_by_the_version_that_served_is_not_passed_over_at_a_st
     store.load_snapshot(snapshot(tmp_path, 1, {"user_id": None}, OLD))
     store.apply_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0)))
     store.close()
-    load = type(store._shared.dense).load
+    load = type(store.shared.dense).load
 
     def choosy(self, model, *args):
         if model != OLD:
@@ -269,7 +274,7 @@ def test_folds_that_fail_leave_one_dense_part_on_its_way_at_most(open_store, tmp
     """However many deltas come until the disk tier takes them, each making another name of the next try."""
     store = open_store()
     store.load_snapshot(snapshot(tmp_path, 1, {"user_id": None}, OLD))
-    version = store.model("ctr").served.active.holder
+    version = store.model("ctr").served.active.open_version
 
     def refuse(self, parts):
         raise StorageError("injected failure")
@@ -278,13 +283,13 @@ def test_folds_that_fail_leave_one_dense_part_on_its_way_at_most(open_store, tmp
         read_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0))), version.specs, {}, for_this_version=True
     )
     with monkeypatch.context() as patch:
-        patch.setattr("tierstore.tiers.sealed.SealedTier.ingest", refuse)
+        patch.setattr("tierstore.tiers.disk.sealed.SealedTier.ingest", refuse)
         for seq in range(1, 4):
             if seq > 1:
                 overlay = overlay.merged(encode_delta(read_delta(rows(seq)), version.specs, {}, for_this_version=True))
             with pytest.raises(StorageError, match="injected"):
                 version.fold(overlay)
-    on_its_way = [path.name for path in (tmp_path / "data/models/ctr/1").glob("dense-*")]
+    on_its_way = left_over(tmp_path)
     assert on_its_way == ["dense-3.onnx"]
     version.fold(overlay)
-    assert [path.name for path in (tmp_path / "data/models/ctr/1").glob("dense*")] == ["dense.onnx"]
+    assert left_over(tmp_path) == []

@@ -23,9 +23,9 @@ from tierstore.errors import InferenceError, InvalidInput
 from tierstore.predict import runtime
 from tierstore.predict.placement import CPU_PROVIDER, Placement
 from tierstore.predict.session import DenseSession, Slot
-from tierstore.service.plane.dataplane import DataPlane, Request
-from tierstore.service.plane.tensors import TensorSpec
-from tierstore.tiers import device_set as devices
+from tierstore.service.dataplane.inference import DataPlane, Request
+from tierstore.service.dataplane.tensors import TensorSpec
+from tierstore.tiers.device import devices
 
 WEIGHTS = {
     "user_id": np.linspace(-1, 1, 4),
@@ -44,7 +44,7 @@ def quick_loads():
         yield
 
 
-class Lent:
+class Bound:
     """What was lent to runs, and where it lies."""
 
     def __init__(self) -> None:
@@ -53,18 +53,18 @@ class Lent:
 
 
 @pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> Lent:
-    seen = Lent()
-    lend = Slot.lend
+def bound(monkeypatch: pytest.MonkeyPatch) -> Bound:
+    seen = Bound()
+    bind = Slot.bind
 
     def spy(slot: Slot, name: str, address: int, owner: Any) -> None:
         assert name not in slot.arrays
         assert owner.array.ctypes.data == address
         seen.names.append(name)
         seen.owners.append(owner)
-        lend(slot, name, address, owner)
+        bind(slot, name, address, owner)
 
-    monkeypatch.setattr(Slot, "lend", spy)
+    monkeypatch.setattr(Slot, "bind", spy)
     return seen
 
 
@@ -89,34 +89,34 @@ def expected(store: Store) -> np.ndarray:
 
 
 def test_scores_are_those_of_rows_that_stayed_on_the_device(
-    with_device: Callable[..., Store], tmp_path: Path, lent: Lent
+    with_device: Callable[..., Store], tmp_path: Path, bound: Bound
 ) -> None:
     store = with_device()
     store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.linear(WEIGHTS)))
     for seq in (1, 2):
         np.testing.assert_allclose(ask(store)[:, 0], expected(store), rtol=1e-4, atol=1e-4)
-        assert set(lent.names) == {"user_id", "item_id", "clicked"}
-        lent.names.clear()
+        assert set(bound.names) == {"user_id", "item_id", "clicked"}
+        bound.names.clear()
         store.apply_delta(scenes.stamped(seq, {"item": range(0, 900, 2)}))
     assert np.shape(ask(store, user_id=USERS[:0], item_id=ITEMS[:0], clicked=(CLICKED[:0], OFFSETS[:0]), hour=HOUR[:0])) == (0, 1)  # fmt: skip
-    assert lent.names == []
+    assert bound.names == []
 
 
 def test_a_request_of_the_service_takes_the_same_way(
-    with_device: Callable[..., Store], tmp_path: Path, lent: Lent
+    with_device: Callable[..., Store], tmp_path: Path, bound: Bound
 ) -> None:
     store = with_device()
     store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.linear(WEIGHTS)))
-    given = {"user_id": USERS, "item_id": ITEMS, "clicked": CLICKED, "clicked.offsets": OFFSETS, "hour": HOUR}
+    inputs = {"user_id": USERS, "item_id": ITEMS, "clicked": CLICKED, "clicked.offsets": OFFSETS, "hour": HOUR}
     specs = [
-        TensorSpec(name, "FP32" if name == "hour" else "INT64", tuple(array.shape)) for name, array in given.items()
+        TensorSpec(name, "FP32" if name == "hour" else "INT64", tuple(array.shape)) for name, array in inputs.items()
     ]
     with DataPlane(store, max_response=1 << 30).open("ctr", None, Request(specs, [])) as inference:
         arrays = [np.empty(spec.shape, np.float32) for spec in inference.plan.specs]
-        assert not inference.begin([array.reshape(-1) for array in given.values()], arrays)
-        assert lent.names == []  # nothing waits for the device before it may
+        assert not inference.begin([array.reshape(-1) for array in inputs.values()], arrays)
+        assert bound.names == []  # nothing waits for the device before it may
         inference.finish()
-    assert sorted(lent.names) == ["clicked", "item_id", "user_id"]
+    assert sorted(bound.names) == ["clicked", "item_id", "user_id"]
     np.testing.assert_allclose(arrays[0][:, 0], expected(store), rtol=1e-4, atol=1e-4)
 
 
@@ -129,7 +129,7 @@ def test_a_slot_keeps_rows_until_they_are_read_and_no_longer(
     run = DenseSession.run
 
     def spy(session: DenseSession, plan: Any, slot: Slot, *more: Any) -> Any:
-        assert set(slot.lent) == {"user_id", "item_id", "clicked"}
+        assert set(slot.bound) == {"user_id", "item_id", "clicked"}
         slots.append(slot)
         return run(session, plan, slot, *more)
 
@@ -137,11 +137,11 @@ def test_a_slot_keeps_rows_until_they_are_read_and_no_longer(
     ask(store)
     ask(store)
     assert slots[0] is slots[1]
-    assert not slots[0].lent
+    assert not slots[0].bound
 
 
 def test_outputs_of_no_fixed_size_come_from_rows_on_the_device(
-    with_device: Callable[..., Store], tmp_path: Path, lent: Lent
+    with_device: Callable[..., Store], tmp_path: Path, bound: Bound
 ) -> None:
     nodes = [om.node("ReduceSum", "user_id", "sum", keepdims=0), om.node("NonZero", "user_id", "places")]
     graph = om.build(nodes, {"user_id": (om.FLOAT, ["n", 4])}, {"sum": (om.FLOAT, []), "places": (om.INT64, [2, "k"])})
@@ -151,22 +151,22 @@ def test_outputs_of_no_fixed_size_come_from_rows_on_the_device(
     rows = store.model("ctr").lookup("user_id", USERS)
     np.testing.assert_array_equal(answer["places"], np.nonzero(rows))
     np.testing.assert_allclose(answer["sum"], rows.sum(), rtol=1e-4)
-    assert lent.names == ["user_id"]
+    assert bound.names == ["user_id"]
 
 
 def test_an_output_that_breaks_its_word_is_known_the_second_time(
-    with_device: Callable[..., Store], tmp_path: Path, lent: Lent, monkeypatch: pytest.MonkeyPatch
+    with_device: Callable[..., Store], tmp_path: Path, bound: Bound, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.engine.dense.warm", lambda *_: None)
+    monkeypatch.setattr("tierstore.engine.deltas.dense.warm", lambda *_: None)
     ports = {"user_id": (om.FLOAT, ["n", 4])}
     graph = om.build([om.node("Concat", "user_id user_id", "twice", axis=0)], ports, {"twice": (om.FLOAT, ["n", 4])})
     store = with_device()
     store.load_snapshot(scenes.write_snapshot(tmp_path, dense=graph))
-    with pytest.raises(InferenceError, match="it is known now"):
+    with pytest.raises(InferenceError, match="not relied on any more"):
         store.model("ctr").predict({"user_id": USERS})
     rows = store.model("ctr").lookup("user_id", USERS)
     np.testing.assert_array_equal(store.model("ctr").predict({"user_id": USERS}), np.concatenate([rows, rows]))
-    assert set(lent.names) == {"user_id"}
+    assert set(bound.names) == {"user_id"}
 
 
 def test_data_that_the_graph_cannot_take_are_still_the_callers_fault(

@@ -12,16 +12,17 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from tests.engine import scenes
+from tests.engine import scenes, ttl_scenes
 from tests.engine.test_model_based import StoreAgainstDicts
-from tests.engine.test_store import settled
+from tests.engine.test_store import folded
 from tests.tiers.cuda_shim.backend import ShimDevice
-from tierstore.engine.promotion import QUEUE_JOBS, Offers
+from tierstore.engine.data.promotion import QUEUE_JOBS, Offers
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
-from tierstore.service.control.metrics import _device, _tables
-from tierstore.tiers import device_set
-from tierstore.tiers.device_memory import WORKSPACES
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
+from tierstore.formats.keys import partition_of
+from tierstore.service.admin.metrics import _device, _tables
+from tierstore.tiers.device import devices
+from tierstore.tiers.device.workspaces import WORKSPACES
 
 ITEMS = np.arange(1000, dtype=np.int64)
 
@@ -29,8 +30,8 @@ ITEMS = np.arange(1000, dtype=np.int64)
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[ShimDevice]:
     found = [ShimDevice(number=0)]
-    monkeypatch.setattr(device_set, "find_backends", lambda: (found, None if found else "no CUDA device"))
-    monkeypatch.setattr(device_set, "MIN_BUDGET", 100 << 10)
+    monkeypatch.setattr(devices, "find_backends", lambda: (found, None if found else "no CUDA device"))
+    monkeypatch.setattr(devices, "MIN_BUDGET", 100 << 10)
     return found
 
 
@@ -40,7 +41,7 @@ def with_device(gpus: list[ShimDevice], open_store: Callable[..., Store]) -> Cal
 
 
 def promoted(store: Store) -> None:
-    promoter = store._shared.devices.promoter
+    promoter = store.shared.devices.promoter
     assert promoter is not None
     promoter.drain()
 
@@ -48,6 +49,23 @@ def promoted(store: Store) -> None:
 def counts(store: Store) -> dict[str, int]:
     found: dict[str, int] = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
     return found
+
+
+def test_keys_of_other_nodes_are_refused_on_the_device_too(with_device: Callable[..., Store], tmp_path: Path) -> None:
+    store = with_device(partition="1/4")
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, is_own = store.model("ctr"), partition_of(ITEMS, 4) == 1
+    for _ in range(3):
+        ctr.lookup("item_id", ITEMS[is_own])
+        promoted(store)
+        rows = ctr.lookup("item_id", ITEMS[is_own], device="gpu")
+        np.testing.assert_array_equal(rows, scenes.vectors("item", 0, ITEMS[is_own]))
+        for device in (None, "gpu"):
+            with pytest.raises(WrongPartition):
+                ctr.lookup("item_id", ITEMS, device=device)
+            with pytest.raises(WrongPartition):
+                ctr.lookup_bags("clicked", ITEMS, [0, 500], device=device)
+    assert counts(store)["device"] > 0
 
 
 class WithADevice(StoreAgainstDicts):
@@ -105,11 +123,11 @@ def test_look_ups_that_the_device_answers_leave_the_queue_of_promotions_to_other
         ctr.lookup("item_id", ITEMS)
         promoted(store)
     with ctr.view() as view:
-        device = view.holder.tables["item"].device
+        device = view.open_version.tables["item"].device
     assert device is not None
     held = device.hot_keys(500)
     offered: list[int] = []
-    monkeypatch.setattr(store._shared.devices.promoter, "put", lambda offers, keys: offered.append(len(keys)))
+    monkeypatch.setattr(store.shared.devices.promoter, "put", lambda offers, keys: offered.append(len(keys)))
     ctr.lookup("item_id", held)
     ctr.lookup("item_id", held, device="gpu")
     ctr.lookup("item_id", held[:0])
@@ -131,7 +149,7 @@ def test_a_delta_is_seen_on_the_device_before_and_after_it_is_folded(
         expected[changed] = scenes.vectors("item", seq, changed)
         np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), expected)
         if not grace_s:
-            settled(store)
+            folded(store)
         promoted(store)
         np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), expected)
         np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), expected)
@@ -150,7 +168,7 @@ def test_a_switch_keeps_to_the_budget_and_what_is_replaced_gives_its_memory_back
 ) -> None:
     rows = {"user": 500, "item": 6_000}
     store = with_device(device_budget="400KiB", host_budget="2MiB", keep_versions=9)
-    devices = store._shared.devices
+    devices = store.shared.devices
     most = 0
 
     def watch(progress: Any) -> None:
@@ -160,16 +178,16 @@ def test_a_switch_keeps_to_the_budget_and_what_is_replaced_gives_its_memory_back
     for version in range(1, 4):
         store.load_snapshot(scenes.write_snapshot(tmp_path, version, stamp=version, rows=rows), progress=watch)
         ctr = store.model("ctr")
-        assert ctr._keeper.wait_retired(version - 1, 10)
+        assert ctr.state.retiring.wait_closed(version - 1, 10)
         keys = np.arange(6_000)
         np.testing.assert_array_equal(ctr.lookup("item_id", keys, device="gpu"), scenes.vectors("item", version, keys))
-        assert [share.version.number for share in devices._shares.values()] == [version]
+        assert [version.number for version in devices.versions] == [version]
         assert gpus[0].used <= 400 << 10
     assert 200 << 10 < most <= 400 << 10
     assert devices.budget.used <= devices.budget.total < 400 << 10
     assert store.status()["device_budget"] == {"used": devices.budget.used, "total": devices.budget.total}
     store.deactivate("ctr")
-    assert ctr._keeper.wait_retired(3, 10)
+    assert ctr.state.retiring.wait_closed(3, 10)
     assert devices.budget.used == 0
     store.close()
     assert gpus[0].used == 0
@@ -192,10 +210,10 @@ def test_a_canary_has_device_tables_of_its_own_within_the_same_budget(
         for device in (None, "gpu"):
             np.testing.assert_array_equal(ctr.lookup("item_id", keys, version=version, device=device), expected)
         promoted(store)
-    shares = store._shared.devices._shares.values()
-    assert sorted(share.version.number for share in shares) == [1, 2]
-    for share in shares:
-        table = share.version.tables["item"]
+    versions = store.shared.devices.versions
+    assert sorted(version.number for version in versions) == [1, 2]
+    for version in versions:
+        table = version.tables["item"]
         assert table.device is not None
         assert table.device.rows_resident > 0
     assert gpus[0].used <= 400 << 10
@@ -214,7 +232,7 @@ def test_who_is_put_out_of_the_device_goes_back_to_the_host_tier(
             ctr.lookup("item_id", keys[begin : begin + 1000])
             promoted(store)
     with ctr.view() as view:
-        table = view.holder.tables["item"]
+        table = view.open_version.tables["item"]
         assert table.device is not None
         assert table.device.stats()["evicted"] > 0
         assert table.device.rows_resident > 0.8 * table.device.capacity_rows
@@ -233,7 +251,7 @@ def test_a_device_that_fails_while_serving_costs_no_answer(
     gpus[0].broken = True
     np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 0, ITEMS))
     store.apply_delta(scenes.stamped(1, {"item": ITEMS}))
-    settled(store)
+    folded(store)
     gpus[0].broken = False  # what it holds is from before the delta
     np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 1, ITEMS))
     assert "fell off the bus" in store.status()["models"]["ctr"]["tables"]["item"]["device"]["problem"]
@@ -246,7 +264,7 @@ def test_answers_come_to_the_device_where_a_table_has_no_room_on_it(
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")
     with ctr.view() as view:
-        table = view.holder.tables["item"]
+        table = view.open_version.tables["item"]
         table.device, cache = None, table.device
         assert cache is not None
         cache.close()
@@ -282,7 +300,7 @@ def test_without_a_device_it_is_said_why(
 def test_a_budget_without_the_extra_is_refused_at_start(
     open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_set, "find_backends", lambda: ([], device_set.NOT_INSTALLED))
+    monkeypatch.setattr(devices, "find_backends", lambda: ([], devices.NOT_INSTALLED))
     with pytest.raises(ConfigError, match="at least"):
         open_store(device_budget="99KiB")
     with pytest.raises(MissingExtra, match=r"tierstore\[gpu\]"):
@@ -303,7 +321,7 @@ def test_the_queue_of_promotions_and_the_workspaces_show_how_full_they_are(
 ) -> None:
     store = with_device()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
-    promoter = store._shared.devices.promoter
+    promoter = store.shared.devices.promoter
     assert promoter is not None
     held, go_on = threading.Event(), threading.Event()
 
@@ -332,15 +350,44 @@ def test_the_metrics_page_tells_of_the_device_tier(with_device: Callable[..., St
     store = with_device()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     status = store.status()
-    figures = {
+    samples = {
         (sample.name, sample.labels.get("table"), sample.labels.get("tier")): sample.value
         for metric in (*_tables(status["models"]), *_device(status["device"]))
         for sample in metric.samples
     }
-    assert figures["tierstore_device_present", None, None] == 1
-    assert figures["tierstore_device_promotions_limit", None, None] == QUEUE_JOBS
+    assert samples["tierstore_device_present", None, None] == 1
+    assert samples["tierstore_device_promotions_limit", None, None] == QUEUE_JOBS
     assert (
         0
-        < figures["tierstore_tier_bytes", "item", "device"]
-        <= figures["tierstore_tier_budget_bytes", "item", "device"]
+        < samples["tierstore_tier_bytes", "item", "device"]
+        <= samples["tierstore_tier_budget_bytes", "item", "device"]
     )
+
+
+def test_rows_that_expire_are_not_on_the_device_either(
+    with_device: Callable[..., Store], tmp_path: Path, days_later: Callable[[float], None]
+) -> None:
+    store = with_device()
+    store.load_snapshot(ttl_scenes.write(tmp_path))
+    ctr = store.model("ctr")
+    for _ in range(3):  # on the device from the second time on
+        ctr.lookup("user", np.arange(400), device="gpu")
+        promoted(store)
+    assert store.status()["models"]["ctr"]["tables"]["user"]["lookup_keys"]["device"] > 0
+    days_later(20)
+    ttl_scenes.check(store)
+    assert ctr.problem is None
+    for device in (None, "gpu"):
+        _, found = ctr.lookup("user", np.arange(400), return_found=True, device=device)
+        assert np.flatnonzero(found).tolist() == list(range(201))
+
+
+def test_work_that_is_done_alone_is_between_two_promotions(with_device: Callable[..., Store]) -> None:
+    promoter = with_device().shared.devices.promoter
+    assert promoter is not None
+    names: list[str] = []
+    promoter.alone(lambda: names.append(threading.current_thread().name))
+    assert names == ["tierstore-promoter"]
+    with pytest.raises(NotReady):
+        promoter.alone(lambda: (_ for _ in ()).throw(NotReady("injected")))
+    promoter.drain()

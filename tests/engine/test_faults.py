@@ -20,7 +20,7 @@ import pytest
 
 import tierstore
 from tests.engine import quick_build, scenes
-from tests.engine.test_store import settled
+from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
 from tierstore.engine.model import Model
 from tierstore.errors import Corruption, StorageError, TierstoreError
@@ -46,7 +46,7 @@ def same(a: Rows, b: Rows) -> bool:
     return all(np.array_equal(a[name][i], b[name][i]) for name in a for i in (0, 1))
 
 
-def figures(store: tierstore.Store) -> dict[str, Any]:
+def numbers(store: tierstore.Store) -> dict[str, Any]:
     """What must not change when something fails, whether or not the store is opened again."""
     model = store.status()["models"]["ctr"]
     return {
@@ -152,7 +152,7 @@ def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(t
     scene = Scene(tmp_path, open_store)
     for fail_at in range(200):
         attempt = prepare(scene)
-        before, served = figures(scene.store), rows_of(scene.store)
+        before, served = numbers(scene.store), rows_of(scene.store)
         disk = FailingDisk(fail_at)
         try:
             with files.use(disk):
@@ -162,7 +162,7 @@ def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(t
                 scene.reopen()
             if prepare in (load, load_beyond_the_log) and scene.latest in scene.store.model("ctr").versions:
                 scene.store.drop("ctr", scene.latest)  # only the switch to it has failed
-            assert figures(scene.store) == before, f"operation {fail_at} failed"
+            assert numbers(scene.store) == before, f"operation {fail_at} failed"
             assert same(rows_of(scene.store), served)
             attempt()
         if disk.operations <= fail_at:
@@ -180,10 +180,10 @@ def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(t
     scene.delta()
     report = scene.store.verify()
     assert report.ok, report.problems
-    left = [
+    remaining = [
         path.name for path in (tmp_path / "data/models/ctr").rglob("*") if path.name.startswith((".tmp-", ".trash-"))
     ]
-    assert left == []
+    assert remaining == []
 
 
 @pytest.mark.parametrize("reopen", [False, True], ids=["goes on", "reopens"])
@@ -224,8 +224,8 @@ def test_a_first_load_that_fails_leaves_no_model(tmp_path, open_store):
             store.close()
             store = open_store()
             assert store.models() == kept
-            left = [path.name for path in (tmp_path / "data/models").iterdir() if not path.name.startswith(".")]
-            assert left == kept
+            remaining = [path.name for path in (tmp_path / "data/models").iterdir() if not path.name.startswith(".")]
+            assert remaining == kept
             if kept:
                 assert store.model("ctr").versions == [1]
                 store.activate("ctr", 1)
@@ -243,7 +243,7 @@ def test_a_first_load_that_fails_leaves_no_model(tmp_path, open_store):
 def test_whichever_file_operation_fails_at_start_the_next_start_works(tmp_path, open_store):
     scene = Scene(tmp_path, open_store)
     scene.store.load_snapshot(scenes.write_snapshot(tmp_path, 1, model="other"))
-    expected, before = rows_of(scene.store), figures(scene.store)
+    expected, before = rows_of(scene.store), numbers(scene.store)
     scene.store.close()
     leftover = tmp_path / "data/models/ctr/77/build"
     for fail_at in range(100):
@@ -259,7 +259,7 @@ def test_whichever_file_operation_fails_at_start_the_next_start_works(tmp_path, 
             store.close()
         store = open_store(fold_grace_s=60, keep_versions=99)
         assert same(rows_of(store), expected)
-        assert figures(store) == before
+        assert numbers(store) == before
         assert store.model("other").ready
         store.close()
         if disk.operations <= fail_at:
@@ -284,7 +284,7 @@ def test_a_fold_that_fails_is_tried_again_and_nothing_is_wrong_meanwhile(tmp_pat
         assert NoBuild.failed.wait(20)
         store.apply_delta(scenes.stamped(2, {"item": [2], "user": [1]}))
         assert store.model("ctr").lookup("item_id", [1])[0, 0] == scenes.vector("item", 1, 1)[0]
-    settled(store)
+    folded(store)
     np.testing.assert_array_equal(store.model("ctr").lookup("user_id", [1]), scenes.vectors("user", 2, [1]))
     assert store.status()["overlay_budget"]["used"] == 0
     assert store.status()["models"]["ctr"]["folded_watermark"] == 2
@@ -293,7 +293,7 @@ def test_a_fold_that_fails_is_tried_again_and_nothing_is_wrong_meanwhile(tmp_pat
 def test_verify_of_a_table_whose_rows_are_all_deleted(tmp_path, store):
     store.load_snapshot(scenes.write_snapshot(tmp_path, rows={"user": 3, "item": 3}))
     store.apply_delta(scenes.delta(1, deletes={"user": range(3)}))
-    settled(store)
+    folded(store)
     report = store.verify()
     assert (report.ok, report.rows) == (True, 3)
 
@@ -419,6 +419,11 @@ class PowerCut(FileSystem):
 
         self._undo.append((new.parent, undo))
 
+    def link(self, old, new):
+        self._count()
+        super().link(old, new)
+        self._undo.append((new.parent, lambda: new.unlink(missing_ok=True)))
+
     def mkdir(self, path):
         self._count()
         super().mkdir(path)
@@ -451,20 +456,20 @@ def test_whenever_power_goes_everything_acknowledged_is_there_afterwards(tmp_pat
             scene_store = scene.store
             disk.cut_at = 1 << 30  # the preparation has power
             attempt = prepare(scene)
-            before, served = figures(scene_store), rows_of(scene_store)
+            before, served = numbers(scene_store), rows_of(scene_store)
             disk.operations, disk.cut_at = 0, cut_at
             done = True
             try:
                 attempt()
             except StorageError:
                 done = False
-            after, answered = figures(scene_store), rows_of(scene_store)
+            after, answered = numbers(scene_store), rows_of(scene_store)
             last = disk.operations <= cut_at
             disk.cut_at = 0
             scene.store.close()
         disk.apply(tmp_path / "data")
         scene.store = open_store(fold_grace_s=60, keep_versions=99)
-        now = figures(scene.store)
+        now = numbers(scene.store)
         assert now["problem"] is None
         if done:
             assert now["active"] == after["active"]

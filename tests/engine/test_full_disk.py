@@ -14,9 +14,9 @@ import pytest
 
 import tierstore
 from tests.engine import quick_build, scenes
-from tests.engine.test_faults import figures, rows_of, same
+from tests.engine.test_faults import numbers, rows_of, same
 from tests.engine.test_start import SMALL, item, loaded
-from tests.engine.test_store import settled
+from tests.engine.test_store import folded
 from tests.tiers.full_disk import FullDisk, full_disk
 from tierstore.errors import DiskFull
 from tierstore.types import BaseKind
@@ -55,14 +55,14 @@ def test_a_node_that_starts_on_a_full_disk_serves_and_goes_on_when_there_is_room
     loaded(store, tmp_path, 1, 2)
     loaded(store, tmp_path, 1, model="other")
     unfolded(store)
-    expected, before = rows_of(store), figures(store)
+    expected, before = rows_of(store), numbers(store)
     store.close()
     for _ in range(2):  # nor is anything worse after another start
         disk.full = True
         store = open_store(base=base, fold_grace_s=60)
         assert same(rows_of(store), expected), "with every delta that was acknowledged"
         assert item(store, 1, "other") == scenes.vector("item", 1, 1)[0]
-        assert figures(store) == before
+        assert numbers(store) == before
         with pytest.raises(DiskFull, match=FULL):
             store.apply_delta(scenes.stamped(6, {"item": [6]}))
         with pytest.raises(DiskFull, match=FULL):
@@ -71,17 +71,17 @@ def test_a_node_that_starts_on_a_full_disk_serves_and_goes_on_when_there_is_room
         store.close()
     store = open_store(base=base)
     publisher = store.model("ctr").publisher
-    keeper = store.model("ctr")._keeper
+    housekeeping = store.model("ctr").housekeeping
     with publisher.changed:
-        publisher.changed.wait_for(lambda: keeper.problem is not None, timeout=20)
+        publisher.changed.wait_for(lambda: housekeeping.problem is not None, timeout=20)
     assert FULL in (store.model("ctr").problem or "")
     assert same(rows_of(store), expected)
     disk.full = False
     assert store.apply_delta(scenes.stamped(6, {"item": [6]})).applied
-    settled(store)
+    folded(store)
     assert item(store, 6) == scenes.vector("item", 6, 6)[0]
     store.apply_delta(scenes.stamped(7, {"item": [7]}))
-    settled(store)
+    folded(store)
     store.rollback("ctr")
     assert [item(store, key) for key in (6, 7)] == [scenes.vector("item", key, key)[0] for key in (6, 7)]
     assert store.verify().ok
@@ -145,18 +145,18 @@ def test_a_dense_part_that_cannot_be_folded_is_served(
     store = open_store(fold_grace_s=60)
     store.load_snapshot(scenes.write_snapshot(tmp_path, rows=SMALL, dense=scenes.some_dense()))
     store.apply_delta(scenes.delta(1, dense=om.linear({"user_id": np.ones(scenes.DIM["user"])}, 50.0)))
-    asked = {"user_id": [3]}
-    expected = store.model("ctr").predict(asked)
+    wanted = {"user_id": [3]}
+    expected = store.model("ctr").predict(wanted)
     store.close()
     disk.full = True
     store = open_store()
-    np.testing.assert_array_equal(store.model("ctr").predict(asked), expected)
+    np.testing.assert_array_equal(store.model("ctr").predict(wanted), expected)
     disk.full = False
     store.apply_delta(scenes.stamped(2, {"item": [2]}))
-    settled(store)
-    np.testing.assert_array_equal(store.model("ctr").predict(asked), expected)
+    folded(store)
+    np.testing.assert_array_equal(store.model("ctr").predict(wanted), expected)
     store.close()
-    np.testing.assert_array_equal(open_store().model("ctr").predict(asked), expected)
+    np.testing.assert_array_equal(open_store().model("ctr").predict(wanted), expected)
 
 
 # --- a disk that really is
@@ -187,7 +187,7 @@ def really(where: Path, small: Path) -> None:
                     store.apply_delta(scenes.stamped(6, {"item": range(50_000)}))
                 filler.unlink()
                 store.apply_delta(scenes.stamped(6, {"item": [6]}))
-                settled(store)
+                folded(store)
             with opened(0) as store:
                 assert item(store, 6) == scenes.vector("item", 6, 6)[0]
                 assert store.verify().ok

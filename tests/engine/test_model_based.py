@@ -1,4 +1,4 @@
-"""The store against plain dictionaries: any order of loads, deltas, switches, canaries, drops and restarts gives the same rows."""
+"""The store against plain dictionaries: any order of loads, deltas, switches, rollbacks, canaries, drops and restarts gives the same rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 import tierstore
 from tests.engine import quick_build, scenes
-from tests.engine.test_store import settled
+from tests.engine.test_store import folded
 from tierstore.errors import Conflict, InvalidInput, NotFound, NotReady, SequenceGap, SnapshotError
 
 DIM = {"user": 2, "item": 3}
@@ -52,6 +52,7 @@ class Delta:
         self, data: bytes, base_version: int | None, changes: dict[str, dict[int, np.ndarray | None]], dense: bool
     ) -> None:
         self.data, self.base_version, self.changes, self.dense = data, base_version, changes, dense
+        self.undone = False
 
 
 class Version:
@@ -61,23 +62,24 @@ class Version:
         self.number, self.delta_seq, self.rows = number, delta_seq, rows
         self.holes: list[tuple[int, int]] = []
 
-    def taken(self, seq: int, deltas: dict[int, Delta]) -> list[int]:
+    def applied(self, seq: int, deltas: dict[int, Delta]) -> list[int]:
         """The deltas up to `seq` that it holds, ascending."""
         return [
             number
             for number, delta in sorted(deltas.items())
             if self.delta_seq < number <= seq
             and not any(low < number <= high for low, high in self.holes)
+            and not delta.undone
             and delta.base_version in (None, self.number)
         ]
 
     def dense_at(self, seq: int, deltas: dict[int, Delta]) -> int | None:
         """The delta that brought the newest dense part; snapshots bring none."""
-        return max((number for number in self.taken(seq, deltas) if deltas[number].dense), default=None)
+        return max((number for number in self.applied(seq, deltas) if deltas[number].dense), default=None)
 
     def at(self, seq: int, deltas: dict[int, Delta]) -> Rows:
         rows = {table: dict(of) for table, of in self.rows.items()}
-        for number in self.taken(seq, deltas):
+        for number in self.applied(seq, deltas):
             for table, changes in deltas[number].changes.items():
                 for key, new in changes.items():
                     if new is None:
@@ -102,6 +104,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         self.canary: int | None = None
         self.last: int | None = None
         self.deltas: dict[int, Delta] = {}
+        self.rollbacks: list[tuple[int, int]] = []  # to which delta, and which was the newest then
         self._snapshots = 0
         self._open(60.0)
 
@@ -190,6 +193,12 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         if self.last is None or version.delta_seq > self.last:
             self.last = version.delta_seq
 
+    def _beyond_repair(self, number: int) -> bool:
+        """Whether the version holds what is undone, and the log does not reach back to its snapshot."""
+        entries = self.store.status()["models"]["ctr"]["versions"]
+        state = next(entry["state"] for entry in entries if entry["version"] == number)
+        return state == "outdated" and (self.start or 0) > self.versions[number].delta_seq
+
     def _stale(self, number: int) -> tuple[int, int] | None:
         """What the version lacks: depends on how far it was folded, which is not for the model to know."""
         entries = self.store.status()["models"]["ctr"]["versions"]
@@ -203,6 +212,9 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             self._refused(NotFound, lambda: self.store.activate("ctr", number))
             return
         hole = None if number == self.active else self._stale(number)
+        if number != self.active and self._beyond_repair(number):
+            self._refused(Conflict, lambda: self.store.activate("ctr", number))
+            return
         if hole is not None and not force:
             self._refused(Conflict, lambda: self.store.activate("ctr", number))
             return
@@ -215,11 +227,32 @@ class StoreAgainstDicts(RuleBasedStateMachine):
     @rule()
     def rollback(self) -> None:
         older = [number for number in self.versions if self.active is not None and number < self.active]
-        if not older or self._stale(max(older)) is not None:
+        if not older or self._stale(max(older)) is not None or self._beyond_repair(max(older)):
             self._refused(Conflict, lambda: self.store.rollback("ctr"))
             return
         assert self.store.rollback("ctr") == max(older)
         self._activated(max(older))
+
+    @precondition(lambda self: self.active is not None)
+    @rule(back=st.integers(-1, 6))
+    def rollback_to(self, back: int) -> None:
+        assert self.active is not None
+        assert self.last is not None
+        seq, base = self.last - back, self.versions[self.active].delta_seq
+        if not base <= seq <= self.last or (self.start or 0) > base:
+            if seq != self.last or any(last == seq for _, last in self.rollbacks):
+                self._refused(Conflict, lambda: self.store.rollback("ctr", to_seq=seq))
+            return
+        changes = seq < self.last or any(last == seq for _, last in self.rollbacks)
+        again = bool(self.rollbacks) and self.rollbacks[-1] == (seq, self.last)
+        assert self.store.rollback("ctr", to_seq=seq) == self.active
+        self.rollbacks = [(to, last) for to, last in self.rollbacks if last < seq]
+        if seq < self.last:
+            self.rollbacks.append((seq, self.last))
+        for number, delta in self.deltas.items():
+            delta.undone = any(to < number <= last for to, last in self.rollbacks)
+        if changes and not again:
+            self.canary = None
 
     @rule(number=versions_seen)
     def drop(self, number: int) -> None:
@@ -245,6 +278,9 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             return
         if number != self.canary:
             hole = self._stale(number)
+            if self._beyond_repair(number):
+                self._refused(Conflict, lambda: self.store.canary("ctr", number, share))
+                return
             if None not in (self.active, self.canary) or self.active in (None, number) or (hole and not force):
                 self._refused(Conflict, lambda: self.store.canary("ctr", number, share, force=force))
                 return
@@ -341,7 +377,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
     @precondition(lambda self: self.active is not None and not self._grace_s)
     @rule()
     def wait_for_folding(self) -> None:
-        settled(self.store)
+        folded(self.store)
 
     # --- the rest
 
@@ -352,12 +388,12 @@ class StoreAgainstDicts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.versions)
     @rule()
-    def keep_house(self) -> None:
+    def run_tasks(self) -> None:
         stale = {number for number in self.versions if number != self.active and self._stale(number)}
-        shared = self.store._shared
+        shared = self.store.shared
         kept = shared.settings
         shared.settings = kept.model_copy(update={"log_retention_s": 0.0})
-        self.store.model("ctr")._keeper.keep_house()
+        self.store.model("ctr").housekeeping.run_tasks()
         shared.settings = kept
         assert stale == {number for number in self.versions if number != self.active and self._stale(number)}
         assert (self.start or 0) <= (self.last or 0)

@@ -10,8 +10,8 @@ import pytest
 
 import tierstore
 from tests.engine import quick_build, scenes
-from tierstore.engine.budget import HostBudget
-from tierstore.engine.version import Version
+from tierstore.engine.data.budget import HostBudget
+from tierstore.engine.versions.version import Version
 from tierstore.errors import (
     ConfigError,
     DeltaError,

@@ -20,8 +20,8 @@ from tests.predict import onnx_models as om
 from tests.tiers.devices import ON_GPU
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, MissingExtra, NotReady
-from tierstore.tiers.device import open_ipc
-from tierstore.tiers.device_backend import DeviceError
+from tierstore.tiers.device.backend import DeviceError
+from tierstore.tiers.device.cupy_device import open_ipc
 
 pytestmark = ON_GPU
 ITEMS = np.arange(500, dtype=np.int64)

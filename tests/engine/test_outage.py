@@ -31,17 +31,17 @@ class Outage(PowerCut):
 
     def __init__(self, keep: Path) -> None:
         super().__init__(1 << 30, keep)
-        self.first = self.left = 0
+        self.first = self.remaining = 0
 
     def _count(self) -> None:
         super()._count()
-        if self.operations > self.first and self.left:
-            self.left -= 1
+        if self.operations > self.first and self.remaining:
+            self.remaining -= 1
             raise OSError(errno.ENOSPC, "no space")
 
     def outage(self, first: int, count: int) -> None:
         """Operations from number `first` on fail, `count` of them."""
-        self.operations, self.first, self.left = 0, first, count
+        self.operations, self.first, self.remaining = 0, first, count
 
     def unlink(self, path):
         inode = path.stat().st_ino if path.exists() else None
@@ -82,7 +82,7 @@ def test_after_a_change_that_could_not_be_taken_back_what_is_acknowledged_is_kep
         counted.operations = 0
         prepared()
     if hasattr(scene, "seq"):
-        scene.seq = scene.store.model("ctr").log_status()["last"]
+        scene.seq = scene.store.model("ctr").state.log.status()["last"]
     for first in range(max(0, counted.operations - 12), counted.operations):  # what is before only writes new files
         disk = Outage(tmp_path / f"kept-{first}")
         with files.use(disk):
@@ -94,10 +94,10 @@ def test_after_a_change_that_could_not_be_taken_back_what_is_acknowledged_is_kep
                 attempt()
             except TierstoreError:
                 failed = True
-            disk.left = 0
+            disk.remaining = 0
             assert not failed or routes(scene.store) == before
             if then == "a delta":
-                seq = scene.store.model("ctr").log_status()["last"] + 1
+                seq = scene.store.model("ctr").state.log.status()["last"] + 1
                 scene.store.apply_delta(test_faults.scenes.stamped(seq, {"item": [7], "user": [7]}))
             elif then == "another try" and failed:
                 loaded = getattr(scene, "latest", 0)
@@ -105,7 +105,7 @@ def test_after_a_change_that_could_not_be_taken_back_what_is_acknowledged_is_kep
                     scene.store.drop("ctr", loaded)  # only the switch to it has failed
                 attempt()
             said, rows = routes(scene.store), test_canary_faults.rows_of(scene.store)
-            log = scene.store.model("ctr").log_status()["last"]
+            log = scene.store.model("ctr").state.log.status()["last"]
             if then != "a close":
                 disk.cut_at = 0  # no power from here on
             scene.store.close()
@@ -114,7 +114,7 @@ def test_after_a_change_that_could_not_be_taken_back_what_is_acknowledged_is_kep
         scene.reopen()
         assert scene.store.model("ctr").problem is None
         assert routes(scene.store) == said, f"operation {first} failed"
-        assert scene.store.model("ctr").log_status()["last"] == log
+        assert scene.store.model("ctr").state.log.status()["last"] == log
         assert test_canary_faults.alike(test_canary_faults.rows_of(scene.store), rows)
         if hasattr(scene, "seq"):
             scene.seq = log

@@ -10,15 +10,15 @@ from tierstore.engine.store import Store
 
 def test_a_request_is_under_way_until_it_leaves_and_other_readers_are_none(store: Store, tmp_path: Path) -> None:
     store.load_snapshot(scenes.write_snapshot(tmp_path))
-    publisher = store.model("ctr")._serving.publisher
+    publisher = store.model("ctr").publisher
     assert not publisher.under_way()
-    with publisher.beside() as served:
+    with publisher.hold_all() as served:
         assert served.views[0].readers == 1
         assert not publisher.under_way()
-        view = publisher.enter()
+        view = publisher.acquire()
         assert publisher.under_way()
     assert publisher.under_way()
-    publisher.leave(view)
+    publisher.release(view)
     assert not publisher.under_way()
     assert view.readers == 0
 
@@ -27,7 +27,7 @@ def test_a_request_is_seen_beside_work_that_reads_what_was_served_before(store: 
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     publisher = store.model("ctr").publisher
     assert not publisher.under_way()
-    with publisher.beside():
+    with publisher.hold_all():
         assert not publisher.under_way()
         store.apply_delta(scenes.stamped(1, {"item": [1]}))
         assert not publisher.under_way()

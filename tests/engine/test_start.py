@@ -13,9 +13,9 @@ import pytest
 
 import tierstore
 from tests.engine import quick_build, scenes
-from tests.engine.test_store import settled
+from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
-from tierstore.engine.replay import catch_up
+from tierstore.engine.deltas.replay import catch_up
 from tierstore.errors import Closed, Locked, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
@@ -77,13 +77,9 @@ def test_the_log_keeps_what_a_stale_version_that_serves_has_not_folded(open_stor
     for seq in (11, 12):
         store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
     ctr = store.model("ctr")
-    with ctr._switch:
-        version = ctr._open(ctr._info(2))
-        try:
-            catch_up(version, ctr._deltas, ctr.dense)
-        finally:
-            version.close()
-    ctr._keeper.keep_house()
+    with ctr.state.switch, ctr.opener.opened(ctr.catalogue.info(2)) as version:
+        catch_up(version, ctr.state.log, ctr.dense)
+    ctr.housekeeping.run_tasks()
     store.close()
     store = open_store()
     assert store.model("ctr").active_version == 1
@@ -109,9 +105,27 @@ def test_what_cannot_be_told_apart_from_a_leftover_is_not_removed(open_store, tm
         patch.setattr(files.os, "stat", failing)
         store = open_store()
     ctr = store.model("ctr")
-    assert (ctr.versions, ctr.active_version, list(ctr.damaged)) == ([2], 2, [1])
+    assert (ctr.versions, ctr.active_version, list(ctr.catalogue.damaged)) == ([2], 2, [1])
     store.close()
     store = open_store()
+    store.rollback("ctr")
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_whose_record_is_gone_is_damaged_and_no_leftover(open_store, tmp_path, version):
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    store.close()
+    record = root / str(version) / "version.json"
+    record.rename(tmp_path / "kept")
+    store = scenes.swept(open_store())
+    assert "version.json is missing" in store.status()["models"]["ctr"]["damaged"][str(version)]
+    assert any("version.json is missing" in problem for problem in store.verify().problems)
+    store.close()
+    (tmp_path / "kept").rename(record)
+    store = open_store()
+    assert item(store, 1) == scenes.vector("item", 2, 1)[0]
     store.rollback("ctr")
     assert item(store, 1) == scenes.vector("item", 1, 1)[0]
 
@@ -124,7 +138,7 @@ def test_a_version_whose_record_makes_no_sense_is_damaged_and_can_be_dropped(ope
     (root / "1/version.json").write_text(record)
     store = open_store()
     ctr = store.model("ctr")
-    assert (ctr.active_version, list(ctr.damaged)) == (2, [1])
+    assert (ctr.active_version, list(ctr.catalogue.damaged)) == (2, [1])
     assert "version.json" in store.status()["models"]["ctr"]["damaged"]["1"]
     store.drop("ctr", 1)
     assert store.status()["models"]["ctr"]["damaged"] == {}
@@ -140,7 +154,7 @@ def test_a_version_in_another_ones_directory_is_damaged(open_store, tmp_path):
     store.close()
     shutil.copytree(root / "1", root / "7")
     store = open_store()
-    assert (store.model("ctr").versions, list(store.model("ctr").damaged)) == ([1], [7])
+    assert (store.model("ctr").versions, list(store.model("ctr").catalogue.damaged)) == ([1], [7])
     store.drop("ctr", 7)
     assert item(store, 1) == scenes.vector("item", 1, 1)[0]
 
@@ -151,7 +165,7 @@ def test_a_verb_that_comes_too_late_changes_nothing_of_a_closed_store(open_store
     root = loaded(store, tmp_path, 1, 2)
     ctr = store.model("ctr")
     store.close()
-    for verb in (ctr.deactivate, lambda: ctr.drop(1)):
+    for verb in (ctr.switcher.deactivate, lambda: ctr.drops.drop(1)):
         with pytest.raises(Closed):
             verb()
     assert (root / "CURRENT").read_bytes().split()[0] == b"2"
@@ -180,12 +194,12 @@ def test_what_a_crash_has_left_within_a_version_goes_at_the_next_start(open_stor
     store = open_store()
     root = loaded(store, tmp_path, 1, 2)
     store.close()
-    left = [root / "1/build/delta-7.sst", root / "2/.tmp-dense.onnx-00", root / "2/hot/.tmp-user.npy-00"]
-    for path in left:
+    remains = [root / "1/build/delta-7.sst", root / "2/.tmp-dense.onnx-00", root / "2/hot/.tmp-user.npy-00"]
+    for path in remains:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
     store = scenes.swept(open_store())
-    assert [path for path in left if path.exists()] == []
+    assert [path for path in remains if path.exists()] == []
     store.rollback("ctr")
     assert item(store, 1) == scenes.vector("item", 1, 1)[0]
 
@@ -205,7 +219,7 @@ def test_rubbish_that_cannot_be_removed_keeps_nothing_from_serving(open_store, t
     with files.use(Busy()):
         store = scenes.swept(open_store())
     assert item(store, 1) == scenes.vector("item", 1, 1)[0]
-    assert not store.model("ctr").damaged
+    assert not store.model("ctr").catalogue.damaged
     store.close()
     scenes.swept(open_store())
     assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "log"}
@@ -215,14 +229,14 @@ def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, t
     store = open_store(keep_versions=9)
     root = loaded(store, tmp_path, 1, 2, 3)
     store.apply_delta(scenes.stamped(1, {"item": [1]}))
-    settled(store)
+    folded(store)
     ctr = store.model("ctr")
     for version in (1, 2):
-        assert ctr._keeper.wait_retired(version, 30)
+        assert ctr.state.retiring.wait_closed(version, 30)
     (root / "1/db/CURRENT").write_bytes(b"no such manifest\n")
-    monkeypatch.setattr("tierstore.engine.keeping.KEPT_LAG", 0)
-    ctr._keeper.keep_house()
-    assert [info.watermark for info in ctr.infos()] == [0, 1, 1]
+    monkeypatch.setattr("tierstore.engine.lifecycle.tasks.KEPT_LAG", 0)
+    ctr.housekeeping.run_tasks()
+    assert [info.watermark for info in ctr.catalogue.infos()] == [0, 1, 1]
     assert "kept versions are not caught up: " in ctr.problem
     assert "folded" not in ctr.problem
 
@@ -249,9 +263,9 @@ def test_a_store_opens_on_a_full_disk_though_it_cannot_write_its_number(open_sto
         raise OSError(errno.ENOSPC, "no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tierstore.engine.store.os.write", full)
+        patch.setattr("tierstore.engine.lifecycle.directory_lock.os.write", full)
         store = open_store()
-    with pytest.raises(Locked, match="open in another process; if"):
+    with pytest.raises(Locked, match="open in this process already"):
         open_store()
     store.close()
     open_store()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -11,14 +14,14 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
-from tierstore.engine.observer import Observer
+from tierstore.engine.events.observer import Observer
 from tierstore.errors import Closed, Conflict, InvalidInput, Locked, NotFound, NotReady, SnapshotError
 from tierstore.types import Progress
 
 
-def settled(store: tierstore.Store, model: str = "ctr") -> None:
+def folded(store: tierstore.Store, model: str = "ctr") -> None:
     """Wait until every delta is folded."""
-    publisher = store.model(model)._serving.publisher
+    publisher = store.model(model).publisher
     with publisher.changed:
         assert publisher.changed.wait_for(lambda: not publisher.current.overlays, timeout=20)
 
@@ -87,7 +90,7 @@ def test_bags_pool_by_offsets_weights_and_padding(store, tmp_path):
 def test_bags_with_keys_from_memory_and_from_disk_are_pooled_and_counted_alike(store, tmp_path, dtype):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")
-    version = ctr.publisher.current.holder
+    version = ctr.publisher.current.open_version
     version.drop_caches()
     version.attach_host(1 << 20, 1 << 20, None)
     counts = version.tables["item"].counts
@@ -139,9 +142,20 @@ def test_out_is_written_and_returned(store, tmp_path):
     np.testing.assert_array_equal(out, scenes.vectors("item", 0, [1, 2]))
 
 
-def test_a_second_process_is_told_to_use_the_url(store, tmp_path):
-    with pytest.raises(Locked, match="--url"):
+def test_who_opens_a_store_that_is_open_is_told_where_it_is(store, tmp_path):
+    with pytest.raises(Locked, match="open in this process already: use the store"):
         tierstore.open(tmp_path / "data")
+    program = f"import tierstore; tierstore.open({str(tmp_path / 'data')!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert f"open in another process (pid {os.getpid()}); if that is a service, talk to it with --url" in done.stderr
+
+
+def test_a_look_up_in_a_closed_store_says_that_it_is_closed(store, tmp_path):
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    model = store.model("ctr")
+    store.close()
+    with pytest.raises(NotReady, match="the store was closed"):
+        model.lookup("item_id", [1])
 
 
 def test_reopening_serves_what_was_active_with_hot_keys_warm(open_store, tmp_path):
@@ -202,11 +216,7 @@ def test_only_as_many_older_versions_stay_as_are_kept(store, tmp_path):
     for version in range(1, 5):
         store.load_snapshot(scenes.write_snapshot(tmp_path, version))
         ctr = store.model("ctr")
-    publisher = ctr._serving.publisher
-    with publisher.changed:
-        assert publisher.changed.wait_for(lambda: not ctr._keeper._retiring, timeout=20)
-    with ctr._switch:  # after the keeper, if it is at it just now
-        ctr._keeper.keep_house()
+    scenes.housekeep(store)
     assert ctr.versions == [3, 4]
 
 
@@ -262,7 +272,7 @@ def test_status_carries_the_promised_figures(store, tmp_path):
 def test_the_host_budget_is_never_exceeded_by_versions_and_models(open_store, tmp_path):
     store = open_store(host_budget="2MiB")
     rows = {"user": 5000, "item": 20000}
-    budget = store._shared.host_budget
+    budget = store.shared.host_budget
     worst = 0
 
     def note(step: Progress) -> None:
@@ -283,7 +293,7 @@ def test_verify_reads_everything_and_names_a_damaged_log_entry(open_store, tmp_p
     for version in (1, 2):
         store.load_snapshot(scenes.write_snapshot(tmp_path, version))
     store.apply_delta(scenes.stamped(1, {"item": [1, 2000]}))
-    settled(store)
+    folded(store)
     report = store.verify()
     assert report.ok, report.problems
     assert (report.versions, report.deltas) == (2, 1)

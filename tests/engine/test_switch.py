@@ -1,4 +1,4 @@
-"""Switching versions under load: whole answers, no failed request, nothing lost, and everything given back."""
+"""Switcher versions under load: whole answers, no failed request, nothing lost, and everything given back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 
 import tierstore
 from tests.engine import quick_build, scenes
-from tests.engine.test_store import settled
+from tests.engine.test_store import folded
 from tierstore.engine import store as store_module
+from tierstore.engine.deltas.replay import MOST_STALLS
+from tierstore.engine.lifecycle.opening import SWITCH_LAG
 from tierstore.errors import Closed, Conflict, NotFound, SnapshotError, TierstoreError
 from tierstore.types import Progress
 
@@ -93,7 +95,10 @@ class Crew:
 
 
 class Stream:
-    """A producer: each delta rewrites the streamed rows of both tables. `acknowledged` is the newest seq that is in."""
+    """A producer: each delta rewrites the streamed rows of both tables. `acknowledged` is the newest seq that is in.
+
+    It pauses after each, or on a slow machine a load would never catch up.
+    """
 
     def __init__(self, store: tierstore.Store) -> None:
         self._store, self.acknowledged = store, 0
@@ -101,17 +106,18 @@ class Stream:
     def send(self) -> None:
         assert self._store.apply_delta(streamed(self.acknowledged + 1)).applied
         self.acknowledged += 1
+        time.sleep(0.005)
 
 
 def until(store: tierstore.Store, condition: Callable[[], bool]) -> None:
     """Wait for something that the model's threads tell about."""
-    changed = store.model("ctr")._serving.publisher.changed
+    changed = store.model("ctr").publisher.changed
     with changed:
         assert changed.wait_for(condition, timeout=20)
 
 
 def open_versions(store: tierstore.Store) -> list[int]:
-    return sorted(holder.number for holder in store._shared.host_budget._models)
+    return sorted(user.number for user in store.shared.host_budget.users)
 
 
 def test_readers_see_one_version_and_every_acknowledged_delta_through_switches(open_store, tmp_path):
@@ -139,7 +145,7 @@ def test_readers_see_one_version_and_every_acknowledged_delta_through_switches(o
         for number in range(4):
             crew.run(lambda number=number: read(number))
         crew.run(stream.send)
-        for version in range(2, 6):
+        for version in range(2, 5):
             behind = max(0, stream.acknowledged - 5)
             store.load_snapshot(snapshot(tmp_path, version, behind))
             assert store.rollback("ctr") == version - 1
@@ -148,24 +154,22 @@ def test_readers_see_one_version_and_every_acknowledged_delta_through_switches(o
         assert not crew.stop.is_set(), crew.wrong
     assert all(looked_up)
     assert stream.acknowledged > 10
-    assert stamps(store) == ({5.0}, {float(stream.acknowledged)})
-    assert ctr.versions == [5]
+    assert stamps(store) == ({4.0}, {float(stream.acknowledged)})
+    assert ctr.versions == [4]
     assert store.verify().ok
 
 
 def test_what_is_replaced_gives_its_memory_back_and_what_is_dropped_its_disk(open_store, tmp_path):
     store = open_store(host_budget="128MiB", keep_versions=9)
-    budget = store._shared.host_budget
+    budget = store.shared.host_budget
     sizes = []
     for version in range(1, 7):
         store.load_snapshot(snapshot(tmp_path, version, rows=20_000, dim=128))
-        until(store, lambda: not store.model("ctr")._keeper._retiring)
+        until(store, lambda: not store.model("ctr").state.retiring)
         store.model("ctr").lookup("item_id", np.arange(20_000))
         store.model("ctr").lookup("user_id", np.arange(20_000))
         assert open_versions(store) == [version]
-        scenes.eventually(
-            lambda: budget.used == min(budget.total, next(iter(budget._models)).host_need_bytes), "it has its share"
-        )
+        scenes.eventually(lambda: budget.used == min(budget.total, budget.users[0].host_need_bytes), "it has its share")
         sizes.append(resident_bytes())
     assert store.status()["models"]["ctr"]["tables"]["item"]["tier_bytes"]["host"] > 8 << 20
     assert sizes[-1] - sizes[1] < 40 << 20  # each version holds more than 20 MB
@@ -176,7 +180,7 @@ def test_what_is_replaced_gives_its_memory_back_and_what_is_dropped_its_disk(ope
         assert not where.exists()
     assert sum(path.stat().st_size for path in (tmp_path / "data").rglob("*") if path.is_file()) < 40 << 20
     store.deactivate("ctr")
-    until(store, lambda: not store.model("ctr")._keeper._retiring)
+    until(store, lambda: not store.model("ctr").state.retiring)
     assert budget.used == 0
 
 
@@ -206,6 +210,25 @@ def test_a_load_while_deltas_stream_in_ends_with_all_of_them(open_store, tmp_pat
     assert stamps(store) == ({1.0}, {float(stream.acknowledged)})
 
 
+def test_a_load_ends_though_deltas_come_as_fast_as_it_catches_up(open_store, tmp_path):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path, 1))
+    stream, rounds = Stream(store), 0
+    for _ in range(SWITCH_LAG + 1):
+        stream.send()
+
+    def send(step: Progress) -> None:
+        nonlocal rounds
+        if step.phase == "catch up" and rounds < 40:  # else a load that does not end would keep the test from it
+            rounds += 1
+            for _ in range(SWITCH_LAG + 1):
+                stream.send()
+
+    store.load_snapshot(snapshot(tmp_path, 2), progress=send)
+    assert MOST_STALLS <= rounds < 40
+    assert stamps(store) == ({2.0}, {float(stream.acknowledged)})
+
+
 def test_a_view_that_is_held_keeps_its_version_until_it_is_left(open_store, tmp_path):
     store = open_store(keep_versions=9)
     store.load_snapshot(snapshot(tmp_path, 1))
@@ -216,7 +239,7 @@ def test_a_view_that_is_held_keeps_its_version_until_it_is_left(open_store, tmp_
             store.load_snapshot(snapshot(tmp_path, version))
             stream.send()
         until(store, lambda: open_versions(store) == [1, 3])
-        settled(store)  # of the version that serves, deltas are folded
+        folded(store)  # of the version that serves, deltas are folded
         for _ in range(2):
             np.testing.assert_array_equal(old.lookup("item_id", BASE), np.full((len(BASE), 8), 1))
             np.testing.assert_array_equal(old.lookup("user_id", STREAMED), np.full((len(STREAMED), 8), 1))
@@ -230,11 +253,11 @@ def test_a_fold_waits_for_readers_beneath_it_and_takes_no_later_delta_in(open_st
     store = open_store()
     store.load_snapshot(snapshot(tmp_path, 1))
     ctr, stream = store.model("ctr"), Stream(store)
-    ctr._keeper.stop()  # its part is played here
+    ctr.housekeeping.stop()  # its part is played here
     stream.send()
     with ctr.view() as slow:
         stream.send()
-        fold = threading.Thread(target=ctr._serving.fold_oldest, args=(lambda: False,), daemon=True)
+        fold = threading.Thread(target=ctr.folder.fold_oldest, args=(lambda: False,), daemon=True)
         fold.start()
         fold.join(0.2)
         assert fold.is_alive()
@@ -244,24 +267,24 @@ def test_a_fold_waits_for_readers_beneath_it_and_takes_no_later_delta_in(open_st
     fold.join(20)
     assert not fold.is_alive()
     with ctr.view() as view:
-        assert (view.holder.watermark, view.seq, len(view.overlays)) == (2, 5, 1)
+        assert (view.open_version.watermark, view.seq, len(view.overlays)) == (2, 5, 1)
     assert stamps(store) == ({1.0}, {5.0})
 
 
 def test_a_slow_reader_of_one_version_holds_nothing_else_back(open_store, tmp_path):
-    """The keeper has picked an overlay to fold and waits for a reader beneath it, when the version is replaced."""
+    """The fold thread has picked an overlay to fold and waits for a reader beneath it, when the version is replaced."""
     store = open_store(fold_grace_s=0.1, keep_versions=9)
     store.load_snapshot(snapshot(tmp_path, 1))
     ctr, stream = store.model("ctr"), Stream(store)
     stream.send()
     with ctr.view() as slow:
-        stream.send()  # merges into the overlay that the keeper is about to fold, which `slow` does not have
-        until(store, lambda: ctr._serving._folding is not None or not ctr._serving.fold_due())
+        stream.send()  # merges into the overlay that the thread is about to fold, which `slow` does not have
+        until(store, lambda: ctr.state.live.folding is not None or not ctr.folder.due())
         store.load_snapshot(snapshot(tmp_path, 2))
         store.load_snapshot(snapshot(tmp_path, 3))
         until(store, lambda: open_versions(store) == [1, 3])
         stream.send()
-        settled(store)
+        folded(store)
         store.drop("ctr", 2)
         assert {*slow.lookup("item_id", STREAMED).ravel().tolist()} == {1.0}
     assert stamps(store) == ({3.0}, {3.0})
@@ -314,8 +337,8 @@ def test_loads_switches_and_drops_at_once_end_in_order_or_in_a_clear_conflict(op
         crew.run(work, times=40)
     crew.join()
     assert any("active" in str(error) or "there already" in str(error) for error in refused)
-    settled(store)
-    until(store, lambda: not ctr._keeper._retiring)
+    folded(store)
+    until(store, lambda: not ctr.state.retiring)
     assert stamps(store) == ({float(ctr.active_version)}, {float(stream.acknowledged)})
     assert open_versions(store) == [ctr.active_version]
     on_disk = {path.name for path in (tmp_path / "data/models/ctr").iterdir()} - {"CURRENT", "log", "log.end"}
@@ -366,7 +389,7 @@ def test_a_load_that_fails_takes_nothing_away_from_who_switches_to_its_version(o
     store = open_store()
     store.load_snapshot(scenes.write_snapshot(tmp_path, 1))
     ctr = store.model("ctr")
-    forget = ctr._forget
+    forget = ctr.catalogue.forget
     came = []
 
     def activate() -> None:
@@ -386,7 +409,7 @@ def test_a_load_that_fails_takes_nothing_away_from_who_switches_to_its_version(o
             other.start()
             raise ValueError("stop here")
 
-    monkeypatch.setattr(ctr, "_forget", late)
+    monkeypatch.setattr(ctr.catalogue, "forget", late)
     with pytest.raises(ValueError, match="stop here"):
         store.load_snapshot(scenes.write_snapshot(tmp_path, 2), progress=fail)
     other.join(20)
@@ -402,7 +425,7 @@ def test_a_load_that_its_store_was_closed_under_leaves_the_directory_to_who_has_
         store.load_snapshot(scenes.write_snapshot(tmp_path, 1))
     source, opened = scenes.write_snapshot(tmp_path, version), []
 
-    def hand_over(step: Progress) -> None:
+    def yield_to_requests(step: Progress) -> None:
         if step.phase == "ingest" and not opened:
             store.close()
             opened.append(open_store())
@@ -410,7 +433,7 @@ def test_a_load_that_its_store_was_closed_under_leaves_the_directory_to_who_has_
             raise Closed("what the load finds out with its next step")
 
     with pytest.raises(Closed):
-        store.load_snapshot(source, progress=hand_over)
+        store.load_snapshot(source, progress=yield_to_requests)
     assert opened[0].model("ctr").active_version == version
     assert (tmp_path / f"data/models/ctr/{version}/version.json").exists()
     assert (tmp_path / "data/models/ctr/CURRENT").exists()

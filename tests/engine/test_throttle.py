@@ -13,8 +13,8 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
-from tierstore.engine import throttle
-from tierstore.engine.throttle import LEAST_SHARE, Control, LookupTimes, Throttle, p99_s
+from tierstore.engine.lifecycle import throttle
+from tierstore.engine.lifecycle.throttle import LEAST_SHARE, Control, LookupTimes, Throttle, p99_s
 from tierstore.kernels.latency import BOUNDS_NS, BUCKETS, COARSE_FROM, COARSE_NS
 
 # --- p99
@@ -22,10 +22,10 @@ from tierstore.kernels.latency import BOUNDS_NS, BUCKETS, COARSE_FROM, COARSE_NS
 
 @pytest.mark.parametrize("scale_ns", [20_000, 700_000, 10_000_000])
 def test_the_p99_of_buckets_is_near_that_of_the_times(scale_ns):
-    times, told = LookupTimes(), np.random.default_rng(1).gamma(2.0, scale_ns, 20_000)
-    for ns in told.tolist():
+    times, samples = LookupTimes(), np.random.default_rng(1).gamma(2.0, scale_ns, 20_000)
+    for ns in samples.tolist():
         times.add(int(ns))
-    assert p99_s(times.counts) == pytest.approx(np.quantile(told, 0.99) / 1e9, rel=0.05)
+    assert p99_s(times.counts) == pytest.approx(np.quantile(samples, 0.99) / 1e9, rel=0.05)
 
 
 def test_few_look_ups_say_nothing_and_extremes_are_counted():
@@ -107,10 +107,10 @@ def test_it_settles_where_look_ups_take_what_they_may(slope):
 
 def test_work_that_is_slowed_down_in_vain_is_done_with_soon():
     """Look-ups are as slow beside a little work as beside much: a load of 1,000 seconds at full speed."""
-    control, left_s, took_s = Control(1.3), 1000.0, 0
+    control, remaining_s, took_s = Control(1.3), 1000.0, 0
     control.quiet(0.001)
-    while left_s > 0:
-        left_s -= control.share
+    while remaining_s > 0:
+        remaining_s -= control.share
         took_s += 1
         control.worked(0.002, 5000, 1.0)
     assert took_s < 1400
@@ -173,20 +173,20 @@ def slowed(held: Throttle) -> int:
     return 1_000_000 if held.share == 0 else 1_500_000 + round(4_000_000 * held.share)
 
 
-class Asked:
+class Lookups:
     """Look-ups that are told to take as long as `takes_ns` says, 2,000 at a time."""
 
-    def __init__(self, times: LookupTimes, takes_ns) -> None:
-        self._times, self._takes_ns, self._over = times, takes_ns, threading.Event()
+    def __init__(self, times: LookupTimes, duration_ns) -> None:
+        self._times, self._duration_ns, self._over = times, duration_ns, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         while not self._over.wait(0.005):
-            ns = self._takes_ns()
+            ns = self._duration_ns()
             for _ in range(400):
                 self._times.add(ns)
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> Lookups:
         self._thread.start()
         return self
 
@@ -200,7 +200,7 @@ def test_a_throttle_learns_what_quiet_is_slows_work_down_and_lets_it_go(monkeypa
     slow = [True]
     with (
         measuring(times) as held,
-        Asked(times, lambda: slowed(held) if slow[0] and held.status()["work"] else 1_000_000),
+        Lookups(times, lambda: slowed(held) if slow[0] and held.status()["work"] else 1_000_000),
     ):
         scenes.eventually(lambda: held.control.quiet_s is not None, "quiet is measured")
         with held.at_work("load"):
@@ -216,7 +216,7 @@ def test_work_that_begins_before_anything_was_measured_stands_still_for_it():
     with (
         measuring(times) as held,
         held.at_work("load"),
-        Asked(times, lambda: slowed(held)),
+        Lookups(times, lambda: slowed(held)),
     ):
         scenes.eventually(lambda: stood.append(held.share) or held.control.quiet_s is not None, "quiet is measured")
         assert 0.0 in stood
@@ -226,8 +226,8 @@ def test_work_that_begins_before_anything_was_measured_stands_still_for_it():
 
 def test_with_a_ratio_of_0_nothing_slows_down():
     times = LookupTimes()
-    with measuring(times, most=0) as held, held.at_work("load"), Asked(times, lambda: 10**9):
-        assert not held._thread.is_alive()
+    with measuring(times, most=0) as held, held.at_work("load"), Lookups(times, lambda: 10**9):
+        assert "tierstore-throttle" not in [thread.name for thread in threading.enumerate()]
         assert held.share == 1.0
 
 
@@ -236,7 +236,7 @@ def test_with_a_ratio_of_0_nothing_slows_down():
 
 def test_a_load_beside_slow_look_ups_slows_down_and_ends(tmp_path, monkeypatch):
     """Look-ups are told to be slow while the load is at work, then quick: the load must notice both, and end."""
-    monkeypatch.setattr(throttle, "_SETTLES_S", 0.02)
+    monkeypatch.setattr(throttle, "_COMES_TO_A_STOP_S", 0.02)
     where = tmp_path / "large"
     with tierstore.SnapshotWriter(where, model="large", version=1) as writer:
         keys, rows = np.arange(400_000, dtype=np.int64), np.ones((400_000, 16), np.float32)
@@ -245,10 +245,10 @@ def test_a_load_beside_slow_look_ups_slows_down_and_ends(tmp_path, monkeypatch):
             table.write(keys[begin : begin + 20_000], rows[begin : begin + 20_000])
         writer.feature("f", table="t")
     with tierstore.open(tmp_path / "data", load_workers=1, host_budget="4MiB") as store:
-        held = store._shared.throttle
-        held._window_s = 0.05
+        held = store.shared.throttle
+        held.window_s = 0.05
         slow, phases = [True], []
-        with Asked(store.lookup_times, lambda: slowed(held) if slow[0] and held.status()["work"] else 1_000_000):
+        with Lookups(store.lookup_times, lambda: slowed(held) if slow[0] and held.status()["work"] else 1_000_000):
             scenes.eventually(lambda: held.control.quiet_s is not None, "quiet is measured")
             load = threading.Thread(target=store.load_snapshot, args=(where,), kwargs={"progress": phases.append})
             load.start()
@@ -270,7 +270,7 @@ def test_look_ups_in_process_are_measured_while_work_is_done(open_store, tmp_pat
     before = sum(store.lookup_times.counts)
     store.model("ctr").lookup("item_id", [1, 2])
     assert sum(store.lookup_times.counts) == before
-    with store._shared.throttle.at_work("load"):
+    with store.shared.throttle.at_work("load"):
         store.model("ctr").lookup("item_id", [1, 2])
         store.model("ctr").lookup_bags("clicked", [1, 2], [0])
     assert sum(store.lookup_times.counts) == before + 2
@@ -280,21 +280,21 @@ def test_verify_and_warming_go_by_the_share(open_store, tmp_path, monkeypatch):
     store = open_store(keep_versions=9)
     for version in (1, 2):
         store.load_snapshot(scenes.write_snapshot(tmp_path, version))
-    rests: list[float] = []
+    shares: list[float] = []
     from tierstore.tiers.background import Pace
 
-    monkeypatch.setattr(Pace, "rest", lambda pace: rests.append(pace._share()))
-    store._shared.throttle.control.share = 0.4
+    monkeypatch.setattr(Pace, "sleep", lambda pace: shares.append(pace._share()))
+    store.shared.throttle.control.share = 0.4
     assert store.verify().ok
-    assert rests
-    assert set(rests) == {0.4}
-    rests.clear()
-    store._shared.throttle.control.share = 0.1
+    assert shares
+    assert set(shares) == {0.4}
+    shares.clear()
+    store.shared.throttle.control.share = 0.1
     store.rollback("ctr")
-    assert set(rests) == {throttle.LEAST_OF_A_SWITCH}
-    rests.clear()
+    assert set(shares) == {throttle.LEAST_OF_A_SWITCH}
+    shares.clear()
     store.apply_delta(scenes.stamped(1, {"item": [1]}))
-    scenes.eventually(lambda: throttle.LEAST_OF_A_SWITCH in rests, "a fold rests")
+    scenes.eventually(lambda: throttle.LEAST_OF_A_SWITCH in shares, "a fold shares")
 
 
 def test_a_pace_rests_as_long_as_the_share_says(monkeypatch):
@@ -306,12 +306,12 @@ def test_a_pace_rests_as_long_as_the_share_says(monkeypatch):
     share = [0.25]
     pace = background.Pace(lambda: share[0], most_s=5.0, clock=lambda: now[0])
     now[0] += 1.0
-    pace.rest()
+    pace.sleep()
     assert now[0] == pytest.approx(104.0)
     share[0] = 1.0
     now[0] += 1.0
-    pace.rest()
+    pace.sleep()
     assert now[0] == pytest.approx(105.0)
     share[0] = 0.0
-    pace.rest()
+    pace.sleep()
     assert now[0] == pytest.approx(110.0, abs=0.1), "it does not stand still for ever"

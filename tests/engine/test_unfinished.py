@@ -110,9 +110,9 @@ def test_a_service_that_is_killed_while_it_loads_goes_on_when_the_snapshot_is_lo
     model = store.model(MODEL)
     assert model.active_version == 1
     built = phase == "warm"
-    left = store.status()["models"][MODEL]["unfinished"]
+    unfinished = store.status()["models"][MODEL]["unfinished"]
     assert model.versions == ([1, 2] if built else [1])
-    assert list(left) == ([] if built else ["2"])
+    assert list(unfinished) == ([] if built else ["2"])
     assert right(store, stamp=1)
     store.apply_delta(scenes.delta(1, {TABLE: ([7], np.full((1, DIM), 5, np.float32))}))
     steps = first_steps(store, source)
@@ -147,24 +147,24 @@ def test_what_is_left_goes_when_a_newer_snapshot_is_loaded(tmp_path, open_store)
     killed(tmp_path, snapshot(tmp_path / "s", 1), "write", 3)
     store = open_store(**SETTINGS)
     store.load_snapshot(snapshot(tmp_path / "newer", 2))
-    assert store.model(MODEL).unfinished == {}
+    assert store.model(MODEL).catalogue.unfinished == {}
     assert not (tmp_path / "data/models/ctr/1").exists()
 
 
 def test_what_is_left_is_kept_over_restarts_until_its_time_is_over(tmp_path, open_store):
     killed(tmp_path, snapshot(tmp_path / "s", 1), "write", 3)
-    left = tmp_path / "data/models/ctr/1"
+    unfinished = tmp_path / "data/models/ctr/1"
     store = open_store(**SETTINGS)
-    store.model(MODEL)._keeper.keep_house()
+    store.model(MODEL).housekeeping.run_tasks()
     size = store.status()["models"][MODEL]["unfinished"]["1"]["bytes"]
-    assert size == sum(path.stat().st_size for path in left.rglob("*") if path.is_file())
+    assert size == sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
     store.close()
     then = time.time() - 25 * 3600
-    os.utime(left / "build/journal", (then, then))
+    os.utime(unfinished / "build/journal", (then, then))
     store = open_store(**SETTINGS)
-    assert left.exists()
-    store.model(MODEL)._keeper.keep_house()
-    assert not left.exists()
+    assert unfinished.exists()
+    store.model(MODEL).housekeeping.run_tasks()
+    assert not unfinished.exists()
     assert store.status()["models"][MODEL]["unfinished"] == {}
 
 
@@ -185,7 +185,7 @@ def test_what_is_left_can_be_dropped(tmp_path, open_store):
     killed(tmp_path, snapshot(tmp_path / "s", 1), "write", 3)
     store = open_store(**SETTINGS)
     store.drop(MODEL, 1)
-    assert store.model(MODEL).unfinished == {}
+    assert store.model(MODEL).catalogue.unfinished == {}
     assert not (tmp_path / "data/models/ctr/1").exists()
 
 
@@ -199,7 +199,7 @@ def test_a_cancelled_load_goes_on_and_so_does_one_that_a_shutdown_ended(tmp_path
 
     with pytest.raises(LoadCancelled):
         store.load_snapshot(source, progress=cancel, cancelled=cancelled)
-    assert list(store.model(MODEL).unfinished) == [1]
+    assert list(store.model(MODEL).catalogue.unfinished) == [1]
 
     def close(step: Progress) -> None:
         if step.phase == "verify":
@@ -208,7 +208,7 @@ def test_a_cancelled_load_goes_on_and_so_does_one_that_a_shutdown_ended(tmp_path
     with pytest.raises(tierstore.Closed):
         store.load_snapshot(source, progress=close)
     store = open_store(**SETTINGS)
-    assert list(store.model(MODEL).unfinished) == [1]
+    assert list(store.model(MODEL).catalogue.unfinished) == [1]
     steps = first_steps(store, source)
     assert (steps["read"].done, steps["write"].done) == (ROWS, ROWS)
     assert right(store)

@@ -12,13 +12,15 @@ import pytest
 import tierstore
 from tests.engine import quick_build, scenes
 from tests.engine.scenes import eventually
-from tests.engine.test_store import settled
-from tierstore.engine import hot_keys, warming
+from tests.engine.test_store import folded
+from tierstore import kernels
+from tierstore.engine.lifecycle import warm as warming
 from tierstore.engine.model import Model
+from tierstore.engine.versions import hot_keys
 from tierstore.errors import StorageError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
-from tierstore.tiers import sealed
+from tierstore.tiers.disk import sealed
 from tierstore.types import Tier
 
 BATCH = 16
@@ -31,7 +33,7 @@ def _quick_loads() -> Iterator[None]:
 
 
 @pytest.fixture
-def left(open_store: Callable[..., tierstore.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(open_store: Callable[..., tierstore.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data directory whose version 1 was served and ended cleanly; items 400 to 499 were hot. Returns the model's."""
     monkeypatch.setattr(warming, "SHORT_BATCH", BATCH)
     store = open_store()
@@ -47,14 +49,14 @@ def left(open_store: Callable[..., tierstore.Store], tmp_path: Path, monkeypatch
 
 def resident(store: tierstore.Store, table: str = "item") -> set[int]:
     with store.model("ctr").view() as view:
-        host = view.holder.tables[table].host
+        host = view.open_version.tables[table].host
         return set(host.hot_keys(100_000).tolist())
 
 
 def sources(store: tierstore.Store, keys: np.ndarray) -> list[int]:
     """By which tier each item is answered."""
     with store.model("ctr").view() as view:
-        table = view.holder.tables["item"]
+        table = view.open_version.tables["item"]
         out, state = np.empty((len(keys), 8), np.float32), np.zeros(len(keys), np.uint8)
         table.lookup([o.tables["item"] for o in view.overlays if "item" in o.tables], view.seq, keys, out, state)
         return state.tolist()
@@ -63,7 +65,7 @@ def sources(store: tierstore.Store, keys: np.ndarray) -> list[int]:
 # --- serving first
 
 
-def test_a_start_serves_before_it_is_warm_and_says_how_far_it_is(open_store, left):
+def test_a_start_serves_before_it_is_warm_and_says_how_far_it_is(open_store, root):
     store = open_store(warm_rate=1)
     row = store.model("ctr").lookup("item_id", [5])
     assert row[0, 0] == scenes.vector("item", 0, 5)[0]
@@ -75,7 +77,7 @@ def test_a_start_serves_before_it_is_warm_and_says_how_far_it_is(open_store, lef
     assert entry["warming"]["total"] == how_far["total"]
 
 
-def test_once_it_is_warm_what_was_hot_is_in_memory(open_store, left):
+def test_once_it_is_warm_what_was_hot_is_in_memory(open_store, root):
     store = scenes.warmed(open_store())
     assert store.warm_share() == 1
     assert store.status()["models"]["ctr"]["versions"][0]["warming"] is None
@@ -83,17 +85,32 @@ def test_once_it_is_warm_what_was_hot_is_in_memory(open_store, left):
     assert set(range(100)) <= resident(store, "user")
 
 
-def test_the_hottest_come_first_and_the_rate_is_a_bound(open_store, left):
+def test_the_hottest_come_first_and_the_rate_is_a_bound(open_store, root):
     store = open_store(warm_rate=BATCH)  # a batch a second
     eventually(lambda: bool(resident(store)), "the first batch")
     assert resident(store) <= set(range(400, 500))
     assert len(resident(store)) <= 2 * BATCH
 
 
-def test_tables_are_warmed_side_by_side(open_store, left):
+def test_look_ups_do_without_kernels_that_other_processes_compile(open_store, root, monkeypatch):
+    monkeypatch.setattr(kernels, "awaited", True)
+    store, keys = open_store(), np.arange(400, 440)
+    ctr = store.model("ctr")
+    rows, bags = ctr.lookup("item_id", keys), ctr.lookup_bags("clicked", keys, [0, 7, 7, 30])
+    np.testing.assert_array_equal(rows[:, 0], [scenes.vector("item", 0, key)[0] for key in keys])
+    assert not resident(store)
+    assert store.status()["warming"]["done"] == 0
+    monkeypatch.setattr(kernels, "awaited", False)
+    scenes.warmed(store)
+    assert set(keys.tolist()) <= resident(store)
+    np.testing.assert_array_equal(ctr.lookup("item_id", keys), rows)
+    np.testing.assert_array_equal(ctr.lookup_bags("clicked", keys, [0, 7, 7, 30]), bags)
+
+
+def test_tables_are_warmed_side_by_side(open_store, root):
     store = open_store()
     with store.model("ctr").view() as view:
-        warm_up = warming.WarmUp(view.holder, store.model("ctr").publisher)
+        warm_up = warming.WarmUp(view.open_version, store.model("ctr").publisher)
         while not warm_up.over:
             assert warm_up.step(view, BATCH)
             shares = [plan.done / plan.total for plan in warm_up._plans]
@@ -101,22 +118,22 @@ def test_tables_are_warmed_side_by_side(open_store, left):
         assert warm_up.step(view, BATCH) == 0
 
 
-def test_closing_ends_a_warm_up_and_keeps_what_was_saved_before(open_store, left):
-    saved = (left / "1/hot/item.npy").read_bytes()
+def test_closing_ends_a_warm_up_and_keeps_what_was_saved_before(open_store, root):
+    saved = (root / "1/hot/item.npy").read_bytes()
     store = open_store(warm_rate=1)
     store.close()
-    assert not store._shared.warmer._thread.is_alive()
-    assert (left / "1/hot/item.npy").read_bytes() == saved
+    assert "tierstore-warmer" not in [thread.name for thread in threading.enumerate()]
+    assert (root / "1/hot/item.npy").read_bytes() == saved
 
 
-def test_a_version_that_is_left_is_warmed_no_more(open_store, left, tmp_path):
+def test_a_version_that_is_left_is_warmed_no_more(open_store, root, tmp_path):
     store = open_store(warm_rate=BATCH)
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2))
     eventually(lambda: store.warming() is None, "nothing is left to warm")
-    assert store.model("ctr")._keeper.wait_retired(1, 30)
+    assert store.model("ctr").state.retiring.wait_closed(1, 30)
 
 
-def test_what_the_disk_does_not_give_ends_no_warm_up(open_store, left, monkeypatch):
+def test_what_the_disk_does_not_give_ends_no_warm_up(open_store, root, monkeypatch):
     read, failed = sealed.SealedTier.get, []
 
     def failing(self, table_id, keys, rows, state):
@@ -131,7 +148,7 @@ def test_what_the_disk_does_not_give_ends_no_warm_up(open_store, left, monkeypat
     assert len(resident(store)) > 100
 
 
-def test_a_disk_that_gives_nothing_ends_it(open_store, left, monkeypatch):
+def test_a_disk_that_gives_nothing_ends_it(open_store, root, monkeypatch):
     def failing(self, table_id, keys, rows, state):
         raise StorageError("injected failure")
 
@@ -141,8 +158,8 @@ def test_a_disk_that_gives_nothing_ends_it(open_store, left, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"no numpy file", b"\x93NUMPY\x01\x00"])
-def test_a_bad_file_of_hot_keys_is_passed_over(open_store, left, content):
-    (left / "1/hot/item.npy").write_bytes(content)
+def test_a_bad_file_of_hot_keys_is_passed_over(open_store, root, content):
+    (root / "1/hot/item.npy").write_bytes(content)
     store = scenes.warmed(open_store())
     assert set(range(100)) <= resident(store, "user")
     assert set(range(32)) <= resident(store), "the snapshot's own"
@@ -151,28 +168,28 @@ def test_a_bad_file_of_hot_keys_is_passed_over(open_store, left, content):
 # --- beside deltas
 
 
-def test_a_key_in_an_overlay_is_left_out(open_store, left):
+def test_a_key_in_an_overlay_is_left_out(open_store, root):
     store = open_store(warm_rate=1, fold_grace_s=60)
     store.apply_delta(scenes.stamped(1, {"item": range(400, 450)}))
     with store.model("ctr").view() as view:
-        table = view.holder.tables["item"]
-        table.warm_beside(np.arange(400, 500), 0, view.overlays_of("item"), view.seq)
+        table = view.open_version.tables["item"]
+        table.warm_serving(np.arange(400, 500), 0, view.overlays_of("item"), view.seq)
     assert resident(store) & set(range(400, 450)) <= set(range(400, 400 + BATCH)), "but for the first batch"
     assert set(range(450, 500)) <= resident(store)
 
 
-def test_what_was_read_under_an_older_view_does_not_come_after_a_fold(open_store, left):
+def test_what_was_read_under_an_older_view_does_not_come_after_a_fold(open_store, root):
     """The fold waits for the view; were it not to, the floor would still keep the row out."""
     store = open_store(warm_rate=1)
     with store.model("ctr").view() as view:
-        seq, table = view.seq, view.holder.tables["item"]
+        seq, table = view.seq, view.open_version.tables["item"]
     store.apply_delta(scenes.stamped(1, {"item": [999]}))
-    settled(store)
-    table.warm_beside(np.array([999]), 0, [], seq)
+    folded(store)
+    table.warm_serving(np.array([999]), 0, [], seq)
     assert 999 not in resident(store)
 
 
-def test_deltas_beside_a_warm_up_are_never_hidden(open_store, left):
+def test_deltas_beside_a_warm_up_are_never_hidden(open_store, root):
     store = open_store(warm_rate=20_000, fold_grace_s=0.0)
     keys = np.arange(400, 500)
     for seq in range(1, 40):
@@ -180,7 +197,7 @@ def test_deltas_beside_a_warm_up_are_never_hidden(open_store, left):
         rows = store.model("ctr").lookup("item_id", keys)
         np.testing.assert_array_equal(rows, scenes.vectors("item", seq, keys))
     scenes.warmed(store)
-    settled(store)
+    folded(store)
     np.testing.assert_array_equal(store.model("ctr").lookup("item_id", keys), scenes.vectors("item", 39, keys))
     assert set(sources(store, keys)) <= {Tier.HOST, Tier.DISK}
 
@@ -188,47 +205,47 @@ def test_deltas_beside_a_warm_up_are_never_hidden(open_store, left):
 # --- saving
 
 
-def test_hot_keys_are_saved_from_time_to_time(open_store, left):
+def test_hot_keys_are_saved_from_time_to_time(open_store, root):
     scenes.warmed(open_store()).close()
     store = scenes.warmed(open_store(hot_keys_every_s=0.01))
     for _ in range(4):
         store.model("ctr").lookup("item_id", np.arange(800, 850))
-    file = left / "1/hot/item.npy"
+    file = root / "1/hot/item.npy"
     eventually(lambda: set(range(800, 850)) <= set(np.load(file).tolist()), "they are in the file")
 
 
-def test_what_is_not_warm_yet_is_not_saved(open_store, left):
-    saved = (left / "1/hot/item.npy").read_bytes()
+def test_what_is_not_warm_yet_is_not_saved(open_store, root):
+    saved = (root / "1/hot/item.npy").read_bytes()
     store = open_store(warm_rate=1)
-    store._shared.warmer._save()
-    assert (left / "1/hot/item.npy").read_bytes() == saved
+    store.shared.warmer.save_hot_keys()
+    assert (root / "1/hot/item.npy").read_bytes() == saved
 
 
-def test_they_are_saved_part_by_part_hottest_first(open_store, left, monkeypatch):
+def test_they_are_saved_part_by_part_hottest_first(open_store, root, monkeypatch):
     """Of a table that is listed in many parts, the file is as if it were one."""
-    monkeypatch.setattr("tierstore.tiers.host._PART", 1)
+    monkeypatch.setattr("tierstore.tiers.host.table._PART", 1)
     store = scenes.warmed(open_store(host_budget="16MiB"))
     ctr = store.model("ctr")
     ctr.lookup("item_id", np.arange(1000))
     for _ in range(4):
         ctr.lookup("item_id", np.arange(0, 1000, 10))
     with ctr.view() as view:
-        table = view.holder.tables["item"]
+        table = view.open_version.tables["item"]
         assert len(list(table.hot_keys_by_part())) > 4
-        view.holder.save_hot_keys()
-        kept = np.load(left / "1/hot/item.npy")
+        view.open_version.save_hot_keys()
+        kept = np.load(root / "1/hot/item.npy")
         assert kept.dtype == np.int64
         assert sorted(kept) == sorted(table.hot_keys(10_000))
     assert set(kept[:50]) <= set(range(0, 1000, 10)) | set(range(400, 500))
 
 
-def test_saving_gives_up_when_it_is_told_to(open_store, left):
+def test_saving_gives_up_when_it_is_told_to(open_store, root):
     store = scenes.warmed(open_store())
-    saved = (left / "1/hot/item.npy").read_bytes()
+    saved = (root / "1/hot/item.npy").read_bytes()
     with store.model("ctr").view() as view, pytest.raises(tierstore.TierstoreError, match="being closed"):
-        view.holder.save_hot_keys(lambda: True)
-    assert (left / "1/hot/item.npy").read_bytes() == saved
-    assert sorted(path.name for path in (left / "1/hot").iterdir()) == ["item.npy", "user.npy"]
+        view.open_version.save_hot_keys(lambda: True)
+    assert (root / "1/hot/item.npy").read_bytes() == saved
+    assert sorted(path.name for path in (root / "1/hot").iterdir()) == ["item.npy", "user.npy"]
 
 
 def test_keys_in_the_file_are_mapped_where_they_are_many(tmp_path):
@@ -243,7 +260,7 @@ def test_keys_in_the_file_are_mapped_where_they_are_many(tmp_path):
 # --- the rest of a start
 
 
-def test_models_start_side_by_side(open_store, left, tmp_path, monkeypatch):
+def test_models_start_side_by_side(open_store, root, tmp_path, monkeypatch):
     store = open_store()
     store.load_snapshot(scenes.write_snapshot(tmp_path, model="other"))
     store.close()
@@ -258,8 +275,8 @@ def test_models_start_side_by_side(open_store, left, tmp_path, monkeypatch):
     assert open_store().models() == ["ctr", "other"]
 
 
-def test_leftovers_are_removed_once_it_serves(open_store, left):
-    (left / "7/db").mkdir(parents=True)
+def test_leftovers_are_removed_once_it_serves(open_store, root):
+    (root / "7/build").mkdir(parents=True)
     go_on = threading.Event()
 
     class Slow(FileSystem):
@@ -270,29 +287,29 @@ def test_leftovers_are_removed_once_it_serves(open_store, left):
     with files.use(Slow()):
         store = open_store()
         assert store.model("ctr").lookup("item_id", [5])[0, 0] == scenes.vector("item", 0, 5)[0]
-        assert any(path.name.startswith(".trash-7") for path in left.iterdir())
+        assert any(path.name.startswith(".trash-7") for path in root.iterdir())
         go_on.set()
         scenes.swept(store)
-    assert not any(path.name.startswith(".trash-") for path in left.iterdir())
+    assert not any(path.name.startswith(".trash-") for path in root.iterdir())
 
 
-def test_of_a_kept_version_only_the_records_are_read(open_store, left, tmp_path, monkeypatch):
+def test_of_a_kept_version_only_the_records_are_read(open_store, root, tmp_path, monkeypatch):
     store = open_store()
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2))
     store.apply_delta(scenes.stamped(1, {"item": [1]}))
-    settled(store)
+    folded(store)
     store.close()
     opened = []
     tables = sealed._open_tables
     monkeypatch.setattr(sealed, "_open_tables", lambda path, record: opened.append(path) or tables(path, record))
     store = open_store()
-    assert opened == [left / "2/db"]
-    assert {info.number: info.watermark for info in store.model("ctr").infos()} == {1: 0, 2: 1}
+    assert opened == [root / "2/db"]
+    assert {info.number: info.watermark for info in store.model("ctr").catalogue.infos()} == {1: 0, 2: 1}
     store.rollback("ctr")
     assert store.model("ctr").lookup("item_id", [1])[0, 0] == scenes.vector("item", 1, 1)[0]
 
 
-def test_at_a_start_each_model_gets_its_share_whoever_comes_first(open_store, left, tmp_path):
+def test_at_a_start_each_model_gets_its_share_whoever_comes_first(open_store, root, tmp_path):
     store = open_store()
     store.load_snapshot(scenes.write_snapshot(tmp_path, model="other", rows={"user": 50, "item": 100}))
     store.close()
@@ -300,7 +317,9 @@ def test_at_a_start_each_model_gets_its_share_whoever_comes_first(open_store, le
     budgets = {}
     for name in ("ctr", "other"):
         with store.model(name).view() as view:
-            budgets[name] = view.holder.host_reserved_bytes
+            budgets[name] = view.open_version.host_reserved_bytes
     assert budgets["ctr"] / budgets["other"] == pytest.approx(
-        sum(store.model("ctr").infos()[0].host_needs()) / sum(store.model("other").infos()[0].host_needs()), rel=0.01
+        sum(store.model("ctr").catalogue.infos()[0].host_needs())
+        / sum(store.model("other").catalogue.infos()[0].host_needs()),
+        rel=0.01,
     )

@@ -39,6 +39,10 @@ class FailingDisk(FileSystem):
         self._count()
         super().rename(old, new)
 
+    def link(self, old: Path, new: Path) -> None:
+        self._count()
+        super().link(old, new)
+
     def mkdir(self, path: Path) -> None:
         self._count()
         super().mkdir(path)

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tierstore.formats.writers import DeltaWriter, SnapshotWriter
-from tierstore.ingest.building import build_snapshot
+from tierstore.formats.delta.writer import DeltaWriter
+from tierstore.formats.snapshot.writer import SnapshotWriter
+from tierstore.ingest.build import build_snapshot
 
 MOMENT = "2026-11-20T02:00:00Z"
 ONNX = b"stands for an ONNX model"
@@ -46,6 +47,19 @@ def snapshot(root: Path) -> None:
         writer.warmup("arrow", [7, 0])
         writer.warmup("words", ["käse"])
         writer.dense(ONNX)
+
+
+def timed(root: Path) -> None:
+    """A table a format whose rows have times, with a ttl of 1,000 weeks; and one whose rows have that of the snapshot.
+
+    The first row is too old, and the others are not before the year 2125.
+    """
+    with SnapshotWriter(root, model="golden", version=20261123, created_at=MOMENT) as writer:
+        keys, vectors = np.array([-1, 0, 7]), np.arange(6, dtype=np.float32).reshape(3, 2)
+        for format in ("arrow", "parquet", "safetensors", "npz"):
+            table = writer.table(format, dim=2, format=format, ttl_s="1000w", time_column="seen")  # type: ignore[arg-type]
+            table.write(keys, vectors, [1, 4_294_967_294, 4_294_967_295])
+        writer.table("snapshot", dim=2, ttl_s=3_162_240_000).write(keys, vectors)
 
 
 def deltas(root: Path) -> None:
@@ -103,7 +117,11 @@ def built_source(golden: Path, where: Path) -> Path:
 
 def built(golden: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        build_snapshot(built_source(golden, Path(scratch) / "s"), golden / "built", load_workers=1)
+        build_snapshot(built_source(golden, Path(scratch) / "s"), golden / "built-hashed", load_workers=1)
+
+
+def timed_built(golden: Path, out: Path) -> None:
+    build_snapshot(golden / "timed", out, load_workers=1)
 
 
 def _save(path: Path, streams: list[Any], compression: str | None = None) -> None:
@@ -121,3 +139,5 @@ if __name__ == "__main__":
     snapshot(target / "snapshot")
     deltas(target / "deltas")
     built(target)
+    timed(target / "timed")
+    timed_built(target, target / "timed-built")

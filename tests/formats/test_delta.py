@@ -18,8 +18,8 @@ from tests.collisions import digest, pair
 from tests.formats.disks import FailingDisk
 from tierstore.errors import DeltaError, InvalidInput, StorageError
 from tierstore.formats import files
-from tierstore.formats.delta import DeltaTable, read_delta
-from tierstore.formats.delta_writer import DeltaWriter
+from tierstore.formats.delta.reader import DeltaTable, read_delta
+from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.types import KeyType
 
 HEAD = {"model": "ctr", "seq": "41821", "event_time": "2026-11-20T02:00:00Z"}
@@ -195,11 +195,11 @@ INF = float("inf")
 CASES: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "no bytes at all"),
     "garbage": (b"PAR1" * 100, "expected an Arrow IPC message at byte 0"),
-    "trailing garbage": (GOOD + b"\0" * 8, f"expected an Arrow IPC message at byte {len(GOOD)}, came other bytes"),
+    "trailing garbage": (GOOD + b"\0" * 8, f"expected an Arrow IPC message at byte {len(GOOD)}, got other bytes"),
     "trailing byte": (GOOD + b"x", "no end marker"),
-    "only an end": (b"\xff\xff\xff\xff\0\0\0\0", "came an end marker"),
-    "too few parts": (stream([("item", rows())], parts="2"), "expected 2 streams, as its metadata `parts` says, came 1"),
-    "too many parts": (GOOD + GOOD, "expected 1 streams, as its metadata `parts` says, came 2"),
+    "only an end": (b"\xff\xff\xff\xff\0\0\0\0", "got an end marker"),
+    "too few parts": (stream([("item", rows())], parts="2"), "expected 2 streams, as its metadata `parts` says, got 1"),
+    "too many parts": (GOOD + GOOD, "expected 1 streams, as its metadata `parts` says, got 2"),
     "other seq": (stream([("item", rows())], parts="2") + stream([("item", rows())], parts="2", seq="5"), "its streams differ in model, seq"),
     "other time": (stream([("item", rows())], parts="2") + stream([("item", rows())], parts="2", event_time="2026-11-21"), "its streams differ"),
     "no model": (stream([("item", rows())], model=None), "expected schema metadata `model`, `seq` and `event_time`"),
@@ -212,30 +212,30 @@ CASES: dict[str, tuple[bytes, str]] = {
     "seq not ASCII": (stream([("item", rows())], seq="٣"), "'seq': expected a decimal number"),
     "bad base": (stream([("item", rows())], base_version="x"), "'base_version': expected a decimal number"),
     "bad parts": (stream([("item", rows())], parts="0"), "'parts': expected a decimal number"),
-    "bad time": (stream([("item", rows())], event_time="noon"), "expected an ISO 8601 time such as 2026-11-20T02:00:00Z, came 'noon'"),
+    "bad time": (stream([("item", rows())], event_time="noon"), "expected an ISO 8601 time such as 2026-11-20T02:00:00Z, got 'noon'"),
     "no table": (stream([(None, rows())]), "does not name its table"),
     "bad table": (stream([("a/b", rows())]), "table name 'a/b' is not allowed"),
-    "unknown column": (stream([("item", rows(extra=pa.array([1, 2])))]), "table 'item': expected columns 'key' and 'vector', came 'key' (int64), 'vector' (list<item: float>), 'extra' (int64)"),
+    "unknown column": (stream([("item", rows(extra=pa.array([1, 2])))]), "table 'item': expected columns 'key' and 'vector', got 'key' (int64), 'vector' (list<item: float>), 'extra' (int64)"),
     "no vector": (stream([("item", pa.record_batch({"key": [1]}))]), "table 'item': expected columns 'key' and 'vector'"),
     "null key": (stream([("item", rows()), ("item", rows((1, None)))]), "table 'item', row 3: key is null"),
-    "float key": (stream([("item", rows((1.0, 2.0)))]), "table 'item': column 'key': expected int64, uint64 or string, came double"),
-    "key types": (stream([("item", rows())], parts="2") + stream([("item", rows(("a", "b")))], parts="2"), "table 'item': column 'key': expected int64, came string"),
+    "float key": (stream([("item", rows((1.0, 2.0)))]), "table 'item': column 'key': expected int64, uint64 or string, got double"),
+    "key types": (stream([("item", rows())], parts="2") + stream([("item", rows(("a", "b")))], parts="2"), "table 'item': column 'key': expected int64, got string"),
     "bad UTF-8": (stream([("item", rows(pa.array([b"a", b"\xff"])))]), "table 'item', row 1: string keys must be UTF-8"),
-    "float64": (stream([("item", rows(kind=pa.list_(pa.float64())))]), "column 'vector': expected float32 or float16, came double"),
-    "int vectors": (stream([("item", rows((1, 2), ([1, 2], None), pa.list_(pa.int32())))]), "expected a list or fixed-size list of floats, came list<item: int32>"),
-    "no list": (stream([("item", rows((1, 2), pa.array([1.0, 2.0])))]), "expected a list or fixed-size list of floats, came double"),
-    "two lengths": (stream([("item", rows((1, 2, 3), ([1.0, 2.0], None, [1.0])))]), "table 'item', row 2: expected a vector of 2 numbers, came 1"),
-    "two lengths in two": (stream([("item", rows()), ("item", rows((3,), ([1.0],)))]), "table 'item', row 2: expected a vector of 2 numbers, came 1"),
-    "empty vector": (stream([("item", rows((1,), ([],)))]), "expected a vector of 1 to 65536 numbers, came 0"),
+    "float64": (stream([("item", rows(kind=pa.list_(pa.float64())))]), "column 'vector': expected float32 or float16, got double"),
+    "int vectors": (stream([("item", rows((1, 2), ([1, 2], None), pa.list_(pa.int32())))]), "expected a list or fixed-size list of floats, got list<item: int32>"),
+    "no list": (stream([("item", rows((1, 2), pa.array([1.0, 2.0])))]), "expected a list or fixed-size list of floats, got double"),
+    "two lengths": (stream([("item", rows((1, 2, 3), ([1.0, 2.0], None, [1.0])))]), "table 'item', row 2: expected a vector of 2 numbers, got 1"),
+    "two lengths in two": (stream([("item", rows()), ("item", rows((3,), ([1.0],)))]), "table 'item', row 2: expected a vector of 2 numbers, got 1"),
+    "empty vector": (stream([("item", rows((1,), ([],)))]), "expected a vector of 1 to 65536 numbers, got 0"),
     "null number": (stream([("item", rows((1, 2), (None, [1.0, None])))]), "table 'item', row 1: number 1 of the vector is null"),
     "NaN": (stream([("item", rows()), ("item", rows((3, 4), (None, [1.0, float("nan")])))]), "table 'item', row 3: the vector holds NaN or Inf"),
     "Inf": (stream([("item", rows((3, 4), ([INF, 1.0], None)))]), "table 'item', row 0: the vector holds NaN or Inf"),
     "half Inf": (stream([("item", rows((3,), ([-INF],), pa.list_(pa.float16(), 1)))]), "table 'item', row 0: the vector holds NaN or Inf"),
     "NaN replaced later": (stream([("item", rows((3, 3), ([INF], [1.0])))]), "table 'item', row 0: the vector holds NaN or Inf"),
-    "dense rows": (stream([("__dense__", dense(b"a", b"b"))]), "table __dense__: expected one row that is not null, came 2 rows"),
+    "dense rows": (stream([("__dense__", dense(b"a", b"b"))]), "table __dense__: expected one row that is not null, got 2 rows"),
     "dense null": (stream([("__dense__", dense(None))]), "table __dense__: expected one row that is not null"),
-    "dense none": (stream([("__dense__", dense())]), "table __dense__: expected one row that is not null, came 0 rows"),
-    "dense text": (stream([("__dense__", dense("a", kind=pa.string()))]), "table __dense__: expected one binary column 'onnx', came 'onnx' (string)"),
+    "dense none": (stream([("__dense__", dense())]), "table __dense__: expected one row that is not null, got 0 rows"),
+    "dense text": (stream([("__dense__", dense("a", kind=pa.string()))]), "table __dense__: expected one binary column 'onnx', got 'onnx' (string)"),
     "dense columns": (stream([("__dense__", rows())]), "table __dense__: expected one binary column 'onnx'"),
 }  # fmt: skip
 
@@ -372,20 +372,20 @@ def test_the_writer_copies_what_it_is_given() -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda d: d.upsert("item", [1], [1.0]), r"expected vectors of shape \[n, dim\], or .*came \[1\]"),
+        (lambda d: d.upsert("item", [1], [1.0]), r"expected vectors of shape \[n, dim\], or .*got \[1\]"),
         (lambda d: d.upsert("item", [1, 2], [[1.0]]), r"expected vectors of shape \[2, dim\]"),
-        (lambda d: d.upsert("item", [1], [[]]), "expected vectors of 1 to 65536 numbers, came 0"),
+        (lambda d: d.upsert("item", [1], [[]]), "expected vectors of 1 to 65536 numbers, got 0"),
         (
             lambda d: (d.upsert("item", [1], [[1.0]]), d.upsert("item", [1], [[1.0, 2.0]])),
-            "expected vectors of 1 numbers, came 2",
+            "expected vectors of 1 numbers, got 2",
         ),
         (lambda d: d.upsert("item", [1, 2], [[1.0], [np.nan]]), "table 'item', row 1: the vector holds NaN or Inf"),
-        (lambda d: d.upsert("item", [1], [["a"]]), r"expected vectors of shape .* came \[1, 1\] of <U1"),
+        (lambda d: d.upsert("item", [1], [["a"]]), r"expected vectors of shape .* got \[1, 1\] of <U1"),
         (
             lambda d: (d.delete("item", [1]), d.delete("item", ["a"])),
-            "expected int64 keys, as came before, came string",
+            "expected int64 keys, as came before, got string",
         ),
-        (lambda d: d.delete("item", [1.5]), "came float"),
+        (lambda d: d.delete("item", [1.5]), "got float"),
         (lambda d: d.delete("item", [1], key="int32"), "'int32' is not a valid KeyType"),
         (lambda d: d.delete("a/b", [1]), "not allowed"),
         (lambda d: (d.close(), d.delete("item", [1])), "written already"),

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from tierstore.errors import DeltaError
-from tierstore.formats.delta import read_delta
-from tierstore.formats.delta_writer import DeltaWriter
-from tierstore.formats.frames import BadFrames, split_streams
+from tierstore.formats.delta.frames import BadFrames, split_streams
+from tierstore.formats.delta.reader import read_delta
+from tierstore.formats.delta.writer import DeltaWriter
 
 CASES = 4000
 LONGEST_S = 5.0

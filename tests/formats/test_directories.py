@@ -17,8 +17,8 @@ from jsonschema import Draft202012Validator
 
 from tests.formats.test_manifest import SCHEMA
 from tierstore.errors import SnapshotError
-from tierstore.formats.checksum import checksum
-from tierstore.formats.snapshot import Snapshot, open_snapshot
+from tierstore.formats.snapshot.checksum import checksum
+from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 
 N, DIM = 100, 4
 KEYS = np.arange(N) * 7
@@ -94,7 +94,6 @@ def test_a_directory_is_a_shard(tmp_path: Path, write: Callable[[Path], None]) -
     assert rows_of(snapshot) == dict(zip(KEYS.tolist(), VECTORS.tolist(), strict=True))
     assert np.sort(np.concatenate(list(snapshot.shard_keys("item", 0)))).tolist() == KEYS.tolist()
     snapshot.check_checksum("item", 0)
-    assert snapshot.shard_bytes("item", 0) > KEYS.nbytes
 
 
 def test_what_is_wrong_names_the_file_in_the_directory_and_its_row(tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_what_is_wrong_names_the_file_in_the_directory_and_its_row(tmp_path: Pat
     vectors[5] = vectors[5][:-1]
     pq.write_table(table.set_column(2, "embedding", [vectors]), third)
     manifest(tmp_path)
-    with pytest.raises(SnapshotError, match="expected a vector of 4 numbers, came 3") as refusal:
+    with pytest.raises(SnapshotError, match="expected a vector of 4 numbers, got 3") as refusal:
         rows_of(open_snapshot(tmp_path))
     assert (refusal.value.file, refusal.value.row) == (f"items/{third.name}", 5)
 
@@ -113,9 +112,9 @@ def test_what_is_wrong_names_the_file_in_the_directory_and_its_row(tmp_path: Pat
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
-        ({}, "expected one column 'key' and one column 'vector', came item_id, price, embedding; `columns` of the table"),
-        ({"key": "item_id", "vector": "price"}, "column 'price': expected a list or fixed-size list of floats, came"),
-        ({"key": "price", "vector": "embedding"}, "column 'price': expected int64, as the table's keys are, came double"),
+        ({}, "expected one column 'key' and one column 'vector', got item_id, price, embedding; `columns` of the table"),
+        ({"key": "item_id", "vector": "price"}, "column 'price': expected a list or fixed-size list of floats, got"),
+        ({"key": "price", "vector": "embedding"}, "column 'price': expected int64, as the table's keys are, got double"),
     ],
 )  # fmt: skip
 def test_columns_that_are_not_there_or_of_another_type(tmp_path: Path, columns: Any, reason: str) -> None:
@@ -129,7 +128,7 @@ def test_a_file_of_another_kind_in_the_directory_is_refused(tmp_path: Path) -> N
     as_spark(tmp_path / "items")
     (tmp_path / "items" / "README.txt").touch()
     manifest(tmp_path)
-    with pytest.raises(SnapshotError, match=r"^items/README.txt: expected .parquet, .*came .txt"):
+    with pytest.raises(SnapshotError, match=r"^items/README.txt: expected .parquet, .*got .txt"):
         open_snapshot(tmp_path)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from tierstore.formats.delta import Delta, read_delta
-from tierstore.formats.snapshot import Snapshot, open_snapshot
+from tierstore.formats.delta.reader import Delta, read_delta
+from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec
 
 SCHEMA = Path(__file__).parents[2] / "schema"
@@ -87,6 +87,23 @@ def test_warm_up_and_dense(snapshot: Snapshot) -> None:
     dense = snapshot.dense_path()
     assert dense is not None
     assert dense.read_bytes() == ONNX
+
+
+TIMES = {-1: 1, 0: 4_294_967_294, 7: 4_294_967_295}
+
+
+@pytest.mark.parametrize("table", ["arrow", "parquet", "safetensors", "npz", "snapshot"])
+def test_times_of_rows_in_every_format(table: str) -> None:
+    snapshot = open_snapshot(GOLDEN / "timed")
+    assert rows(snapshot, table) == {-1: [0.0, 1.0], 0: [2.0, 3.0], 7: [4.0, 5.0]}
+    (batch,) = snapshot.batches(table, 0)
+    assert batch.times is not None
+    made = dict.fromkeys(TIMES, 1_795_140_000)  # 2026-11-20T02:00:00Z
+    assert dict(zip(batch.keys.tolist(), batch.times.tolist(), strict=True)) == (made if table == "snapshot" else TIMES)
+    assert snapshot.manifest.table(table).ttl_s == (3_162_240_000 if table == "snapshot" else 604_800_000)
+    schema = json.loads((SCHEMA / "snapshot.schema.json").read_text(encoding="utf-8"))
+    document = json.loads((GOLDEN / "timed" / "snapshot.json").read_text(encoding="utf-8"))
+    assert list(Draft202012Validator(schema).iter_errors(document)) == []
 
 
 CHANGES = {1: None, 2: [3.0, 4.0], 3: [5.0, 6.0]}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from tierstore.errors import SnapshotError
-from tierstore.formats.manifest import Manifest, overflows
+from tierstore.formats.snapshot.manifest import Manifest, overflows
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "schema" / "snapshot.schema.json").read_text(encoding="utf-8"))
@@ -110,31 +110,31 @@ GOOD_EDITS: dict[str, Edit] = {
 # what the schema refuses too: the edit, and what the reader says
 BAD_BY_SCHEMA: dict[str, tuple[Edit, str]] = {
     "no format": (without("model"), "model: Field required"),
-    "format 2": (top(format=2), "format: Input should be 1, came 2"),
+    "format 2": (top(format=2), "format: Input should be 1, got 2"),
     "unknown field": (top(tabels=[]), "tabels: Extra inputs are not permitted"),
     "bad model name": (top(model="a/b"), "model: model name 'a/b' is not allowed"),
-    "version 0": (top(version=0), "version: .*greater than or equal to 1, came 0"),
-    "version true": (top(version=True), "version: .*valid integer, came True"),
-    "version text": (top(version="1"), "version: .*valid integer, came '1'"),
+    "version 0": (top(version=0), "version: .*greater than or equal to 1, got 0"),
+    "version true": (top(version=True), "version: .*valid integer, got True"),
+    "version text": (top(version="1"), "version: .*valid integer, got '1'"),
     "version too large": (top(version=1 << 63), "version: .*less than or equal to"),
-    "version not whole": (top(version=1.5), "version: .*integer, came 1.5"),
-    "delta_seq negative": (top(delta_seq=-1), "delta_seq: .*greater than or equal to 0, came -1"),
+    "version not whole": (top(version=1.5), "version: .*integer, got 1.5"),
+    "delta_seq negative": (top(delta_seq=-1), "delta_seq: .*greater than or equal to 0, got -1"),
     "delta_seq largest": (top(delta_seq=(1 << 63) - 1), "delta_seq: .*less than"),
     "time of day": (top(created_at="yesterday"), "created_at: expected an ISO 8601 time .*'yesterday'"),
     "time as a number": (top(created_at=1732060800), "created_at: expected an ISO 8601 time"),
     "tables as an object": (top(tables={}), "tables: .*array"),
     "table without dim": (lambda d: d["tables"][0].pop("dim"), r"tables\[0\].dim: Field required"),
     "table without rows": (lambda d: d["tables"][0].pop("rows"), r"tables\[0\].rows: Field required"),
-    "dim 0": (item(dim=0), r"tables\[0\].dim: .*came 0"),
-    "dim 65537": (item(dim=65537), r"tables\[0\].dim: .*came 65537"),
-    "key int32": (item(key="int32"), r"tables\[0\].key: .*'int64', 'uint64' or 'string', came 'int32'"),
-    "dtype float64": (item(dtype="float64"), r"tables\[0\].dtype: .*came 'float64'"),
+    "dim 0": (item(dim=0), r"tables\[0\].dim: .*got 0"),
+    "dim 65537": (item(dim=65537), r"tables\[0\].dim: .*got 65537"),
+    "key int32": (item(key="int32"), r"tables\[0\].key: .*'int64', 'uint64' or 'string', got 'int32'"),
+    "dtype float64": (item(dtype="float64"), r"tables\[0\].dtype: .*got 'float64'"),
     "default ones": (item(default="ones"), r"tables\[0\].default: expected \"zeros\", \"mean\" or a list"),
     "default number": (item(default=0), r"tables\[0\].default: expected"),
     "default of text": (item(default=["0", "0"]), r"tables\[0\].default: expected"),
     "default of booleans": (item(default=[True, False]), r"tables\[0\].default: expected"),
-    "rows negative": (shard(rows=-1), r"tables\[0\].shards\[0\].rows: .*came -1"),
-    "absolute path": (shard(path="/etc/passwd"), r"shards\[0\].path: expected a path .* within it, came '/etc/passwd'"),
+    "rows negative": (shard(rows=-1), r"tables\[0\].shards\[0\].rows: .*got -1"),
+    "absolute path": (shard(path="/etc/passwd"), r"shards\[0\].path: expected a path .* within it, got '/etc/passwd'"),
     "path up": (shard(path="../item.arrow"), r"shards\[0\].path: .*'../item.arrow'"),
     "path up midway": (shard(path="a/../../b.arrow"), r"shards\[0\].path"),
     "path ends up": (shard(path="a/.."), r"shards\[0\].path"),
@@ -144,8 +144,8 @@ BAD_BY_SCHEMA: dict[str, tuple[Edit, str]] = {
     "path with NUL": (shard(path="a\0.arrow"), r"shards\[0\].path"),
     "checksum too short": (shard(xxh3="abc"), r"shards\[0\].xxh3: .*pattern .*'abc'"),
     "checksum in capitals": (shard(xxh3="0123456789ABCDEF"), r"shards\[0\].xxh3"),
-    "checksum as a number": (shard(xxh3=12), r"shards\[0\].xxh3: .*string, came 12"),
-    "unknown combiner": (feature(combiner="max"), r"features\[0\].combiner: .*'sum', 'mean' or 'sqrtn', came 'max'"),
+    "checksum as a number": (shard(xxh3=12), r"shards\[0\].xxh3: .*string, got 12"),
+    "unknown combiner": (feature(combiner="max"), r"features\[0\].combiner: .*'sum', 'mean' or 'sqrtn', got 'max'"),
     "feature name": (feature(name="a b"), r"features\[0\].name: feature name 'a b' is not allowed"),
     "padding key 1.5": (feature(padding_key=1.5), r"features\[0\].padding_key: expected a key"),
     "padding key true": (feature(padding_key=True), r"features\[0\].padding_key: expected a key"),
@@ -157,17 +157,17 @@ BAD_BY_SCHEMA: dict[str, tuple[Edit, str]] = {
 
 # what takes more than a schema: marked "Also:" in it
 BAD_BEYOND_SCHEMA: dict[str, tuple[Edit, str]] = {
-    "rows not the sum": (item(rows=8), r"tables\[0\].rows: expected the sum of its shards' rows, 7, came 8"),
+    "rows not the sum": (item(rows=8), r"tables\[0\].rows: expected the sum of its shards' rows, 7, got 8"),
     "shard twice": (lambda d: d["tables"][0]["shards"][1].update(path="item/part-0.parquet"), r"tables\[0\].shards: 'item/part-0.parquet' is listed twice"),
     "table twice": (lambda d: d["tables"][1].update(name="item"), "tables: two are named 'item'"),
     "feature twice": (feature(1, name="item_id"), "features: two are named 'item_id'"),
     "feature of no table": (feature(table="nope"), r"features\[0\].table: 'nope' is not a table of this snapshot"),
     "warm-up of no table": (top(warmup={"nope": "n.npy"}), "warmup.nope: not a table of this snapshot"),
-    "default too short": (item(default=[1]), r"tables\[0\].default: expected 2 numbers, as dim says, came 1"),
+    "default too short": (item(default=[1]), r"tables\[0\].default: expected 2 numbers, as dim says, got 1"),
     "default beyond float16": (item(default=[0, 65520]), r"tables\[0\].default\[1\]: 65520.0 is not a finite float16 number"),
     "default beyond float32": (item(dtype="float32", default=[1e39, 0]), r"tables\[0\].default\[0\]: 1e\+39 is not a finite float32"),
     "default an endless integer": (item(default=[10**400, 0]), r"tables\[0\].default: a number is too large"),
-    "padding text for int64": (feature(padding_key="x"), r"features\[0\].padding_key: expected an int64 key, came 'x'"),
+    "padding text for int64": (feature(padding_key="x"), r"features\[0\].padding_key: expected an int64 key, got 'x'"),
     "padding number for string": (feature(2, padding_key=0), r"features\[2\].padding_key: expected a string"),
     "padding key too large": (feature(padding_key=1 << 63), r"features\[0\].padding_key: expected an int64 key"),
     "no such day": (top(created_at="2026-13-45"), "created_at: expected an ISO 8601 time"),

@@ -30,7 +30,7 @@ def test_log_entries_sort_by_seq(a: int, b: int) -> None:
 
 @given(ORDINALS)
 def test_delta_files_and_versions_are_read_back(number: int) -> None:
-    assert names.parse_delta_file(names.format_delta_file(number)) == number
+    assert names.parse_delta_file(f"{number}.arrow") == number
     if number:
         assert names.parse_version(names.format_version(number)) == number
 
@@ -68,7 +68,6 @@ def test_watched_files_may_be_padded_but_not_temporary() -> None:
     [
         lambda: names.format_version(0),
         lambda: names.format_version(1 << 63),
-        lambda: names.format_delta_file(-1),
         lambda: names.format_log_entry(1, "xyz"),
     ],
 )
@@ -106,13 +105,14 @@ def test_listings_see_only_what_is_ours(tmp_path: Path) -> None:
     ctr = data.model("ctr")
     assert ctr.versions_on_disk() == []
     assert ctr.log_on_disk() == []
-    for name in ("10", "9", ".trash-8-00", "log", "007"):
+    for name in ("10", "9", "9.2", "9.0", "9.02", "8.1", "8.1.1", ".trash-8-00", "log", "007"):
         (ctr.root / name).mkdir(parents=True)
     (ctr.root / "11").touch()
     for name in (names.format_log_entry(12, "f" * 16), names.format_log_entry(2, "0" * 16), "base.json", ".tmp-x"):
         (ctr.log / name).touch()
     (data.models / ".trash-old").mkdir()
     assert data.models_on_disk() == ["ctr"]
-    assert ctr.versions_on_disk() == [9, 10]
+    assert ctr.versions_on_disk() == [(8, 1), (9, 0), (9, 2), (10, 0)]
+    assert [ctr.version(*each).root.name for each in ctr.versions_on_disk()] == ["8.1", "9", "9.2", "10"]
     assert [(seq, digest) for seq, digest, _ in ctr.log_on_disk()] == [(2, "0" * 16), (12, "f" * 16)]
     assert all(path.is_file() for _, _, path in ctr.log_on_disk())

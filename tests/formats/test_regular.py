@@ -16,10 +16,10 @@ import tierstore
 from tests.formats.shards import snapshot_of
 from tierstore.errors import InvalidInput, NotFound, SnapshotError, StorageError
 from tierstore.formats import files
-from tierstore.formats.built import open_source
-from tierstore.formats.delta import read_delta
+from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES
-from tierstore.formats.requests import read_request
+from tierstore.formats.snapshot.built import open_source
+from tierstore.formats.snapshot.requests import read_request
 
 
 def pipe(path: Path) -> None:

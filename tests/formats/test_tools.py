@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierstore.formats.snapshot import open_snapshot
+from tierstore.formats.snapshot.reader import open_snapshot
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,8 @@ from tests.formats.disks import FailingDisk, ForgetfulDisk
 from tests.formats.test_manifest import SCHEMA
 from tierstore.errors import InvalidInput, SnapshotError, StorageError
 from tierstore.formats import files
-from tierstore.formats.snapshot import open_snapshot
-from tierstore.formats.writers import SnapshotWriter
+from tierstore.formats.snapshot.reader import open_snapshot
+from tierstore.formats.snapshot.writer import SnapshotWriter
 
 FORMATS = ["arrow", "parquet", "safetensors", "npz", "hugectr"]
 
@@ -109,12 +109,12 @@ def test_what_a_crash_left_may_be_written_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"dim": 0}, "dim: .*came 0"),
-        ({"dim": 1, "dtype": "float64"}, "dtype: .*came 'float64'"),
-        ({"dim": 1, "key": "int32"}, "key: .*came 'int32'"),
+        ({"dim": 0}, "dim: .*got 0"),
+        ({"dim": 1, "dtype": "float64"}, "dtype: .*got 'float64'"),
+        ({"dim": 1, "key": "int32"}, "key: .*got 'int32'"),
         ({"dim": 2, "default": [1.0]}, "default: expected 2 numbers"),
         ({"dim": 1, "default": "ones"}, "default: expected"),
-        ({"dim": 1, "format": "csv"}, "format: expected one of arrow, parquet, safetensors, npz, hugectr, came 'csv'"),
+        ({"dim": 1, "format": "csv"}, "format: expected one of arrow, parquet, safetensors, npz, hugectr, got 'csv'"),
         ({"dim": 1, "rows_per_shard": 0}, "rows_per_shard: expected at least 1"),
         ({"dim": 1, "key": "string", "format": "npz"}, "string keys need format arrow or parquet"),
         ({"dim": 1, "key": "uint64", "format": "hugectr"}, "holds int64 keys"),
@@ -137,11 +137,11 @@ def test_a_snapshot_that_cannot_be_is_refused_when_begun(tmp_path: Path, field: 
 @pytest.mark.parametrize(
     ("keys", "vectors", "reason"),
     [
-        ([1], [1.0, 2.0], r"expected vectors of shape \[n, dim\], or .*came \[2\]"),
+        ([1], [1.0, 2.0], r"expected vectors of shape \[n, dim\], or .*got \[2\]"),
         ([1], [[1.0]], r"expected vectors of shape \[1, 2\]"),
         ([1, 2], [[1.0, 2.0]], r"expected vectors of shape \[2, 2\]"),
-        ([1], [["a", "b"]], "came .* of <U1"),
-        ([1.5], [[1.0, 2.0]], "expected int64 keys, came float"),
+        ([1], [["a", "b"]], "got .* of <U1"),
+        ([1.5], [[1.0, 2.0]], "expected int64 keys, got float"),
         (
             [5, 6],
             [[1.0, 2.0], [3.0, np.nan]],

@@ -11,7 +11,7 @@ import pytest
 
 from tests.imports.test_tables import rows_of
 from tierstore.errors import SnapshotError
-from tierstore.formats.snapshot import open_snapshot
+from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.imports.hps import read_ps_json
 from tierstore.imports.tables import import_tables
 
@@ -72,9 +72,9 @@ def test_tables_names_dims_and_defaults(tmp_path: Path, inside: str, missing: di
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"sparse_files": ["only.model"]}, "model 'wdl': expected 1 embedding_table_names, one a sparse file, came 2"),
-        ({"default_value_for_each_table": [1.0]}, "expected 2 default_value_for_each_table, .*came 1"),
-        ({"model": None}, "not HPS's configuration: models.0.model: Field required"),
+        ({"sparse_files": ["only.model"]}, "model 'wdl': expected 1 embedding_table_names, one per sparse file, got 2"),
+        ({"default_value_for_each_table": [1.0]}, "expected 2 default_value_for_each_table, .*got 1"),
+        ({"model": None}, "expected an HPS configuration: models.0.model: Field required"),
     ],
 )
 def test_a_file_that_does_not_add_up(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
@@ -90,5 +90,5 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_a_vector_size_that_the_files_do_not_have(tmp_path: Path) -> None:
     (model,) = read_ps_json(hps(tmp_path, embedding_vecsize_per_table=[4, 2]))
-    with pytest.raises(SnapshotError, match="default: expected 3 numbers, as dim says, came 4"):
+    with pytest.raises(SnapshotError, match="default: expected 3 numbers, as dim says, got 4"):
         import_tables(model.tables, model=model.name, out=tmp_path / "s")

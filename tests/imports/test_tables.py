@@ -23,7 +23,7 @@ import tierstore
 from tests.formats.shards import save_hugectr
 from tests.formats.test_directories import DIM, DIRECTORIES, KEYS, VECTORS, N, as_spark, frame
 from tierstore.errors import SnapshotError
-from tierstore.formats.snapshot import Snapshot, open_snapshot
+from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 from tierstore.imports.tables import TablesFile, import_table, import_tables
 from tierstore.types import KeyType
 
@@ -87,6 +87,7 @@ FRAMES: dict[str, Callable[[], Any]] = {
     "pandas with keys as its index": lambda: frame().set_index("item_id"),
     "pandas in parts of an index": lambda: frame().sample(frac=1, random_state=1),
     "polars": lambda: pl.DataFrame({"item_id": KEYS, "embedding": VECTORS}),
+    "polars lazy": lambda: pl.LazyFrame({"item_id": KEYS, "embedding": VECTORS}),
     "polars lists": lambda: pl.DataFrame({"item_id": KEYS, "embedding": VECTORS.tolist()}),
     "arrow table": arrow,
     "arrow batch": lambda: arrow().to_batches()[0],
@@ -136,7 +137,7 @@ def test_one_column_a_number(tmp_path: Path) -> None:
     numbers = {f"f{i}": np.array([i, i + 0.5]) for i in (10, 2, 0, 1)}
     table = pa.table({"item_id": [5, 6], **numbers, "fresh": ["x", "y"]})
     pq.write_table(table, tmp_path / "items.parquet")
-    with pytest.raises(SnapshotError, match="column 'fresh': expected numbers, came string"):
+    with pytest.raises(SnapshotError, match="column 'fresh': expected numbers, got string"):
         imported(tmp_path / "items.parquet", tmp_path / "bad", vector="f*")
     imported(tmp_path / "items.parquet", tmp_path / "s", vector="f[0-9]*")
     assert rows_of(tmp_path / "s") == {5: [0, 1, 2, 10], 6: [0.5, 1.5, 2.5, 10.5]}, "f2 comes before f10"
@@ -170,15 +171,15 @@ def test_keys_may_be_turned_into_another_type(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "s") == {"5": [1.0], "6": [2.0]}
     assert imported(table, tmp_path / "u", key_type="uint64").manifest.table("item").key is KeyType.UINT64
     words = table.set_column(0, "item_id", [["5", "six"]])
-    with pytest.raises(SnapshotError, match=r"column 'item_id': not all keys are int64: .*six"):
+    with pytest.raises(SnapshotError, match=r"column 'item_id': expected int64 keys: .*six"):
         imported(words, tmp_path / "bad", key_type="int64")
 
 
-def test_hugectr_folders_tell_their_dim(tmp_path: Path) -> None:
+def test_the_dim_of_hugectr_folders_is_read_from_them(tmp_path: Path) -> None:
     folder = tmp_path / save_hugectr()(tmp_path)
     assert imported(folder, tmp_path / "s").manifest.table("item").dim == 2
     (folder / "emb_vector").write_bytes(b"\0" * 39)
-    with pytest.raises(SnapshotError, match="expected int64 keys and as many rows of float32; came 40 bytes"):
+    with pytest.raises(SnapshotError, match="expected int64 keys and as many rows of float32; got 40 bytes"):
         imported(folder, tmp_path / "bad")
 
 
@@ -202,10 +203,10 @@ def test_parts_that_do_not_agree_are_refused_by_file(tmp_path: Path) -> None:
     for i, keys in enumerate(([1, 2], ["a", "b"])):
         pq.write_table(pa.table({"item_id": keys, "embedding": [[1.0], [2.0]]}), tmp_path / f"{i}.parquet")
     paths = sorted(tmp_path.glob("*.parquet"))
-    with pytest.raises(SnapshotError, match=r"1.parquet: expected int64 keys, as before, came string"):
+    with pytest.raises(SnapshotError, match=r"1.parquet: expected int64 keys, as in earlier blocks, got string"):
         imported(paths, tmp_path / "s")
     pq.write_table(pa.table({"item_id": [3], "embedding": [[1.0, 2.0]]}), paths[1])
-    with pytest.raises(SnapshotError, match=r"1.parquet: expected vectors of 1 numbers, as before, came 2"):
+    with pytest.raises(SnapshotError, match=r"1.parquet: expected vectors of 1 numbers, as in earlier blocks, got 2"):
         imported(paths, tmp_path / "s")
     assert not (tmp_path / "s").exists(), "nothing is left of it"
 
@@ -216,15 +217,15 @@ ITEMS = {"item_id": [1, 2, 3], "embedding": [[1.0], [2.0], [3.0]]}
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"item_id": [1, None, 3]}, "row 1: the key is null"),
-        ({"item_id": [1.0, 2.0, 3.0]}, "column 'item_id': expected keys that are integers or strings, came double"),
-        ({"item_id": [[1], [2], [3]]}, "column 'item_id': expected keys that are integers or strings, came list"),
+        ({"item_id": [1, None, 3]}, "row 1: expected a key, got null"),
+        ({"item_id": [1.0, 2.0, 3.0]}, "column 'item_id': expected keys that are integers or strings, got double"),
+        ({"item_id": [[1], [2], [3]]}, "column 'item_id': expected keys that are integers or strings, got list"),
         ({"embedding": [[1.0], None, [3.0]]}, "vector 1 is null"),
         ({"embedding": [[1.0], [2.0], [None]]}, "number 0 of vector 2 is null"),
         ({"embedding": [[1.0], [2.0, 2.5], [3.0]]}, "vector 1 has 2 numbers, those before it 1"),
         ({"embedding": [[1.0], [float("nan")], [3.0]]}, "row 1: the vector holds NaN or Inf, or overflows float32"),
-        ({"embedding": ["[1.0]", "[2.0]", "[3.0]"]}, "column 'embedding': expected lists of numbers, came string"),
-        ({"embedding": [[[1.0]], [[2.0]], [[3.0]]]}, "column 'embedding': expected lists of numbers, came list<"),
+        ({"embedding": ["[1.0]", "[2.0]", "[3.0]"]}, "column 'embedding': expected lists of numbers, got string"),
+        ({"embedding": [[[1.0]], [[2.0]], [[3.0]]]}, "column 'embedding': expected lists of numbers, got list<"),
     ],
 )
 def test_rows_that_cannot_be(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
@@ -235,21 +236,29 @@ def test_rows_that_cannot_be(tmp_path: Path, change: dict[str, Any], reason: str
 
 
 def test_a_sparse_vector_of_spark_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match=r"row 1: column 'embedding' holds a sparse vector; .*vector_to_array"):
+    with pytest.raises(
+        SnapshotError, match=r"row 1: column 'embedding': expected dense vectors, got a sparse one; .*vector_to_array"
+    ):
         imported(pa.table({"item_id": [1, 2], "embedding": udt(dense=False)}), tmp_path / "s")
 
 
 @pytest.mark.parametrize(
     ("source", "options", "reason"),
     [
-        ("items", {"key": "id"}, r"no one column 'id' for keys; there are item_id \(int64\), price \(double\), emb"),
-        ("items", {"vector": "vec"}, "no one column 'vec' for vectors; there are item_id"),
-        ("items", {"key_type": "int32"}, "key_type: expected int64, uint64, string, came 'int32'"),
+        (
+            "items",
+            {"key": "id"},
+            r"expected one column 'id' for keys; there are item_id \(int64\), price \(double\), emb",
+        ),
+        ("items", {"vector": "vec"}, "expected one column 'vec' for vectors; there are item_id"),
+        ("items", {"dtype": "float8"}, "table 'item': dtype: expected float32, float16, bfloat16, int8, got 'float8'"),
+        ("items", {"combiner": "avg"}, "table 'item': combiner of feature '.*': expected sum, mean, sqrtn, got 'avg'"),
+        ("items", {"key_type": "int32"}, "key_type: expected int64, uint64, string, got 'int32'"),
         ("nowhere", {}, "nowhere: is missing"),
-        ("empty", {}, "expected a directory with Parquet, Arrow or ORC files; came none"),
-        ("notes", {}, "notes.csv: expected .parquet, .*came .csv; what DuckDB or pandas can read"),
+        ("empty", {}, "expected a directory with Parquet, Arrow or ORC files; got none"),
+        ("notes", {}, "notes.csv: expected .parquet, .*got .csv; DuckDB or pandas can convert"),
         ("broken", {}, "broken.parquet: cannot be read"),
-        ("none", {}, "there are no rows, so nothing says how long a vector is"),
+        ("none", {}, "expected at least one row, to know the length of a vector; got none"),
     ],
 )
 def test_sources_that_cannot_be(tmp_path: Path, source: str, options: dict[str, Any], reason: str) -> None:
@@ -267,9 +276,9 @@ def test_sources_that_cannot_be(tmp_path: Path, source: str, options: dict[str, 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (5, "expected paths, a data frame .*, came int; write it to Parquet"),
-        ({"item_id": [1]}, "there is no column 'embedding'; there are 'item_id'"),
-        ({"item_id": [1, 2], "embedding": [[1.0]]}, "expected a vector for each key, came 2 keys and 1 vectors"),
+        (5, "expected paths, a data frame .*, got int; write it as Parquet"),
+        ({"item_id": [1]}, "expected a column 'embedding'; there are 'item_id'"),
+        ({"item_id": [1, 2], "embedding": [[1.0]]}, "expected a vector for each key, got 2 keys and 1 vectors"),
     ],
 )
 def test_data_that_cannot_be(tmp_path: Path, source: Any, reason: str) -> None:
@@ -355,3 +364,76 @@ def test_it_is_served(tmp_path: Path) -> None:
         rows, found = store.model("ctr").lookup("item", [*KEYS.tolist(), 5], return_found=True)
         assert rows[:-1].tolist() == VECTORS.tolist()
         assert found.tolist() == [True] * N + [False]
+
+
+# --- rows that expire
+
+
+def times_in(where: Path) -> dict[int, int]:
+    (batch,) = open_snapshot(where).batches("item", 0)
+    assert batch.times is not None
+    return dict(zip(batch.keys.tolist(), batch.times.tolist(), strict=True))
+
+
+SEEN = [datetime(2026, 11, 20, tzinfo=UTC), datetime(2026, 11, 21, 0, 0, 9, tzinfo=UTC)]
+TIMED = {"item_id": [1, 2], "embedding": [[1.0, 2.0], [3.0, 4.0]], "seen": SEEN}
+
+
+@pytest.mark.parametrize("form", ["frame", "polars", "parquet", "columns", "seconds"])
+def test_times_of_rows_are_imported(tmp_path: Path, form: str) -> None:
+    source: Any = pd.DataFrame(TIMED)
+    if form == "polars":
+        source = pl.DataFrame(TIMED)
+    elif form == "parquet":
+        pd.DataFrame(TIMED).to_parquet(tmp_path / "items.parquet")
+        source = tmp_path / "items.parquet"
+    elif form == "columns":
+        source = {name: np.array(column) if name != "seen" else column for name, column in TIMED.items()}
+    elif form == "seconds":
+        source = pd.DataFrame({**TIMED, "seen": [moment.timestamp() for moment in SEEN]})
+    manifest = imported(source, tmp_path / "s", ttl_s="30d", time_column="seen").manifest
+    assert (manifest.table("item").ttl_s, manifest.table("item").time_column) == (2_592_000, "time")
+    assert times_in(tmp_path / "s") == {1: int(SEEN[0].timestamp()), 2: int(SEEN[1].timestamp())}
+
+
+def test_without_a_column_the_time_is_that_of_the_import(tmp_path: Path) -> None:
+    manifest = imported(pd.DataFrame(TIMED), tmp_path / "s", ttl_s=60).manifest
+    assert manifest.created_at is not None
+    assert set(times_in(tmp_path / "s").values()) == {int(manifest.created_at.timestamp())}
+
+
+@pytest.mark.parametrize(
+    ("seen", "options", "reason"),
+    [
+        (SEEN, {"ttl_s": "1d", "time_column": "when"}, "expected one column 'when' for times; there are item_id"),
+        (SEEN, {"time_column": "seen"}, "time_column: of no use without ttl_s"),
+        (SEEN, {"ttl_s": "soon"}, "expected seconds, or a time such as 30d"),
+        ([SEEN[0], None], {"ttl_s": "1d", "time_column": "seen"}, "row 1: column 'seen': time is null"),
+        (["yesterday", "today"], {"ttl_s": "1d", "time_column": "seen"}, "column 'seen': expected seconds since 1970"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(tmp_path: Path, seen: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SnapshotError) as refused:
+        imported(pa.table({**TIMED, "seen": seen}), tmp_path / "s", **options)
+    assert reason in str(refused.value)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_checkpoint_has_no_times(tmp_path: Path) -> None:
+    (tmp_path / "item").mkdir()
+    np.array([1, 2]).tofile(tmp_path / "item" / "key")
+    np.ones((2, 3), np.float32).tofile(tmp_path / "item" / "emb_vector")
+    with pytest.raises(SnapshotError, match="expected a column 'seen' for times, which a checkpoint does not have"):
+        imported(tmp_path / "item", tmp_path / "s", ttl_s="1d", time_column="seen")
+    imported(tmp_path / "item", tmp_path / "s", ttl_s="1d")
+    assert len(times_in(tmp_path / "s")) == 2
+
+
+def test_a_file_of_tables_says_what_expires(tmp_path: Path) -> None:
+    pd.DataFrame(TIMED).to_parquet(tmp_path / "items.parquet")
+    text = 'ttl_s = "2w"\ntime_column = "seen"\nkey = "item_id"\nvector = "embedding"\n'
+    (tmp_path / "tables.toml").write_text(f'[tables.item]\npath = "items.parquet"\n{text}')
+    sources = TablesFile.read(tmp_path / "tables.toml").sources(tmp_path)
+    import_tables(sources, model="ctr", out=tmp_path / "s")
+    assert open_snapshot(tmp_path / "s").manifest.table("item").ttl_s == 14 * 86400
+    assert times_in(tmp_path / "s")[2] == int(SEEN[1].timestamp())

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import tierstore
-from tierstore.formats.snapshot import open_snapshot
+from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.tasks import SortShards
 

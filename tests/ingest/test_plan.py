@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.formats.manifest import Manifest, TableEntry
+from tierstore.formats.snapshot.manifest import Manifest, TableEntry
 from tierstore.ingest.plan import MAX_FAN_IN, MAX_FILES, SAMPLES, LoadPlan, plan_load
 from tierstore.types import BaseKind
 

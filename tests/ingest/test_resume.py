@@ -18,11 +18,12 @@ import pytest
 
 from tierstore.errors import LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.names import JOURNAL
-from tierstore.formats.snapshot import open_snapshot
-from tierstore.formats.writers import SnapshotWriter
+from tierstore.formats.snapshot.reader import open_snapshot
+from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.ingest import plan
-from tierstore.ingest.bulkload import BaseBuild, BulkLoad
+from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.journal import Journal
+from tierstore.ingest.results import BaseBuild
 from tierstore.types import Progress
 
 ROWS = 400_000
@@ -32,7 +33,7 @@ SETTINGS = {"memory_bytes": 16 << 20, "workers": 2}
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from tierstore.formats.snapshot import open_snapshot
+from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.ingest import bulkload, plan
 
 root, out, base, phase, count, fan_in = sys.argv[1:]

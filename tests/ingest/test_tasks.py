@@ -18,13 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import SnapshotError
-from tierstore.formats.manifest import Manifest
-from tierstore.formats.snapshot import Batch, Snapshot
+from tierstore.formats.snapshot.manifest import Manifest
+from tierstore.formats.snapshot.reader import Batch, Snapshot
+from tierstore.ingest.merge import merge_runs
 from tierstore.ingest.runs import Run, RunWriter, merged, quantiles, run_keys
-from tierstore.ingest.tasks import JoinRuns, Merged, MergeRuns, SortShards, join_runs, merge_runs, sort_shards
+from tierstore.ingest.sort import join_runs, sort_shards
+from tierstore.ingest.tasks import JoinRuns, Merged, MergeRuns, SortShards
 from tierstore.ingest.worker import _describe
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.sealed_file import open_sealed, read_blocks
+from tierstore.tiers.disk.sealed_file import open_sealed, read_blocks
 from tierstore.types import BaseKind, Keys
 
 
@@ -39,9 +41,6 @@ class FakeSnapshot(Snapshot):
         snapshot = cls(root, Manifest.create(model="m", version=1, tables=(table,)))
         object.__setattr__(snapshot, "shards", shards)
         return snapshot
-
-    def check_checksum(self, table: str, shard_no: int) -> None:
-        pass
 
     def batches(self, table: str, shard_no: int, batch_rows: int = 3) -> Iterator[Batch]:
         shard: Any = self.shards[shard_no]  # type: ignore[attr-defined]
@@ -163,7 +162,7 @@ def keys_and_rows(path: Path, xxh3: str) -> dict[int, float]:
     """Each code in a sealed file, with the first number of its row."""
     opened = open_sealed(path, xxh3=xxh3, size=path.stat().st_size)
     try:
-        keys, rows = read_blocks(opened, 0, len(opened.fences), None)
+        keys, rows = read_blocks(opened, 0, len(opened.first_keys), None)
     finally:
         os.close(opened.fd)
     return dict(zip(keys.tolist(), rows.view(np.float32)[:, 0].tolist(), strict=True))

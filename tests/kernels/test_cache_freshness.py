@@ -12,7 +12,7 @@ from pathlib import Path
 from tierstore.kernels import stamp_caches
 stamp_caches(Path(sys.argv[1]))
 sys.path.insert(0, sys.argv[1])
-import kernel
+from inner import kernel
 print(kernel.answer(), sum(kernel.answer.stats.cache_hits.values()))
 """
 KERNEL = """
@@ -32,12 +32,19 @@ def number():
 
 def run(folder: Path) -> str:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)], check=True, capture_output=True, text=True, timeout=60
+        # -B: Python would take its own compiled file for a source of the same length that was written in the same second
+        [sys.executable, "-B", "-c", PROGRAM, str(folder)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
     ).stdout.strip()
 
 
 def test_an_edit_to_one_source_makes_kernels_of_another_compile_anew(tmp_path: Path) -> None:
-    (tmp_path / "kernel.py").write_text(KERNEL)
+    """Also where the kernel lies in a folder of its own."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/kernel.py").write_text(KERNEL)
     for number, cached in ((1, False), (1, True), (2, False), (2, True)):
         (tmp_path / "helper.py").write_text(HELPER.format(number))
         assert run(tmp_path) == f"{number} {int(cached)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mounts import bare, needs_mounts, read_only
 from tierstore import kernels
 from tierstore.kernels import ahead
 
@@ -32,35 +32,6 @@ import kernel
 print(json.dumps([str(kernels.directory(folder)), sum(kernel.answer.stats.cache_hits.values())]))
 """
 KERNEL = "from numba import njit\n@njit('int64()', cache=True)\ndef answer():\n    return 42\n"
-
-
-def can_mount() -> bool:
-    return subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0
-
-
-needs_mounts = pytest.mark.skipif(
-    shutil.which("unshare") is None or not can_mount(), reason="mount namespaces are not to be had here"
-)
-
-
-def read_only(command: list[str], but: Path | None, cwd: Path) -> list[str]:
-    """The command that runs `command` where all file systems are read-only, `but` one directory."""
-    steps = [] if but is None else [f"mount --bind {but} {but}"]
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    kept = ("/proc", "/sys", "/dev")
-    steps += [f"mount -o remount,bind,ro {m} 2>/dev/null || true" for m in mounts if not m.startswith(kept)]
-    steps += [] if but is None else [f"mount -o remount,bind,rw {but}"]
-    steps += [
-        "mount -o remount,bind,ro /dev/shm 2>/dev/null || true",
-        f"cd {but or cwd}",
-        shlex.join(["exec", *command]),
-    ]
-    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", "; ".join(steps)]
-
-
-def bare(**more: str) -> dict[str, str]:
-    """An environment without HOME."""
-    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **more}
 
 
 @pytest.fixture
@@ -106,7 +77,7 @@ def test_nowhere_is_an_error_that_names_the_way_out(folder: Path, tmp_path: Path
 @needs_mounts
 def test_compiled_ones_need_no_place_to_be_written(tmp_path: Path) -> None:
     """As in an image that was built with `tierstore compile`: nothing is compiled, and nothing written."""
-    ahead.prepare()
+    ahead.compile_all(2)
     data = tmp_path / "data"
     data.mkdir()
     command = [sys.executable, "-m", "tierstore", "compile", "--json", "--data", "."]
@@ -117,6 +88,59 @@ def test_compiled_ones_need_no_place_to_be_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"directory": str(kernels.directory()), "seconds": 0.0}
     assert list(data.iterdir()) == []
+
+
+SOME_KERNELS = """
+import pkgutil, sys
+from tierstore import kernels
+from tierstore.kernels import ahead, bloom, epochs
+if len(sys.argv) > 1:
+    pkgutil.walk_packages = lambda *_: []  # compile those of the modules above alone
+    ahead.compile_share(int(sys.argv[1]), 1)
+kernels.load()
+print(sum(sum(entry.dispatcher.stats.cache_hits.values()) for entry in kernels.entries), len(kernels.entries))
+"""
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> dict[str, str]:
+    """The environment of a copy of the package that has no compiled kernels."""
+    shutil.copytree(ROOT / "tierstore", tmp_path / "fresh/tierstore", ignore=shutil.ignore_patterns("__pycache__"))
+    return {**bare(), "XDG_CACHE_HOME": str(tmp_path / "cold"), "PYTHONPATH": str(tmp_path / "fresh")}
+
+
+def test_what_was_compiled_before_a_kill_is_read_by_the_next_that_compiles(fresh: dict[str, str]) -> None:
+    command = [sys.executable, "-c", SOME_KERNELS]
+    for _ in range(2):
+        done = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=120, check=False, env=fresh)
+        assert done.returncode == 0, done.stderr
+    hits, there = done.stdout.split()[-2:]
+    assert hits == there
+
+
+@needs_mounts
+def test_damaged_and_missing_files_are_compiled_again_and_kept_where_they_can_be(
+    fresh: dict[str, str], tmp_path: Path
+) -> None:
+    def hits(command: list[str], cwd: Path = tmp_path) -> int:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=fresh, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split()[-2])
+
+    command = [sys.executable, "-c", SOME_KERNELS]
+    assert hits([*command, "0"]) == 0
+    cache = tmp_path / "fresh/tierstore/kernels/__pycache__"
+    indexes, data = sorted(cache.glob("*.nbi")), sorted(cache.glob("*.nbc"))
+    indexes[0].write_bytes(indexes[0].read_bytes()[:-5])
+    data[1].write_bytes(b"")
+    data[2].unlink()
+    (cache / subprocess.run(
+        [sys.executable, "-c", "from tierstore import kernels; print(kernels._mark(kernels._FOLDER))"],
+        capture_output=True, text=True, timeout=120, check=True, env=fresh, cwd=tmp_path,
+    ).stdout.strip()).touch()  # fmt: skip
+    assert hits(read_only(command, None, tmp_path)) == len(data) - 3
+    assert hits(command) == len(data) - 3
+    assert hits(command) == len(data)
 
 
 def test_a_place_that_another_may_write_to_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +154,20 @@ def test_a_place_that_another_may_write_to_is_passed_over(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("shares", [1, 2, 5])
-def test_each_kernel_is_of_one_share(shares: int) -> None:
+def test_each_kernel_is_of_one_share_and_those_needed_first_come_first(shares: int) -> None:
     needs = [{i: 10 * i, 100 + i // 3: 500} for i in range(20)]
-    parts = [ahead._share(needs, share, shares) for share in range(shares)]
+    when = [kernels.LAST, kernels.FIRST] * 10
+    parts = [ahead._share(needs, when, share, shares) for share in range(shares)]
     assert sorted(i for part in parts for i in part) == list(range(20))
+    for part in parts:
+        assert [when[i] for i in part] == sorted(when[i] for i in part)
     loads = [sum({k: v for i in part for k, v in needs[i].items()}.values()) for part in parts]
     assert max(loads) < 2 * min(loads)
+
+
+def children_of(process: int) -> list[str]:
+    """Of all of its threads."""
+    return [child for task in Path(f"/proc/{process}/task").glob("*/children") for child in task.read_text().split()]
 
 
 def test_serve_says_that_it_compiles_and_ends_at_once_when_it_is_told_to(tmp_path: Path) -> None:
@@ -152,7 +184,7 @@ def test_serve_says_that_it_compiles_and_ends_at_once_when_it_is_told_to(tmp_pat
             line = service.stderr.readline()
             assert "compiling kernels with" in line
             deadline = time.monotonic() + 30
-            while not (children := Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()):
+            while not (children := children_of(service.pid)):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             service.send_signal(signal.SIGTERM)
@@ -164,3 +196,20 @@ def test_serve_says_that_it_compiles_and_ends_at_once_when_it_is_told_to(tmp_pat
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline, "its processes are gone with it"
         time.sleep(0.01)
+
+
+def test_kernels_are_compiled_where_this_process_imports_them_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the working directory: in a clone, and while an image is built, another copy of the package lies there."""
+    (tmp_path / "tierstore").mkdir()
+    (tmp_path / "tierstore" / "__init__.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    stdin, ours = os.pipe()
+    try:
+        process = ahead.start_share(999, 1000, stdin)  # so many that nothing is left for the last
+        out, error = process.communicate(timeout=120)
+    finally:
+        os.close(stdin)
+        os.close(ours)
+    assert (process.returncode, out.split()) == (0, [b"0", b"1", b"2"]), error.decode()

@@ -236,3 +236,21 @@ def test_encode_fills_the_buffer_it_is_given() -> None:
     assert np.array_equal(out.view(np.float16), vectors)
     strided = np.repeat(vectors, 2, axis=1)[:, ::2]
     assert np.array_equal(codec.encode(strided, StorageDtype.FLOAT16), out)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_found_wherever_it_is(dtype: type[np.floating], bad: float) -> None:
+    for dim in range(1, 12):
+        for rows in (1, 3):
+            vectors = np.full((rows, dim), np.finfo(dtype).max, dtype)
+            vectors[0, 0] = np.finfo(dtype).smallest_subnormal
+            assert codec.all_finite(vectors)
+            for at in range(vectors.size):
+                spoiled = vectors.copy()
+                spoiled.flat[at] = bad
+                assert not codec.all_finite(spoiled)
+                with pytest.raises(codec.BadRow) as raised:
+                    codec.encode(spoiled, StorageDtype.FLOAT16)
+                assert raised.value.row <= at // dim
+    assert codec.all_finite(np.zeros((0, 4), dtype))

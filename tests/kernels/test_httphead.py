@@ -19,7 +19,7 @@ PATH = rb"/v2/models/[A-Za-z0-9_./:-]+/infer|/v1/models/[A-Za-z0-9_./:-]+:predic
 LINE = re.compile(rb"POST (" + PATH + rb") HTTP/1\.1\r\n")
 HEADER = re.compile(rb"([A-Za-z0-9_-]+): *((?:[\x20-\x7e]*[\x21-\x7e])?)\r\n")
 READ = {b"host", b"content-length", b"connection", b"inference-header-content-length", b"accept-encoding", b"x-request-id",
-        b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms"}  # fmt: skip
+        b"authorization",         b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms"}  # fmt: skip
 IGNORED = {name.encode() for name in httphead.IGNORED}
 NUMBER = re.compile(rb"[0-9]{1,9}")
 # what could still become a plain head, were there more of it
@@ -37,7 +37,14 @@ def twin(data: bytes) -> tuple[int, dict[str, int]]:
         )
         return (CUT if open_ended else FOREIGN), {}
     found = {"PATH_AT": line.start(1), "PATH_BYTES": len(line[1])}
-    found |= {"BODY_BYTES": -1, "JSON_BYTES": -1, "HOST_BYTES": 0, "TIMEOUT_MS": 0, "UNUSUAL": 0}
+    found |= {
+        "BODY_BYTES": -1,
+        "JSON_BYTES": -1,
+        "HOST_BYTES": 0,
+        "TIMEOUT_MS": 0,
+        "UNUSUAL": 0,
+        "AUTHORIZATION_BYTES": 0,
+    }
     at, seen = line.end(), set()
     while not data.startswith(b"\r\n", at):
         header = HEADER.match(data, at)
@@ -70,6 +77,9 @@ def twin(data: bytes) -> tuple[int, dict[str, int]]:
                 found["UNUSUAL"] |= httphead.CODED if 0 < len(value) < 10 else 0
             case b"x-request-id":
                 found["UNUSUAL"] |= httphead.ROUTED
+            case b"authorization":
+                found |= {"AUTHORIZATION_BYTES": len(value)}
+                found |= {"AUTHORIZATION_AT": header.start(2)} if value else {}
             case _ if number is None:
                 found["UNUSUAL"] |= httphead.ODD_VALUE
             case _ if number:
@@ -87,7 +97,10 @@ def parse(data: bytes) -> tuple[int, dict[str, int]]:
     if verdict != PLAIN:
         return verdict, {}
     names = ["PATH_AT", "PATH_BYTES", "BODY_BYTES", "JSON_BYTES", "HOST_BYTES", "TIMEOUT_MS", "UNUSUAL", "HEAD_BYTES"]
+    names += ["AUTHORIZATION_BYTES"]
     found = {name: int(words[getattr(httphead, name)]) for name in names}
+    if found["AUTHORIZATION_BYTES"]:
+        found["AUTHORIZATION_AT"] = int(words[httphead.AUTHORIZATION_AT])
     return verdict, found | {"HOST_AT": int(words[httphead.HOST_AT])}
 
 
@@ -100,7 +113,7 @@ def head(rng: random.Random) -> bytes:
                        b"/v1/models/ctr/versions/1:predict", b"/v2/models/:/infer"])  # fmt: skip
     values = {
         b"Inference-Header-Content-Length": b"%d" % rng.randrange(500), b"Connection": rng.choice([b"keep-alive", b"Keep-Alive"]),
-        b"Accept-Encoding": rng.choice([b"gzip", b"gzip, deflate, br", b"identity"]), b"X-Request-Id": b"a-1",
+        b"Accept-Encoding": rng.choice([b"gzip", b"gzip, deflate, br", b"identity"]), b"X-Request-Id": b"a-1", b"Authorization": rng.choice([b"Bearer a_b", b"Basic eDp5"]),
         b"X-Request-Timeout-Ms": b"%d" % rng.randrange(1000), b"X-Envoy-Expected-Rq-Timeout-Ms": b"%d" % rng.randrange(1000),
     }  # fmt: skip
     headers = [(b"Host", b"localhost:8000"), (b"Content-Length", b"%d" % rng.randrange(100_000))]

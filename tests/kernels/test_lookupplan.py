@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierstore.engine.epochs import Epochs
-from tierstore.engine.overlay import OverlayTable
-from tierstore.engine.words import ServedWords
+from tierstore.engine.data.overlay import OverlayTable
+from tierstore.engine.serving.epochs import Epochs
+from tierstore.engine.serving.words import PublishedWords
 from tierstore.kernels import codec, lookupplan
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.lookupplan import ANSWERED, COLD, DOUBTFUL
-from tierstore.service.oip.codec import Layout, parse_request
-from tierstore.service.plane.plan import Plan, Request
-from tierstore.service.plane.planning import make_plan
-from tierstore.service.reactor.plans import _call_words, _tail_bytes
-from tierstore.tiers.host import HostTable
+from tierstore.service.dataplane.plan import Plan, Request
+from tierstore.service.dataplane.planner import make_plan
+from tierstore.service.oip.json_request import parse_request
+from tierstore.service.oip.json_response import ResponseLayout
+from tierstore.service.reactor.plan_index import _call_words, _tail_bytes
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, Tier
 
 run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(lookupplan.run.address)
@@ -40,7 +41,7 @@ class Disk:
 
 
 class Table:
-    """What `ServedWords` takes of a table, and what it answers: `rows` by key, `default` elsewhere."""
+    """What `PublishedWords` takes of a table, and what it answers: `rows` by key, `default` elsewhere."""
 
     def __init__(self, name: str, dim: int, dtype: StorageDtype, key: KeyType, seed: int, overlaid: int) -> None:
         rng = np.random.default_rng(seed)
@@ -48,7 +49,7 @@ class Table:
         self.default = rng.standard_normal(dim).astype(np.float32)
         self.host = HostTable(self.spec, 1 << 20, default_vector=self.default)
         self.disk, self.table_id, self.epochs_id = Disk(), 0, None
-        self.device = self.offer = None
+        self.device = self.offer = self.own = None
         self.rows: dict[int, np.ndarray] = {}  # as they are stored; None where a key was deleted
         self.known = set(range(ABSENT))
         stored = codec.encode(rng.standard_normal((HELD, dim)).astype(np.float32), dtype)
@@ -88,7 +89,7 @@ class View:
     dense_elsewhere = False
 
     def __init__(self, *, overlaid: int) -> None:
-        self.holder = self
+        self.open_version = self
         kinds = [("item", 16, StorageDtype.FLOAT32, KeyType.INT64), ("half", 5, StorageDtype.FLOAT16, KeyType.INT64),
                  ("big", 33, StorageDtype.FLOAT32, KeyType.UINT64), ("small", 7, StorageDtype.INT8, KeyType.INT64)]  # fmt: skip
         self.tables = {kind[0]: Table(*kind, seed, overlaid) for seed, kind in enumerate(kinds)}
@@ -130,17 +131,17 @@ class Ran:
 
     def __init__(self, view: View, asked: Asked) -> None:
         served = type("Served", (), {"active": view, "canary": None, "share": 0.0})()
-        words = ServedWords(served, lambda _: 1, Epochs())
+        words = PublishedWords(served, lambda _: 1, Epochs())
         document = json.dumps({"inputs": asked.inputs, "outputs": asked.outputs}).encode()
         request = parse_request(memoryview(document), len(asked.tail))
         assert isinstance(request.request, Request)
         plan: Plan = make_plan(view, request.request)  # type: ignore[arg-type]
-        layout = Layout(request, "m", plan)
+        layout = ResponseLayout(request, "m", plan)
         assert _tail_bytes(request, plan, layout) == len(asked.tail)
         assert layout.tail_bytes is not None
         order = list(view.tables)
         calls = [
-            _call_words(call, request, plan, layout.places, order.index(call.table.name), 0, view)
+            _call_words(call, request, plan, layout.positions, order.index(call.table.name), 0, view)
             for call in plan.calls
         ]
         variant = np.array([1, 0, 0, 0, layout.tail_bytes, len(calls), 0, plan.keys, *chain(*calls)], np.int64)
@@ -164,7 +165,7 @@ class Ran:
         assert (states[plan.keys :] == 0xA5).all()
         self.states = states[: plan.keys]
         self.outputs: dict[str, np.ndarray] = {}
-        for spec, place in zip(plan.specs, layout.places, strict=True):
+        for spec, place in zip(plan.specs, layout.positions, strict=True):
             assert place is not None
             data = answer[61 + place : 61 + place + spec.nbytes].tobytes()
             self.outputs[spec.name] = np.frombuffer(data, spec.dtype).reshape(spec.shape)

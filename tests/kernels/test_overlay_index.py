@@ -124,3 +124,30 @@ def test_arrays_that_do_not_pair_up_are_refused() -> None:
         overlay_index.Answering(
             overlay_index.build(keys), keys, np.zeros((3, 4), np.uint8), np.zeros(3, bool), StorageDtype.FLOAT32, 2
         )
+
+
+@given(keys_of_a_delta | any_keys, keys_of_a_delta | any_keys, st.integers(1, 17), st.randoms(use_true_random=False))
+def test_a_merge_keeps_the_newer_of_two_rows(
+    old: list[int], new: list[int], width: int, random: np.random.Generator
+) -> None:
+    def part(keys: list[int], number: int) -> overlay_index.Part:
+        distinct = sorted(set(keys))
+        rows = np.array([[random.randrange(256) for _ in range(width)] for _ in distinct], np.uint8)
+        deleted = np.array([random.choice([True, False]) for _ in distinct], bool)
+        return overlay_index.Part(codes(distinct), rows.reshape(len(distinct), width), deleted)
+
+    parts = part(old, 1), part(new, 2)
+    expected = {key: (row.tolist(), gone) for keys in parts for key, row, gone in zip(*keys, strict=True)}
+    merged = overlay_index.merge(*parts)
+    assert merged.keys.tolist() == sorted(expected)
+    assert [(row.tolist(), gone) for row, gone in zip(merged.rows, merged.deleted, strict=True)] == [
+        expected[key] for key in sorted(expected)
+    ]
+
+
+def test_parts_of_different_widths_are_not_merged() -> None:
+    wide, narrow = (
+        overlay_index.Part(codes([1]), np.zeros((1, width), np.uint8), np.zeros(1, bool)) for width in (8, 4)
+    )
+    with pytest.raises(ValueError, match="one width, got 8 and 4 bytes"):
+        overlay_index.merge(wide, narrow)

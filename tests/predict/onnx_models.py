@@ -68,3 +68,41 @@ def telltale(stamp: int, dims: dict[str, int]) -> bytes:
     nodes += [node("Mul", f"s_{first} zero", "nothing"), node("Add", "nothing n", "stamp")]
     inputs: Ports = {name: (FLOAT, ["batch", dim]) for name, dim in dims.items()}
     return build(nodes, inputs, {"stamp": (FLOAT, ["batch", 1]), "off": (FLOAT, ["batch", 1])}, constants)
+
+
+def looping(*, always: bool = True) -> bytes:
+    """score [batch, 4] = user_id; by way of a loop without an end, or, where not `always`, without one if a row sums to more than 100."""
+    body = helper.make_graph(
+        [node("Identity", "go", "goes_on"), node("Mul", "was one", "is")],
+        "body",
+        [
+            helper.make_tensor_value_info(name, *port)
+            for name, port in {"round": (INT64, []), "go": (BOOL, []), "was": (FLOAT, None)}.items()
+        ],
+        [
+            helper.make_tensor_value_info(name, *port)
+            for name, port in {"goes_on": (BOOL, []), "is": (FLOAT, None)}.items()
+        ],
+        [numpy_helper.from_array(np.float32(1), "one")],
+    )
+    nodes = [
+        node("ReduceSum", "user_id", "sum", keepdims=0),
+        node("Greater", "sum most", "go"),
+        helper.make_node("Loop", ["", "go", "user_id"], ["score"], body=body),
+    ]
+    most = {"most": np.float32(-np.inf if always else 100)}
+    return build(nodes, {"user_id": (FLOAT, ["batch", 4])}, {"score": (FLOAT, ["batch", 4])}, most)
+
+
+def swelling(elements: int, *, ahead: bool = False) -> bytes:
+    """score [batch, 4] = user_id, by way of a tensor of so many float32; `ahead`: of constants, that can be computed at the load."""
+    filled = "zero" if ahead else "nothing"
+    nodes = [
+        node("ReduceSum", "user_id", "sum", keepdims=0),
+        node("Mul", "sum zero", "nothing"),
+        node("Expand", f"{filled} size", "large"),
+        node("ReduceSum", "large", "still_nothing", keepdims=0),
+        node("Add", "user_id still_nothing", "score"),
+    ]
+    constants = {"size": np.array([elements], np.int64), "zero": np.float32(0)}
+    return build(nodes, {"user_id": (FLOAT, ["batch", 4])}, {"score": (FLOAT, ["batch", 4])}, constants)

@@ -83,10 +83,10 @@ def test_xgboost(tmp_path: Path) -> None:
     ("model", "inputs", "reason"),
     [
         (doubled(), {"user_id": 2}, r"input 'x' has 6 columns, the inputs together 2 \(2 of user_id\)"),
-        (doubled(), {"y": 6}, "'y' is a name within the graph"),
+        (doubled(), {"y": 6}, "'y' is already used inside the graph"),
         (doubled(), {"user_id": 0, "item_id": 6}, "expected a number of columns for each input"),
         (doubled(), {}, "expected a number of columns for each input"),
-        (doubled("x", x=(om.FLOAT, ["n", 6]), z=(om.FLOAT, ["n"])), WIDTHS, "expected a model with one input, .*came x, z"),
+        (doubled("x", x=(om.FLOAT, ["n", 6]), z=(om.FLOAT, ["n"])), WIDTHS, "expected a model with one input, .*got x, z"),
         (doubled("x", x=(om.DOUBLE, ["n", 6])), WIDTHS, r"input 'x': expected float32 of shape \[n, width\]"),
     ],
 )  # fmt: skip

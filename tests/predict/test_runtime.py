@@ -94,15 +94,16 @@ def test_settings_reach_onnx_runtime(load):
         "dense_graph_optimization": "basic",
         "dense_arena": False,
     }
-    options = load(
+    session = load(
         om.linear({"user_id": np.ones(4)}),
         **settings,
         dense_affinity="1;1",
         dense_options={"session.set_denormal_as_zero": "1"},
-    )._session.get_session_options()
+    )
+    options = session._session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
     assert options.graph_optimization_level.name == "ORT_ENABLE_BASIC"
-    assert not options.enable_cpu_mem_arena
+    assert session.limits._shrinks, "its arena gives memory back after each run"
     for key, value in (
         ("intra_op.allow_spinning", "0"),
         ("intra_op_thread_affinities", "1;1"),

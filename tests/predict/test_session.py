@@ -20,15 +20,15 @@ def run(session: DenseSession, leads=None, given=None, wanted=(), rows=None):
     """Outputs by name, rows of features being `rows`."""
     given = given or {}
     plan = session.plan(leads or {}, {name: array.shape for name, array in given.items()}, wanted)
-    slot = session.take(plan, list(leads or {}))
+    slot = session.acquire(plan, list(leads or {}))
     for name, values in (rows or {}).items():
         slot.arrays[name].reshape(-1)[:] = np.asarray(values).reshape(-1)
     outputs = [
-        np.full(shape, 7, session.wiring.outputs[name].dtype) if session.is_fixed(name, shape) else None
+        np.full(shape, 7, session.bindings.outputs[name].dtype) if session.is_fixed(name, shape) else None
         for name, shape in zip(plan.outputs, plan.shapes, strict=True)
     ]
     answer = session.run(plan, slot, given, outputs)
-    session.give(slot)
+    session.release(slot)
     return dict(zip(plan.outputs, answer, strict=True))
 
 
@@ -47,7 +47,7 @@ def test_rows_and_tensors_add_up_as_in_numpy(load):
 def test_scores_are_written_where_the_caller_says_and_rows_read_where_the_look_up_put_them(load):
     session = load(om.linear({"user_id": [1, 1, 1, 1]}))
     plan = session.plan({"user_id": (2,)}, {})
-    slot = session.take(plan, ["user_id"])
+    slot = session.acquire(plan, ["user_id"])
     slot.arrays["user_id"][:] = [[1, 2, 3, 4], [5, 6, 7, 8]]
     out = np.zeros((2, 1), np.float32)
     assert session.run(plan, slot, {}, [out])[0] is out
@@ -60,22 +60,22 @@ def test_scores_are_written_where_the_caller_says_and_rows_read_where_the_look_u
 def test_buffers_are_used_again_and_stay_within_their_bound(load):
     session = load(om.linear({"user_id": np.ones(4)}), dense_buffers=4096)
     plan = session.plan({"user_id": (16,)}, {})
-    slot = session.take(plan, ["user_id"])
+    slot = session.acquire(plan, ["user_id"])
     array = slot.arrays["user_id"]
     assert array.ctypes.data % 64 == 0
-    session.give(slot)
+    session.release(slot)
     assert session.buffer_bytes == 256
-    assert session.take(plan, ["user_id"]).arrays["user_id"] is array
+    assert session.acquire(plan, ["user_id"]).arrays["user_id"] is array
     assert session.buffer_bytes == 0
     for n in range(1, 200):
         plan = session.plan({"user_id": (n,)}, {})
-        session.give(session.take(plan, ["user_id"]))
+        session.release(session.acquire(plan, ["user_id"]))
         assert session.buffer_bytes <= 4096
     huge = session.plan({"user_id": (1000,)}, {})
-    session.give(session.take(huge, ["user_id"]))
+    session.release(session.acquire(huge, ["user_id"]))
     assert 0 < session.buffer_bytes <= 4096, "one that does not fit pushes none out"
     for n in range(2000):  # rows of no key take no bytes, in as many shapes as clients think of
-        session.give(Slot((("user_id", (0, n)),), {}, None))
+        session.release(Slot((("user_id", (0, n)),), {}, None))
     assert sum(map(len, session._free.values())) <= 1024
 
 
@@ -141,7 +141,7 @@ def test_half_precision_rows_and_a_number_without_dimensions(load):
     session = load(
         om.build(nodes, {"user_id": (om.HALF, ["n", 4]), "factor": (om.FLOAT, [])}, {"scaled": (om.FLOAT, ["n", 4])})
     )
-    assert session.wiring.features["user_id"].dtype == "float16"
+    assert session.bindings.features["user_id"].dtype == "float16"
     answer = run(session, {"user_id": (1,)}, {"factor": np.array([3], np.float32)}, rows={"user_id": [1, 2, 3, 4]})
     assert answer["scaled"].tolist() == [[3, 6, 9, 12]]
 
@@ -183,15 +183,13 @@ def test_a_boosted_model_of_lightgbm_answers_as_it_does_there(load):
 
 def test_shapes_that_do_not_agree_are_told_with_both_names(load):
     session = load(om.linear({"user_id": np.ones(4), "hour": np.ones(2)}))
-    with pytest.raises(
-        InvalidInput, match=r"inputs 'user_id' and 'hour' must agree in dimension 'batch': came 3 and 2"
-    ):
+    with pytest.raises(InvalidInput, match=r"inputs 'user_id' and 'hour' must agree in dimension 'batch': got 3 and 2"):
         session.plan({"user_id": (3,)}, {"hour": (2, 2)})
-    with pytest.raises(InvalidInput, match=r"'hour': the dense part takes shape \[batch, 2\], came \[3, 5\]"):
+    with pytest.raises(InvalidInput, match=r"'hour': the dense part takes shape \[batch, 2\], got \[3, 5\]"):
         session.plan({"user_id": (3,)}, {"hour": (3, 5)})
-    with pytest.raises(InvalidInput, match=r"'user_id': the dense part takes shape \[batch, 4\], came \[3, 8\]"):
+    with pytest.raises(InvalidInput, match=r"'user_id': the dense part takes shape \[batch, 4\], got \[3, 8\]"):
         session.plan({"user_id": (3, 2)}, {"hour": (3, 2)})
-    with pytest.raises(InvalidInput, match="needs the inputs hour as well; came user_id"):
+    with pytest.raises(InvalidInput, match="needs the inputs hour as well; got user_id"):
         session.plan({"user_id": (3,)}, {})
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tierstore.access.audit import Audit
 from tierstore.config import Settings
-from tierstore.engine.epochs import Epochs
-from tierstore.engine.throttle import LookupTimes
+from tierstore.engine.lifecycle.throttle import LookupTimes
+from tierstore.engine.serving.epochs import Epochs
 from tierstore.errors import Conflict, NotFound, NotReady, TierstoreError
 from tierstore.formats.keys import as_codes
 from tierstore.types import Combiner, DeltaResult, FeatureSpec, KeyType, StorageDtype, TableSpec
@@ -156,6 +157,7 @@ class FakeStore:
         self.observers: list[Any] = []
         self.epochs = Epochs()
         self.lookup_times = LookupTimes()
+        self.audit = Audit(settings.data)
         self.delta_error: TierstoreError | None = None
         self._models = {
             "ctr": FakeModel("ctr", FEATURES),
@@ -164,6 +166,9 @@ class FakeStore:
         }
 
     def publish_words(self) -> None:
+        pass
+
+    def end_predictions(self) -> None:
         pass
 
     def models(self) -> list[str]:
@@ -188,7 +193,7 @@ class FakeStore:
             raise self.delta_error
         return DeltaResult(model or "", len(pa.py_buffer(source)), True)
 
-    def activate(self, model: str, version: int, *, force: bool = False) -> None:
+    def activate(self, model: str, version: int, *, force: bool = False, expected_active: int | None = None) -> None:
         raise Conflict("stale")
 
     def status(self, model: str | None = None) -> dict[str, Any]:

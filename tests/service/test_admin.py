@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
+from tests.engine import quick_build
 from tierstore.engine.store import Store
-from tierstore.engine.version import Version
-from tierstore.errors import Overloaded
-from tierstore.service.context import CONTROL_THREADS
+from tierstore.engine.versions.version import Version
+from tierstore.errors import InvalidInput, Overloaded
+from tierstore.service.admin.sources import resolve_source
+from tierstore.service.context import ADMIN_THREADS
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, load
 from .fake_store import ITEMS, FakeStore
+from .raw_clients import request
 from .scenes import delta, rows, write_snapshot
 
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
@@ -84,6 +88,49 @@ def test_a_model_from_its_first_snapshot_to_the_end_of_a_version(own: Own, tmp_p
     refused(http.post("/admin/models/ctr/rollback", json={"force": True}), 409)
 
 
+def test_deltas_are_undone_by_a_rollback_to_the_one_before_them(own: Own, tmp_path: Path) -> None:
+    _, _, http = own
+    load(http, write_snapshot(tmp_path, 1))
+    for seq in (1, 2, 3):
+        assert push(http, delta(seq, {1: 50.0 + seq, 777: 60.0})).json() == {"seq": seq, "applied": True}
+    back = {"to_seq": 1, "expected_active": 1}
+    for _ in range(2):  # a request that is sent again changes nothing
+        answer = http.post("/admin/models/ctr/rollback", json=back)
+        assert answer.json() == {"model": "ctr", "active_version": 1}, answer.text
+        assert look_up(http, [1, 777]) == (1, pytest.approx(rows("item", [51.0, 60.0])))
+    status = http.get("/admin/models/ctr").json()
+    assert (status["undone"], status["watermark"]) == ([[2, 3]], 3)
+    assert push(http, delta(4, {2: 9.0})).json()["applied"]
+    assert look_up(http, [1, 2]) == (1, pytest.approx(rows("item", [51.0, 9.0])))
+    assert 'tierstore_delta_age_seconds{model="ctr"}' in http.get("/metrics").text
+    refused(http.post("/admin/models/ctr/rollback", json={"to_seq": 9}), 409, "expected a seq from 0 to 4, got 9")
+    assert http.post("/admin/models/ctr/rollback", json={"to_seq": -1}).status_code == 400
+    refused(http.post("/admin/models/ctr/rollback", json={"to_seq": 1, "force": True}), 400, "force")
+
+
+def test_a_change_that_has_begun_is_made_though_its_client_has_left(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, server, http = own
+    begun, left = threading.Event(), threading.Event()
+    activate = store.activate
+
+    def held(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert left.wait(60)
+        return activate(*args, **options)
+
+    with quick_build.in_process():
+        store.load_snapshot(write_snapshot(tmp_path, 1))
+        store.load_snapshot(write_snapshot(tmp_path, 2), activate=False)
+    monkeypatch.setattr(store, "activate", held)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(request("/admin/models/ctr/activate", {"version": 2}, {"Content-Type": "application/json"}))
+        assert begun.wait(60)
+    left.set()
+    eventually(lambda: http.get("/admin/models/ctr").json()["active_version"] == 2, "version 2 is active")
+
+
 def test_a_delta_out_of_turn_names_the_one_that_is_next(own: Own, tmp_path: Path) -> None:
     _, _, http = own
     load(http, write_snapshot(tmp_path, 1, delta_seq=10))
@@ -112,7 +159,7 @@ def test_deltas_that_are_refused(own: Own, tmp_path: Path) -> None:
     assert own[1].service.delta_bytes.used_bytes == 0
 
 
-def test_a_producer_that_is_too_fast_is_told_to_wait(fake: tuple[FakeStore, ServerThread]) -> None:
+def test_a_producer_that_is_too_fast_gets_retry_after(fake: tuple[FakeStore, ServerThread]) -> None:
     store, server = fake
     store.delta_error = Overloaded("overlays are full", retry_after_s=2.5)
     with httpx.Client(base_url=server.url) as http:
@@ -140,7 +187,7 @@ def test_sources_lie_under_the_roots(own: Own, tmp_path: Path, tmp_path_factory:
         ("a\0b", ["source"]),
         ("x" * 5000, ["source"]),
         (f"file://{tmp_path}::s3://bucket", ["chained"]),
-        ("s3://bucket/x", ["s3://"]),
+        ("s3://bucket/x", ["s3://", "outside the source roots"]),
         ("http://localhost/x", ["http://"]),
         (f"file://elsewhere{snapshot}", ["file:"]),
     ):
@@ -149,6 +196,18 @@ def test_sources_lie_under_the_roots(own: Own, tmp_path: Path, tmp_path_factory:
     assert load(http, f"file://{snapshot}")["state"] == "done"  # type: ignore[arg-type]
     job = load(http, Path(write_snapshot(tmp_path, 2).name))
     assert job["state"] == "done", "a relative path is sought under the roots"
+
+
+def test_urls_are_read_from_under_source_roots_alone() -> None:
+    roots = [Path("/models"), "s3://models/ctr", "gs://others/"]
+    for source in ("s3://models/ctr", "s3://models/ctr/1", "s3://models/ctr/1/snapshot.json", "gs://others/x"):
+        assert resolve_source(source, roots) == source
+    for source in ("s3://models", "s3://models/ctr2", "s3://other/ctr", "az://models/ctr/1", "S3://models/ctr/1"):
+        with pytest.raises(InvalidInput, match="outside the source roots"):
+            resolve_source(source, roots)
+    for source in ("s3://models/ctr/../x", "s3://models/ctr//x", "s3://models/ctr/./x"):
+        with pytest.raises(InvalidInput, match="expected names between its slashes"):
+            resolve_source(source, roots)
 
 
 def test_a_load_that_fails_says_why_and_changes_nothing(own: Own, tmp_path: Path) -> None:
@@ -287,11 +346,11 @@ def test_a_delta_waits_for_no_version_of_another_model_that_is_being_warmed(
         with httpx.Client(base_url=http.base_url, timeout=30) as mine:
             mine.post("/admin/models/other/activate", json={"version": 1})
 
-    threads = [threading.Thread(target=back, daemon=True) for _ in range(2 * CONTROL_THREADS)]
+    threads = [threading.Thread(target=back, daemon=True) for _ in range(2 * ADMIN_THREADS)]
     for thread in threads:
         thread.start()
     assert warming.wait(20)
-    eventually(lambda: server.service.switches.waiting >= CONTROL_THREADS, "all of them wait")
+    eventually(lambda: server.service.switch_pool.waiting >= ADMIN_THREADS, "all of them wait")
     try:
         answer = http.post("/admin/models/ctr/deltas", content=delta(1, {1: 50.0}), headers=ARROW, timeout=5)
         assert answer.json() == {"seq": 1, "applied": True}

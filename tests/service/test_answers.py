@@ -85,7 +85,7 @@ def test_found_has_the_shape_of_the_keys_and_may_stand_anywhere(wire: Wire) -> N
     assert answer.as_numpy("clicked.found").tolist() == [[True, True, True]]
 
 
-def test_found_alone_tells_rows_from_defaults(wire: Wire) -> None:
+def test_found_alone_distinguishes_rows_from_defaults(wire: Wire) -> None:
     answer = wire.client.infer(
         "ctr", [wire.tensor("clicked", KEYS.reshape(2, 4), "INT64")], outputs=[wire.wanted("clicked.found")]
     )

@@ -14,8 +14,8 @@ import tritonclient.http
 
 from tests.engine.quick_build import in_process
 from tierstore.engine.store import Store
-from tierstore.service.plane.plan import Request
-from tierstore.service.plane.tensors import TensorSpec
+from tierstore.service.dataplane.plan import Request
+from tierstore.service.dataplane.tensors import TensorSpec
 from tierstore.service.server import ServerThread
 
 from .conftest import GRPC, settings_for
@@ -64,10 +64,10 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         yield Scene(store, server, http)
 
 
-def test_a_version_is_asked_for_by_number_and_by_label(scene: Scene) -> None:
+def test_a_version_is_requested_by_number_and_by_label(scene: Scene) -> None:
     scene.store.label("ctr", "holdout", 1)
-    asked = {1: 1, 2: 2, "stable": 1, "canary": 2, "holdout": 1}
-    assert {name: scene.version(name) for name in asked} == asked
+    wanted = {1: 1, 2: 2, "stable": 1, "canary": 2, "holdout": 1}
+    assert {name: scene.version(name) for name in wanted} == wanted
     unknown = scene.ask("nobody")
     assert (unknown.status_code, "stable, canary, holdout" in unknown.json()["error"]) == (404, True)
     assert scene.ask("a.b").status_code == 400
@@ -87,8 +87,8 @@ def test_requests_of_one_id_get_one_version(scene: Scene) -> None:
 
 def test_a_request_id_means_the_same_over_every_protocol(scene: Scene) -> None:
     grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-    messages = pytest.importorskip("tierstore.service.rpc.messages", reason="the extra grpc is not installed")
-    ask, answer = (messages.message(f"inference.ModelInfer{kind}") for kind in ("Request", "Response"))
+    messages = pytest.importorskip("tierstore.service.rpc.protobuf", reason="the extra grpc is not installed")
+    ask, answer = (messages.message_class(f"inference.ModelInfer{kind}") for kind in ("Request", "Response"))
     tensor = {"name": "item_id", "datatype": "INT64", "shape": [1], "contents": {"int64_contents": [5]}}
     request = ask(model_name="ctr", inputs=[tensor])
     with grpc.insecure_channel(scene.server.grpc_target) as channel:
@@ -108,7 +108,7 @@ def test_a_request_id_means_the_same_over_every_protocol(scene: Scene) -> None:
     assert {entry["version"]: entry["state"] for entry in states} == {"1": "AVAILABLE", "2": "AVAILABLE"}
 
 
-def test_tritonclient_asks_for_a_label_and_sees_both_versions(scene: Scene) -> None:
+def test_tritonclient_requests_a_label_and_sees_both_versions(scene: Scene) -> None:
     with tritonclient.http.InferenceServerClient(scene.server.url.removeprefix("http://")) as client:
         assert client.get_model_metadata("ctr")["versions"] == ["1", "2"]
         assert client.get_model_metadata("ctr", "canary")["versions"] == ["2"]
@@ -119,21 +119,21 @@ def test_tritonclient_asks_for_a_label_and_sees_both_versions(scene: Scene) -> N
         assert [entry["version"] for entry in stats] == ["1", "2"]
 
 
-def test_figures_tell_the_versions_apart_and_go_with_them(scene: Scene) -> None:
-    asked = Counter([scene.version() for _ in range(30)])
+def test_metrics_distinguish_the_versions_and_go_with_them(scene: Scene) -> None:
+    wanted = Counter([scene.version() for _ in range(30)])
     bad = ASK.replace(b"INT64", b"FP32")
     assert scene.http.post("/v2/models/ctr/versions/canary/infer", content=bad).status_code == 400
     assert scene.series("tierstore_model_requests_total") == {
-        ("ctr", "ok", "1"): asked[1],
-        ("ctr", "ok", "2"): asked[2],
+        ("ctr", "ok", "1"): wanted[1],
+        ("ctr", "ok", "2"): wanted[2],
         ("ctr", "bad_input", "2"): 1,
     }
     counted = scene.series("tierstore_model_request_seconds_count")
-    assert counted == {("ctr", "1"): asked[1], ("ctr", "2"): asked[2]}
+    assert counted == {("ctr", "1"): wanted[1], ("ctr", "2"): wanted[2]}
     assert scene.series("tierstore_canary_share") == {("ctr",): 0.5}
     of_canary = scene.http.get("/v2/models/ctr/versions/canary/stats").json()["model_stats"]
     stats = [(entry["version"], entry["inference_stats"]) for entry in of_canary]
-    assert [(version, of["success"]["count"], of["fail"]["count"]) for version, of in stats] == [("2", asked[2], 1)]
+    assert [(version, of["success"]["count"], of["fail"]["count"]) for version, of in stats] == [("2", wanted[2], 1)]
     scene.store.withdraw("ctr")
     scene.store.drop("ctr", 2)
     assert {labels[2] for labels in scene.series("tierstore_model_requests_total")} == {"1"}

@@ -19,7 +19,7 @@ WORD_KEYS = [A, B, "nobody", *ALIKE, PLAIN[3], B]
 TAG_KEYS = [D, C, PLAIN[0], A]
 
 
-def asked(wire: Wire, feature: str, keys: list[str]) -> list[float | None]:
+def wanted(wire: Wire, feature: str, keys: list[str]) -> list[float | None]:
     """The first number of each row over the wire; None where it was not found."""
     array = np.array([key.encode() for key in keys], object)
     answer = wire.client.infer(
@@ -60,8 +60,8 @@ def test_both_keys_are_right_over_every_wire(own: tuple[Store, ServerThread, htt
         tags |= more_tags  # type: ignore[arg-type]
         for wire in wires:
             for _ in range(2):  # a request that is known is answered another way
-                assert asked(wire, "word", WORD_KEYS) == [words.get(key) for key in WORD_KEYS]
-                assert asked(wire, "tag", TAG_KEYS) == [tags.get(key) for key in TAG_KEYS]
+                assert wanted(wire, "word", WORD_KEYS) == [words.get(key) for key in WORD_KEYS]
+                assert wanted(wire, "tag", TAG_KEYS) == [tags.get(key) for key in TAG_KEYS]
         assert as_json(http, "word", WORD_KEYS) == [-1.0 if (v := words.get(key)) is None else v for key in WORD_KEYS]
     tables = http.get("/admin/models/ctr").json()["tables"]
     assert {name: entry["colliding_keys"] for name, entry in tables.items()} == {"word": 6, "tag": 4}

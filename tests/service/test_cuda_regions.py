@@ -17,8 +17,8 @@ from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput
 from tierstore.service.oip.shared_memory import Regions, Span
 from tierstore.service.server import ServerThread
-from tierstore.tiers.device import find_devices
-from tierstore.tiers.device_backend import DeviceError
+from tierstore.tiers.device.backend import DeviceError
+from tierstore.tiers.device.cupy_device import find_devices
 
 from .conftest import GRPC, settings_for
 from .fake_store import DEFAULT, ITEMS
@@ -140,8 +140,8 @@ def test_what_cannot_be_registered_is_refused(
 
 @pytest.mark.parametrize("raw", [None, 5, "handle", {"b64": 7}, {"b64": "not base64!"}, {}])
 def test_a_handle_that_is_none_is_refused(server: ServerThread, raw: Any) -> None:
-    asked = {"raw_handle": raw, "device_id": 0, "byte_size": 8}
-    answer = httpx.post(f"{server.url}/v2/cudasharedmemory/region/gpu/register", json=asked)
+    request = {"raw_handle": raw, "device_id": 0, "byte_size": 8}
+    answer = httpx.post(f"{server.url}/v2/cudasharedmemory/region/gpu/register", json=request)
     assert answer.status_code == 400
     assert "raw_handle" in answer.json()["error"]
 

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from tierstore.errors import DeadlineExceeded, Overloaded
-from tierstore.service.bounds import shed
-from tierstore.service.bounds.pool import WorkerPool
-from tierstore.service.bounds.shed import Caller, Gone, Shed, Waits
+from tierstore.kernels.reactor_words import LOST
+from tierstore.service.limits import shedding
+from tierstore.service.limits.shedding import Caller, Gone, Shed, Waits
+from tierstore.service.limits.worker_pool import WorkerPool
+from tierstore.service.reactor.reactors import Reactors
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for
@@ -29,7 +31,7 @@ LARGE: dict[str, Any] = {"inputs": [{"name": "item_id", "datatype": "INT64", "sh
 
 
 class Clock:
-    """In place of `time` in `shed`: stands still, or runs `ahead_ns` before the real one."""
+    """In place of `time` in `shedding`: stands still, or runs `ahead_ns` before the real one."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000
@@ -42,7 +44,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(shed, "time", clock)
+    monkeypatch.setattr(shedding, "time", clock)
     return clock
 
 
@@ -67,11 +69,11 @@ def test_a_call_whose_deadline_has_passed_is_refused_and_counted(clock: Clock) -
 def test_a_call_that_waited_too_long_is_refused_whatever_its_deadline(clock: Clock) -> None:
     counts = Shed()
     waits = Waits("lookup", counts, 0.5)
-    waits.take(clock.now_ns - 500_000_000)
+    waits.check(clock.now_ns - 500_000_000)
     with pytest.raises(Overloaded, match=r"0\.501 s.*max_queue_s is 0\.5"):
-        waits.take(clock.now_ns - 501_000_000)
+        waits.check(clock.now_ns - 501_000_000)
     with pytest.raises(Gone):
-        waits.take(clock.now_ns, Caller(clock.now_ns, lambda: True))
+        waits.check(clock.now_ns, Caller(clock.now_ns, lambda: True))
     assert (counts.of("queue_wait"), counts.of("gone")) == (1, 1)
     waited = next(family for family in counts.families() if family.name == "tierstore_queue_seconds")
     assert next(sample.value for sample in waited.samples if sample.name.endswith("_count")) == 3
@@ -151,20 +153,20 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def blocked(store: FakeStore, server: ServerThread, clock: Clock, messages: list[bytes]) -> list[Answer]:
     """Answers to messages that are sent while the only thread is held up, and wait for it for 20 seconds by the clock."""
-    pool, waits = server.service.lookups, server.service.shed._waits
+    pool, waits = server.service.lookup_pool, server.service.shed._waits
     clock.ahead_ns = 0
 
-    def taken() -> int:
+    def references() -> int:
         """Calls that the thread has taken: it has looked at the clock for them."""
         return sum(waits["lookup"].counts) if "lookup" in waits else 0
 
-    before = taken()
+    before = references()
 
     async def run() -> list[Answer]:
         async with asyncio.timeout(60):
             store.model("ctr").gate.clear()
             first = asyncio.ensure_future((await Connection.to(server.port)).ask(request(PATH, ITEM)))
-            while taken() == before:
+            while references() == before:
                 await asyncio.sleep(0.001)
             asking = []
             for number, message in enumerate(messages, 1):
@@ -224,7 +226,7 @@ def test_a_request_of_a_client_that_has_gone_is_not_worked_on(
     served: tuple[FakeStore, ServerThread], finished: list[int]
 ) -> None:
     store, server = served
-    pool, counts = server.service.lookups, server.service.shed
+    pool, counts = server.service.lookup_pool, server.service.shed
 
     async def run() -> None:
         async with asyncio.timeout(60):
@@ -238,9 +240,9 @@ def test_a_request_of_a_client_that_has_gone_is_not_worked_on(
                 await asyncio.sleep(0.001)
             leaver.close()
             assert (await asking).status == 0
-            door = server.service.door
-            assert door is not None
-            while door.open > 1:
+            reactors = server.service.reactors
+            assert isinstance(reactors, Reactors)
+            while not reactors.conns[:, LOST].any():
                 await asyncio.sleep(0.001)
             store.model("ctr").gate.set()
             assert (await first).status == 200
@@ -251,7 +253,7 @@ def test_a_request_of_a_client_that_has_gone_is_not_worked_on(
     eventually(lambda: server.service.inflight.used_bytes == 0, "what it held is given back")
 
 
-def test_a_request_that_is_not_gone_on_with_leaves_its_view(
+def test_a_request_that_is_not_continued_releases_its_view(
     served: tuple[FakeStore, ServerThread], clock: Clock
 ) -> None:
     """It holds one where the loop has begun on it, and its rows are left for the disk."""
@@ -279,7 +281,7 @@ def test_a_request_that_is_not_gone_on_with_leaves_its_view(
     eventually(lambda: held == 0, "all views are left")
 
 
-def test_over_tensorflow_servings_rest_too(
+def test_over_tensorflow_serving_json_too(
     served: tuple[FakeStore, ServerThread], clock: Clock, finished: list[int]
 ) -> None:
     """Rows that are left for the disk, and a body that a thread is to parse."""

@@ -13,8 +13,8 @@ import pytest
 
 import tierstore
 from tierstore.engine.store import Store
-from tierstore.service.plane import short
-from tierstore.service.plane.known import KNOWN_REQUESTS
+from tierstore.service.dataplane import plan as plan_module
+from tierstore.service.dataplane.plan_cache import MOST_CACHED
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, load
@@ -60,7 +60,7 @@ def vectors(response: httpx.Response) -> list[np.ndarray]:
 def pooled(own: Own) -> list[object]:
     """The calls that have been handed to the look-up pool."""
     calls: list[object] = []
-    pool = own[1].service.lookups
+    pool = own[1].service.lookup_pool
     run = pool.run
     pool.run = lambda *call, **more: (calls.append(call), run(*call, **more))[1]  # type: ignore[method-assign,assignment]
     return calls
@@ -71,7 +71,7 @@ def answered(http: httpx.Client, table: str = "item") -> dict[str, int]:
 
 
 def readers(store: Store) -> int:
-    view = store.model("ctr")._serving.publisher.current
+    view = store.model("ctr").publisher.current
     assert view is not None
     return view.readers
 
@@ -88,7 +88,7 @@ def test_the_pool_is_for_what_is_not_in_memory_or_not_small(own: Own, pooled: li
     for _ in range(5):
         vectors(infer(http, {"item_id": keys}))
     assert not pooled
-    vectors(infer(http, {"item_id": np.ones(short.DIRECT_KEYS + 1, np.int64)}))
+    vectors(infer(http, {"item_id": np.ones(plan_module.DIRECT_KEYS + 1, np.int64)}))
     assert len(pooled) == 1
     document = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}]}
     assert http.post("/v2/models/ctr/infer", json=document).status_code == 200
@@ -145,7 +145,7 @@ def test_the_loop_goes_on_while_a_look_up_waits(fake: tuple[FakeStore, ServerThr
             target=lambda: httpx.post(f"{server.url}/v2/models/ctr/infer", json=ONE_ITEM, timeout=60)
         )
         waiting.start()
-        eventually(lambda: server.service.lookups.busy, "a look-up at work")
+        eventually(lambda: server.service.lookup_pool.busy, "a look-up at work")
         assert http.get("/v2/health/live").status_code == 200
         gate.set()
         waiting.join()
@@ -159,13 +159,13 @@ def test_the_same_request_means_what_the_version_says(own: Own, tmp_path: Path) 
             writer.table("item", dim=dim).write(np.arange(10), np.full((10, dim), version, np.float32))
             writer.feature("item_id", table="item")
         store.load_snapshot(where)
-    known = server.service.known_requests
+    learned = server.service.plan_cache
     for version, dim in ((2, 8), (1, 4), (2, 8)):
         store.activate("ctr", version)
         for key in (3, 4):
             (got,) = vectors(infer(http, {"item_id": np.array([key])}))
             np.testing.assert_array_equal(got, np.full((1, dim), version, np.float32))
-    assert len(known) == 1
+    assert len(learned) == 1
     where = tmp_path / "s3"
     with tierstore.SnapshotWriter(where, model="ctr", version=3) as writer:
         writer.table("item", dim=4).write(np.arange(10), np.zeros((10, 4), np.float32))
@@ -174,7 +174,7 @@ def test_the_same_request_means_what_the_version_says(own: Own, tmp_path: Path) 
     assert "unknown input" in infer(http, {"item_id": np.array([3])}).json()["error"]
 
 
-def test_known_requests_differ_in_their_data(http: httpx.Client, server: ServerThread) -> None:
+def test_cached_requests_differ_in_their_data(http: httpx.Client, server: ServerThread) -> None:
     for first in range(5):
         (got,) = vectors(infer(http, {"item_id": np.array([first, first + 1])}))
         np.testing.assert_array_equal(got, rows("item", [first, first + 1]))
@@ -192,7 +192,7 @@ def test_known_requests_differ_in_their_data(http: httpx.Client, server: ServerT
     np.testing.assert_array_equal(got, rows("item", [7, 8]))
 
 
-def test_known_requests_have_a_bound(http: httpx.Client, server: ServerThread) -> None:
-    for n in range(1, KNOWN_REQUESTS + 10):
+def test_the_plan_cache_has_a_bound(http: httpx.Client, server: ServerThread) -> None:
+    for n in range(1, MOST_CACHED + 10):
         assert infer(http, {"item_id": np.ones(n, np.int64)}).status_code == 200
-    assert len(server.service.known_requests) == KNOWN_REQUESTS
+    assert len(server.service.plan_cache) == MOST_CACHED

@@ -209,8 +209,8 @@ def test_what_is_not_served_says_so(client: triton.InferenceServerClient) -> Non
 )
 def test_what_is_not_there_is_not_found(stub: Any, model: str, version: str, code: Any) -> None:
     assert refusal(stub.ModelInfer, request(model, model_version=version))[0] == code
-    asked = service_pb2.ModelMetadataRequest(name=model, version=version)
-    assert refusal(stub.ModelMetadata, asked)[0] == code
+    wanted = service_pb2.ModelMetadataRequest(name=model, version=version)
+    assert refusal(stub.ModelMetadata, wanted)[0] == code
 
 
 # --- messages
@@ -253,9 +253,9 @@ def test_weights_and_offsets_may_come_typed(stub: Any) -> None:
 
 
 def with_contents() -> Any:
-    asked = request()
-    asked.inputs[0].contents.int64_contents.append(5)
-    return asked
+    wanted = request()
+    wanted.inputs[0].contents.int64_contents.append(5)
+    return wanted
 
 
 def typed(datatype: str, place: str, values: list[Any], shape: list[int]) -> Any:
@@ -265,12 +265,12 @@ def typed(datatype: str, place: str, values: list[Any], shape: list[int]) -> Any
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("wanted", "words"),
     [
         (request(raw_input_contents=[KEYS.tobytes()] * 2), "expected 1, one an input"),
-        (request(raw_input_contents=[b"1234567"]), "takes 64 bytes, came 7"),
+        (request(raw_input_contents=[b"1234567"]), "takes 64 bytes, got 7"),
         (with_contents(), "has contents, and the request has raw_input_contents"),
-        (typed("INT64", "int64_contents", [1, 2], [3]), "takes 3 elements; came 2 in int64_contents"),
+        (typed("INT64", "int64_contents", [1, 2], [3]), "takes 3 elements; got 2 in int64_contents"),
         (typed("INT64", "int64_contents", [1], [-1]), "integer from 0"),
         (typed("INT8", "int_contents", [300], [1]), "does not fit INT8"),
         (typed("FP16", "fp32_contents", [1.0], [1]), "sent in raw_input_contents"),
@@ -292,8 +292,8 @@ def typed(datatype: str, place: str, values: list[Any], shape: list[int]) -> Any
         ),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said(stub: Any, asked: Any, words: str) -> None:
-    code, details = refusal(stub.ModelInfer, asked)
+def test_what_is_wrong_with_a_request_is_said(stub: Any, wanted: Any, words: str) -> None:
+    code, details = refusal(stub.ModelInfer, wanted)
     assert code == Code.INVALID_ARGUMENT
     assert words in details
 
@@ -317,20 +317,20 @@ def test_no_bytes_are_an_internal_error(channel: grpc.Channel) -> None:
 def test_fields_may_come_in_any_order_and_unknown_ones_are_passed_over(channel: grpc.Channel) -> None:
     call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     raw = service_pb2.ModelInferRequest(raw_input_contents=[KEYS.tobytes()]).SerializeToString()
-    rest = request(raw_input_contents=[], id="first").SerializeToString()
+    remaining = request(raw_input_contents=[], id="first").SerializeToString()
     unknown = b"\xa0\x06\x05" + b"\xa5\x06abcd" + b"\xa1\x06abcdefgh" + b"\xa2\x06\x03abc"
-    answer = service_pb2.ModelInferResponse.FromString(call(raw + unknown + rest + b"\x1a\x03two"))
+    answer = service_pb2.ModelInferResponse.FromString(call(raw + unknown + remaining + b"\x1a\x03two"))
     assert answer.id == "two"
     np.testing.assert_array_equal(np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(-1, 4), items(KEYS))
 
 
 def test_requests_that_repeat_are_parsed_once(server: ServerThread, stub: Any) -> None:
-    known = server.service.known_requests
+    learned = server.service.plan_cache
     stub.ModelInfer(request(id="0"))
-    kept = len(known)
+    kept = len(learned)
     for i in range(3):
         assert stub.ModelInfer(request(id=str(i), raw_input_contents=[(KEYS + i).tobytes()])).id == str(i)
-    assert len(known) == kept
+    assert len(learned) == kept
 
 
 def test_a_message_beyond_the_bound_is_refused(stub: Any) -> None:
@@ -365,7 +365,7 @@ def waiting(
 def test_excess_is_refused_at_once_and_other_calls_are_answered(waiting: Any) -> None:
     store, server, stub, first = waiting
     second = stub.ModelInfer.future(request(), timeout=60)
-    pool = server.service.grpc._lookups
+    pool = server.service.grpc.lookup_pool
     eventually(lambda: pool.full, "a full queue")
     code, details = refusal(stub.ModelInfer, request(), timeout=60)
     assert code == Code.RESOURCE_EXHAUSTED
@@ -388,11 +388,11 @@ def test_no_work_is_done_for_what_nobody_waits_for(waiting: Any, monkeypatch: py
     monkeypatch.setattr(
         server.service.dataplane, "open", lambda *args, **options: opened.append(args) or open_of(*args, **options)
     )
-    asked = request()
+    wanted = request()
     if how == "timeout":
-        asked.parameters["timeout"].int64_param = 1
-    second = stub.ModelInfer.future(asked, timeout=0.05 if how == "deadline" else 60)
-    eventually(lambda: server.service.grpc._lookups.waiting, "a call that waits")
+        wanted.parameters["timeout"].int64_param = 1
+    second = stub.ModelInfer.future(wanted, timeout=0.05 if how == "deadline" else 60)
+    eventually(lambda: server.service.grpc.lookup_pool.waiting, "a call that waits")
     if how == "cancel":
         second.cancel()
         stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=60)  # over the same connection, behind it
@@ -402,7 +402,7 @@ def test_no_work_is_done_for_what_nobody_waits_for(waiting: Any, monkeypatch: py
     first.result()
     expected = Code.CANCELLED if how == "cancel" else Code.DEADLINE_EXCEEDED
     assert second.code() == expected
-    eventually(lambda: not server.service.grpc._lookups.waiting, "room in the queue")
+    eventually(lambda: not server.service.grpc.lookup_pool.waiting, "room in the queue")
     stub.ModelInfer(request(), timeout=60)
     assert len(opened) == 1
 
@@ -430,7 +430,7 @@ def test_a_stream_too_many_is_refused(fake: tuple[FakeStore, ServerThread], monk
 # --- health, reflection, start and end
 
 
-def test_health_is_told_and_watched_until_the_server_drains(fake: tuple[FakeStore, ServerThread]) -> None:
+def test_health_is_reported_and_watched_until_the_server_drains(fake: tuple[FakeStore, ServerThread]) -> None:
     _, server = fake
     serving_status = health_pb2.HealthCheckResponse.SERVING
     with grpc.insecure_channel(server.grpc_target) as channel:
@@ -450,7 +450,10 @@ def test_health_is_told_and_watched_until_the_server_drains(fake: tuple[FakeStor
         assert refusal(stub.ModelInfer, request())[0] == Code.UNAVAILABLE
 
 
-def test_an_idle_stream_does_not_keep_the_server_from_ending(fake: tuple[FakeStore, ServerThread]) -> None:
+def test_an_idle_stream_does_not_keep_the_server_from_ending(
+    fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "FINISH_S", 0.5)
     _, server = fake
     ended = threading.Event()
 
@@ -488,7 +491,7 @@ def test_a_client_without_our_protos_learns_them_by_reflection(channel: grpc.Cha
     assert (answer.model_name, list(answer.outputs[0].shape)) == ("ctr", [8, 4])
 
 
-def test_a_port_that_is_taken_is_said(server: ServerThread, tmp_path: Any) -> None:
+def test_a_port_in_use_is_an_error_that_says_so(server: ServerThread, tmp_path: Any) -> None:
     store = FakeStore(settings_for(tmp_path, grpc_port=server.grpc_port))
     with pytest.raises(ConfigError, match=f"port {server.grpc_port} for gRPC"):
         ServerThread(store)  # type: ignore[arg-type]
@@ -509,6 +512,6 @@ def test_the_port_by_default(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
         check_settings(settings_for(tmp_path, grpc_port=8001))
 
 
-def test_a_program_that_embeds_the_service_asks_for_grpc(tmp_path: Any) -> None:
+def test_a_program_that_embeds_the_service_may_have_grpc(tmp_path: Any) -> None:
     with ServerThread(FakeStore(settings_for(tmp_path))) as server:  # type: ignore[arg-type]
         assert server.grpc_target is None

@@ -19,10 +19,14 @@ grpc = pytest.importorskip("grpc", reason="extra grpc is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 from tritonclient.grpc import service_pb2  # noqa: E402
 
-from tierstore.service.plane.known import KnownRequests  # noqa: E402
+from tierstore.service.dataplane.plan_cache import PlanCache  # noqa: E402
 from tierstore.service.rpc import server as serving  # noqa: E402
-from tierstore.service.rpc.messages import message  # noqa: E402
-from tierstore.service.rpc.wire import Frame, Parts  # noqa: E402
+from tierstore.service.rpc import waiting as waiting_calls  # noqa: E402
+from tierstore.service.rpc.protobuf import (  # noqa: E402
+    Frame,
+    Parts,
+    message_class,
+)
 from tierstore.service.server import ServerThread  # noqa: E402
 
 from .conftest import eventually, settings_for  # noqa: E402
@@ -33,10 +37,10 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 MUTATIONS = 2000
 Code = grpc.StatusCode
-PredictRequest = message("tensorflow.serving.PredictRequest")
+PredictRequest = message_class("tensorflow.serving.PredictRequest")
 
 
-class Forgetful(KnownRequests):
+class Forgetful(PlanCache):
     """Knows no request again."""
 
     def find(self, key: object) -> None:
@@ -52,7 +56,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerTh
             patch.setattr(serving, "core_of", lambda server: None)
             full = ServerThread(stores[1])  # type: ignore[arg-type]
         with full:
-            full.service.known_requests = Forgetful()
+            full.service.plan_cache = Forgetful()
             assert direct.service.grpc._direct is not None, "this grpcio is not as the service knows it"  # type: ignore[union-attr]
             assert full.service.grpc._direct is None  # type: ignore[union-attr]
             yield direct, full
@@ -91,15 +95,15 @@ def alike(channels: list[Any], path: str, messages: Sequence[bytes]) -> list[Any
 
 def infer_request(tensors: dict[str, tuple[str, np.ndarray]], outputs: dict[str, dict[str, str]], **more: Any) -> Any:
     """Raw tensors by name, with their datatypes; the wanted outputs with their parameters."""
-    asked = service_pb2.ModelInferRequest(model_name="ctr", **more)
+    wanted = service_pb2.ModelInferRequest(model_name="ctr", **more)
     for name, (datatype, array) in tensors.items():
-        asked.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        asked.raw_input_contents.append(array.tobytes())
+        wanted.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        wanted.raw_input_contents.append(array.tobytes())
     for name, parameters in outputs.items():
-        output = asked.outputs.add(name=name)
+        output = wanted.outputs.add(name=name)
         for key, value in parameters.items():
             output.parameters[key].string_param = value
-    return asked
+    return wanted
 
 
 def infer_requests() -> list[bytes]:
@@ -131,15 +135,15 @@ def infer_requests() -> list[bytes]:
 def predict_requests() -> list[bytes]:
     made = []
     for array in (KEYS, KEYS.reshape(2, 4)):
-        asked = PredictRequest(output_filter=["item_id"])
-        asked.model_spec.name = "ctr"
-        tensor = asked.inputs["item_id"]
+        wanted = PredictRequest(output_filter=["item_id"])
+        wanted.model_spec.name = "ctr"
+        tensor = wanted.inputs["item_id"]
         tensor.dtype, tensor.tensor_content = 9, array.tobytes()
         for size in array.shape:
             tensor.tensor_shape.dim.add(size=size)
-        made.append(asked)
+        made.append(wanted)
         repeated = PredictRequest()
-        repeated.CopyFrom(asked)
+        repeated.CopyFrom(wanted)
         repeated.inputs["item_id"].ClearField("tensor_content")
         repeated.inputs["item_id"].int64_val.append(7)  # stands for all
         made.append(repeated)
@@ -190,14 +194,14 @@ def test_every_message_has_the_same_outcome_both_ways(
     assert {Code.OK, Code.INVALID_ARGUMENT, Code.NOT_FOUND} <= set(codes[::2])
 
 
-def test_a_known_request_is_answered_with_its_own_data(channels: list[Any]) -> None:
+def test_a_cached_request_is_answered_with_its_own_data(channels: list[Any]) -> None:
     """Other data, of which some look like the fields around them."""
     rng = np.random.default_rng(5)
     good = [each for each in infer_requests() if len(Parts(each).raw) == 1]
     messages = []
     for i in range(400):
         changed = bytearray(good[i % len(good)])
-        (start, stop), *_ = Parts(bytes(changed)).places
+        (start, stop), *_ = Parts(bytes(changed)).positions
         if i % 3:
             changed[start:stop] = rng.choice(KEYS, (stop - start + 7) // 8).tobytes()[: stop - start]
         else:
@@ -206,13 +210,13 @@ def test_a_known_request_is_answered_with_its_own_data(channels: list[Any]) -> N
     assert Code.OK in {code for code, *_ in alike(channels, INFER, messages)}
 
 
-def test_a_frame_fits_what_is_taken_apart_alike() -> None:
+def test_a_frame_fits_what_is_split_alike() -> None:
     """A message that fits the frame of another is the same but for its raw tensors, which are found where they are."""
     good = [each for each in infer_requests() if Parts(each).raw]
     fitting = 0
     for original in good:
         parts = Parts(original)
-        frame = Frame(original, parts.places)
+        frame = Frame(original, parts.positions)
         for changed in [original, *mutations([original], 1000, 7)]:
             raw = frame.raw_of(changed)
             if raw is None:
@@ -220,17 +224,17 @@ def test_a_frame_fits_what_is_taken_apart_alike() -> None:
                 continue
             fitting += 1
             again = Parts(changed)
-            assert (again.meta, again.id, again.places) == (parts.meta, parts.id, parts.places)
+            assert (again.meta, again.id, again.positions) == (parts.meta, parts.id, parts.positions)
             assert again.raw == raw
     assert fitting > len(good)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_call_with_another_number_of_messages(channels: list[Any], count: int) -> None:
-    asked = infer_requests()[0]
+    wanted = infer_requests()[0]
     codes = []
     for channel in channels:
-        call = channel.stream_unary(INFER).future(iter([asked] * count), timeout=60)
+        call = channel.stream_unary(INFER).future(iter([wanted] * count), timeout=60)
         codes.append(call.code())
     assert codes[0] == codes[1] == (Code.OK if count else Code.UNIMPLEMENTED)
 
@@ -243,7 +247,7 @@ class Handed:
 
     def __init__(self, server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
-        pool = server.service.grpc._lookups  # type: ignore[union-attr]
+        pool = server.service.grpc.lookup_pool  # type: ignore[union-attr]
         self._handed = pool.submit
         monkeypatch.setattr(pool, "submit", self._submit)
 
@@ -285,7 +289,7 @@ def test_a_call_that_waits_is_finished_when_the_server_ends(fake: tuple[FakeStor
     gate.clear()
     with grpc.insecure_channel(server.grpc_target) as channel:
         waiting = channel.unary_unary(INFER).future(keys_request(8), timeout=60)
-        eventually(lambda: server.service.grpc._lookups.busy, "a call at work")  # type: ignore[union-attr]
+        eventually(lambda: server.service.grpc.lookup_pool.busy, "a call at work")  # type: ignore[union-attr]
         ending = threading.Thread(target=server.close)
         ending.start()
         eventually(lambda: not server.service.ready, "the server to end")
@@ -295,9 +299,12 @@ def test_a_call_that_waits_is_finished_when_the_server_ends(fake: tuple[FakeStor
         assert not ending.is_alive()
 
 
-def test_a_call_whose_message_does_not_come_takes_no_thread(fake: tuple[FakeStore, ServerThread]) -> None:
+def test_a_call_whose_message_does_not_come_needs_no_thread(
+    fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_calls, "EVICTED_AFTER_S", 3600)
     _, server = fake
-    pool = server.service.grpc._lookups  # type: ignore[union-attr]
+    pool = server.service.grpc.lookup_pool  # type: ignore[union-attr]
     ended = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -307,7 +314,7 @@ def test_a_call_whose_message_does_not_come_takes_no_thread(fake: tuple[FakeStor
     with grpc.insecure_channel(server.grpc_target) as channel:
         call = channel.unary_unary(INFER)
         silent = channel.stream_unary(INFER).future(nothing(), timeout=60)
-        eventually(lambda: pool.receiving == 1, "a call without a message")
+        eventually(lambda: len(pool.receiving) == 1, "a call without a message")
         for _ in range(3):
             assert call(keys_request(8), timeout=60)
         second = channel.stream_unary(INFER).future(nothing(), timeout=60)
@@ -335,7 +342,7 @@ def literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def ask_without_reading(server: ServerThread, asked: bytes) -> socket.socket:
+def ask_without_reading(server: ServerThread, wanted: bytes) -> socket.socket:
     """A connection over which a look-up was asked for, and whose client takes no byte of an answer."""
     headers = {
         b":method": b"POST", b":scheme": b"http", b":path": INFER.encode(), b":authority": b"localhost",
@@ -346,7 +353,7 @@ def ask_without_reading(server: ServerThread, asked: bytes) -> socket.socket:
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
         + frame(4, 0, 0, struct.pack(">HI", 4, 0))  # SETTINGS_INITIAL_WINDOW_SIZE
         + frame(1, 4, 1, b"".join(literal(*header) for header in headers.items()))
-        + frame(0, 1, 1, b"\0" + struct.pack(">I", len(asked)) + asked)
+        + frame(0, 1, 1, b"\0" + struct.pack(">I", len(wanted)) + wanted)
     )
     return connection
 
@@ -354,14 +361,14 @@ def ask_without_reading(server: ServerThread, asked: bytes) -> socket.socket:
 @pytest.mark.parametrize("end", ["reads", "leaves"])
 def test_an_answer_counts_as_in_progress_until_it_has_left(fake: tuple[FakeStore, ServerThread], end: str) -> None:
     _, server = fake
-    budget, counts = server.service.inflight, server.service.infer_stats.of("ctr", VERSION)
-    asked = keys_request(8)
-    with ask_without_reading(server, asked) as connection:
+    budget, counts = server.service.inflight, server.service.inference_stats.of("ctr", VERSION)
+    wanted = keys_request(8)
+    with ask_without_reading(server, wanted) as connection:
         eventually(lambda: counts.success == 1, "the answer")
         held = budget.used_bytes
-        assert held == len(asked) + 8 * 16
+        assert held == len(wanted) + 8 * 16
         with grpc.insecure_channel(server.grpc_target) as channel:
-            channel.unary_unary(INFER)(asked, timeout=60)
+            channel.unary_unary(INFER)(wanted, timeout=60)
         eventually(lambda: budget.used_bytes == held, "the other answer to have left")
         if end == "reads":
             connection.sendall(frame(8, 0, 1, struct.pack(">I", 1 << 20)))  # WINDOW_UPDATE

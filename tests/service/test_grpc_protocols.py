@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="extra grpc is not installed")
 from google.protobuf import descriptor_pb2
 
-from tierstore.service.rpc.messages import FILE, POOL, message, service
+from tierstore.service.rpc.protobuf import FILE, POOL, message_class, service_descriptor
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,32 +65,32 @@ def test_open_inference_is_field_for_field_that_of_tritonclient() -> None:
     }
     assert rpcs == {
         method.name: (method.input_type.full_name, method.output_type.full_name, method.client_streaming)
-        for method in service("inference.GRPCInferenceService").methods
+        for method in service_descriptor("inference.GRPCInferenceService").methods
     }
 
 
 def test_messages_of_two_pools_live_in_one_process() -> None:
     theirs = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
     request = theirs.service_pb2.ModelInferRequest(model_name="ctr", raw_input_contents=[b"12345678"])
-    ours = message("inference.ModelInferRequest").FromString(request.SerializeToString())
+    ours = message_class("inference.ModelInferRequest").FromString(request.SerializeToString())
     assert ours.model_name == "ctr"
     assert list(ours.raw_input_contents) == [b"12345678"]
 
 
 def test_a_signature_travels_in_a_metadata_answer() -> None:
-    signatures = message("tensorflow.serving.SignatureDefMap")()
+    signatures = message_class("tensorflow.serving.SignatureDefMap")()
     signatures.signature_def["serving_default"].inputs["item_id"].dtype = 9
-    answer = message("tensorflow.serving.GetModelMetadataResponse")()
+    answer = message_class("tensorflow.serving.GetModelMetadataResponse")()
     answer.metadata["signature_def"].Pack(signatures)
-    again = message("tensorflow.serving.GetModelMetadataResponse").FromString(answer.SerializeToString())
+    again = message_class("tensorflow.serving.GetModelMetadataResponse").FromString(answer.SerializeToString())
     packed = again.metadata["signature_def"]
     assert packed.type_url == "type.googleapis.com/tensorflow.serving.SignatureDefMap"
-    unpacked = message("tensorflow.serving.SignatureDefMap")()
+    unpacked = message_class("tensorflow.serving.SignatureDefMap")()
     assert packed.Unpack(unpacked)
     assert unpacked.signature_def["serving_default"].inputs["item_id"].dtype == 9
 
 
 def test_a_version_may_be_a_number_or_a_label() -> None:
-    spec = message("tensorflow.serving.ModelSpec")(name="ctr", version_label="stable")
+    spec = message_class("tensorflow.serving.ModelSpec")(name="ctr", version_label="stable")
     spec.version.value = 7
     assert spec.WhichOneof("version_choice") == "version"

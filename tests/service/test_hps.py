@@ -104,7 +104,7 @@ def test_as_many_keys_as_a_batch_has(wire: Wire) -> None:
         wire.client.infer("wdl", inputs(wire, [1] * 6000, [6000, 0]))
 
 
-def test_its_tables_are_asked_by_the_names_of_features_too(wire: Wire) -> None:
+def test_its_tables_answer_by_the_names_of_features_too(wire: Wire) -> None:
     given = [wire.tensor(DEEP, np.array([4, 9]), "INT64"), wire.tensor(WIDE, np.array([1]), "INT64")]
     answer = wire.client.infer("wdl", given)
     assert answer.as_numpy(DEEP).tolist() == [deep(4), deep(9)]
@@ -114,8 +114,8 @@ def test_its_tables_are_asked_by_the_names_of_features_too(wire: Wire) -> None:
 @pytest.mark.parametrize(
     ("keys", "numbers", "says"),
     [
-        ([1, 2, 3], [1, 1], r"'NUMKEYS': expected how many of the 3 keys are of each table, wide, deep; came \[1, 1\]"),
-        ([1, 2, 3], [4, -1], r"'NUMKEYS': expected how many of the 3 keys .*came \[4, -1\]"),
+        ([1, 2, 3], [1, 1], r"'NUMKEYS': expected how many of the 3 keys are of each table, wide, deep; got \[1, 1\]"),
+        ([1, 2, 3], [4, -1], r"'NUMKEYS': expected how many of the 3 keys .*got \[4, -1\]"),
         ([1, 2, 3], [1, 1, 1], r"'NUMKEYS': expected a number a table, 2 for wide, deep; the shape is \[1, 3\]"),
         ([1, 2, 3], [3], r"'NUMKEYS': expected a number a table, 2 for wide, deep; the shape is \[1, 1\]"),
     ],
@@ -129,7 +129,7 @@ def test_what_else_is_refused(wire: Wire) -> None:
     keys, numbers = inputs(wire, [1], [1, 0])
     long = wire.tensor("NUMKEYS", np.array([[1, 0]], np.int64), "INT64")
     for model, given, outputs, says in (
-        ("wdl", [keys, long], None, "input 'NUMKEYS': expected INT32, came INT64"),
+        ("wdl", [keys, long], None, "input 'NUMKEYS': expected INT32, got INT64"),
         ("wdl", [long, numbers], None, "input 'NUMKEYS' is given twice"),
         ("wdl", [keys], None, "unknown input 'KEYS'"),
         ("wdl", [keys, numbers], [wire.wanted(WIDE)], "answered by the output 'OUTPUT0' alone, asked for .*wide"),

@@ -129,7 +129,9 @@ def refused(response: httpx.Response, status: int, *words: str) -> None:
         ({"inputs": [given_input(), given_input(name="item_id.weights", datatype="FP32")]}, ["no combiner"]),
     ],
 )
-def test_a_malformed_request_is_told_what_is_wrong(http: httpx.Client, document: Any, words: list[str]) -> None:
+def test_the_error_of_a_malformed_request_says_what_is_wrong(
+    http: httpx.Client, document: Any, words: list[str]
+) -> None:
     refused(infer(http, document), 400, *words)
 
 
@@ -189,7 +191,7 @@ TWO = struct.pack("<2q", 1, 2)
         (binary_input(16), TWO, {HEADER_LENGTH: "9" * 30}, [HEADER_LENGTH]),
         (binary_input(16), TWO, {HEADER_LENGTH: "20"}, ["not valid JSON"]),
         (binary_input(24), TWO, {}, ["16 bytes are left"]),
-        (binary_input(8), TWO, {}, ["takes 16 bytes, came 8"]),
+        (binary_input(8), TWO, {}, ["takes 16 bytes, got 8"]),
         (binary_input(16), TWO + b"x", {}, ["the body has 17"]),
         (binary_input(-16), TWO, {}, ["number of bytes"]),
         (binary_input("16"), TWO, {}, ["number of bytes"]),
@@ -379,12 +381,12 @@ def test_what_is_no_http_is_answered_400_and_closed(server: ServerThread, http: 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
 def test_a_wish_for_another_protocol_is_passed_over(server: ServerThread, name: bytes) -> None:
     body = b'{"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [1]}]}'
-    asked = HEAD + b"Connection: Upgrade, HTTP2-Settings\r\n%b: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n" % name
-    answer = exchange(server, asked + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    wanted = HEAD + b"Connection: Upgrade, HTTP2-Settings\r\n%b: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n" % name
+    answer = exchange(server, wanted + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
 
 
-def test_a_client_that_goes_away_in_the_middle_leaves_nothing_behind(server: ServerThread, http: httpx.Client) -> None:
+def test_a_client_that_goes_away_in_the_middle_holds_nothing(server: ServerThread, http: httpx.Client) -> None:
     exchange(
         server,
         b"POST /v2/models/ctr/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500000\r\n\r\n" + b"x" * 100_000,
@@ -394,17 +396,17 @@ def test_a_client_that_goes_away_in_the_middle_leaves_nothing_behind(server: Ser
 
 
 @pytest.mark.parametrize(
-    "begun",
+    "started",
     [b"", b"PO", HEAD, HEAD + b"Content-Length: 9\r\n\r\n", HEAD + b"Content-Length: 9\r\n\r\n{"],
     ids=["nothing", "a line", "a head", "no body", "a body"],
 )
-def test_a_request_that_stops_in_the_middle_keeps_no_connection(tmp_path: Path, begun: bytes) -> None:
+def test_a_request_that_stops_in_the_middle_keeps_no_connection(tmp_path: Path, started: bytes) -> None:
     settings = settings_for(tmp_path, idle_timeout_s=0.05, arrival_timeout_s=0.05)
     with ServerThread(FakeStore(settings)) as server:  # type: ignore[arg-type]
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-            connection.sendall(begun)
+            connection.sendall(started)
             assert connection.recv(1) == b""
-        eventually(lambda: server.service.door.open == 0, "the connection is gone")  # type: ignore[union-attr]
+        eventually(lambda: server.service.connection_limit.open == 0, "the connection is gone")  # type: ignore[union-attr]
 
 
 json_values = st.recursive(

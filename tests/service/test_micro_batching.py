@@ -19,8 +19,8 @@ from tests.predict import onnx_models as om
 from tierstore.engine.store import Store
 from tierstore.errors import InferenceError
 from tierstore.predict.session import DenseSession
-from tierstore.service.bounds import shed
-from tierstore.service.http.infer import InferCall
+from tierstore.service.http.oip import InferCall
+from tierstore.service.limits import shedding as shed
 from tierstore.service.server import ServerThread
 
 from .conftest import settings_for
@@ -112,7 +112,7 @@ def each(server: ServerThread, documents: list[dict[str, Any]], model: str = "ct
     return [send(server, [document], model)[0] for document in documents]
 
 
-def figures(server: ServerThread) -> dict[str, float]:
+def stats(server: ServerThread) -> dict[str, float]:
     """Batches, and the requests and items in them."""
     found = {
         sample.name.removeprefix("tierstore_batch_"): sample.value
@@ -157,16 +157,16 @@ def test_joined_requests_answer_what_they_answer_alone(store: Store, plain: Serv
     assert [answer.status for answer in expected] == [200] * len(documents), expected[0].body
     with serving(store, batch_max_items=6) as server:
         answers = send(server, documents, model)
-        assert figures(server) == {"batches": 1, "requests": 3, "items": 6, "apart": 0}
+        assert stats(server) == {"batches": 1, "requests": 3, "items": 6, "apart": 0}
     assert [answer.document for answer in answers] == [answer.document for answer in expected]
-    assert figures(plain)["batches"] == 0
+    assert stats(plain)["batches"] == 0
 
 
 def test_binary_answers_too(store: Store, plain: ServerThread) -> None:
     documents = [ask([key], outputs=ROWS, parameters={"binary_data_output": True}) for key in (1, 2)]
     with serving(store, batch_max_items=2) as server:
         answers = send(server, documents)
-        assert figures(server)["batches"] == 1
+        assert stats(server)["batches"] == 1
     assert [answer.body for answer in answers] == [answer.body for answer in each(plain, documents)]
 
 
@@ -180,7 +180,7 @@ def test_string_keys_are_joined(store: Store, plain: ServerThread) -> None:
         document["inputs"].append(tensor("user", [user], "BYTES"))
     with serving(store, batch_max_items=2) as server:
         answers = send(server, documents)
-        assert figures(server)["batches"] == 1
+        assert stats(server)["batches"] == 1
     assert [answer.document for answer in answers] == [answer.document for answer in each(plain, documents)]
 
 
@@ -196,7 +196,7 @@ def test_what_does_not_fit_together_is_not_joined(store: Store) -> None:
     with serving(store, batch_max_items=2) as server:
         answers = send(server, documents + documents)
         assert [answer.status for answer in answers] == [200] * 10
-        assert figures(server) == {"batches": 5, "requests": 10, "items": 10, "apart": 0}
+        assert stats(server) == {"batches": 5, "requests": 10, "items": 10, "apart": 0}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_what_cannot_be_joined_is_answered_at_once(
 ) -> None:
     with serving(store, batch_max_items=2) as server:
         (answer,) = send(server, [document], model)
-        assert figures(server)["batches"] == 0
+        assert stats(server)["batches"] == 0
     assert answer.status == 200, answer.body
     assert answer.document == each(plain, [document], model)[0].document
 
@@ -225,7 +225,7 @@ def test_a_request_with_an_error_fails_alone(store: Store, plain: ServerThread) 
     bad = [ragged([3], [8, 9], [1]), ragged([3], [8, 9], [3])]
     with serving(store, batch_max_items=4) as server:
         answers = send(server, [good[0], bad[0], bad[1], good[1]])
-        assert figures(server)["requests"] == 2
+        assert stats(server)["requests"] == 2
     assert [answer.status for answer in answers] == [200, 400, 400, 200]
     assert all("clicked.offsets" in answer.document["error"] for answer in answers[1:3])
     assert [answers[0].document, answers[3].document] == [answer.document for answer in each(plain, good)]
@@ -246,7 +246,7 @@ def test_where_the_joined_run_fails_each_is_run_by_itself(
     monkeypatch.setattr(DenseSession, "run", fails)
     with serving(store, batch_max_items=3) as server:
         answers = send(server, documents)
-        assert figures(server) == {"batches": 0, "requests": 0, "items": 0, "apart": 3}
+        assert stats(server) == {"batches": 0, "requests": 0, "items": 0, "apart": 3}
     assert [answer.document for answer in answers] == expected
 
 
@@ -287,9 +287,9 @@ def test_without_a_delay_those_are_joined_that_wait_for_a_thread(store: Store, p
     with serving(store, batch_max_items=64, batch_delay_us=0) as server:
         (alone,) = send(server, [ask([1])])
         assert alone.status == 200
-        assert figures(server)["batches"] == 0
+        assert stats(server)["batches"] == 0
         gate = threading.Event()
-        pool, loop = server.service.lookups, server._http._loop
+        pool, loop = server.service.lookup_pool, server._http._loop
         assert loop is not None
         loop.call_soon_threadsafe(lambda: pool.run(gate.wait, 60))
 
@@ -304,12 +304,12 @@ def test_without_a_delay_those_are_joined_that_wait_for_a_thread(store: Store, p
             return list(await asyncio.gather(*asking))
 
         answers = asyncio.run(run())
-        assert figures(server) == {"batches": 1, "requests": 10, "items": 10, "apart": 0}
+        assert stats(server) == {"batches": 1, "requests": 10, "items": 10, "apart": 0}
     expected = each(plain, [ask([key + 1]) for key in range(10)])
     assert [answer.document for answer in answers] == [answer.document for answer in expected]
 
 
-def test_a_request_alone_in_its_batch_is_read_once_and_its_wait_is_told(
+def test_a_request_alone_in_its_batch_is_read_once_and_its_wait_is_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = InferCall._elements
@@ -321,7 +321,7 @@ def test_a_request_alone_in_its_batch_is_read_once_and_its_wait_is_told(
         (alone,) = send(server, [ask([1])])
         assert alone.status == 200
         assert (
-            server.service.infer_stats.predicts()["ctr"].queued_ns >= 19_000_000
+            server.service.inference_stats.predicts()["ctr"].queued_ns >= 19_000_000
         )  # the loop's timers are of whole milliseconds
     assert len(reads) == 1
 
@@ -331,7 +331,7 @@ def test_requests_in_batches_are_bounded_too(store: Store) -> None:
         answers = send(server, [ask([key + 1]) for key in range(8)])
         assert sorted(answer.status for answer in answers) == [200] * 3 + [503] * 5
         assert server.service.shed.of("queue_full") == 5
-        assert figures(server)["requests"] == 3
+        assert stats(server)["requests"] == 3
 
 
 def test_a_batch_is_answered_from_one_view_while_deltas_come(tmp_path: Path) -> None:
@@ -373,6 +373,6 @@ def test_a_batch_is_answered_from_one_view_while_deltas_come(tmp_path: Path) -> 
                 acknowledged = seq
             stop.set()
             reader.join(60)
-            assert figures(server)["requests"] > 0
-            assert figures(server)["apart"] == 0
+            assert stats(server)["requests"] > 0
+            assert stats(server)["apart"] == 0
         assert not wrong

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.quick_build import in_process
 from tierstore.engine.store import Store
-from tierstore.service.http import connection, door
+from tierstore.service import process
+from tierstore.service.http import connection, connection_limit
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for
@@ -72,7 +73,7 @@ def served(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
 
 def test_a_thousand_at_once_are_answered_or_refused_and_nothing_grows(served: tuple[FakeStore, ServerThread]) -> None:
     store, server = served
-    gate, pool = store.model("ctr").gate, server.service.lookups
+    gate, pool = store.model("ctr").gate, server.service.lookup_pool
     gate.clear()
     message = request(PATH, ITEM)
     within(burst(server.port, 10, request("/v2/health/live")))
@@ -127,7 +128,7 @@ def test_a_thousand_predictions_at_once_are_right_or_refused(tmp_path: Path, bat
 def test_connections_ask_again_and_again_while_the_service_is_full(served: tuple[FakeStore, ServerThread]) -> None:
     store, server = served
     store.model("ctr").gate.clear()
-    pool = server.service.lookups
+    pool = server.service.lookup_pool
 
     async def run() -> object:
         asking = asyncio.ensure_future(burst(server.port, 50, request(PATH, ITEM), each=20))
@@ -145,7 +146,7 @@ def test_connections_ask_again_and_again_while_the_service_is_full(served: tuple
     ("path", "kind"),
     [("/v2/models/ctr", "application/json"), ("/v1/models/ctr", "application/json"), ("/admin/models", "application/problem+json"), ("/metrics", "application/problem+json")],
 )  # fmt: skip
-def test_connections_beyond_the_limit_are_told_so_in_the_words_of_their_protocol(
+def test_connections_beyond_the_limit_are_refused_in_the_words_of_their_protocol(
     tmp_path: Path, path: str, kind: str
 ) -> None:
     store = FakeStore(settings_for(tmp_path, max_connections=2))
@@ -165,7 +166,7 @@ def test_connections_beyond_the_limit_are_told_so_in_the_words_of_their_protocol
             first[1].close()
 
         within(run())
-        eventually(lambda: server.service.door.open == 0, "they have left")  # type: ignore[union-attr]
+        eventually(lambda: server.service.connection_limit.open == 0, "they have left")  # type: ignore[union-attr]
         http = stack.enter_context(httpx.Client(base_url=server.url))
         assert http.get("/v2").status_code == 200
         assert metric(server, "tierstore_shed_total", reason="connections") == 1
@@ -187,10 +188,10 @@ def test_a_refusal_reaches_a_client_that_is_sending_its_body(tmp_path: Path) -> 
 
 
 def test_refused_connections_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "REFUSED_AT_ONCE", 3)
+    monkeypatch.setattr(connection_limit, "REFUSED_AT_ONCE", 3)
     store = FakeStore(settings_for(tmp_path, max_connections=1))
     with ServerThread(store) as server:  # type: ignore[arg-type]
-        entrance = server.service.door
+        entrance = server.service.connection_limit
         assert entrance is not None
 
         async def run() -> None:
@@ -212,17 +213,17 @@ def test_a_refused_connection_that_says_nothing_is_closed(tmp_path: Path, monkey
     with (
         ServerThread(store) as server,  # type: ignore[arg-type]
         socket.create_connection(("127.0.0.1", server.port), timeout=30) as first,
-        socket.create_connection(("127.0.0.1", server.port), timeout=30) as extra,
     ):
-        assert extra.recv(1) == b""
-        first.sendall(request("/v2"))
+        first.sendall(request("/v2"))  # it has its place before the other comes
         assert first.recv(1) == b"H"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as extra:
+            assert extra.recv(1) == b""
 
 
-def test_half_of_the_files_is_the_most_that_connections_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door.resource, "getrlimit", lambda _: (100, 1000))
-    assert door.connection_limit(2048) == 50
-    assert door.connection_limit(10) == 10
+def test_connections_use_half_of_the_files_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.resource, "getrlimit", lambda _: (100, 1000))
+    assert process.allowed_connections(2048) == 50
+    assert process.allowed_connections(10) == 10
 
 
 def test_a_client_that_sends_far_ahead_of_its_answers_is_cut_off(served: tuple[FakeStore, ServerThread]) -> None:

@@ -75,7 +75,7 @@ def wire(request: pytest.FixtureRequest, served: tuple[Store, ServerThread]) -> 
     wire.client.close()
 
 
-def asked(wire: Wire, **binary: bool) -> list[Any]:
+def wanted(wire: Wire, **binary: bool) -> list[Any]:
     return [
         wire.tensor("item_id", KEYS8, "INT64", **binary),
         wire.tensor("clicked", KEYS8.reshape(8, 1), "INT64", **binary),
@@ -90,15 +90,15 @@ def scores() -> np.ndarray:
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_scores_are_the_default_answer(wire: Wire, binary: bool) -> None:
-    answer = wire.client.infer("ctr", asked(wire, binary=binary), outputs=None)
+    answer = wire.client.infer("ctr", wanted(wire, binary=binary), outputs=None)
     assert wire.answered(answer) == (str(VERSION), "", ["score"])
     np.testing.assert_allclose(answer.as_numpy("score"), scores(), rtol=1e-5)
     assert answer.as_numpy("score").dtype == np.float32
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_rows_may_be_asked_for_beside_scores(wire: Wire, binary: bool) -> None:
-    inputs = [*asked(wire), wire.tensor("big", np.array([5], np.uint64), "UINT64")]
+def test_rows_may_be_requested_with_scores(wire: Wire, binary: bool) -> None:
+    inputs = [*wanted(wire), wire.tensor("big", np.array([5], np.uint64), "UINT64")]
     names = ["item_id", "score", "item_id.found", "big"]
     answer = wire.client.infer("ctr", inputs, outputs=[wire.wanted(name, binary=binary) for name in names])
     np.testing.assert_allclose(answer.as_numpy("score"), scores(), rtol=1e-5)
@@ -158,13 +158,13 @@ def test_outputs_of_every_kind_and_of_sizes_that_the_data_decide(wire: Wire, bin
 
 
 def test_what_does_not_fit_is_the_clients_error(wire: Wire) -> None:
-    item, clicked, hour = asked(wire)
+    item, clicked, hour = wanted(wire)
     short = wire.tensor("hour", HOUR[:3], "FP32")
     wide = wire.tensor("hour", HOUR.astype(np.float64), "FP64")
     for inputs, outputs, words in (
-        ([item], None, "needs the inputs clicked, hour as well; came item_id"),
-        ([item, clicked, short], None, "'item_id' and 'hour' must agree in dimension 'batch': came 8 and 3"),
-        ([item, clicked, wide], None, "'hour': the dense part takes FP32 of shape .*, came FP64"),
+        ([item], None, "needs the inputs clicked, hour as well; got item_id"),
+        ([item, clicked, short], None, "'item_id' and 'hour' must agree in dimension 'batch': got 8 and 3"),
+        ([item, clicked, wide], None, "'hour': the dense part takes FP32 of shape .*, got FP64"),
         ([item, clicked, hour], [wire.wanted("score", dtype="FP16")], "'score' is FP32, not 'FP16'"),
         ([item, clicked, hour], [wire.wanted("nothing")], "takes hour and gives score"),
         ([item, wire.tensor("day", KEYS8, "INT64")], None, "unknown input 'day'"),
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_the_clients_error(wire: Wire) -> None:
         wire.client.infer("rich", [item, not_text, wire.tensor("flags", KEYS8, "INT64")])
 
 
-def test_metadata_names_what_the_dense_part_takes_and_gives(served: tuple[Store, ServerThread]) -> None:
+def test_metadata_names_inputs_and_outputs_of_the_dense_part(served: tuple[Store, ServerThread]) -> None:
     wire = HttpWire(served[1])
     model = wire.client.get_model_metadata("ctr")
     assert {"name": "hour", "datatype": "FP32", "shape": [-1, 2]} in model["inputs"]
@@ -200,13 +200,13 @@ def metrics(url: str) -> dict[tuple[str, ...], float]:
     return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
 
-def test_time_in_look_ups_and_in_onnx_runtime_is_told_apart(wire: Wire, served: tuple[Store, ServerThread]) -> None:
+def test_time_in_look_ups_and_in_onnx_runtime_is_counted_apart(wire: Wire, served: tuple[Store, ServerThread]) -> None:
     url = served[1].url
-    wire.client.infer("ctr", asked(wire))
+    wire.client.infer("ctr", wanted(wire))
     before = metrics(url)
     for _ in range(3):
-        wire.client.infer("ctr", asked(wire))
-    wire.client.infer("ctr", asked(wire)[:1], outputs=[wire.wanted("item_id")])  # no prediction
+        wire.client.infer("ctr", wanted(wire))
+    wire.client.infer("ctr", wanted(wire)[:1], outputs=[wire.wanted("item_id")])  # no prediction
     after = metrics(url)
 
     def grown(*name: str) -> float:
@@ -237,7 +237,7 @@ def test_a_dense_part_that_is_not_served_is_said_so(tmp_path: Path, monkeypatch:
 
 
 TELLTALE = {"user_id": 4, "clicked": 8}
-TOLD = np.arange(1, 10)
+MESSAGES = np.arange(1, 10)
 
 
 def stamped(stamp: int, seq: int) -> bytes:
@@ -248,7 +248,7 @@ def stamped(stamp: int, seq: int) -> bytes:
 def ask(client: httpx.Client) -> int:
     """The one number that rows and graph of an answer name."""
     shape = {"user_id": [9], "clicked": [9, 1]}
-    inputs = [{"name": n, "datatype": "INT64", "shape": s, "data": TOLD.tolist()} for n, s in shape.items()]
+    inputs = [{"name": n, "datatype": "INT64", "shape": s, "data": MESSAGES.tolist()} for n, s in shape.items()]
     answer = client.post("/v2/models/ctr/infer", json={"inputs": inputs})
     assert answer.status_code == 200, answer.text
     outputs = {output["name"]: output["data"] for output in answer.json()["outputs"]}

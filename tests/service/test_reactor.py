@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +20,13 @@ import pytest
 
 import tierstore
 from tierstore.engine.store import Store
+from tierstore.kernels import coldread
 from tierstore.kernels import reactor_words as kernel
-from tierstore.service.http.face import HttpFace
-from tierstore.service.http.infer import InferCall
-from tierstore.service.plane import short
-from tierstore.service.plane.dataplane import DataPlane
+from tierstore.service.dataplane import plan as plan_module
+from tierstore.service.dataplane.inference import DataPlane
+from tierstore.service.http.application import ProtocolApplication
+from tierstore.service.http.oip import InferCall
+from tierstore.service.reactor import cold_reads
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, load
@@ -42,14 +45,14 @@ KEYS: dict[str, dict[str, Any]] = {
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each look-up that was offered: whether it was answered at once."""
     answered: list[bool] = []
-    ask = HttpFace.at_once
+    ask = ProtocolApplication.at_once
 
-    def noted(self: HttpFace, *request: Any) -> Any:
+    def noted(self: ProtocolApplication, *request: Any) -> Any:
         response = ask(self, *request)
         answered.append(response is not None)
         return response
 
-    monkeypatch.setattr(HttpFace, "at_once", noted)
+    monkeypatch.setattr(ProtocolApplication, "at_once", noted)
     return answered
 
 
@@ -99,7 +102,7 @@ def test_an_answer_is_the_same_to_the_byte_however_its_request_came(ctr: Own, at
         expected = answer(whole)
         assert at_once == [True]
         parts.sendall(message[:-10])
-        eventually(lambda: server._http._reactors.unfinished == 1, "its first part has come")
+        eventually(lambda: server.service.reactors.unfinished == 1, "its first part has come")
         first = server.service.request_times.requests
         parts.sendall(message[-10:])
         assert answer(parts) == expected
@@ -112,7 +115,7 @@ def begin(server: ServerThread, made: socket.socket, **headers: object) -> bytes
     """Send the head of a look-up, have the service read it, and give the body."""
     head, _, body = request(OIP, KEYS[OIP], headers).partition(b"\r\n\r\n")
     made.sendall(head + b"\r\n\r\n")
-    eventually(lambda: server._http._reactors.unfinished == 1, "its head has come")
+    eventually(lambda: server.service.reactors.unfinished == 1, "its head has come")
     return body
 
 
@@ -141,7 +144,7 @@ def test_one_that_waits_for_its_body_when_the_service_ends_is_finished(ctr: Own)
     with connection(server) as made:
         body = begin(server, made)
         server.stop()
-        eventually(lambda: server._http._handover.ending, "the service is told to end")
+        eventually(lambda: server._http._handoff.ending, "the service is told to end")
         made.sendall(body)
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
 
@@ -159,7 +162,7 @@ def test_it_is_counted_once_whether_it_was_answered_or_refused(
             for (name, outcome), h in service.request_times.histograms.items()
             if name == protocol
         }
-        stats = service.infer_stats.of("ctr", 1)
+        stats = service.inference_stats.of("ctr", 1)
         return times | {"success": stats.success, "fail": stats.failed}
 
     before = counted()
@@ -201,7 +204,7 @@ def test_a_connection_that_is_to_be_closed_is_closed(ctr: Own, at_once: list[boo
     assert at_once == []
 
 
-def test_a_client_that_asks_first_is_told_to_go_on(ctr: Own) -> None:
+def test_a_client_that_expects_100_continue_gets_it(ctr: Own) -> None:
     _, server, _ = ctr
     message = request(OIP, KEYS[OIP], {"Expect": "100-continue"})
     head, _, body = message.partition(b"\r\n\r\n")
@@ -212,26 +215,26 @@ def test_a_client_that_asks_first_is_told_to_go_on(ctr: Own) -> None:
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
 
 
-def test_what_a_thread_has_to_finish_is_not_begun_again(
+def test_what_a_thread_has_to_finish_is_not_started_again(
     ctr: Own, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[object] = []
+    started: list[object] = []
     begin = InferCall.begin
-    monkeypatch.setattr(InferCall, "begin", lambda self, body: (begun.append(self), begin(self, body))[1])
+    monkeypatch.setattr(InferCall, "begin", lambda self, body: (started.append(self), begin(self, body))[1])
     _, _, http = ctr
     cold = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [60]}]}
     assert http.post(OIP, json=cold).status_code == 200
-    assert (at_once, len(begun)) == ([False], 1)
+    assert (at_once, len(started)) == ([False], 1)
 
 
-def test_a_large_request_that_is_known_opens_its_view_once(ctr: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_request_with_a_cached_plan_opens_its_view_once(ctr: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, http = ctr
     opened: list[object] = []
     view = DataPlane.open
     monkeypatch.setattr(
-        DataPlane, "open", lambda self, *asked, **more: (opened.append(1), view(self, *asked, **more))[1]
+        DataPlane, "open", lambda self, *wanted, **more: (opened.append(1), view(self, *wanted, **more))[1]
     )
-    monkeypatch.setattr(short, "DIRECT_WORK_BYTES", 1)
+    monkeypatch.setattr(plan_module, "DIRECT_WORK_BYTES", 1)
     tensor = {"name": "item_id", "datatype": "INT64", "shape": [2], "parameters": {"binary_data_size": 16}}
     header = json.dumps({"inputs": [tensor]}).encode()
     for expected in (2, 3, 4):  # the first time it is tried on the loop
@@ -257,11 +260,11 @@ def planned(n: int, *, feature: str = "item_id", path: str = OIP, **headers: obj
 
 def reactor_answers(server: ServerThread) -> int:
     """Look-ups that were answered without Python."""
-    return int(server._http._reactors._lines[:, kernel.ANSWERS].sum())
+    return int(server.service.reactors.answers)
 
 
 @pytest.fixture
-def known(ctr: Own) -> tuple[socket.socket, bytes, ServerThread]:
+def learned(ctr: Own) -> tuple[socket.socket, bytes, ServerThread]:
     """A connection, a look-up of four keys in memory that the reactors know how to answer, and their server."""
     _, server, _ = ctr
     head, keys = planned(4)
@@ -280,10 +283,10 @@ def known(ctr: Own) -> tuple[socket.socket, bytes, ServerThread]:
     return made, head + keys, server
 
 
-def test_a_known_look_up_never_comes_to_python(
-    known: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
+def test_a_learned_look_up_never_comes_to_python(
+    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
 ) -> None:
-    made, message, server = known
+    made, message, server = learned
     with made:
         before = reactor_answers(server)
         made.sendall(message)
@@ -298,13 +301,13 @@ def test_a_known_look_up_never_comes_to_python(
         assert reactor_answers(server) == before + 55
 
 
-def test_what_a_reactor_answers_is_counted_like_any(known: tuple[socket.socket, bytes, ServerThread]) -> None:
-    made, message, server = known
+def test_what_a_reactor_answers_is_counted_like_any(learned: tuple[socket.socket, bytes, ServerThread]) -> None:
+    made, message, server = learned
     service, store = server.service, server.service.store
 
     def counted() -> tuple[int, int, int, int]:
         service.refresh()
-        stats = service.infer_stats.of("ctr", 1)
+        stats = service.inference_stats.of("ctr", 1)
         keys = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
         return stats.success, service.request_times.requests, sum(keys.values()), sum(stats.seconds.counts)
 
@@ -317,9 +320,9 @@ def test_what_a_reactor_answers_is_counted_like_any(known: tuple[socket.socket, 
 
 
 def test_a_delta_is_seen_by_the_next_request(
-    known: tuple[socket.socket, bytes, ServerThread], at_once: list[bool], tmp_path: Path
+    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool], tmp_path: Path
 ) -> None:
-    made, message, server = known
+    made, message, server = learned
     store = server.service.store
     dim = store.model("ctr").tables["item"].dim
     with made:
@@ -335,8 +338,10 @@ def test_a_delta_is_seen_by_the_next_request(
     assert at_once == []
 
 
-def test_a_switch_is_seen_by_the_next_request(known: tuple[socket.socket, bytes, ServerThread], tmp_path: Path) -> None:
-    made, message, server = known
+def test_a_switch_is_seen_by_the_next_request(
+    learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
+) -> None:
+    made, message, server = learned
     store = server.service.store
     with made:
         store.load_snapshot(write_small(tmp_path, "ctr", "item", 2))
@@ -348,12 +353,12 @@ def test_a_switch_is_seen_by_the_next_request(known: tuple[socket.socket, bytes,
 
 
 def test_a_version_that_was_left_is_closed_though_reactors_go_on(
-    known: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
+    learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
 ) -> None:
-    made, message, server = known
+    made, message, server = learned
     store = server.service.store
     model = store.model("ctr")
-    old = model.publisher.served.active.holder
+    old = model.publisher.served.active.open_version
     with made:
         store.load_snapshot(write_small(tmp_path, "ctr", "item", 2))
         made.sendall(message)
@@ -362,10 +367,10 @@ def test_a_version_that_was_left_is_closed_though_reactors_go_on(
 
 
 def test_a_client_that_does_not_read_is_let_go_and_holds_nothing(
-    known: tuple[socket.socket, bytes, ServerThread],
+    learned: tuple[socket.socket, bytes, ServerThread],
 ) -> None:
-    made, message, server = known
-    reactors = server._http._reactors
+    made, message, server = learned
+    reactors = server.service.reactors
     reactors._limits[kernel.STALL_NS] = 0
     reactors._limits[kernel.SLOWEST_RATE] = 1 << 40
     made.close()
@@ -383,9 +388,9 @@ def test_a_client_that_does_not_read_is_let_go_and_holds_nothing(
 
 
 def test_a_request_whose_answer_would_go_beyond_what_may_be_in_flight_is_refused(
-    known: tuple[socket.socket, bytes, ServerThread],
+    learned: tuple[socket.socket, bytes, ServerThread],
 ) -> None:
-    made, message, server = known
+    made, message, server = learned
     budget = server.service.inflight
     eventually(lambda: budget.used_bytes == 0, "earlier answers have left")
     held = budget.limit_bytes
@@ -393,16 +398,16 @@ def test_a_request_whose_answer_would_go_beyond_what_may_be_in_flight_is_refused
         budget.hold(held)
         made.sendall(message)
         assert answer(made)[0].startswith(b"HTTP/1.1 503")
-        budget.give(held)
+        budget.release(held)
         made.sendall(message)
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
 
 
-def test_a_request_that_takes_too_long_to_arrive_ends_its_connection(
-    known: tuple[socket.socket, bytes, ServerThread],
+def test_a_request_that_arrives_too_slowly_ends_its_connection(
+    learned: tuple[socket.socket, bytes, ServerThread],
 ) -> None:
-    made, message, server = known
-    server._http._reactors._limits[kernel.ARRIVAL_NS] = 200_000_000
+    made, message, server = learned
+    server.service.reactors._limits[kernel.ARRIVAL_NS] = 200_000_000
     with made, suppress(ConnectionError, BrokenPipeError):
         for byte in range(len(message)):  # a byte every now and then is no reason to wait for ever
             made.sendall(message[byte : byte + 1])
@@ -418,7 +423,7 @@ def test_a_request_that_takes_too_long_to_arrive_ends_its_connection(
 def test_connections_are_shared_out_among_the_reactors(ctr: Own) -> None:
     _, server, http = ctr
     http.close()
-    reactors = server._http._reactors
+    reactors = server.service.reactors
     eventually(lambda: reactors.idle, "no connection is left")
     made = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4 * reactors.threads)]
     eventually(lambda: reactors.open == len(made), "all are accepted")
@@ -429,10 +434,10 @@ def test_connections_are_shared_out_among_the_reactors(ctr: Own) -> None:
 
 
 def test_a_connection_comes_back_from_python_and_is_counted_once(
-    known: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
+    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
 ) -> None:
-    made, message, server = known
-    reactors = server._http._reactors
+    made, message, server = learned
+    reactors = server.service.reactors
     with made:
         for _ in range(20):
             made.sendall(request("/v2/health/live"))
@@ -459,9 +464,9 @@ def ask(made: socket.socket, server: ServerThread, keys: list[int], **more: Any)
 
 
 def test_cold_rows_are_read_without_python(
-    known: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
+    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
 ) -> None:
-    made, _, server = known
+    made, _, server = learned
     keys = [3, 99, 3, 1 << 40]
     with made:
         rows, found = ask(made, server, keys)
@@ -481,9 +486,9 @@ def test_cold_rows_are_read_without_python(
 
 
 def test_cold_rows_that_deltas_changed_come_from_where_they_are(
-    known: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
+    learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
 ) -> None:
-    made, _, server = known
+    made, _, server = learned
     store = server.service.store
     model = store.model("ctr")
     seq = model.publisher.served.active.seq
@@ -501,11 +506,37 @@ def test_cold_rows_that_deltas_changed_come_from_where_they_are(
             eventually(lambda: not model.publisher.served.active.overlays, "it is folded")
 
 
+def test_what_readers_have_offered_to_the_cache_can_be_waited_for(
+    learned: tuple[socket.socket, bytes, ServerThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, server = learned
+    cold, epochs = server.service.reactors.cold_readers, server.service.store.epochs
+    go_on, begun, offer = threading.Event(), threading.Event(), cold_reads._Promoter._offer
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        offer(*arguments)
+
+    monkeypatch.setattr(cold_reads._Promoter, "_offer", slow)
+    with made, ThreadPoolExecutor(1) as thread:
+        ask(made, server, [70, 71, 72, 73])
+        assert begun.wait(30)
+        waiting = thread.submit(epochs.await_offers)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        go_on.set()
+        waiting.result(30)
+        assert cold._words[coldread.OFFERED] == 0
+    server.stop()
+    epochs.await_offers()  # there is nobody to wait for
+
+
 def test_many_ask_for_cold_rows_at_once_while_the_version_is_switched(
-    known: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
+    learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
 ) -> None:
     """Every answer is right, and versions that were left are closed all the same."""
-    made, _, server = known
+    made, _, server = learned
     made.close()
     store = server.service.store
     expected = {key: store.model("ctr").lookup("item_id", [key])[0] for key in range(100)}

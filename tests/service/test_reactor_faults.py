@@ -74,7 +74,7 @@ class Served:
     """The model `twins`, version 1 with 1.0 everywhere, whose usual look-up reactors know how to answer."""
 
     def __init__(self, store: Store, server: ServerThread) -> None:
-        self.store, self.server, self.reactors = store, server, server._http._reactors
+        self.store, self.server, self.reactors = store, server, server.service.reactors
         self.message = look_up(np.arange(N))
         with connection(server) as made:
             made.sendall(self.message)
@@ -88,15 +88,15 @@ class Served:
                 return reactor_answers(server) > before
 
             eventually(by_reactor, "the plan is known")
-        self.rest()
+        self.remaining()
 
-    def rest(self) -> None:
+    def remaining(self) -> None:
         """Wait until no connection is left, and see that nothing else is."""
         eventually(lambda: self.reactors.open == 0, "all connections are gone")
         eventually(lambda: self.server.service.inflight.used_bytes == 0, "no byte is held")
         assert self.reactors.unfinished == 0
         assert not self.reactors.sending
-        assert (self.reactors._jobs[:, 2] == 0).all(), "no job is left"
+        assert self.reactors.cold_readers.idle, "no job is left"
         assert set(self.reactors._lines[:, kernel.LOAD].tolist()) == {0}
 
 
@@ -148,17 +148,17 @@ LEAVING: dict[str, Callable[[socket.socket], None]] = {
 # --- clients that go
 
 
-@pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
-def test_a_client_may_go_at_any_byte(served: Served, leave: Callable[[socket.socket], None]) -> None:
+@pytest.mark.parametrize("go", LEAVING.values(), ids=LEAVING)
+def test_a_client_may_go_at_any_byte(served: Served, go: Callable[[socket.socket], None]) -> None:
     cold = look_up(np.arange(N) + 1000)
     kept = []
     for message in (served.message, cold, request("/v2/models/twins/infer", {}), served.message * 3):
         for end in [*range(0, len(message), 37), len(message)]:
             made = socket.create_connection(("127.0.0.1", served.server.port))
             made.sendall(message[:end])
-            leave(made)
+            go(made)
             kept.append(made)
-    served.rest()
+    served.remaining()
     for made in kept:
         made.close()
 
@@ -174,7 +174,7 @@ def test_a_client_that_ends_its_side_is_answered_and_the_connection_closed(serve
             made.settimeout(10)
             assert [answer(made) for _ in range(count)] == [served.expected] * count
             assert made.recv(1) == b"", "it is closed, and not kept until it is idle for too long"
-    served.rest()
+    served.remaining()
 
 
 def test_what_is_left_of_a_request_when_the_client_ends_its_side_is_dropped(served: Served) -> None:
@@ -184,7 +184,7 @@ def test_what_is_left_of_a_request_when_the_client_ends_its_side_is_dropped(serv
         made.settimeout(10)
         assert answer(made) == served.expected
         assert made.recv(1) == b""
-    served.rest()
+    served.remaining()
 
 
 def test_thousands_of_connections_come_and_go_while_others_ask(served: Served) -> None:
@@ -218,7 +218,7 @@ def test_thousands_of_connections_come_and_go_while_others_ask(served: Served) -
     eventually(lambda: served.reactors.open == 2, "the others are gone")
     for each in mine:
         each.close()
-    served.rest()
+    served.remaining()
     assert files() == open_before - 4, "the two that asked had two ends each"
     assert resident() - size < 32 << 20
 
@@ -236,7 +236,7 @@ def test_many_connections_at_once(served: Served) -> None:
             reset(each)
         for each in made:
             each.close()
-        served.rest()
+        served.remaining()
 
 
 # --- clients that are slow
@@ -261,7 +261,7 @@ def test_thousands_sent_ahead_are_answered_in_order_to_a_client_that_reads_slowl
             if i % 200 == 0:
                 time.sleep(0.02)  # it fills what may be sent ahead
         sender.join()
-    served.rest()
+    served.remaining()
 
 
 def test_a_request_that_comes_byte_by_byte_beside_others_is_answered(served: Served) -> None:
@@ -273,7 +273,7 @@ def test_a_request_that_comes_byte_by_byte_beside_others_is_answered(served: Ser
 
     with askers(4, ask):
         time.sleep(0.5)
-    served.rest()
+    served.remaining()
 
 
 def test_the_beginning_of_a_head_behind_one_for_python_is_not_lost(served: Served) -> None:
@@ -304,7 +304,7 @@ def test_a_head_that_is_too_long_is_refused_however_it_comes(served: Served) -> 
             for begin in range(0, len(message), size):
                 made.sendall(message[begin : begin + size])
             assert made.recv(12) == b"HTTP/1.1 400"
-    served.rest()
+    served.remaining()
 
 
 # --- while the service changes
@@ -316,7 +316,7 @@ def version_of(body: bytes) -> int:
     return int(found[1])
 
 
-def test_a_model_that_is_taken_away_is_gone_with_the_next_request_and_comes_back_as_another(
+def test_a_model_that_is_removed_is_gone_with_the_next_request_and_comes_back_as_another(
     served: Served, tmp_path: Path
 ) -> None:
     store = served.store
@@ -398,7 +398,7 @@ def test_each_answer_is_of_one_delta(served: Served, tmp_path: Path) -> None:
     assert reactor_answers(served.server) - before > 60
     for each in made:
         each.close()
-    served.rest()
+    served.remaining()
 
 
 def test_two_servers_over_one_store_one_after_the_other(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_the_service_ends_while_requests_are_in_every_state(tmp_path: Path) -> N
             made = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(40)]
             for i, each in enumerate(made):
                 cold = look_up(np.random.default_rng(i).integers(0, 20_000, 200))
-                begun = [
+                started = [
                     b"",
                     served.message[:40],
                     served.message[:-9],
@@ -441,11 +441,11 @@ def test_the_service_ends_while_requests_are_in_every_state(tmp_path: Path) -> N
                 ]
                 each.settimeout(0.2)
                 with suppress(TimeoutError):  # of one that does not read
-                    each.sendall(begun[i % 8])
+                    each.sendall(started[i % 8])
                 each.settimeout(60)
             stop = threading.Thread(target=server.close)
             stop.start()
-            eventually(lambda: server._http._handover.ending, "it is told to end")  # noqa: B023
+            eventually(lambda: server._http._handoff.ending, "it is told to end")  # noqa: B023
             for i, each in enumerate(made):
                 if i % 8 == 2:
                     with suppress(ConnectionError):

@@ -70,7 +70,9 @@ def test_half_a_character_is_bad_input(http: httpx.Client, path: str, body: str)
     assert answer.text.encode()
 
 
-def test_who_sends_requests_ahead_and_leaves_is_no_defect(http: httpx.Client, server: ServerThread) -> None:
+def test_a_client_that_sends_requests_ahead_and_goes_away_is_no_defect(
+    http: httpx.Client, server: ServerThread
+) -> None:
     """One is being answered when the connection is lost, and is not the one that came last."""
     where = urlsplit(server.url)
     keys = list(range(20_000))

@@ -17,7 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tierstore.errors import ConfigError, Locked
-from tierstore.service.http.guard import host_name, is_loopback
+from tierstore.service.addresses import is_loopback
+from tierstore.service.http.middleware import host_name
 from tierstore.service.server import ServerThread, check_settings, serve
 
 from .conftest import eventually, load, settings_for
@@ -45,9 +46,13 @@ PATHS = ["/v2", "/v2/models/ctr", "/admin/models", "/metrics", "/", "/docs", "/n
         ({"Host": "10.0.0.1"}, False),
         ({"Host": ""}, False),
         ({"Host": "[::1"}, False),
-        ({"Origin": "http://localhost:3000"}, True),
-        ({"Origin": "http://127.0.0.1"}, True),
-        ({"Origin": "http://[::1]:5"}, True),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, True),
+        ({"Host": "localhost", "Origin": "http://localhost"}, True),
+        ({"Host": "[::1]:5", "Origin": "http://[::1]:5"}, True),
+        ({"Host": "localhost:443", "Origin": "https://localhost"}, True),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:3000"}, False),
+        ({"Host": "localhost:8000", "Origin": "http://127.0.0.1:8000"}, False),
+        ({"Host": "localhost:8000", "Origin": "http://localhost"}, False),
         ({"Origin": "https://evil.example"}, False),
         ({"Origin": "http://localhost.evil.example"}, False),
         ({"Origin": "null"}, False),
@@ -113,17 +118,20 @@ def test_what_cannot_be_served_is_said_at_start(
     assert not (tmp_path / "data").exists()
 
 
-def test_an_open_network_answers_under_any_name_but_to_no_foreign_page(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, host="0.0.0.0", allow_open_network=True)
+def test_an_open_network_answers_under_its_names_and_addresses_but_to_no_foreign_page(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, host="0.0.0.0", allow_open_network=True, allowed_host=["Store.example"])
     check_settings(settings)
     with ServerThread(FakeStore(settings)) as server:  # type: ignore[arg-type]
         url = f"http://127.0.0.1:{server.port}/v2"
         assert httpx.get(url, headers={"Host": "store.example:8000"}).status_code == 200
+        assert httpx.get(url, headers={"Host": "10.0.0.1:8000"}).status_code == 200
+        assert httpx.get(url, headers={"Host": socket.gethostname()}).status_code == 200
+        assert httpx.get(url, headers={"Host": "rebound.example"}).status_code == 403
         assert httpx.get(url, headers={"Host": "store.example", "Origin": "https://store.example"}).status_code == 200
         assert httpx.get(url, headers={"Host": "store.example", "Origin": "https://evil.example"}).status_code == 403
 
 
-def test_answers_without_a_body_leave_too_and_in_their_order(server: ServerThread) -> None:
+def test_answers_without_a_body_are_sent_too_and_in_their_order(server: ServerThread) -> None:
     requests = [
         b"HEAD /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -144,11 +152,11 @@ def test_a_port_in_use_is_an_error_at_start(server: ServerThread, tmp_path: Path
         ServerThread(FakeStore(settings_for(tmp_path, port=server.port)))  # type: ignore[arg-type]
 
 
-def test_beyond_the_queue_requests_are_refused_at_once_and_the_rest_is_answered(
+def test_beyond_the_queue_requests_are_refused_at_once_and_the_others_are_answered(
     fake: tuple[FakeStore, ServerThread],
 ) -> None:
     store, server = fake
-    pool = server.service.lookups
+    pool = server.service.lookup_pool
     store.model("ctr").gate.clear()
     with httpx.Client(base_url=server.url, timeout=60) as http, concurrent.futures.ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(http.post, "/v2/models/ctr/infer", json=ITEM) for _ in range(2)]
@@ -158,9 +166,9 @@ def test_beyond_the_queue_requests_are_refused_at_once_and_the_rest_is_answered(
         assert answer.headers["retry-after"] == "1"
         assert "lookup" in answer.json()["error"]
         assert http.get("/v2/health/live").status_code == 200, "the loop is not held up"
-        figures = samples(http)
-        assert figures["tierstore_lookup_queue_depth", ()] == figures["tierstore_lookup_queue_limit", ()] == 1
-        assert figures["tierstore_lookup_rejected_total", ()] == 1
+        stats = samples(http)
+        assert stats["tierstore_lookup_queue_depth", ()] == stats["tierstore_lookup_queue_limit", ()] == 1
+        assert stats["tierstore_lookup_rejected_total", ()] == 1
         store.model("ctr").gate.set()
         assert [future.result().status_code for future in waiting] == [200, 200]
     eventually(lambda: pool.busy == 0, "an idle pool")
@@ -218,10 +226,10 @@ def test_metrics(own: tuple[object, ServerThread, httpx.Client], tmp_path: Path)
     }
     assert {"host", "disk", "overlay", "absent"} <= tiers
 
-    def keys(figures: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> float:
+    def keys(stats: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> float:
         return sum(
             value
-            for (name, labels), value in figures.items()
+            for (name, labels), value in stats.items()
             if name == "tierstore_lookup_keys_total" and set(item) <= set(labels)
         )
 
@@ -269,12 +277,12 @@ def test_draining_goes_on_serving_and_says_not_ready(tmp_path: Path) -> None:
         httpx.get(server.url)
 
 
-def test_what_has_begun_is_finished_before_the_end(tmp_path: Path) -> None:
+def test_what_was_started_is_finished_before_the_end(tmp_path: Path) -> None:
     store = FakeStore(settings_for(tmp_path))
     store.model("ctr").gate.clear()
     with concurrent.futures.ThreadPoolExecutor(1) as threads, ServerThread(store) as server:  # type: ignore[arg-type]
         answer = threads.submit(httpx.post, f"{server.url}/v2/models/ctr/infer", json=ITEM, timeout=60)
-        eventually(lambda: server.service.lookups.busy == 1, "a look-up at work")
+        eventually(lambda: server.service.lookup_pool.busy == 1, "a look-up at work")
         closing = threading.Thread(target=server.close)
         closing.start()
         eventually(lambda: _refused(server.url), "no new connections")
@@ -313,14 +321,15 @@ def start(data: Path, drain_s: float) -> tuple[subprocess.Popen[str], str]:
     return process, found[0]
 
 
-def test_a_stop_signal_drains_and_ends_the_process_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_drains_and_ends_the_process_in_order(tmp_path: Path, number: signal.Signals) -> None:
     process, url = start(tmp_path / "data", 0.3)
     with process:
         with pytest.raises(Locked):
             serve(settings_for(tmp_path), announce=lambda *_: pytest.fail("two processes hold one directory"))
         with httpx.Client(base_url=url, timeout=60) as http:
             assert http.get("/v2/health/ready").status_code == 200
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             eventually(lambda: http.get("/v2/health/ready").status_code == 400, "not ready")
         assert process.wait(60) == 0
 

@@ -14,6 +14,7 @@ import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
+from tierstore.access.roles import Principal, Role
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.oip.shared_memory import DIRECTORY, MAX_REGIONS, Regions, Span
@@ -208,7 +209,7 @@ def test_a_region_may_begin_within_its_object(client: triton.InferenceServerClie
         ([given("in")], [wanted("nothing")], "no shared memory region 'nothing'"),
         ([given("in", offset=SIZE - 40)], None, "beyond the 4096 bytes"),
         ([given("in", offset=1 << 62)], None, "beyond the 4096 bytes"),
-        ([given("in", 40)], None, "takes 48 bytes, came 40"),
+        ([given("in", 40)], None, "takes 48 bytes, got 40"),
         ([given("in")], [wanted("in", ROWS.nbytes - 1)], "takes 96 bytes, shared_memory_byte_size is 95"),
         ([given("in")], [wanted("in", offset=SIZE)], "beyond the 4096 bytes"),
         ([given("in", offset=-8)], None, "expected a number of bytes"),
@@ -294,6 +295,34 @@ def test_a_region_that_shrinks_is_an_error_and_no_crash(client: triton.Inference
         client.infer("ctr", [tensor], outputs=[wanted("in")])
     assert (DIRECTORY / key_of("in").lstrip("/")).stat().st_size == 16
     assert client.is_server_live()
+
+
+def test_a_region_is_there_for_its_caller_and_for_admins_alone(make: Any) -> None:
+    make("in")
+    regions = Regions(enabled=True, max_read=SIZE)
+    one, two = Principal("token 1", Role.READER), Principal("token 2", Role.ADMIN, frozenset({"ctr"}))
+    span = Span("r", 0, 64)
+    regions.of(one).register("r", key_of("in"), 0, SIZE)
+    for stranger in (two, Principal("token 3", Role.READER)):
+        theirs = regions.of(stranger)
+        assert theirs.status() == []
+        for use in (
+            lambda theirs=theirs: theirs.status("r"),
+            lambda theirs=theirs: theirs.check(span, "x"),
+            lambda theirs=theirs: theirs.read(span, "x"),
+            lambda theirs=theirs: theirs.write(span, np.zeros(64, np.uint8)),
+        ):
+            with pytest.raises(NotFound):
+                use()
+        with pytest.raises(InvalidInput, match="choose another name"):
+            theirs.register("r", key_of("in"), 0, SIZE)
+        theirs.unregister("r")
+        theirs.unregister()
+    assert len(regions.of(one).status()) == 1
+    admin = regions.of(Principal("token 4", Role.ADMIN))
+    assert len(admin.read(span, "x")) == 64
+    admin.unregister("r")
+    assert len(regions) == 0
 
 
 def test_regions_have_a_bound(make: Any) -> None:

@@ -12,19 +12,19 @@ import pytest
 grpc = pytest.importorskip("grpc", reason="needs the extra grpc")
 
 from tierstore.errors import InvalidInput, TooLarge  # noqa: E402
-from tierstore.service.plane.known import KNOWN_REQUESTS  # noqa: E402
-from tierstore.service.plane.plan import OutputSpec, Plan  # noqa: E402
-from tierstore.service.rpc.messages import message  # noqa: E402
-from tierstore.service.rpc.tfs_tensors import answer_of, tensor_of  # noqa: E402
+from tierstore.service.dataplane.plan import OutputSpec, Plan  # noqa: E402
+from tierstore.service.dataplane.plan_cache import MOST_CACHED  # noqa: E402
+from tierstore.service.rpc.protobuf import message_class  # noqa: E402
+from tierstore.service.rpc.tensor_proto import answer_of, tensor_of  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 
 from .conftest import eventually  # noqa: E402
 from .fake_store import DEFAULT, ITEMS, USERS, VERSION  # noqa: E402
 from .scenes import rows  # noqa: E402
 
-PredictRequest = message("tensorflow.serving.PredictRequest")
-PredictResponse = message("tensorflow.serving.PredictResponse")
-TensorProto = message("tensorflow.TensorProto")
+PredictRequest = message_class("tensorflow.serving.PredictRequest")
+PredictResponse = message_class("tensorflow.serving.PredictResponse")
+TensorProto = message_class("tensorflow.TensorProto")
 NUMBERS = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "bool": 10, "float16": 19, "uint64": 23}
 DTYPES = {number: np.dtype(name) for name, number in NUMBERS.items()}
 VALUES = {"float32": "float_val", "int64": "int64_val", "uint64": "uint64_val", "int32": "int_val"}
@@ -61,15 +61,15 @@ def tensor(array: Any, *, values: bool = False) -> Any:
 
 
 def request(inputs: dict[str, Any], *, picked: tuple[str, ...] = (), **spec: Any) -> Any:
-    asked = PredictRequest(output_filter=picked)
-    asked.model_spec.name = spec.pop("model", "ctr")
+    wanted = PredictRequest(output_filter=picked)
+    wanted.model_spec.name = spec.pop("model", "ctr")
     if (version := spec.pop("version", None)) is not None:
-        asked.model_spec.version.value = version
+        wanted.model_spec.version.value = version
     for name, value in spec.items():
-        setattr(asked.model_spec, name, value)
+        setattr(wanted.model_spec, name, value)
     for name, value in inputs.items():
-        asked.inputs[name].CopyFrom(value if isinstance(value, TensorProto) else tensor(value))
-    return asked
+        wanted.inputs[name].CopyFrom(value if isinstance(value, TensorProto) else tensor(value))
+    return wanted
 
 
 def arrays(answer: Any) -> dict[str, np.ndarray]:
@@ -111,13 +111,13 @@ def test_rows_in_the_order_of_the_keys(predict: Predict, values: bool) -> None:
 
 def test_bags_with_weights(predict: Predict) -> None:
     weights = np.array([1, 1, 2, 5], np.float32)
-    asked = {
+    wanted = {
         "clicked.weights": weights,
         "clicked": np.array([1, 2, 3, 4]),
         "clicked.offsets": np.array([0, 3, 3]),
     }
     expected = [np.average(items([1, 2, 3]), axis=0, weights=weights[:3]), np.zeros(4), items([4])[0]]
-    np.testing.assert_allclose(predict(asked)["clicked"], expected, rtol=1e-6)
+    np.testing.assert_allclose(predict(wanted)["clicked"], expected, rtol=1e-6)
 
 
 def test_one_value_stands_for_all(predict: Predict) -> None:
@@ -148,13 +148,13 @@ def test_no_keys_give_no_rows(predict: Predict) -> None:
 
 
 def test_the_answer_says_which_version_and_signature(call: Callable[..., Any]) -> None:
-    asked = request({"item_id": np.array([1])}, version=VERSION, signature_name="lookup")
-    spec = call("PredictionService/Predict", asked, PredictResponse).model_spec
+    wanted = request({"item_id": np.array([1])}, version=VERSION, signature_name="lookup")
+    spec = call("PredictionService/Predict", wanted, PredictResponse).model_spec
     assert (spec.name, spec.version.value, spec.signature_name) == ("ctr", VERSION, "lookup")
 
 
 def test_the_order_of_inputs_means_nothing(server: ServerThread, predict: Predict) -> None:
-    known = server.service.known_requests
+    learned = server.service.plan_cache
     inputs = {
         "item_id": np.arange(3),
         "clicked": np.arange(4),
@@ -163,17 +163,17 @@ def test_the_order_of_inputs_means_nothing(server: ServerThread, predict: Predic
         "user": np.array(["u1", "u2", "λ"]),
         "big": np.array([5, 6], np.uint64),
     }
-    before = len(known)
+    before = len(learned)
     first = predict(inputs)
     for order in [*permutations(inputs)][::5]:
         answer = predict({name: inputs[name] for name in order})
         assert answer.keys() == first.keys()
         assert all(np.array_equal(answer[name], first[name]) for name in first)
-    assert len(known) <= min(before + 1, KNOWN_REQUESTS)
+    assert len(learned) <= min(before + 1, MOST_CACHED)
 
 
 @pytest.mark.parametrize(
-    ("asked", "code", "says"),
+    ("wanted", "code", "says"),
     [
         (request({"nope": np.array([1])}), "INVALID_ARGUMENT", "unknown input 'nope'"),
         (request({}), "INVALID_ARGUMENT", "no inputs"),
@@ -189,9 +189,9 @@ def test_the_order_of_inputs_means_nothing(server: ServerThread, predict: Predic
         (request({"item_id": TensorProto(dtype=9, int64_val=[1])}), "INVALID_ARGUMENT", "shape"),
     ],
 )
-def test_what_is_wrong_is_said(call: Callable[..., Any], asked: Any, code: str, says: str) -> None:
+def test_what_is_wrong_is_said(call: Callable[..., Any], wanted: Any, code: str, says: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        call("PredictionService/Predict", asked, PredictResponse)
+        call("PredictionService/Predict", wanted, PredictResponse)
     assert (refused.value.code().name, says in refused.value.details()) == (code, True), refused.value.details()
 
 
@@ -211,32 +211,34 @@ def test_a_reload_of_configuration_is_refused(call: Callable[..., Any]) -> None:
 
 
 def test_metadata(call: Callable[..., Any]) -> None:
-    asked = message("tensorflow.serving.GetModelMetadataRequest")(metadata_field=["signature_def"])
-    asked.model_spec.name = "ctr"
-    answer = call("PredictionService/GetModelMetadata", asked, message("tensorflow.serving.GetModelMetadataResponse"))
+    wanted = message_class("tensorflow.serving.GetModelMetadataRequest")(metadata_field=["signature_def"])
+    wanted.model_spec.name = "ctr"
+    answer = call(
+        "PredictionService/GetModelMetadata", wanted, message_class("tensorflow.serving.GetModelMetadataResponse")
+    )
     assert answer.model_spec.version.value == VERSION
-    every = message("tensorflow.serving.SignatureDefMap")()
+    every = message_class("tensorflow.serving.SignatureDefMap")()
     assert answer.metadata["signature_def"].Unpack(every)
     default = every.signature_def["serving_default"]
     assert default.inputs["item_id"].dtype == 9
     assert [dim.size for dim in default.outputs["item_id"].tensor_shape.dim] == [-1, 4]
     assert every.signature_def["lookup_float16"].outputs["user"].dtype == 19
     for fields in ([], ["nope"]):
-        del asked.metadata_field[:]
-        asked.metadata_field.extend(fields)
+        del wanted.metadata_field[:]
+        wanted.metadata_field.extend(fields)
         with pytest.raises(grpc.RpcError, match="metadata_field"):
-            call("PredictionService/GetModelMetadata", asked, PredictResponse)
+            call("PredictionService/GetModelMetadata", wanted, PredictResponse)
 
 
 def test_model_status(call: Callable[..., Any]) -> None:
-    asked = message("tensorflow.serving.GetModelStatusRequest")()
-    asked.model_spec.name = "ctr"
-    response = message("tensorflow.serving.GetModelStatusResponse")
-    (entry,) = call("ModelService/GetModelStatus", asked, response).model_version_status
+    wanted = message_class("tensorflow.serving.GetModelStatusRequest")()
+    wanted.model_spec.name = "ctr"
+    response = message_class("tensorflow.serving.GetModelStatusResponse")
+    (entry,) = call("ModelService/GetModelStatus", wanted, response).model_version_status
     assert (entry.version, entry.state, entry.status.error_code) == (VERSION, 30, 0)
-    asked.model_spec.version.value = 7
+    wanted.model_spec.version.value = 7
     with pytest.raises(grpc.RpcError) as refused:
-        call("ModelService/GetModelStatus", asked, response)
+        call("ModelService/GetModelStatus", wanted, response)
     assert refused.value.code() == grpc.StatusCode.NOT_FOUND
 
 
@@ -244,7 +246,7 @@ def test_requests_are_counted(server: ServerThread, predict: Predict) -> None:
     def counts() -> tuple[int, int]:
         service = server.service
         times = service.request_times.histograms[("tfs_grpc", "ok")].counts
-        return sum(times), service.infer_stats.of("ctr", VERSION).success
+        return sum(times), service.inference_stats.of("ctr", VERSION).success
 
     predict({"item_id": np.array([1])})
     before = counts()
@@ -307,7 +309,7 @@ def test_strings_may_come_as_content() -> None:
         (TensorProto(dtype=9, int64_val=[1]), TooLarge, "filled with one value"),
         (TensorProto(dtype=7, string_val=[b"x" * 100]), TooLarge, "filled with one value"),
         (TensorProto(dtype=7, string_val=[b""]), TooLarge, "filled with one value"),
-        (TensorProto(dtype=9), InvalidInput, "came 0"),
+        (TensorProto(dtype=9), InvalidInput, "got 0"),
         (TensorProto(dtype=9, int64_val=range(10)), InvalidInput, "takes 5"),
         (TensorProto(dtype=9, tensor_content=b"12345678"), InvalidInput, "takes 40 bytes"),
         (TensorProto(dtype=4, int_val=[1, 2, 3, 4, -5]), InvalidInput, "does not fit"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tierstore.errors import InvalidInput
-from tierstore.service.plane.plan import OutputSpec
-from tierstore.service.tfs.rest import encode_answer
+from tierstore.service.dataplane.plan import OutputSpec
+from tierstore.service.tfserving.json_messages import encode_answer
 
 
 def answer(*, rows: bool = False, **arrays: np.ndarray) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tierstore.access.roles import LOCAL
 from tierstore.errors import TierstoreError
 from tierstore.service.server import ServerThread
 
@@ -19,16 +20,18 @@ QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthC
 
 names = st.sampled_from(["item_id", "clicked", "clicked.offsets", "clicked.weights", "user", "big", "nope", "b64", ""])
 numbers = st.integers(-(1 << 65), 1 << 65) | st.integers(-1, 5) | st.floats()
-leaves = st.none() | st.booleans() | numbers | st.text(max_size=3) | st.just({"b64": "dTE="}) | st.just({"b64": "!"})
-values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=4), max_leaves=8)
+leaf_values = (
+    st.none() | st.booleans() | numbers | st.text(max_size=3) | st.just({"b64": "dTE="}) | st.just({"b64": "!"})
+)
+values = st.recursive(leaf_values, lambda inner: st.lists(inner, max_size=4), max_leaves=8)
 inputs = st.dictionaries(names, values, max_size=4)
 bodies = st.fixed_dictionaries(
     {},
     optional={
         "instances": values | st.lists(inputs, max_size=4),
         "inputs": values | inputs,
-        "signature_name": st.sampled_from(["serving_default", "lookup", "lookup_float16", "", None, 5]) | leaves,
-        "output_filter": st.lists(names | leaves, max_size=3) | leaves,
+        "signature_name": st.sampled_from(["serving_default", "lookup", "lookup_float16", "", None, 5]) | leaf_values,
+        "output_filter": st.lists(names | leaf_values, max_size=3) | leaf_values,
     },
 )
 
@@ -73,22 +76,24 @@ def test_any_message_is_answered_or_refused(
     server: ServerThread, given_inputs: dict[str, Any], picked: list[str], cut: int
 ) -> None:
     pytest.importorskip("grpc", reason="needs the extra grpc")
-    from tierstore.service.rpc.lookups import answer as answer_of
-    from tierstore.service.rpc.messages import message
-    from tierstore.service.rpc.predict import PredictCall
+    from tierstore.service.rpc.lookup import answer as answer_of
+    from tierstore.service.rpc.protobuf import message_class
+    from tierstore.service.rpc.tfserving import PredictCall
 
-    asked = message("tensorflow.serving.PredictRequest")(output_filter=picked)
-    asked.model_spec.name = "ctr"
+    request = message_class("tensorflow.serving.PredictRequest")(output_filter=picked)
+    request.model_spec.name = "ctr"
     for name, (fields, shape) in given_inputs.items():
-        tensor = message("tensorflow.TensorProto")(**fields)
+        tensor = message_class("tensorflow.TensorProto")(**fields)
         for size in shape:
             tensor.tensor_shape.dim.add(size=size)
-        asked.inputs[name].CopyFrom(tensor)
-    received = asked.SerializeToString()
+        request.inputs[name].CopyFrom(tensor)
+    received = request.SerializeToString()
     service = server.service
     try:
-        answer = answer_of(service, lambda part: PredictCall(service, part), received[: len(received) - cut], (), 0)
+        answer = answer_of(
+            service, lambda part: PredictCall(service, part), received[: len(received) - cut], (), LOCAL, 0
+        )
     except TierstoreError:
         answer = b""
-    message("tensorflow.serving.PredictResponse").FromString(answer)
+    message_class("tensorflow.serving.PredictResponse").FromString(answer)
     eventually(lambda: server.service.inflight.used_bytes == 0, "its bytes are given back")

@@ -118,7 +118,7 @@ def test_what_the_dense_part_lacks_is_said(web: httpx.Client) -> None:
         assert "hour" in response.json()["error"]
 
 
-def test_metadata_tells_scores_from_vectors(web: httpx.Client) -> None:
+def test_metadata_distinguishes_scores_from_vectors(web: httpx.Client) -> None:
     document = web.get("/v1/models/ctr/metadata").json()["metadata"]["signature_def"]["signature_def"]
     assert document["serving_default"]["outputs"].keys() == {"score"}
     assert document["serving_default"]["inputs"]["hour"]["dtype"] == "DT_FLOAT"

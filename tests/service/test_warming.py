@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import tierstore
-from tierstore.engine import warming
+from tierstore.engine.lifecycle import warm as warming
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for
@@ -39,7 +39,7 @@ def scene(tmp_path: Path) -> Iterator[tuple[Warming, ServerThread, httpx.Client]
         yield store, server, http
 
 
-def test_it_is_ready_once_the_share_that_is_asked_for_is_warm_and_stays_so(scene):
+def test_it_is_ready_once_the_wanted_share_is_warm_and_stays_so(scene):
     store, _, http = scene
     answer = http.get("/v2/health/ready")
     assert (answer.status_code, answer.json()) == (400, {"ready": False, "warming": {"done": 25, "total": 100}})

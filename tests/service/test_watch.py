@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tierstore.engine.store import Store
-from tierstore.service.control.watch import Watcher
+from tierstore.service.sources.directory import Watcher
 
 from .conftest import eventually, settings_for
 from .scenes import delta, rows, write_small, write_snapshot
@@ -43,11 +43,11 @@ class Watched:
         eventually(there, f"item {key} to be {value}; {self.watcher.status()}")
 
     def held_up(self, *words: str, model: str = "ctr") -> str:
-        def told() -> str | None:
+        def messages() -> str | None:
             error = self.watcher.status()["held_up"].get(model)
             return error if error and all(word in error for word in words) else None
 
-        return str(eventually(told, f"an error with {words}; {self.watcher.status()}"))
+        return str(eventually(messages, f"an error with {words}; {self.watcher.status()}"))
 
 
 @pytest.fixture
@@ -61,6 +61,9 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 def test_deltas_are_applied_in_order_as_they_appear(watched: Watched) -> None:
     watched.put("5.arrow", delta(5, {1: 50.0}))
     watched.held_up("4 is next")
+    (problem,) = watched.watcher.status()["problems"]
+    assert str(watched.directory / "ctr") in problem
+    assert "4 is next" in problem
     watched.put("4.arrow", delta(4, {1: 40.0, 2: 41.0}))
     watched.put("000006.arrow", delta(6, {3: 60.0}))
     watched.expect(3, 60.0)
@@ -68,6 +71,7 @@ def test_deltas_are_applied_in_order_as_they_appear(watched: Watched) -> None:
     watched.expect(2, 41.0)
     assert watched.watcher.applied == 3
     assert watched.watcher.status()["held_up"] == {}
+    assert watched.watcher.status()["problems"] == []
 
 
 def test_what_is_old_or_no_delta_is_passed_over(watched: Watched) -> None:
@@ -120,12 +124,14 @@ def test_a_restart_goes_on_where_it_was(watched: Watched) -> None:
     watched.put("5.arrow", delta(5, {1: 50.0}))
     watched.watcher = watched.watch()
     watched.expect(1, 50.0)
-    assert (watched.watcher.applied, watched.watcher.errors) == (1, 0)
+    eventually(lambda: watched.watcher.applied == 1, "the count, which follows the delta")
+    assert watched.watcher.errors == 0
 
 
 def test_a_directory_that_goes_away_is_reported(watched: Watched) -> None:
     os.rename(watched.directory, watched.root / "gone")
-    eventually(lambda: watched.watcher.status()["problem"], "a problem")
+    problem = eventually(lambda: watched.watcher.status()["problem"], "a problem")
+    assert watched.watcher.status()["problems"] == [f"watched {watched.directory}: {problem}"]
     errors = watched.watcher.errors
     os.rename(watched.root / "gone", watched.directory)
     eventually(lambda: watched.watcher.status()["problem"] is None, "the problem to pass")

@@ -10,9 +10,9 @@ import pytest
 
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.cuda_shim.cupy_stand_in import CupyStandIn
-from tierstore.tiers import device as door
-from tierstore.tiers.device import CudaDevice, find_devices
-from tierstore.tiers.device_memory import WORKSPACES
+from tierstore.tiers.device import cupy_device
+from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
+from tierstore.tiers.device.workspaces import WORKSPACES
 
 _FOUND, _NO_GPU = find_devices()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not _FOUND, reason=_NO_GPU or "")]
@@ -22,7 +22,7 @@ either = pytest.mark.parametrize("kind", ["late", "early", "cupy", pytest.param(
 def open_device(kind: str) -> Any:
     """`late` and `early` are stand-ins whose tables do what they are told as late, or as early, as they may.
 
-    `cupy` is the driver's own door over a stand-in for CuPy, `gpu` the same over a device.
+    `cupy` is the driver's own cupy_device over a stand-in for CuPy, `gpu` the same over a device.
     """
     if kind == "cupy":
         return over_stand_in(CupyStandIn(ShimDevice()))
@@ -37,5 +37,5 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def over_stand_in(cupy: CupyStandIn) -> CudaDevice:
-    with mock.patch.object(door, "import_module", return_value=cupy):
+    with mock.patch.object(cupy_device, "import_module", return_value=cupy):
         return CudaDevice(0)

@@ -14,7 +14,7 @@ import rocksdict
 
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
-from tierstore.tiers import disk, sst
+from tierstore.tiers.disk import database, sst
 
 NO_SPACE = "IO error: No space left on device: While appending to file: OPTIONS-000017.dbtmp"
 
@@ -55,7 +55,7 @@ def full_disk() -> Iterator[FullDisk]:
     full = FullDisk()
     access = SimpleNamespace(read_only=lambda: "read_only", read_write=lambda: "read_write")
     with files.use(full), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "rocksdict", _with(Rdict=full.open_rocksdb, AccessType=access))
+        patch.setattr(database, "rocksdict", _with(Rdict=full.open_rocksdb, AccessType=access))
         patch.setattr(sst, "rocksdict", _with(SstFileWriter=full.new_writer))
         yield full
 

@@ -9,8 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from tierstore.tiers import background
-from tierstore.tiers.background import NICENESS, gives_way, hand_over, hurrying, in_background, watch
-from tierstore.tiers.readers import ReaderPool
+from tierstore.tiers.background import (
+    NICENESS,
+    in_background,
+    is_background,
+    register_requests,
+    without_yielding,
+    yield_to_requests,
+)
+from tierstore.tiers.disk.reader_pool import ReaderPool
 
 
 def niceness() -> int:
@@ -21,7 +28,7 @@ def test_background_work_has_a_low_priority_and_its_caller_keeps_its_own() -> No
     before = niceness()
     assert in_background(niceness) == min(19, max(before, NICENESS))
     assert niceness() == before
-    assert not gives_way()
+    assert not is_background()
 
 
 def test_an_error_in_the_background_is_the_callers() -> None:
@@ -134,55 +141,55 @@ class Traffic:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(background, "time", clock)
-    monkeypatch.setattr(background, "_watched", ())
-    monkeypatch.setattr(background, "_here", background._Here())
+    monkeypatch.setattr(background, "_sources", ())
+    monkeypatch.setattr(background, "_thread", background._ThreadState())
     clock.work(1.0)
     return clock
 
 
-def rested(clock: Clock) -> float:
+def pause(clock: Clock) -> float:
     began = clock.now_s
-    hand_over()
+    yield_to_requests()
     return clock.now_s - began
 
 
-def test_who_hands_over_goes_on_when_requests_have_been_answered(clock: Clock) -> None:
+def test_a_pause_ends_when_requests_have_been_answered(clock: Clock) -> None:
     traffic, idle = Traffic(clock, for_s=1e-3), Traffic(clock)
-    watch(traffic)
-    watch(idle)
-    assert 1e-3 <= rested(clock) < 1.3e-3
-    assert rested(clock) < 0.1e-3  # there are none now
+    register_requests(traffic)
+    register_requests(idle)
+    assert 1e-3 <= pause(clock) < 1.3e-3
+    assert pause(clock) < 0.1e-3  # there are none now
 
 
 def test_requests_without_end_slow_work_down_to_a_quarter(clock: Clock) -> None:
     traffic = Traffic(clock, for_s=3_600.0)
-    watch(traffic)
-    worked_s = rested_s = 0.0
+    register_requests(traffic)
+    worked_s = paused_s = 0.0
     for _ in range(2_000):
         clock.work(0.5e-3)
         worked_s += 0.5e-3
-        took_s = rested(clock)
+        took_s = pause(clock)
         assert took_s < 4.2e-3
-        rested_s += took_s
-    assert 0.9 < rested_s / (3.25 * worked_s) < 1.1
+        paused_s += took_s
+    assert 0.9 < paused_s / (3.25 * worked_s) < 1.1
 
 
 def test_requests_of_somebody_who_is_gone_are_not_waited_for(clock: Clock) -> None:
     traffic = Traffic(clock, for_s=3_600.0)
-    watch(traffic)
-    assert rested(clock) > 1e-3
+    register_requests(traffic)
+    assert pause(clock) > 1e-3
     del traffic
-    assert rested(clock) < 0.1e-3
+    assert pause(clock) < 0.1e-3
 
 
-def test_who_hurries_waits_for_no_request(clock: Clock) -> None:
+def test_work_in_a_hurry_waits_for_no_request(clock: Clock) -> None:
     traffic = Traffic(clock, for_s=3_600.0)
-    watch(traffic)
-    with hurrying(True):
-        assert rested(clock) < 0.1e-3
-        with hurrying(False):
-            assert rested(clock) > 1e-3
+    register_requests(traffic)
+    with without_yielding(True):
+        assert pause(clock) < 0.1e-3
+        with without_yielding(False):
+            assert pause(clock) > 1e-3
         clock.work(1.0)
-        assert rested(clock) < 0.1e-3
+        assert pause(clock) < 0.1e-3
     clock.work(1.0)
-    assert rested(clock) > 1e-3
+    assert pause(clock) > 1e-3

@@ -23,9 +23,9 @@ from tests.tiers.cache_contract import (
 )
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.devices import ON_GPU, open_device
-from tierstore.tiers.device_backend import DeviceError
-from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory, Workspace
-from tierstore.tiers.device_table import DeviceTable
+from tierstore.tiers.device.backend import DeviceError
+from tierstore.tiers.device.table import DeviceTable
+from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory, Workspace
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
 
@@ -69,7 +69,7 @@ def test_a_table_takes_what_it_says_and_never_more_than_its_budget(
 ) -> None:
     device = ShimDevice()
     table = open_table(device, budget, fraction, dtype)
-    workspaces = WORKSPACES * table.memory.workspace_bytes
+    workspaces = WORKSPACES * table.device.workspace_bytes
     assert table.bytes_in_use == device.used - workspaces
     assert table.bytes_in_use <= budget
     if budget >= 1 << 20 and fraction == 1:
@@ -79,7 +79,7 @@ def test_a_table_takes_what_it_says_and_never_more_than_its_budget(
         assert table.bytes_in_use == device.used - workspaces <= budget
     table.close()
     assert device.used == workspaces
-    table.memory.close()
+    table.device.close()
     assert device.used == 0
 
 
@@ -163,8 +163,8 @@ def test_the_kernels_find_the_sets_that_the_cpu_sorts_by() -> None:
     keys = np.concatenate([ODD_KEYS, np.arange(5000, 9000, dtype=np.int64)])
     table.insert(keys, rows_of(keys), 1)
     order, sets = table.layout.by_set(keys, table._depth)
-    lines = [part for segment in range(table._depth + 1) for part in table._read_lines(segment)]
-    assert sum(len(found) for found, _ in lines) == table.rows_resident
+    assert table._memory is not None
+    assert sum(len(found) for found, _ in table._memory.resident()) == table.rows_resident
     assert (np.diff(sets) >= 0).all()
     assert sets[-1] < table.layout.sets(table._depth)
     assert len(np.unique(order)) == len(keys)
@@ -186,13 +186,13 @@ def test_a_table_that_a_look_up_gives_up_stays_given_up_whatever_a_writer_is_doi
 ) -> None:
     table = open_table(ShimDevice())
     table.insert(ODD_KEYS[:1], rows_of(ODD_KEYS[:1], 1), 0)
-    workspace = table.memory.workspace
+    workspace = table.device.workspace
 
     def failing(*, answers: bool = False) -> AbstractContextManager[Workspace]:
         table.give_up(DeviceError("the device fell off the bus"))  # as a look-up does beside the writer
         return workspace(answers=answers)
 
-    monkeypatch.setattr(table.memory, "workspace", failing)
+    monkeypatch.setattr(table.device, "workspace", failing)
     write(table)
     monkeypatch.undo()
     _, state = ask(table, ODD_KEYS[:1])

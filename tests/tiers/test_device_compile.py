@@ -13,8 +13,8 @@ from tests.tiers import nvrtc
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.cuda_shim.cupy_stand_in import CupyStandIn, NvrtcStandIn
 from tests.tiers.devices import over_stand_in
-from tierstore.tiers.device_backend import DeviceError, kernel_names, kernel_source
-from tierstore.tiers.device_compile import OPTIONS, compile_kernels
+from tierstore.tiers.device.backend import DeviceError, kernel_names, kernel_source
+from tierstore.tiers.device.compile import OPTIONS, compile_kernels
 
 ARCHS = pytest.mark.parametrize("arch", ["80", "90"])
 COMPILERS = pytest.mark.parametrize(

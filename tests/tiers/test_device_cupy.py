@@ -1,4 +1,4 @@
-"""The door of CuPy: what it does over a stand-in, and whether the real CuPy has what the stand-in pretends."""
+"""The cupy_device of CuPy: what it does over a stand-in, and whether the real CuPy has what the stand-in pretends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.cuda_shim.cupy_stand_in import CUDARuntimeError, CupyStandIn, OutOfMemoryError
 from tests.tiers.devices import over_stand_in
 from tierstore.errors import ConfigError
-from tierstore.tiers import device as door
-from tierstore.tiers.device import IpcMemory, find_devices
-from tierstore.tiers.device_backend import Captured, DeviceError, OutOfDeviceMemory
-from tierstore.tiers.device_memory import WORKSPACES, DeviceMemory, Workspace
-from tierstore.tiers.device_table import DeviceTable
+from tierstore.tiers.device import cupy_device
+from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.cupy_device import IpcMemory, find_devices
+from tierstore.tiers.device.table import DeviceTable
+from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory, Workspace
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
 
@@ -72,7 +72,7 @@ def test_while_others_capture_look_ups_pass_the_device_over_and_come_back_to_it(
 
 
 def _up_and_down(ws: Workspace) -> None:
-    ws.host(0, 8)[:] = 1
+    ws.staging(0, 8)[:] = 1
     ws.upload(0, 8)
     ws.download(0, 8)
     ws.stream.synchronize()
@@ -88,10 +88,10 @@ def test_a_workspace_whose_work_could_not_be_waited_for_is_waited_for_by_the_nex
             pass
         cupy.refused = 0
         with memory.workspace() as ws:
-            ws.host(0, 8)[:] = 2  # what is still to come down would write over it
+            ws.staging(0, 8)[:] = 2  # what is still to come down would write over it
             ws.stream.synchronize()
-            assert (ws.host(0, 8) == 2).all()
-    assert memory.taken == 0
+            assert (ws.staging(0, 8) == 2).all()
+    assert memory.held == 0
 
 
 def test_memory_that_is_given_back_is_the_drivers_again(cupy: CupyStandIn) -> None:
@@ -120,7 +120,7 @@ def test_the_memory_of_another_process_is_read_and_written_within_its_bounds(
     memory.write(8, came)
     np.testing.assert_array_equal(theirs[8:24], came)
     memory.close()
-    monkeypatch.setattr(door, "_bytes_from", lambda address: 100)
+    monkeypatch.setattr(cupy_device, "_bytes_from", lambda address: 100)
     with pytest.raises(ConfigError, match="100 bytes, not of 256"):
         IpcMemory(over_stand_in(cupy), handle, 256)
 
@@ -128,7 +128,7 @@ def test_the_memory_of_another_process_is_read_and_written_within_its_bounds(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), door.NOT_INSTALLED),
+        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), cupy_device.NOT_INSTALLED),
         (ImportError("CuPy is not correctly installed.\n\nlibcuda", name="cupy.cuda"), "CuPy cannot be imported: CuPy is not correctly installed. libcuda"),
     ],
 )  # fmt: skip
@@ -138,7 +138,7 @@ def test_a_cupy_that_is_broken_is_told_from_none(
     def missing(name: str) -> Any:
         raise error
 
-    monkeypatch.setattr(door, "import_module", missing)
+    monkeypatch.setattr(cupy_device, "import_module", missing)
     assert find_devices() == (0, said)
 
 

@@ -11,9 +11,9 @@ import pytest
 from tests.tiers.cache_contract import DEFAULT, SPEC, CacheTierContract, ask, no_deletes, rows_of, vectors_of
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device_group import DeviceCache
-from tierstore.tiers.device_lookup import Bags
-from tierstore.tiers.device_memory import DeviceMemory
+from tierstore.tiers.device.cache import DeviceCache
+from tierstore.tiers.device.lookup import Bags
+from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.types import Combiner, Keys, States, TableSpec, Tier, Vectors
 
 
@@ -75,7 +75,7 @@ def test_an_answer_lies_on_the_device_that_was_asked_for(kind: Any, number: int 
     assert (state[:600] == Tier.DEVICE).all()
     assert (state[600:] == Tier.HOST).all()
     assert sorted(np.concatenate(asked)) == KEYS[600:].tolist()
-    ran = [part.memory.backend.launched.get("scatter", 0) for part in cache.parts]  # type: ignore[attr-defined]
+    ran = [part.device.backend.launched.get("scatter", 0) for part in cache.parts]  # type: ignore[attr-defined]
     assert sum(ran) == 1
     assert number is None or ran[number] == 1
     bags = Bags(np.arange(0, 1000, 10), None, Combiner.SUM)

@@ -12,9 +12,9 @@ from tests.tiers.devices import either, open_device, to_host
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device_lookup import PADDING, Bags, look_up, to_device
-from tierstore.tiers.device_memory import DeviceMemory
-from tierstore.tiers.device_table import DeviceTable
+from tierstore.tiers.device.lookup import PADDING, Bags, look_up, to_device
+from tierstore.tiers.device.table import DeviceTable
+from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
 
 RESIDENT = np.arange(0, 400, dtype=np.int64)
@@ -210,7 +210,7 @@ def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
     out = scene.device.empty((len(BELOW), 8), np.float32)
     with pytest.raises(StorageError, match="the disk failed"):
         look_up(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), np.empty((0, 8), np.float32), out, fail)
-    assert scene.memory.taken == 0
+    assert scene.memory.held == 0
     again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), np.empty((0, 8), np.float32))
     np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
 

@@ -19,9 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, BackingContract, get, some_rows
 from tierstore.errors import Closed, Corruption, Locked, StorageError
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.disk import DiskTier, ReaderPool, SstFile, file_xxh3, sst_keys, write_sst
-from tierstore.tiers.sealed import BASE, SealedTier, base_record
-from tierstore.tiers.sealed_file import SealedFile, write_sealed
+from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.disk.sealed import BASE, SealedTier, base_record
+from tierstore.tiers.disk.sealed_file import SealedFile, write_sealed
+from tierstore.tiers.disk.sst import SstFile, file_xxh3, sst_keys, write_sst
+from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Keys, Rows, Tier
 
 CACHE = 1 << 20

@@ -25,8 +25,8 @@ from tests.tiers.cache_contract import (
     vectors_of,
 )
 from tierstore.errors import ConfigError
-from tierstore.kernels.setcache import CONTROL_BYTES
-from tierstore.tiers.host import HostTable
+from tierstore.kernels.host_cache.layout import CONTROL_BYTES
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
 
@@ -39,11 +39,12 @@ class TestHostTable(CacheTierContract):
 
 def resident_bytes(table: HostTable) -> int:
     """Memory behind the table's mapping, as the kernel counts it."""
-    address = table._areas.control.__array_interface__["data"][0]  # type: ignore[union-attr]
-    pages = -(-len(table._memory) // mmap.PAGESIZE)
+    assert table._memory is not None
+    address = table._memory.areas.control.__array_interface__["data"][0]
+    pages = -(-table._memory.size // mmap.PAGESIZE)
     present = (ctypes.c_ubyte * pages)()
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(table._memory)), present) == 0
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(table._memory.size), present) == 0
     return int(np.count_nonzero(np.frombuffer(present, np.uint8) & 1)) * mmap.PAGESIZE
 
 
@@ -57,7 +58,7 @@ def test_the_mapping_keeps_to_the_budget_and_bookkeeping_to_16_bytes_a_row(budge
     if table.capacity_rows:
         overhead = table.bytes_in_use - table.capacity_rows * spec.row_bytes
         assert overhead - CONTROL_BYTES <= 16 * table.capacity_rows
-        assert len(table._memory) == table.bytes_in_use
+        assert table._memory.size == table.bytes_in_use
     if budget >= 1 << 20:
         assert table.capacity_rows * (spec.row_bytes + 16) > 0.95 * budget
     table.close()
@@ -111,7 +112,7 @@ def test_a_table_that_begins_small_is_as_one_that_was_made_so(fraction: float) -
     small = HostTable(SPEC, 1 << 22, default_vector=DEFAULT, fraction=fraction)
     made = HostTable(SPEC, 1 << 22, default_vector=DEFAULT)
     made.resize(fraction)
-    assert (small.bytes_in_use, small._shape) == (made.bytes_in_use, made._shape)
+    assert (small.bytes_in_use, small._memory.shape) == (made.bytes_in_use, made._memory.shape)
     keys = np.arange(2 * small.capacity_rows, dtype=np.int64)
     for table in (small, made):
         table.warm(keys, rows_of(keys))

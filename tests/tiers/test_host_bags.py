@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.tiers.cache_contract import no_deletes
 from tierstore.kernels import codec
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.host import HostTable
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
 RESIDENT, ABSENT, ALL = 300, 330, 400  # keys below are in the table; below, known to be absent; the others unknown

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -18,13 +19,17 @@ from hypothesis import strategies as st
 
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, get, some_rows
 from tierstore.errors import Corruption, StorageError
+from tierstore.formats.keys import partition_of
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers import sealed
-from tierstore.tiers.changed import ChangedKeys
-from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
-from tierstore.tiers.sealed import SealedTier, base_record
-from tierstore.tiers.sealed_file import SealedFile, block_shape, open_sealed, read_blocks, write_sealed
-from tierstore.tiers.sealed_table import SealedTable
+from tierstore.tiers.disk import sealed
+from tierstore.tiers.disk.block_shape import block_shape
+from tierstore.tiers.disk.changed_keys import ChangedKeys
+from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.disk.sealed import SealedTier, base_record
+from tierstore.tiers.disk.sealed_file import SealedFile, open_sealed, read_blocks, write_sealed
+from tierstore.tiers.disk.sealed_table import SealedTable
+from tierstore.tiers.disk.sst import write_sst
+from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Keys, Rows, Tier
 
 CACHE = 1 << 20
@@ -39,15 +44,22 @@ def readers() -> Iterator[ReaderPool]:
     pool.close()
 
 
-def make(path: Path, readers: ReaderPool, tables: dict[int, Keys], files: int = 1) -> SealedTier:
-    """A tier whose base holds `some_rows` of these keys, by table, in so many files each."""
+def pieces(keys: Keys, files: int, parts: int) -> list[npt.NDArray[np.int64]]:
+    """Which of `keys` each file of a base has: so many files of each partition of so many."""
+    of = partition_of(keys, parts)
+    split = [np.array_split(np.flatnonzero(of == part), files) for part in range(parts)]
+    return [piece for part in split for piece in part if len(piece)]
+
+
+def make(path: Path, readers: ReaderPool, tables: dict[int, Keys], files: int = 1, parts: int = 1) -> SealedTier:
+    """A tier whose base holds `some_rows` of these keys, by table, in so many files each, or so many of each partition."""
     built: list[SealedFile] = []
     for table_id, keys in tables.items():
-        for number, part in enumerate(np.array_split(keys, files)):
+        for number, piece in enumerate(pieces(keys, files, parts)):
             name = path.parent / f"base-{table_id}-{number}.sealed"
-            built.append(write_sealed(name, table_id, part, some_rows(part)))
+            built.append(write_sealed(name, table_id, keys[piece], some_rows(keys[piece])))
     tier = SealedTier.create(path, block_cache_bytes=CACHE, reader=readers)
-    records = {"watermark": b"0", **base_record(built)}
+    records = {"watermark": b"0", **base_record(built, parts)}
     tier.ingest([*built, write_sst(path.parent / "records.sst", records=records, delta=True)])
     return tier
 
@@ -129,19 +141,31 @@ def test_the_golden_file_is_to_the_byte_what_the_layout_says() -> None:
         assert block[16 : 16 + 2000 * count] == rows[mine].tobytes()
         assert not any(block[16 + 2000 * count : -8])
         assert struct.unpack("<Q", block[-8:])[0] == plain_checksum(block, number)
-    fences = raw[4 * 4096 : 4 * 4096 + 24]
-    assert fences == keys[::2].tobytes()
+    first_keys = raw[4 * 4096 : 4 * 4096 + 24]
+    assert first_keys == keys[::2].tobytes()
     rows_n, blocks, first, last, checksum, end = struct.unpack("<QQqqQ8s", raw[-48:])
     assert (rows_n, blocks, first, last, end) == (5, 3, LIMITS.min, LIMITS.max, b"LAESREIT")
     zeroed = raw[-48:-16] + bytes(8) + end
-    assert checksum == xxhash.xxh3_64_intdigest(raw[:4096] + fences + zeroed)
+    assert checksum == xxhash.xxh3_64_intdigest(raw[:4096] + first_keys + zeroed)
 
 
-def test_the_golden_file_is_read_and_what_is_written_today_is_the_same(tmp_path: Path) -> None:
+def test_a_file_of_the_same_keys_and_other_rows_does_not_pass_for_it(tmp_path: Path) -> None:
+    keys, rows = golden_rows()
+    built = write_sealed(tmp_path / "right.sealed", 3, keys, rows)
+    other = write_sealed(tmp_path / "other.sealed", 3, keys, rows ^ 1)
+    assert built.bytes == other.bytes
+    with pytest.raises(Corruption, match="do not match their checksum"):
+        open_sealed(tmp_path / "other.sealed", xxh3=built.xxh3, size=built.bytes)
+
+
+def test_the_golden_file_is_read_and_what_is_written_today_differs_by_the_hash_of_its_content(tmp_path: Path) -> None:
+    """The golden file is of a release that had no such hash."""
     keys, rows = golden_rows()
     built = write_sealed(tmp_path / "now.sealed", 3, keys, rows)
-    assert (tmp_path / "now.sealed").read_bytes() == GOLDEN.read_bytes()
-    file = open_sealed(GOLDEN, xxh3=built.xxh3, size=built.bytes)
+    golden, now = GOLDEN.read_bytes(), (tmp_path / "now.sealed").read_bytes()
+    assert now[:28] + bytes(8) + now[36:-16] + golden[-16:-8] + now[-8:] == golden
+    assert struct.unpack_from("<Q", now, 28)[0] == xxhash.xxh3_64_intdigest(now[4096 : 4 * 4096])
+    file = open_sealed(GOLDEN, xxh3=f"{struct.unpack('<Q', golden[-16:-8])[0]:016x}", size=built.bytes)
     got_keys, got_rows = read_blocks(file, 0, 3, None)
     np.testing.assert_array_equal(got_keys, keys)
     np.testing.assert_array_equal(got_rows, rows)
@@ -166,18 +190,19 @@ _codes = st.integers(-300, 300) | st.sampled_from([LIMITS.min, LIMITS.max])
     asked=st.sets(_codes, max_size=200),
     row_bytes=st.sampled_from([1, 8, 300, 2040, 5000]),
     files=st.integers(1, 4),
+    parts=st.sampled_from([1, 2, 5, 64]),
 )
 def test_look_ups_answer_as_a_dict_would(
-    tmp_path_factory: pytest.TempPathFactory, held: set[int], asked: set[int], row_bytes: int, files: int
+    tmp_path_factory: pytest.TempPathFactory, held: set[int], asked: set[int], row_bytes: int, files: int, parts: int
 ) -> None:
     directory, pool = tmp_path_factory.mktemp("sealed"), ReaderPool(0)
     keys = np.array(sorted(held), np.int64)
     rows = np.random.default_rng(len(held)).integers(0, 256, (len(keys), row_bytes), np.uint8)
     opened = []
-    for number, part in enumerate(np.array_split(np.arange(len(keys)), min(files, len(keys)))):
+    for number, part in enumerate(pieces(keys, files, parts)):
         built = write_sealed(directory / f"{number}", 1, keys[part], rows[part])
         opened.append(open_sealed(built.path, xxh3=built.xxh3, size=built.bytes))
-    table = SealedTable(opened)
+    table = SealedTable(opened, parts)
     wanted = np.array(sorted(asked), np.int64)
     got, state = np.full((len(wanted), row_bytes), 0xEE, np.uint8), np.zeros(len(wanted), np.uint8)
     this = np.random.default_rng(len(asked)).random(len(wanted)) < 0.7
@@ -189,6 +214,52 @@ def test_look_ups_answer_as_a_dict_would(
         assert where == (Tier.DISK if key in twin else Tier.ABSENT)
         assert (row == twin.get(key, 0xEE)).all()
     table.close()
+
+
+@pytest.mark.parametrize("parts", [2, 7, 64])
+@pytest.mark.parametrize("batch", [1, 100, 5000])
+def test_a_base_in_parts_is_scanned_by_key_as_one_that_is_whole(
+    tmp_path: Path, readers: ReaderPool, parts: int, batch: int
+) -> None:
+    keys = np.random.default_rng(parts).permutation(np.arange(-(1 << 62), 1 << 62, 1 << 50))[:3000]
+    keys = np.sort(keys)
+    tiers = []
+    for n in (1, parts):
+        (tmp_path / str(n)).mkdir()
+        tiers.append(make(tmp_path / f"{n}/db", readers, {1: keys}, files=2, parts=n))
+        change(tiers[-1], keys[::9], 5)
+    whole, cut = ([*tier.scan(1, ROW_BYTES, batch)] for tier in tiers)
+    assert max(len(found) for found, _ in cut) <= max(batch, 2 * parts)
+    for column in (0, 1):
+        np.testing.assert_array_equal(*(np.concatenate([piece[column] for piece in each]) for each in (whole, cut)))
+    low, high = int(keys[700]) + 1, int(keys[2000])
+    sums = [tier.sum_up(1, ROW_BYTES, low, high, report=lambda _: None) for tier in tiers]
+    assert sums[0] == sums[1]
+    assert sums[0].rows > 1000
+    for tier in tiers:
+        np.testing.assert_array_equal(tier.codes_from(1, ROW_BYTES, low, 50), keys[701:751])
+        tier.close()
+
+
+def test_a_file_of_several_partitions_or_out_of_their_order_is_damage(tmp_path: Path, readers: ReaderPool) -> None:
+    (tmp_path / "db").mkdir()
+    tier = make(tmp_path / "db/db", readers, {1: KEYS}, parts=3)
+    files = tier._base[1].files
+    for wrong, parts in ((files[:1], 2), (files[:1], 64), (files[::-1], 3), ([files[0], files[0]], 3)):
+        with pytest.raises(Corruption, match=r"partitions|begin before"):
+            SealedTable(wrong, parts)
+    rows, state = get(tier, 1, KEYS)
+    assert (state == Tier.DISK).all()
+    np.testing.assert_array_equal(rows, some_rows(KEYS))
+    # a damaged block of one part fails its own keys alone, and is named
+    with open(files[1].path, "r+b") as file:
+        file.seek(5000)
+        file.write(b"!")
+    with pytest.raises(Corruption, match=rf"{files[1].path.name}, block 0: its checksum") as damage:
+        get(tier, 1, KEYS)
+    lost = np.array(damage.value.keys)
+    assert set(partition_of(lost, 3)) == {1}
+    tier.close()
 
 
 def test_what_is_not_in_the_systems_cache_is_read_as_well(tier: SealedTier) -> None:
@@ -220,8 +291,8 @@ def test_the_filter_knows_a_key_before_its_row_can_be_found(tier: SealedTier, mo
     seen: list[bool] = []
 
     def ingest(self: DiskTier, files: Any) -> None:
-        perhaps = tier._changed[1].perhaps(KEYS[:1])
-        seen.append(perhaps is not None)
+        maybe_changed = tier._changed[1].maybe_changed(KEYS[:1])
+        seen.append(maybe_changed is not None)
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
@@ -396,21 +467,21 @@ def test_the_filter_never_denies_a_key_and_grows_with_few_false_alarms() -> None
     rng.shuffle(keys)
     held, others = keys[:200_000], keys[200_000:]
     changed = ChangedKeys()
-    assert changed.perhaps(others) is None
+    assert changed.maybe_changed(others) is None
     for part in np.array_split(held, 50):
         changed.add(part)
         changed.add(part[:100])  # again
-    perhaps = changed.perhaps(held)
-    assert perhaps is not None
-    assert perhaps.all()
-    alarms = changed.perhaps(others)
+    maybe_changed = changed.maybe_changed(held)
+    assert maybe_changed is not None
+    assert maybe_changed.all()
+    alarms = changed.maybe_changed(others)
     assert alarms is not None
     assert alarms.mean() < 0.02
     assert 0.98 * len(held) < changed.keys <= len(held)
     assert changed.nbytes < 4 * len(held), "12 bits a key, and room to grow"
 
 
-# ---- resting --------------------------------------------------------------------------------------------------
+# ---- a failed merge -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -436,35 +507,28 @@ def failed(tier: SealedTier) -> SealedTier:
     return tier
 
 
-def test_a_tier_that_takes_nothing_any_more_is_as_good_as_new_once_it_was_left(
+def test_a_tier_that_takes_nothing_any_more_is_as_good_as_new_once_it_was_opened_again(
     failed: SealedTier, readers: ReaderPool
 ) -> None:
-    resting = failed.rest()
-    assert resting is not None
-    woken = resting.wake(block_cache_bytes=CACHE, reader=readers)
+    failed.close()
+    reopened = again(failed, readers)
     try:
-        woken.check_background()
-        change(woken, KEYS[:10], 3)
-        woken.compact()
-        rows, states = get(woken, 1, KEYS[:20])
+        reopened.check_background()
+        change(reopened, KEYS[:10], 3)
+        reopened.compact()
+        rows, states = get(reopened, 1, KEYS[:20])
         np.testing.assert_array_equal(states, np.full(20, Tier.DISK))
         np.testing.assert_array_equal(rows[:10], some_rows(KEYS[:10], 3))
         np.testing.assert_array_equal(rows[10:], some_rows(KEYS[10:20], 2))
     finally:
-        woken.close()
+        reopened.close()
 
 
-@pytest.mark.parametrize("rests", [False, True])
 def test_a_tier_that_takes_nothing_any_more_can_be_closed_and_gives_everything_back(
-    failed: SealedTier, readers: ReaderPool, rests: bool
+    failed: SealedTier, readers: ReaderPool
 ) -> None:
     base = [file.fd for table in failed._base.values() for file in table.files]
-    if rests:
-        resting = failed.rest()
-        assert resting is not None
-        resting.close()
-    else:
-        failed.close()
+    failed.close()
     for fd in base:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
@@ -485,8 +549,8 @@ def test_an_error_that_is_kept_keeps_no_tier_open(tier: SealedTier, readers: Rea
 def test_the_first_keys_of_blocks_are_in_memory_once(tier: SealedTier) -> None:
     (table,) = tier._base.values()
     assert len(table.files) == 2
-    assert all(np.shares_memory(file.fences, table.fences) for file in table.files)
-    assert tier.stats()["base_index_memory_bytes"] == sum(file.fences.nbytes for file in table.files)
+    assert all(np.shares_memory(file.first_keys, table.first_keys) for file in table.files)
+    assert tier.stats()["base_index_memory_bytes"] == sum(file.first_keys.nbytes for file in table.files)
 
 
 @pytest.mark.parametrize(("held", "raised"), [(10, False), (40, True)])

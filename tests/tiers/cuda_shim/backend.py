@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.tiers.cuda_shim import compile
-from tierstore.tiers.device_backend import DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import DeviceError, OutOfDeviceMemory
 
 _NOISE = 0xA5
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.tiers.device_backend import THREADS, kernel_names, kernel_source
+from tierstore.tiers.device.backend import THREADS, kernel_names, kernel_source
 
 SHIM = Path(__file__).with_name("shim.h")
 _FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-w")

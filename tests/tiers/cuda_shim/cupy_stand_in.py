@@ -1,4 +1,4 @@
-"""What `tiers/device.py` uses of CuPy, over the stand-in device, so that the file itself is run without a GPU.
+"""What `tiers/device/cupy_device.py` uses of CuPy, over the stand-in device, so that the file itself is run without a GPU.
 
 Names, parameters and their order are CuPy's; `test_device_cupy.py` compares them with the real ones where CuPy is
 installed. Calls that need CUDA's current device to be the right one fail where it is not.
@@ -14,8 +14,8 @@ import numpy as np
 
 from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.backend import ShimBuffer, ShimDevice, ShimEvent, ShimStream
-from tierstore.tiers.device_backend import THREADS, DeviceError
-from tierstore.tiers.device_backend import OutOfDeviceMemory as _Full
+from tierstore.tiers.device.backend import THREADS, DeviceError
+from tierstore.tiers.device.backend import OutOfDeviceMemory as _Full
 
 
 class CUDARuntimeError(RuntimeError):

@@ -1,0 +1,128 @@
+"""`tierstore rollout`, `status` of several services, and `plan`, as commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import tierstore
+from tierstore.engine.store import Store
+from tierstore.service.server import ServerThread
+
+from .conftest import SMALL, Cli, write_delta, write_snapshot
+
+Two = tuple[list[Store], list[str]]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Two]:
+    with ExitStack() as stack:
+        stores = [
+            stack.enter_context(
+                tierstore.open(tmp_path / f"n{number}", port=0, grpc_port="off", source_root=[tmp_path], **SMALL)  # type: ignore[arg-type]
+            )
+            for number in range(2)
+        ]
+        yield stores, [stack.enter_context(ServerThread(store)).url for store in stores]
+
+
+def both(urls: list[str]) -> list[str]:
+    return [word for url in urls for word in ("--url", url)]
+
+
+def test_a_rollout_and_a_comparison(two: Two, cli: Cli, tmp_path: Path) -> None:
+    (first, second), urls = two
+    options = ["--nodes", ",".join(urls), "--check", "0s", "--max-wait", "1m"]
+    run = cli("rollout", write_snapshot(tmp_path, 1), *options)
+    assert run.code == 0, run.err
+    assert run.out.startswith("ctr version 1 serves on 2 nodes; 2 of 2 nodes were switched")
+    assert f"{urls[0]}: version 1 is loaded" in run.err
+    again = cli("rollout", tmp_path / "ctr-1", *options, "--policy", "all-at-once", "--json")
+    assert (again.document["switched"], again.document["seq"]) == ([], 10)
+
+    same = cli("status", *both(urls))
+    assert same.code == 0
+    assert "2 nodes serve the same" in same.out
+    assert "sampled rows were compared at seq 10" in same.out
+    document = cli("status", "ctr", "--json", *both(urls)).document
+    assert (document["equal"], document["models"]["ctr"]["rows"]["seq"]) == (True, 10)
+
+    first.apply_delta(write_delta(tmp_path, 11, 3))
+    (tmp_path / "other").mkdir()
+    second.apply_delta(write_delta(tmp_path / "other", 11, 4))
+    differ = cli("status", *both(urls))
+    assert differ.code == 1
+    assert "problem: rows of table 'item' differ at seq 11" in differ.out
+
+
+def test_a_rollout_that_fails_says_where_and_ends_with_a_code(
+    two: Two, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, second), urls = two
+    options = ["--nodes", ",".join(urls), "--check", "0", "--max-wait", "60s"]
+    assert cli("rollout", write_snapshot(tmp_path, 1), *options).code == 0
+    snapshot = write_snapshot(tmp_path, 2)
+
+    def no(*_: object, **__: object) -> None:
+        raise tierstore.Conflict("not today")
+
+    monkeypatch.setattr(second, "activate", no)
+    run = cli("rollout", snapshot, *options, "--json")
+    assert run.code == 1
+    assert run.document["restored"] is True
+    assert f"{urls[1]}: not today" in run.err
+    assert "every node serves what it did before" in run.err
+    assert [store.model("ctr").active_version for store in (first, second)] == [1, 1]
+
+    activate = first.activate
+    monkeypatch.setattr(first, "activate", lambda *of, **to: no() if of[1] == 1 else activate(*of, **to))
+    run = cli("rollout", snapshot, *options)
+    assert run.code == 3
+    assert "NOT every node serves what it did before" in run.err
+
+
+def test_wrong_use(cli: Cli, tmp_path: Path) -> None:
+    snapshot = write_snapshot(tmp_path, 1)
+    assert cli("rollout", snapshot).code == 2
+    assert "expected a time such as 90s" in cli("rollout", snapshot, "--nodes", "http://a", "--check", "soon").err
+    assert "each node once" in cli("rollout", snapshot, "--nodes", "http://a,http://a").err
+    assert "expected --data or --url" in cli("status", "--data", ".", "--url", "http://a", "--url", "http://b").err
+    away = cli("status", "--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2", "--json")
+    assert away.code == 1
+    assert len(away.document["unreachable"]) == 2
+
+
+def test_a_plan(cli: Cli, tmp_path: Path) -> None:
+    words = ["plan", "--rows", "10e9", "--dim", "32", "--dtype", "float16", "--qps", "20000"]
+    run = cli(*words)
+    assert run.code == 0, run.err
+    assert "10,000,000,000 rows of 32 float16: 64 bytes each" in run.out
+    assert "one machine: not possible, disk" in run.out
+    document = cli(*words, "--zipf", "1.1", "--nodes", "4", "--json").document
+    assert document["load"]["reuse"] == "Zipf 1.1"
+    assert [design["nodes"] for design in document["designs"]] == [4, 4, 4]
+    small = cli("plan", "--rows", "1e6", "--dim", "16", "--memory", "8GiB")
+    assert "chosen: one machine" in small.out
+    assert cli("plan", "--rows", "1e12", "--dim", "64", "--memory", "1GiB").code == 1
+    (tmp_path / "reuse.csv").write_text("rows,look-ups\n1,9\n9,1\n")
+    assert "reuse.csv" in cli("plan", "--rows", "1e6", "--dim", "16", "--reuse", "reuse.csv").out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--rows", "many"], "--rows: expected a number"),
+        (["--rows", "0"], "rows: expected at least 1"),
+        (["--rows", "1e6", "--memory", "much"], "--memory: expected a size"),
+        (["--rows", "1e6", "--zipf", "9"], "zipf: expected an exponent"),
+        (["--rows", "1e6", "--zipf", "1", "--reuse", "x"], "expected --zipf or --reuse"),
+        (["--rows", "1e6", "--reuse", "missing.csv"], "cannot read missing.csv"),
+    ],
+)
+def test_a_plan_of_nonsense(cli: Cli, words: list[str], reason: str) -> None:
+    run = cli("plan", "--dim", "16", *words)
+    assert run.code in (1, 2)
+    assert reason in run.err

@@ -1,0 +1,230 @@
+"""Start-up, help and wrong use of the command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+
+import pytest
+import typer.main
+from rich.console import Console
+
+import tierstore
+from tierstore.cli import show
+from tierstore.cli.app import app
+from tierstore.engine.store import Store
+from tierstore.service.server import ServerThread
+from tierstore.service.sources.kafka_status import KafkaStats
+
+from .conftest import ROOT, Cli, python
+
+COMMANDS = {
+    "serve",
+    "import",
+    "import-hps",
+    "compile",
+    "load",
+    "build",
+    "export",
+    "delta",
+    "activate",
+    "rollback",
+    "canary",
+    "parked",
+    "promote",
+    "withdraw",
+    "label",
+    "drop",
+    "lookup",
+    "status",
+    "verify",
+    "demo",
+    "token",
+    "audit",
+    "rollout",
+    "plan",
+}
+
+
+# --- start-up
+
+
+@pytest.mark.parametrize("words", [["--help"], ["load", "--help"], ["--version"]])
+def test_help_loads_neither_the_store_nor_the_service(words: list[str]) -> None:
+    done = python("-X", "importtime", "-m", "tierstore", *words)
+    assert done.returncode == 0
+    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "typer" in loaded, "the check reads the list of modules right"
+    assert loaded & {"numpy", "numba", "rocksdict", "pyarrow", "fastapi", "uvicorn", "httpx"} == set()
+
+
+def test_process_1_can_be_ended_before_its_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: list[object] = []
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("tierstore.cli.os.getpid", lambda: 1)
+    monkeypatch.setattr("tierstore.cli.app.app", lambda prog_name: handlers.append(signal.getsignal(signal.SIGTERM)))
+    try:
+        with pytest.raises(SystemExit):
+            tierstore.cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert handlers == [tierstore.cli.end_at_once]
+
+
+def test_it_says_its_version() -> None:
+    assert python("-m", "tierstore", "--version").stdout == f"tierstore {tierstore.__version__}\n"
+
+
+def test_help_of_serve_lists_every_setting(cli: Cli) -> None:
+    text = cli("serve", "--help").out
+    assert [name for name in tierstore.config.Settings.model_fields if f"  {name} " not in text] == []
+
+
+def test_help_fits_a_terminal_and_begins_with_what_comes_first(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = cli("--help").out.partition("Commands:")[2]
+    assert "..." not in commands, "no summary of a command is cut"
+    listed = re.findall(r"^  ([a-z-]+)  +[A-Z]", commands, flags=re.MULTILINE)
+    assert set(listed) == COMMANDS
+    assert listed[:4] == ["demo", "import", "import-hps", "serve"]
+
+
+def test_every_command_is_on_its_page() -> None:
+    assert set(typer.main.get_command(app).commands) == COMMANDS
+    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(COMMANDS) if f"## `tierstore {name}" not in page] == []
+
+
+def shown_commands() -> list[str]:
+    """Command lines in the fenced blocks of the README and the docs."""
+    lines = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for language, block in re.findall(
+            r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+        ):
+            if language in ("", "sh", "bash", "console"):
+                lines += re.findall(r"^(?:\$ )?(tierstore .*?)(?:\s+&|\s+#.*|\s+\|.*)?$", block, flags=re.MULTILINE)
+    return lines
+
+
+def test_commands_shown_in_the_docs_exist_with_their_options() -> None:
+    lines = shown_commands()
+    assert len(lines) > 10
+    commands = typer.main.get_command(app).commands
+    for line in lines:
+        _, *words = shlex.split(line)
+        if words[0].startswith("--"):
+            continue
+        assert words[0] in commands, line
+        command = commands[words[0]]
+        if words[0] in ("parked", "token"):
+            command = command.commands[words[1]]
+        options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        assert {word.split("=")[0] for word in words if word.startswith("--") and word != "--"} <= options, line
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["statsu"], "No such command"),
+        (["load"], "SNAPSHOT"),
+        (["status", "--data", "d", "--url", "http://x"], "got both"),
+        (["delta", "missing.arrow"], "missing.arrow"),
+        (["activate", "ctr", "new"], "VERSION"),
+        (["demo", "--seconds", "-1"], "--seconds"),
+        (["serve", "--port", "99999"], "port"),
+        (["serve", "--host-budget", "much"], "host_budget"),
+        (["serve", "--config", "missing.toml"], "missing.toml"),
+        (["serve", "--host", "0.0.0.0"], "allow_open_network"),
+        (["status", "--url", "host:8000"], "http://127.0.0.1:8000"),
+    ],
+)
+def test_wrong_use_says_what_is_wrong_with_it(cli: Cli, words: list[str], says: str) -> None:
+    run = cli(*words)
+    assert run.code in (1, 2)
+    assert says in run.err
+    assert "Traceback" not in run.err
+    assert run.out == ""
+
+
+def test_wrong_use_and_bad_settings_exit_with_2(cli: Cli) -> None:
+    assert [cli(*words).code for words in (["statsu"], ["load"], ["serve", "--port", "99999"])] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["status"], "no data directory at data"),
+        (["lookup", "ctr", "item_id", "1"], "--url"),
+        (["verify"], "no data directory"),
+        (["load", "nowhere"], "nowhere"),
+        (["status", "--url", "http://127.0.0.1:1"], "no service answers"),
+    ],
+)
+def test_an_error_is_one_line_and_exits_with_1(cli: Cli, words: list[str], says: str) -> None:
+    run = cli(*words)
+    assert (run.code, run.out) == (1, "")
+    errors = [line for line in run.err.splitlines() if line.startswith("tierstore: ")]
+    assert len(errors) == 1
+    assert says in errors[0]
+    assert "Traceback" not in run.err
+
+
+def test_an_unknown_variable_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERSTORE_HOST_BUDGTE", "1GiB")
+    run = cli("load", "x")
+    assert run.code == 2
+    assert "TIERSTORE_HOST_BUDGTE" in run.err
+
+
+def test_the_service_may_be_named_by_a_variable(cli: Cli, loaded: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ServerThread(loaded) as server:
+        monkeypatch.setenv("TIERSTORE_URL", server.url)
+        assert cli("status", "--json").document["models"]["ctr"]["active_version"] == 1
+        here = cli("status", "--data", "nowhere")
+        assert (here.code, "no data directory at nowhere" in here.err) == (1, True), "a flag wins over it"
+
+
+def test_a_directory_that_is_held_open_names_url(cli: Cli, loaded: Store) -> None:
+    for words in (["status"], ["load", loaded.root.root.parent / "ctr-1"], ["verify"]):
+        run = cli(*words, "--data", loaded.root.root)
+        assert run.code == 1
+        assert "--url" in run.err
+        assert len(run.err.splitlines()) == 1
+
+
+def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(show, "console", lambda: Console(width=80))
+    version = {"version": 20261123022651, "state": "active", "labels": ["stable"], "watermark": 41821}
+    model = {"active_version": 20261123022651, "watermark": 41821, "tables": {}}
+    kafka = KafkaStats("embeddings")
+    kafka.connected()
+    kafka.place({0: 7}, {0: 1234})
+    document = {
+        "models": {"ctr": model | {"versions": [version | {"created_at": "2026-11-23T02:26:52Z"}]}},
+        "remote": {"cluster": "h1:6379", "reachable": False},
+        "service": {
+            "kafka": kafka.status(parked=0),
+            "watch": {"directory": "/deltas", "applied": 3},
+            "watch_snapshots": {"locations": [{"location": "s3://models", "state": "followed", "snapshots": 2}]},
+        },
+        "throttle": {"work": ["load"], "share": 0.25},
+    }
+    show.status(document)
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    for words in (
+        "20261123022651    active    stable    41821        2026-11-23 02:26 UTC",
+        "cluster h1:6379: unreachable",
+        "kafka topic embeddings: reading, 0 deltas applied, 1,234 messages behind",
+        "deltas in /deltas: 3 applied",
+        "snapshots in s3://models: followed, 2 found",
+        "background work: load, 25% of the time",
+    ):
+        assert words in shown, shown

@@ -1,0 +1,70 @@
+"""How old the newest delta is that a model shows, and what is said where that is too old."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierstore
+from tests.engine import quick_build, scenes
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture(autouse=True)
+def _quick_loads():
+    with quick_build.in_process():
+        yield
+
+
+def delta(seq: int, age: timedelta) -> bytes:
+    return scenes.stamped(seq, {"item": [seq]}, event_time=NOW - age)
+
+
+def status(store: tierstore.Store) -> dict[str, Any]:
+    document: dict[str, Any] = store.status()["models"]["ctr"]
+    return document
+
+
+def snapshot(root: Path, age: timedelta) -> Path:
+    where = root / "snapshot"
+    with tierstore.SnapshotWriter(where, model="ctr", version=1, created_at=NOW - age) as writer:
+        keys = list(range(9))
+        writer.table("item", dim=scenes.DIM["item"]).write(keys, scenes.vectors("item", 1, keys))
+        writer.feature("item_id", table="item")
+    return where
+
+
+def test_the_age_is_that_of_the_newest_delta_that_is_visible(tmp_path, open_store):
+    store = open_store(freshness_max_s=3600)
+    store.load_snapshot(snapshot(tmp_path, timedelta(days=30)))
+    before = status(store)
+    assert before["last_event_time"] is None
+    assert before["delta_age_s"] >= 30 * 86400
+    assert (before["fresh"], before["freshness_max_s"]) == (False, 3600)
+    assert "no delta since the snapshot" in before["problem"]
+    assert store.model("ctr").ready, "an old answer is better than none"
+    store.apply_delta(delta(1, timedelta(0)))
+    assert (status(store)["fresh"], status(store)["problem"]) == (True, None)
+    store.apply_delta(delta(2, timedelta(days=2)))
+    assert 2 * 86400 <= status(store)["delta_age_s"] < 3 * 86400
+    assert f"the newest delta is of {(NOW - timedelta(days=2)).isoformat()}" in str(status(store)["problem"])
+    store.close()
+    store = open_store()
+    assert status(store)["last_event_time"] == (NOW - timedelta(days=2)).isoformat(), "the log says so after a start"
+    assert (status(store)["fresh"], status(store)["problem"]) == (None, None)
+    store.rollback("ctr", to_seq=1)
+    assert status(store)["last_event_time"] == NOW.isoformat(), "what is undone is not visible"
+    store.rollback("ctr", to_seq=0)
+    assert status(store)["last_event_time"] is None
+
+
+@pytest.mark.parametrize(("own", "fresh"), [(0, None), (1, False), (10**7, True)])
+def test_a_model_may_have_a_limit_of_its_own(tmp_path, open_store, own, fresh):
+    store = open_store(freshness_max_s=60, quotas={"ctr": {"freshness_max_s": own}})
+    store.load_snapshot(snapshot(tmp_path, timedelta(days=1)))
+    assert status(store)["fresh"] is fresh
+    assert (status(store)["problem"] is None) == (fresh is not False)

@@ -1,0 +1,117 @@
+"""Background work of a model: each thing by itself, with a problem that stays until it is solved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import tierstore
+from tests.engine import quick_build, scenes
+from tests.engine.scenes import eventually
+from tests.engine.test_store import folded
+from tierstore.engine.versions.version import Version
+from tierstore.errors import StorageError
+from tierstore.formats import files
+from tierstore.formats.files import FileSystem
+
+
+@pytest.fixture(autouse=True)
+def _quick_loads() -> Iterator[None]:
+    with quick_build.in_process():
+        yield
+
+
+def loaded(store: tierstore.Store, tmp_path, *versions: int) -> None:
+    for version in versions:
+        where = scenes.write_snapshot(tmp_path, version, stamp=version, rows={"user": 20, "item": 30})
+        store.load_snapshot(where)
+
+
+def test_a_delta_file_that_somebody_removed_does_not_stop_pruning(open_store, tmp_path):
+    store = open_store(log_retention_s=0)
+    loaded(store, tmp_path, 1)
+    for seq in range(1, 6):
+        store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
+    folded(store)
+    log = tmp_path / "data/models/ctr/log"
+    next(log.glob("*3-*.arrow")).unlink()
+    ctr = store.model("ctr")
+    ctr.housekeeping.run_tasks()
+    assert (ctr.problem, ctr.state.log.status()) == (None, {"start": 5, "last": 5, "entries": 0})
+
+
+def test_a_fold_that_fails_keeps_no_version_from_being_dropped_and_says_so_until_it_works(
+    open_store, tmp_path, monkeypatch
+):
+    store = open_store(keep_versions=0)
+    loaded(store, tmp_path, 1, 2)
+    ctr = store.model("ctr")
+    fold = Version.fold
+
+    def failing(self, overlay):
+        if self.number == 2:
+            raise StorageError("injected failure")
+        fold(self, overlay)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Version, "fold", failing)
+        store.apply_delta(scenes.stamped(1, {"item": [1]}))
+        eventually(lambda: ctr.problem == "deltas are not folded: injected failure", "it is a problem")
+        loaded(store, tmp_path, 3)
+        assert ctr.state.retiring.wait_closed(2, 30)
+        eventually(lambda: ctr.versions == [3], "those before are dropped")
+    store.apply_delta(scenes.stamped(2, {"item": [2]}))
+    folded(store)
+    eventually(lambda: ctr.problem is None, "it is none any more")
+
+
+def test_a_chore_that_fails_is_named_and_stays_a_problem_while_folds_go_on(open_store, tmp_path, monkeypatch):
+    store = open_store(log_retention_s=0)
+    loaded(store, tmp_path, 1)
+    ctr = store.model("ctr")
+
+    def failing(*args, **options):
+        raise StorageError("injected failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctr.state.log, "prune", failing)
+        ctr.housekeeping.run_tasks()
+        for seq in (1, 2):
+            store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
+            folded(store)
+            assert ctr.problem == "the delta log is not pruned: injected failure"
+    ctr.housekeeping.run_tasks()
+    assert ctr.problem is None
+
+
+@pytest.mark.parametrize("by", ["hand", "itself"])
+def test_a_version_that_is_being_removed_holds_up_no_switch(open_store, tmp_path, by):
+    store = open_store(keep_versions=9 if by == "hand" else 1)
+    loaded(store, tmp_path, 1, 2, 3)
+    ctr = store.model("ctr")
+    if by == "hand":
+        assert ctr.state.retiring.wait_closed(1, 30)
+    removing, go_on = threading.Event(), threading.Event()
+
+    class Slow(FileSystem):
+        def rmtree(self, path):
+            if path.name.startswith(".trash-1-"):
+                removing.set()
+                assert go_on.wait(30)
+            super().rmtree(path)
+
+    with files.use(Slow()):
+        work = (lambda: store.drop("ctr", 1)) if by == "hand" else ctr.housekeeping.run_tasks
+        thread = threading.Thread(target=work)
+        thread.start()
+        if by == "hand" or 1 in ctr.versions:
+            assert removing.wait(30)
+        try:
+            assert store.rollback("ctr") == 2
+            assert 1 not in ctr.versions
+        finally:
+            go_on.set()
+            thread.join()
+    assert not any(path.name.startswith(".trash-1-") for path in (tmp_path / "data/models/ctr").iterdir())

@@ -1,0 +1,120 @@
+"""A Kafka cluster for tests: librdkafka's mock in a process of its own, or the brokers that TIERSTORE_TEST_KAFKA names.
+
+Run as a program it is the mock: it prints its address, then obeys lines on standard input (`down N`, `up N`, `rtt N MS`,
+`topic NAME PARTITIONS`) and answers each with `ok`. It ends when its input does.
+
+The mock keeps about 5 MB a partition, and answers no question for an offset by time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+BROKERS = "TIERSTORE_TEST_KAFKA"
+
+
+class Brokers:
+    """A cluster: `address`, topics of fresh names, and, where it is the mock, faults."""
+
+    def __init__(self) -> None:
+        self.address = os.environ.get(BROKERS, "")
+        self.is_mock = not self.address
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        if self.is_mock:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert self._process.stdout is not None
+            self.address = self._process.stdout.readline().strip()
+            assert self.address, "the mock cluster did not start"
+
+    def new_topic(self, partitions: int = 1) -> str:
+        name = f"tierstore-test-{uuid.uuid4().hex[:12]}"
+        if self.is_mock:
+            self.command(f"topic {name} {partitions}")
+            return name
+        from confluent_kafka.admin import AdminClient, NewTopic
+
+        made = AdminClient({"bootstrap.servers": self.address}).create_topics([NewTopic(name, partitions)])
+        made[name].result(60)
+        return name
+
+    def command(self, line: str) -> None:
+        """Have the mock do something."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline().strip()
+        assert answer == "ok", f"{line}: {answer}"
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(60)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+
+def _library() -> Any:
+    import confluent_kafka  # noqa: F401 - so that what it is linked with is there
+
+    spec = importlib.util.find_spec("confluent_kafka")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parents[1] / "confluent_kafka.libs"
+    library = ctypes.CDLL(str(next(folder.glob("librdkafka-*.so*"))))
+    pointer, text = ctypes.c_void_p, ctypes.c_char_p
+    for name, result, arguments in (
+        ("rd_kafka_conf_new", pointer, []),
+        ("rd_kafka_new", pointer, [ctypes.c_int, pointer, text, ctypes.c_size_t]),
+        ("rd_kafka_mock_cluster_new", pointer, [pointer, ctypes.c_int]),
+        ("rd_kafka_mock_cluster_bootstraps", text, [pointer]),
+        ("rd_kafka_mock_topic_create", ctypes.c_int, [pointer, text, ctypes.c_int, ctypes.c_int]),
+        ("rd_kafka_mock_broker_set_down", ctypes.c_int, [pointer, ctypes.c_int32]),
+        ("rd_kafka_mock_broker_set_up", ctypes.c_int, [pointer, ctypes.c_int32]),
+        ("rd_kafka_mock_broker_set_rtt", ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int]),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _serve() -> None:
+    library = _library()
+    why = ctypes.create_string_buffer(512)
+    client = library.rd_kafka_new(0, library.rd_kafka_conf_new(), why, len(why))  # 0: a producer
+    assert client, why.value
+    cluster = library.rd_kafka_mock_cluster_new(client, 3)
+    print(library.rd_kafka_mock_cluster_bootstraps(cluster).decode(), flush=True)
+    for line in sys.stdin:
+        verb, *words = line.split()
+        match verb:
+            case "topic":
+                failed = library.rd_kafka_mock_topic_create(cluster, words[0].encode(), int(words[1]), 1)
+            case "down":
+                failed = library.rd_kafka_mock_broker_set_down(cluster, int(words[0]))
+            case "up":
+                failed = library.rd_kafka_mock_broker_set_up(cluster, int(words[0]))
+            case "rtt":
+                failed = library.rd_kafka_mock_broker_set_rtt(cluster, int(words[0]), int(words[1]))
+            case _:
+                failed = -1
+        print(f"error {failed}" if failed else "ok", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,133 @@
+"""The kernels of the Redis protocol: replies in pieces of any size, spoiled replies, grouping and matching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.kernels import resp
+from tierstore.kernels.codec import address_of
+from tierstore.types import Tier
+
+ROW_BYTES = 10
+HEAD = b"$10\r\n"
+ROWS = [b"0123456789", None, b"\r\n$-1\r\n$10", b"$10\r\n*2\r\n\0", None]
+MARK = b"*2\r\n$2\r\n17\r\n$2\r\n18\r\n"
+
+
+def reply(rows: list[bytes | None] = ROWS) -> bytes:
+    return b"*%d\r\n" % len(rows) + b"".join(b"$-1\r\n" if row is None else b"$%d\r\n%s\r\n" % (len(row), row) for row in rows)  # fmt: skip
+
+
+class Parser:
+    """One connection that asks for a tag's watermark, five rows, and the watermark."""
+
+    def __init__(self, buffer_bytes: int = 64) -> None:
+        self.buffer = np.zeros(buffer_bytes + 16, np.uint8)
+        self.words = np.zeros((1, resp.CONNECTION_WORDS), np.int64)
+        self.words[0, [resp.BUFFER_AT, resp.BUFFER_BYTES, resp.END, resp.ITEM]] = (
+            address_of(self.buffer), buffer_bytes, 3, -1,
+        )  # fmt: skip
+        self.commands = np.array([(resp.MARK, 0, 0, 2), (resp.ROWS, 0, 0, 5), (resp.MARK, 0, 1, 2)], np.int64)
+        self.order = np.array([4, 3, 2, 1, 0])
+        self.rows, self.state = np.full((5, ROW_BYTES), 0xEE, np.uint8), np.zeros(5, np.uint8)
+        self.marks, self.errors = np.full((1, 2), -1, np.int64), np.zeros((1, resp.ERROR_BYTES), np.uint8)
+
+    @property
+    def status(self) -> int:
+        return int(self.words[0, resp.STATUS])
+
+    def feed(self, data: bytes) -> None:
+        """As a connection does: as much as there is room for, until all is read or something is wrong."""
+        while data and self.status == resp.RUNNING:
+            room = int(self.words[0, resp.BUFFER_BYTES] - self.words[0, resp.RECEIVED])
+            part, data = data[:room], data[room:]
+            at = int(self.words[0, resp.RECEIVED])
+            self.buffer[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            self.words[0, resp.RECEIVED] += len(part)
+            resp.parse(
+                self.words, 0, self.commands, self.order, address_of(self.rows), ROW_BYTES, ROW_BYTES,
+                int.from_bytes(HEAD, "little"), len(HEAD), address_of(self.state), self.marks, self.errors,
+            )  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 40), max_size=60))
+@settings(deadline=None, max_examples=200)
+def test_replies_in_pieces(sizes: list[int]) -> None:
+    data, parser = MARK + reply() + MARK, Parser()
+    at = 0
+    for size in sizes:
+        parser.feed(data[at : at + size])
+        at += size
+    parser.feed(data[at:])
+    assert parser.status == resp.DONE
+    assert parser.marks.tolist() == [[17, 18]]
+    for place, row in zip(parser.order, ROWS, strict=True):
+        assert parser.state[place] == (Tier.ABSENT if row is None else Tier.REMOTE)
+        assert parser.rows[place].tobytes() == (row or b"\xee" * ROW_BYTES)
+
+
+def test_an_error_fails_its_command_alone() -> None:
+    parser = Parser()
+    parser.feed(MARK + b"-MOVED 1 a:2\r\n" + MARK)
+    assert parser.status == resp.DONE
+    assert parser.errors[0].tobytes().rstrip(b"\0") == b"MOVED 1 a:2"
+    assert not parser.state.any()
+
+
+def test_a_watermark_that_is_missing_is_minus_one() -> None:
+    parser = Parser()
+    parser.feed(b"*2\r\n$-1\r\n$-1\r\n" + reply() + MARK)
+    assert parser.marks.tolist() == [[-1, 18]]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"*3\r\n",
+        b"*x\r\n",
+        b":1\r\n",
+        b"+OK\r\n",
+        b"*2\r\n$2\r\nab\r\n",
+        b"*2\r\n:17\r\n",
+        b"*2\r\n$19\r\n1234567890123456789\r\n",
+        MARK + b"*4\r\n",
+        MARK + b"*5\r\n$9\r\n123456789\r\n",
+        MARK + b"*5\r\n$11\r\n12345678901\r\n",
+        MARK + reply() + MARK + b"*",
+        b"-" + b"x" * 200,
+    ],
+)
+def test_what_was_not_asked_for_is_seen(data: bytes) -> None:
+    parser = Parser()
+    parser.feed(data)
+    assert parser.status == resp.UNEXPECTED
+
+
+@given(st.integers(0, 10**9), st.integers(1, 6))
+@settings(deadline=None, max_examples=500)
+def test_spoiled_replies_write_nowhere_else(seed: int, spoiled: int) -> None:
+    rng = np.random.default_rng(seed)
+    data = np.frombuffer(MARK + reply() + MARK, np.uint8).copy()
+    data[rng.integers(0, len(data), spoiled)] = rng.choice(
+        np.frombuffer(b"0123456789$*-\r\n:+\0\xff", np.uint8), spoiled
+    )
+    parser = Parser()
+    parser.feed(data.tobytes())
+    assert parser.status in (resp.RUNNING, resp.DONE, resp.UNEXPECTED)
+    assert not parser.buffer[-8:].any()
+    assert set(parser.state) <= {Tier.PENDING, Tier.REMOTE, Tier.ABSENT}
+
+
+@given(st.sets(st.integers(-20, 20)), st.sets(st.integers(-20, 20)))
+@settings(deadline=None)
+def test_places_of_keys_in_other_keys(ours: Any, theirs: Any) -> None:
+    one, other = np.array(sorted(ours), np.int64), np.array(sorted(theirs), np.int64)
+    where = np.full(len(one), -1, np.int64)
+    assert resp.match_sorted(one, other, where) == len(ours & theirs)
+    for key, place in zip(one, where, strict=True):
+        assert (other[place] == key) if key in theirs else place == -1

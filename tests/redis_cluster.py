@@ -1,0 +1,297 @@
+"""A real Redis Cluster for tests: three masters with a replica each, on free loopback ports, in a temporary directory.
+
+    @pytest.fixture(scope="module")
+    def cluster() -> Iterator[RedisCluster]:
+        with redis_cluster() as cluster:
+            yield cluster
+
+`cluster.url` is what `--remote` and `connect` take. Start and restart servers from the main thread: the kernel ends each
+of them when the thread that started it ends, so that none is left behind by a test run that was killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from tests.certificates import Authority, Pair
+
+SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
+SLOTS = 16384
+WAIT_S = 60.0
+NODE_TIMEOUT_MS = 2000
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that nothing listens on at this moment."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in held]
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
+    """The first true value of `condition`, asked 20 times a second. An error of the client counts as false."""
+    import redis
+
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(redis.RedisError, OSError):
+            if value := condition():
+                return value
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {seconds:.0f} s still waiting for {what}")
+        time.sleep(0.05)
+
+
+@dataclass
+class Server:
+    """One `redis-server` process."""
+
+    number: int
+    port: int
+    bus_port: int
+    directory: Path
+    password: str | None = None
+    in_cluster: bool = True
+    tls: Pair | None = None
+    authority: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+    node_id: str = ""
+    _client: Any = field(default=None, repr=False)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def client(self) -> Any:
+        """redis-py's client of this server alone."""
+        import redis
+
+        if self._client is None:
+            self._client = redis.Redis(
+                host="127.0.0.1", port=self.port, password=self.password, socket_timeout=10, **self._tls_options()
+            )
+        return self._client
+
+    def _tls_options(self) -> dict[str, Any]:
+        return {"ssl": True, "ssl_ca_certs": str(self.authority)} if self.tls else {}
+
+    def call(self, *words: Any) -> Any:
+        return self.client.execute_command(*words)
+
+    def start(self) -> None:
+        command = [
+            str(SERVER),
+            "--tls-port" if self.tls else "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.directory),
+        ]
+        command += ["--cluster-enabled", "yes" if self.in_cluster else "no", "--cluster-port", str(self.bus_port)]
+        command += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS), "--cluster-config-file", "nodes.conf"]
+        command += ["--save", "", "--appendonly", "no", "--enable-debug-command", "yes", "--daemonize", "no"]
+        command += ["--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0", "--loglevel", "notice"]
+        command += ["--logfile", str(self.directory / "log"), "--protected-mode", "no"]
+        if self.password:
+            command += ["--requirepass", self.password, "--masterauth", self.password]
+        if self.tls:
+            command += ["--port", "0", "--tls-cluster", "yes", "--tls-replication", "yes", "--tls-auth-clients", "no"]
+            command += ["--tls-cert-file", str(self.tls.cert), "--tls-key-file", str(self.tls.key)]
+            command += ["--tls-ca-cert-file", str(self.authority)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent,
+        )
+        wait_for(lambda: self.client.ping(), f"redis-server on {self.address}; its log is in {self.directory}")
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), as a crash does."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def pause(self) -> None:
+        """Stop the process: it is connected but answers nothing, until `resume`."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def is_master(self) -> bool:
+        return self.call("ROLE")[0] == b"master"
+
+    def slots(self) -> list[int]:
+        """The slots that it serves."""
+        for line in self.nodes():
+            if "myself" in line[2].split(","):
+                ranges = [part.partition("-") for part in line[8:] if not part.startswith("[")]
+                return [slot for low, _, high in ranges for slot in range(int(low), int(high or low) + 1)]
+        return []
+
+    def nodes(self) -> list[list[str]]:
+        """The lines of `CLUSTER NODES`, as words."""
+        return [line.split() for line in raw(self, "CLUSTER", "NODES").decode().splitlines()]
+
+
+class RedisCluster:
+    """Servers 0 to 2 are masters at first, 3 to 5 their replicas in this order."""
+
+    def __init__(
+        self, directory: Path, *, masters: int = 3, password: str | None = None, authority: Authority | None = None
+    ) -> None:
+        self.directory, self.password, self.masters_count = directory, password, masters
+        self.authority = authority.ca if authority else None
+        pair = authority.issue("redis") if authority else None
+        ports = free_ports(4 * masters)
+        self.servers = []
+        for number in range(2 * masters):
+            home = directory / f"server-{number}"
+            home.mkdir()
+            self.servers.append(
+                Server(
+                    number, ports[2 * number], ports[2 * number + 1], home, password, tls=pair, authority=self.authority
+                )
+            )
+
+    @property
+    def url(self) -> str:
+        """As `--remote` takes it: all servers, with the password if there is one."""
+        who = f":{quote(self.password, safe='')}@" if self.password else ""
+        addresses = ",".join(server.address for server in self.servers)
+        return (
+            f"rediss://{who}{addresses}?ssl_ca_certs={self.authority}"
+            if self.authority
+            else f"redis://{who}{addresses}"
+        )
+
+    def start(self) -> None:
+        for server in self.servers:
+            server.start()
+            server.node_id = server.call("CLUSTER", "MYID").decode()
+        masters, replicas = self.servers[: self.masters_count], self.servers[self.masters_count :]
+        for number, server in enumerate(masters):
+            low, high = SLOTS * number // len(masters), SLOTS * (number + 1) // len(masters) - 1
+            server.call("CLUSTER", "ADDSLOTSRANGE", low, high)
+        for number, server in enumerate(self.servers):
+            server.call("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for server in self.servers[1:]:
+            self.servers[0].call("CLUSTER", "MEET", "127.0.0.1", server.port, server.bus_port)
+        ids = {server.node_id for server in self.servers}
+        for server in self.servers:
+            wait_for(lambda server=server: ids <= {line[0] for line in server.nodes()}, "all servers to have met")
+        for master, replica in zip(masters, replicas, strict=True):
+            replica.call("CLUSTER", "REPLICATE", master.node_id)
+        self.wait_until_ok()
+
+    def wait_until_ok(self, seconds: float = WAIT_S) -> None:
+        """Until all slots are served, every running server knows it, and every replica is connected to its master."""
+
+        def ok() -> bool:
+            for server in self.servers:
+                if server.process is None:
+                    continue
+                if b"cluster_state:ok" not in raw(server, "CLUSTER", "INFO"):
+                    return False
+                lines = server.nodes()
+                masters = [line for line in lines if "master" in line[2] and "fail" not in line[2] and len(line) > 8]
+                if len(masters) < self.masters_count:
+                    return False
+                role = server.call("ROLE")
+                if role[0] == b"slave" and role[3] != b"connected":
+                    return False
+                if role[0] == b"master" and not role[2] and all(one.process for one in self.servers):
+                    return False
+            return True
+
+        wait_for(ok, "the cluster to be whole", seconds)
+
+    def running(self) -> list[Server]:
+        return [server for server in self.servers if server.process is not None]
+
+    def masters(self) -> list[Server]:
+        """Those that serve slots now."""
+        return [server for server in self.running() if server.is_master() and server.slots()]
+
+    def master_of(self, slot: int) -> Server:
+        return next(server for server in self.masters() if slot in server.slots())
+
+    def move_slot(self, slot: int, target: Server, *, before_end: Callable[[], None] | None = None) -> None:
+        """Migrate a slot with its keys, one at a time. `before_end` is called after each."""
+        source = self.master_of(slot)
+        assert source is not target
+        target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", source.node_id)
+        source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", target.node_id)
+        auth = ("AUTH", self.password) if self.password else ()
+        while keys := source.call("CLUSTER", "GETKEYSINSLOT", slot, 1):
+            source.call("MIGRATE", "127.0.0.1", target.port, "", 0, 10_000, *auth, "KEYS", *keys)
+            if before_end is not None:
+                before_end()
+        for server in (target, source, *(one for one in self.masters() if one not in (source, target))):
+            server.call("CLUSTER", "SETSLOT", slot, "NODE", target.node_id)
+
+    def flush(self) -> None:
+        for server in self.masters():
+            server.call("FLUSHALL")
+
+    def stop(self) -> None:
+        for server in self.servers:
+            if server._client is not None:
+                server._client.close()
+            server.kill()
+
+
+def raw(server: Server, *words: str) -> bytes:
+    """A reply as it came, not parsed by the client."""
+    connection = server.client.connection_pool.get_connection()
+    try:
+        connection.send_command(*words)
+        reply = connection.read_response()
+    finally:
+        server.client.connection_pool.release(connection)
+    return reply if isinstance(reply, bytes) else str(reply).encode()
+
+
+@contextmanager
+def redis_cluster(
+    *, masters: int = 3, password: str | None = None, authority: Authority | None = None
+) -> Iterator[RedisCluster]:
+    """A running cluster. Skips the test if there is no `redis-server` (Debian's package of that name) or no redis-py."""
+    if SERVER is None:
+        pytest.skip("needs redis-server or valkey-server (Debian: apt-get install redis-server)")
+    pytest.importorskip("redis", reason="needs redis-py: pip install 'tierstore[redis]'")
+    with tempfile.TemporaryDirectory(prefix="tierstore-redis-") as directory:
+        cluster = RedisCluster(Path(directory), masters=masters, password=password, authority=authority)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()

@@ -1,0 +1,164 @@
+"""A service that starts before its kernels are compiled: Python answers until reactors do."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import tierstore
+from tests.mounts import ROOT, bare, needs_mounts, read_only
+from tierstore.engine.store import Store
+from tierstore.kernels import reactor_words as kernel
+from tierstore.service import server as server_module
+from tierstore.service.server import ServerThread
+
+from .conftest import eventually, settings_for
+from .scenes import write_small
+
+ROWS = 3
+
+
+class Compiling:
+    """Stands for the processes that compile; the test says when they end."""
+
+    def __init__(self) -> None:
+        self.done, self.error = threading.Event(), None
+
+    def end(self, error: str | None = None) -> None:
+        self.error: str | None = error
+        self.done.set()
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Compiling:
+    compilation = Compiling()
+    monkeypatch.setattr(server_module.ahead, "start", lambda *_: compilation)
+    return compilation
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(settings_for(tmp_path, max_connections=4)) as store:
+        store.load_snapshot(write_small(tmp_path, "ctr", "item", 1))
+        yield store
+
+
+def state(server: ServerThread) -> Any:
+    return httpx.get(f"{server.url}/admin/models").json()["service"]["reactors"]
+
+
+def look_up(client: tierstore.Client, store: Store) -> None:
+    keys = np.arange(ROWS)
+    np.testing.assert_array_equal(client.lookup("ctr", "item_id", keys), store.model("ctr").lookup("item_id", keys))
+
+
+def of_reactors(server: ServerThread) -> tuple[int, int]:
+    """The connections that reactors have, and the requests and connections that they have handed to Python."""
+    reactors = server._http._reactors
+    return int(reactors.words[kernel.OPEN]), int(reactors._lines[:, kernel.HANDED].sum())
+
+
+def test_python_answers_until_the_kernels_are_compiled(store: Store, compiling: Compiling) -> None:
+    with ServerThread(store) as server, tierstore.Client(server.url) as client:
+        for _ in range(3):
+            look_up(client, store)
+        assert (state(server), of_reactors(server)) == ("compiling", (0, 0))
+        compiling.end()
+        eventually(lambda: state(server) == "running", "reactors have started")
+
+        def received() -> bool:
+            look_up(client, store)  # on the connection that Python has had since before
+            opened, handed = of_reactors(server)
+            return opened > 0 and handed > 0
+
+        eventually(received, "a reactor has received the connection and a request on it")
+
+
+def test_python_goes_on_where_they_cannot_be_compiled(
+    store: Store, compiling: Compiling, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ServerThread(store) as server, tierstore.Client(server.url) as client:
+        compiling.end("no compiler")
+        eventually(lambda: state(server) == "failed", "the service has noticed")
+        look_up(client, store)
+        assert of_reactors(server) == (0, 0)
+    assert "look-ups over HTTP stay with Python: no compiler" in caplog.text
+
+
+def test_a_stop_does_not_wait_for_the_compiler(store: Store, compiling: Compiling) -> None:
+    with ServerThread(store) as server, tierstore.Client(server.url) as client:
+        look_up(client, store)
+        server.stop()
+        server._thread.join(60)
+        assert not server._thread.is_alive()
+        with pytest.raises(tierstore.Unreachable):
+            client.lookup("ctr", "item_id", np.arange(ROWS), timeout_s=5)
+    assert not compiling.done.is_set()
+
+
+def test_connections_are_limited_meanwhile(store: Store, compiling: Compiling) -> None:
+    with ServerThread(store) as server:
+        clients = [httpx.Client(base_url=server.url, timeout=60) for _ in range(5)]
+        try:
+            codes = [client.get("/v2/health/live").status_code for client in clients]
+            assert codes == [200] * 4 + [503]
+            clients[0].close()
+            eventually(lambda: clients[4].get("/v2/health/live").status_code == 200, "there is room for another")
+        finally:
+            for client in clients:
+                client.close()
+    assert not compiling.done.is_set()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that other users may read; those of pytest may not be read."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@needs_mounts
+def test_a_user_without_home_on_a_read_only_root_starts_with_nothing_compiled(open_folder: Path) -> None:
+    data, package = open_folder / "data", open_folder / "fresh"
+    with tierstore.open(data) as store:
+        store.load_snapshot(write_small(open_folder, "ctr", "item", 1))
+        rows = store.model("ctr").lookup("item_id", np.arange(ROWS))
+    shutil.copytree(ROOT / "tierstore", package / "tierstore", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "tierstore", "serve", "--port", "0", "--grpc-port", "off", "--data", str(data)]
+    if user := other_user():
+        subprocess.run(["chown", "-R", "10001:10001", data], check=True)
+        command = [*user, *command]
+    with subprocess.Popen(
+        read_only(command, data, open_folder), env=bare(PYTHONPATH=str(package)), stdout=subprocess.PIPE, text=True
+    ) as service:
+        assert service.stdout is not None
+        try:
+            url = re.search(r"http://\S+", service.stdout.readline())
+            assert url is not None
+            with tierstore.Client(url[0]) as client:
+                np.testing.assert_array_equal(client.lookup("ctr", "item_id", np.arange(ROWS), timeout_s=60), rows)
+        finally:
+            service.kill()
+    assert list((data / "kernels").glob("*/*.nbc"))
+
+
+def other_user() -> list[str]:
+    """The command that runs another as a user without name or HOME; empty where that user cannot read this Python."""
+    user = ["setpriv", "--reuid=10001", "--regid=10001", "--clear-groups"]
+    with suppress(OSError):
+        if subprocess.run([*user, sys.executable, "-c", ""], check=False, capture_output=True).returncode == 0:
+            return user
+    return []

@@ -1,0 +1,154 @@
+"""Clients of gRPC that send no message, or do not read: they hold no threads, and are ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+grpc = pytest.importorskip("grpc", reason="extra grpc is not installed")
+pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
+
+from tierstore.service.limits import slow_clients  # noqa: E402
+from tierstore.service.oip import documents  # noqa: E402
+from tierstore.service.rpc import waiting  # noqa: E402
+from tierstore.service.rpc.server import ADMIN_THREADS  # noqa: E402
+from tierstore.service.server import ServerThread  # noqa: E402
+
+from .conftest import eventually, settings_for  # noqa: E402
+from .fake_store import FakeStore  # noqa: E402
+from .test_grpc_direct import ask_without_reading, keys_request  # noqa: E402
+
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+SERVICE = "/inference.GRPCInferenceService/"
+ANSWER_S = 20.0
+Code = grpc.StatusCode
+
+
+@pytest.fixture
+def served(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
+    """A server that looks for late clients ten times a second."""
+    monkeypatch.setattr(slow_clients, "CHECK_S", 0.1)
+    store = FakeStore(settings_for(tmp_path, grpc_port=0))
+    with ServerThread(store) as server:  # type: ignore[arg-type]
+        yield server
+
+
+class Silent:
+    """Requests that never come, until `close`."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._ended.wait(120)
+        return iter(())
+
+    def close(self) -> None:
+        self._ended.set()
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    messages = Silent()
+    yield messages
+    messages.close()
+
+
+def messages_of(silent: Silent, first: list[Any]) -> Iterator[Any]:
+    yield from first
+    yield from silent
+
+
+@pytest.mark.parametrize("method", [CHECK, WATCH, SERVICE + "ServerReady", SERVICE + "ModelMetadata"])
+def test_calls_without_a_message_keep_no_other_call_waiting(served: ServerThread, silent: Silent, method: str) -> None:
+    with grpc.insecure_channel(served.grpc_target) as theirs, grpc.insecure_channel(served.grpc_target) as channel:
+        held = [theirs.stream_stream(method)(messages_of(silent, [])) for _ in range(3 * ADMIN_THREADS)]
+        time.sleep(0.5)  # they have come
+        health, stub = health_pb2_grpc.HealthStub(channel), service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S).status
+        assert stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=ANSWER_S).ready
+        assert stub.ModelReady(service_pb2.ModelReadyRequest(name="ctr"), timeout=ANSWER_S).ready
+        for call in held:
+            call.cancel()
+
+
+@pytest.mark.parametrize("method", [CHECK, SERVICE + "ModelInfer", SERVICE + "ModelReady"])
+def test_a_message_has_a_deadline(
+    served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(slow_clients, "BODY_S", 0.3)
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        call = channel.stream_unary(method).future(messages_of(silent, []), timeout=60)
+        assert call.code() == Code.DEADLINE_EXCEEDED
+        assert "did not arrive" in call.details()
+        assert channel.unary_unary(SERVICE + "ModelInfer")(keys_request(8), timeout=60)
+
+
+def test_calls_without_a_message_make_room_for_look_ups(
+    fake: tuple[FakeStore, ServerThread], silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, server = fake
+    pool = server.service.grpc.lookup_pool  # type: ignore[union-attr]
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        held = [
+            channel.stream_unary(SERVICE + "ModelInfer").future(messages_of(silent, []), timeout=60) for _ in range(2)
+        ]
+        eventually(lambda: pool.full, "no room")
+        monkeypatch.setattr(waiting, "EVICTED_AFTER_S", 0.0)
+        assert channel.unary_unary(SERVICE + "ModelInfer")(keys_request(8), timeout=60)
+        eventually(lambda: any(call.done() for call in held), "the one that has waited longest ends")
+        assert {call.code() for call in held if call.done()} == {Code.DEADLINE_EXCEEDED}
+
+
+def test_idle_streams_make_room_for_others(
+    served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = served.service.grpc._streams  # type: ignore[union-attr]
+    monkeypatch.setattr(streams, "threads", 2)
+    request = service_pb2.ModelInferRequest.FromString(keys_request(2))
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        idle = []
+        for _ in range(2):
+            idle.append(stub.ModelStreamInfer(messages_of(silent, [request]), timeout=60))
+            assert next(idle[-1]).infer_response.model_name == "ctr"
+        monkeypatch.setattr(waiting, "EVICTED_AFTER_S", 0.0)
+        answers = list(stub.ModelStreamInfer(iter([request]), timeout=60))
+        assert [answer.infer_response.model_name for answer in answers] == ["ctr"]
+        with pytest.raises(grpc.RpcError):  # the one that was idle longest
+            next(idle[0])
+
+
+def test_a_client_that_does_not_read_is_ended_and_holds_nothing(
+    served: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_clients, "STALL_S", 0.3)
+    budget = served.service.inflight
+    with ask_without_reading(served, keys_request(2000)) as connection:
+        eventually(lambda: budget.used_bytes, "an answer that nobody reads")
+        eventually(lambda: budget.used_bytes == 0, "the end of the call")
+        connection.settimeout(60)
+
+
+def test_loads_keep_no_other_call_waiting(served: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(documents, "load", lambda *_: gate.wait(60))
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        wanted = service_pb2.RepositoryModelLoadRequest(model_name="ctr")
+        loads = [stub.RepositoryModelLoad.future(wanted, timeout=60) for _ in range(2 * ADMIN_THREADS)]
+        try:
+            switches = served.service.grpc._pools.switches  # type: ignore[union-attr]
+            eventually(lambda: switches.waiting >= ADMIN_THREADS, "all of them wait")
+            assert stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=ANSWER_S).ready
+            assert stub.ModelReady(service_pb2.ModelReadyRequest(name="ctr"), timeout=ANSWER_S).ready
+        finally:
+            gate.set()
+        for load in loads:
+            load.result()

@@ -1,0 +1,89 @@
+"""A stop ends, whatever a graph, or a part of the service, does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.engine import scenes
+from tests.predict import onnx_models as om
+from tierstore.engine.store import Store
+from tierstore.service import server as server_module
+from tierstore.service.process import EXIT_CODE
+from tierstore.service.server import ServerThread
+
+from .conftest import settings_for
+
+SERVES = """
+import sys, time
+from tierstore.config import load_settings
+from tierstore.service import process, server
+from tierstore.service.context import Service
+process.CLOSE_S, server.FINISH_S = 1.0, 1.0
+Service.close = lambda self: time.sleep(3600)  # a part that does not end
+server.serve(load_settings(None, data=sys.argv[1], port=0, grpc_port="off", drain_s=0, threads=1, host_budget="4MiB"))
+"""
+
+
+def test_a_stop_that_does_not_end_exits(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVES, str(tmp_path / "data")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert "serves" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_CODE
+    assert "has not ended" in log
+
+
+def test_a_stop_ends_a_graph_that_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "FINISH_S", 0.5)
+    began_s = 0.0
+    with Store(settings_for(tmp_path, dense_timeout_s=3600)) as store:
+        store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.looping(always=False)))
+        store.apply_delta(scenes.delta(1, {"user": ([1], np.full((1, 4), 99, np.float32))}))
+        body = {"inputs": [{"name": "user_id", "datatype": "INT64", "shape": [1], "data": [1]}]}
+        statuses: list[int] = []
+
+        def predict() -> None:
+            try:
+                statuses.append(httpx.post(f"{server.url}/v2/models/ctr/infer", json=body, timeout=90).status_code)
+            except httpx.HTTPError:
+                statuses.append(0)  # its connection was closed
+
+        with ServerThread(store) as server:
+            thread = threading.Thread(target=predict)
+            thread.start()
+            scenes.eventually(lambda: store.shared.dense.limits._running, "the run")
+            began_s = time.monotonic()
+        thread.join(90)
+    assert time.monotonic() - began_s < 80
+    assert statuses in ([504], [0])
+
+
+def test_a_run_that_takes_too_long_is_504(tmp_path: Path) -> None:
+    with Store(settings_for(tmp_path, dense_timeout_s=0.3)) as store:
+        store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.looping(always=False)))
+        store.apply_delta(scenes.delta(1, {"user": ([1], np.full((1, 4), 99, np.float32))}))
+        body = {"inputs": [{"name": "user_id", "datatype": "INT64", "shape": [1], "data": [1]}]}
+        with ServerThread(store) as server:
+            answer = httpx.post(f"{server.url}/v2/models/ctr/infer", json=body, timeout=60)
+            assert answer.status_code == 504, answer.text
+            assert "dense_timeout_s" in answer.json()["error"]
+            body["inputs"][0]["data"] = [2]
+            assert httpx.post(f"{server.url}/v2/models/ctr/infer", json=body, timeout=60).status_code == 200
