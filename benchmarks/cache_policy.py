@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import access_traces, policy_models
-from tierstore.tiers.host import HostTable
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
 BATCH = 512

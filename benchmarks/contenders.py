@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.footprint import anonymous_bytes, file_bytes
-from tierstore.engine.publisher import Publisher
-from tierstore.engine.served import Served
-from tierstore.engine.table import LookupCounts, Table
-from tierstore.engine.view import View
+from tierstore.engine.data.cascade import Cascade, LookupCounts
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.publisher import Publisher
+from tierstore.engine.serving.routing import Routing
 from tierstore.kernels import codec
-from tierstore.tiers.host import HostTable
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import FeatureSpec, KeyType, StorageDtype, TableSpec, Tier
 
 CHUNK = 1 << 16
@@ -103,14 +103,14 @@ class Tierstore:
         for keys, stored in rows.chunks():
             self.host.warm(keys, stored)
         self.memory = anonymous_bytes() - before
-        table = Table(spec, 1, default, rows.count, NoDisk(), LookupCounts())  # type: ignore[arg-type]
+        table = Cascade(spec, 1, default, rows.count, NoDisk(), LookupCounts())  # type: ignore[arg-type]
         table.host = self.host
         holder: Any = SimpleNamespace(
             number=1, specs={spec.name: spec}, tables={spec.name: table}, features={FEATURE: FeatureSpec(FEATURE, spec.name)}, padding={},
             predictor=None, colliding={},
         )  # fmt: skip
         self._publisher = Publisher("bench")
-        self._publisher.publish(Served(View(holder, (), 0)))
+        self._publisher.publish(Routing(View(holder, (), 0)))
 
     def resident(self, rows: Rows) -> Positions:
         """Positions of the rows that found a place."""
@@ -125,21 +125,21 @@ class Tierstore:
         publisher = self._publisher
 
         def lookup(keys: Positions, out: np.ndarray) -> None:  # as `Model.lookup`
-            view = publisher.enter()
+            view = publisher.acquire()
             try:
                 view.lookup(FEATURE, keys, out=out)
             finally:
-                publisher.leave(view)
+                publisher.release(view)
 
         return lookup
 
     def bags(self, keys: Positions, offsets: Positions, out: np.ndarray) -> None:
         """Sums of bags, pooled by the store."""
-        view = self._publisher.enter()
+        view = self._publisher.acquire()
         try:
             view.lookup_bags(FEATURE, keys, offsets, combiner="sum", out=out)
         finally:
-            self._publisher.leave(view)
+            self._publisher.release(view)
 
     @property
     def rows_held(self) -> int:

@@ -27,12 +27,12 @@ import numpy as np
 from benchmarks import report
 from benchmarks.machine import describe
 from tierstore.kernels.pool import check_offsets
-from tierstore.tiers.device import CudaDevice, find_devices
-from tierstore.tiers.device_backend import TEAM, Backend
-from tierstore.tiers.device_lookup import Bags, look_up, to_device
-from tierstore.tiers.device_memory import DeviceMemory
-from tierstore.tiers.device_table import DeviceTable
-from tierstore.tiers.host import HostTable
+from tierstore.tiers.device.backend import TEAM, Backend
+from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
+from tierstore.tiers.device.lookup import Bags, look_up, to_device
+from tierstore.tiers.device.table import DeviceTable
+from tierstore.tiers.device.workspaces import DeviceMemory
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
 BAG = 20
@@ -113,7 +113,7 @@ def resident(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds:
     state_at, source_at, out_at = (np.uint64(backend.address_of(array)) for array in (state, source, mine))
 
     def ours(call: int) -> None:
-        with scene.table.ordered() as view:
+        with scene.table.reading() as view:
             assert view is not None
             stream, table, _ = view
             stream.clear(int(state_at), batch)

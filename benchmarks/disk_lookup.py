@@ -35,10 +35,11 @@ from numba import njit
 from benchmarks.machine import describe
 from benchmarks.report import headline
 from tierstore.kernels.sysio import WILL_NEED, advise, read_at
-from tierstore.tiers.disk import DiskTier, ReaderPool, write_sst
-from tierstore.tiers.sealed import SealedTier, base_record
-from tierstore.tiers.sealed_file import write_sealed
-from tierstore.tiers.sst import sst_keys
+from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.disk.sealed import SealedTier, base_record
+from tierstore.tiers.disk.sealed_file import write_sealed
+from tierstore.tiers.disk.sst import sst_keys, write_sst
+from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Keys, Rows
 
 SCATTER = -7046029254386353131  # odd, so that k → k * SCATTER (mod 2^64) gives distinct keys all over the key space

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import describe
-from tierstore.tiers.host import HostTable
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
 DIM, KEYS_A_CALL = 32, 4096

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import tierstore
 from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.ten_million import write
-from tierstore.formats.snapshot import open_snapshot
+from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.types import Progress
 
 DIM = 16
@@ -121,7 +122,7 @@ def wrong_rows(root: Path, data: Path) -> int:
     return wrong
 
 
-def measure(root: Path, rows: int) -> dict[str, Any]:
+def measure(root: Path, rows: int, killed: Sequence[str] = KILLED) -> dict[str, Any]:
     write(root / "snapshot", rows, DIM, "float16")
     os.sync()
     whole = Load(root / "whole")
@@ -129,14 +130,14 @@ def measure(root: Path, rows: int) -> dict[str, Any]:
     whole_s = sum(seconds for phase, seconds in whole.seconds.items() if phase not in ("start", "loaded"))
     shutil.rmtree(root / "whole")
     loads, again, peak = [], {}, whole.peak_bytes
-    for phase in KILLED:
+    for phase in killed:
         load = Load(root / "data")
         load.run(phase)
         loads.append(load)
     last = Load(root / "data")
     last.run()
     loads.append(last)
-    for number, phase in enumerate(KILLED):
+    for number, phase in enumerate(killed):
         before, after = loads[number].last, loads[number + 1].first
         done = {name: of for name, of in before.items() if name in ("read", "join", "write")}
         repeated = sum(max(0, of - after.get(name, of)) for name, of in done.items())
@@ -168,7 +169,7 @@ def main() -> int:
         return 0
     rows = 200_000 if args.tiny else 400_000_000 if args.full else args.rows
     with tempfile.TemporaryDirectory(dir=args.scratch, prefix="tierstore-bench-") as scratch:
-        result = measure(Path(scratch), rows)
+        result = measure(Path(scratch), rows, KILLED[1:2] if args.tiny else KILLED)
     what = f"{rows:,} rows of {DIM} float16"
     worst = max(of["share"] for of in result["killed"].values())
     document = {

@@ -36,7 +36,7 @@ from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.predict_service import MODEL, Served
 from benchmarks.swap import Admin
-from tierstore.service.tuning import take_short_turns
+from tierstore.service.process import request_short_slices
 
 FEATURE, DIM, HOT, KEYS = "item_id", 32, 20_000, 1024
 RATE, CONNECTIONS = 200, 8
@@ -79,7 +79,7 @@ def ask(port: int, out: Path, rate: float = RATE) -> None:
     begin = time.perf_counter() + 0.2
 
     def one(number: int) -> None:
-        take_short_turns()  # a clock that comes late would tell of nothing but itself
+        request_short_slices()  # a clock that comes late would tell of nothing but itself
         link, space = socket.create_connection(("127.0.0.1", port), timeout=30), bytearray(1 << 18)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         turn = number
@@ -120,9 +120,14 @@ def ask(port: int, out: Path, rate: float = RATE) -> None:
 
 def tick(out: Path) -> None:
     """Wake up as often as somebody asks, until standard input ends; then write (due, awake) of each time."""
-    take_short_turns()
+    request_short_slices()
     over, seen = threading.Event(), []
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
     due = time.perf_counter()
     while not over.is_set():
         due += 1 / RATE

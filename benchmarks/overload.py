@@ -4,7 +4,8 @@ A service that predicts is asked as fast as it can answer, which is its capacity
 requests a second, whether or not it answers. What counts is that goodput (answers 200) does not fall when more is asked
 than can be answered, that the latency of what is answered stays bounded, and that refusals come at once. Each load is
 run with the settings' own bounds, with a short queue, and with a timeout in every request; answers that come too late
-for it are no goodput.
+for it are no goodput. Then comes ten times the capacity with mixed sizes, new connections, clients that do not read, and
+health checks beside it (`benchmarks.overload_mixed`; `--mixed`: only that).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import overload_mixed
 from benchmarks.machine import describe
-from benchmarks.predict_service import ROWS, Served, closed_loop, load, open_loop, predict_request
+from benchmarks.predict_service import ROWS, Served, closed_loop, open_loop, predict_request
 
 WIDTHS = (2048, 1024)  # a request takes long, so that neither the clients nor the event loop are what is measured
 ITEMS = 128
@@ -57,7 +59,7 @@ async def measure(
                 got = await open_loop(served, messages, capacity * times, seconds, connections)
                 good = got.of(200) if timeout_s is None else [s for s in got.of(200) if s <= timeout_s]
                 refused = [*got.of(503), *got.of(504)]
-                row = {
+                row: dict[str, Any] = {
                     "variant": name,
                     "load": times,
                     "capacity_per_s": capacity,
@@ -85,27 +87,40 @@ async def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
+    parser.add_argument(
+        "--mixed", action="store_true", help="only the load of ten times the capacity with all that comes with it"
+    )
+    parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
     parser.add_argument("--json", type=Path, default=Path("build/overload.json"))
     options = parser.parse_args()
+    if options.probe:
+        overload_mixed.probe(int(options.probe[0]), float(options.probe[1]))
+        return
     document: dict[str, Any] = {"machine": describe()}
     if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
         document |= {"results": [], "skipped": ["the extra `dense` is not installed"]}
     else:
         seconds, loads, connections = (0.3, (2,), 50) if options.tiny else (options.seconds, LOADS, CONNECTIONS)
-        print(f"{describe()}; predicts of {ITEMS} items, layers of {WIDTHS}\n")
-        print(
-            "| | load | goodput/s | of capacity | accepted p50, ms | p99, ms | refused p50, ms | answers | clients late p99, ms | threads + | MiB + |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
         with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
             data = Path(folder) / "data"
-            if options.tiny:
-                load(data, (32,), rows=1000)
-            else:
-                load(data, WIDTHS)
-            variants = [*VARIANTS][-1:] if options.tiny else [*VARIANTS]
-            document["results"] = asyncio.run(measure(data, variants, seconds, loads, connections))
+            overload_mixed.prepare(data, (32,) if options.tiny else WIDTHS)
+            print(f"{describe()}; layers of {WIDTHS}\n")
+            if not options.mixed:
+                print(
+                    f"Predicts of {ITEMS} items\n\n"
+                    "| | load | goodput/s | of capacity | accepted p50, ms | p99, ms | refused p50, ms | answers | clients late p99, ms | threads + | MiB + |\n"
+                    "|---|---|---|---|---|---|---|---|---|---|---|"
+                )
+                variants = [*VARIANTS][-1:] if options.tiny else [*VARIANTS]
+                document["results"] = asyncio.run(measure(data, variants, seconds, loads, connections))
+            print(
+                f"\nPredicts of {overload_mixed.SIZES} items, {overload_mixed.READERS} clients that do not read\n\n"
+                "| load | goodput / capacity | health p50, longest, ms | recovery, s | threads + | MiB + | answers | clients late, s |\n"
+                "|---|---|---|---|---|---|---|---|"
+            )
+            mixed = overload_mixed.LOADS[:1] if options.tiny else overload_mixed.LOADS
+            document["mixed"] = asyncio.run(overload_mixed.measure(data, seconds, mixed))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

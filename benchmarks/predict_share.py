@@ -53,11 +53,11 @@ def grpc_turn(served: Served, keys: list[np.ndarray], features: Sequence[str], c
     import grpc
 
     from benchmarks.wire_grpc import METHOD, OPTIONS
-    from tierstore.service.rpc.messages import message
+    from tierstore.service.rpc.protobuf import message_class
 
     made = []
     for drawn in keys:
-        asked = message("inference.ModelInferRequest")(
+        asked = message_class("inference.ModelInferRequest")(
             model_name=MODEL, raw_input_contents=[drawn.tobytes()] * len(features)
         )
         for name in features:

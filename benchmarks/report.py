@@ -33,6 +33,7 @@ def headline(
     measured: str, against: str, value: float, *, at_least: float | None = None, at_most: float | None = None, unit: str = "times"
 ) -> dict[str, Any]:  # fmt: skip
     """One figure that the project has set itself a mark for; `met` says whether this run reached it."""
+    value = float(value)  # one of NumPy's, and what is compared with it, is nothing that JSON can say
     met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
     return {"measured": measured, "against": against, "value": value, "unit": unit, "at_least": at_least, "at_most": at_most, "met": met}  # fmt: skip
 

@@ -1,9 +1,10 @@
 """How long a service is away when it starts again: after a clean end, and after a kill.
 
-    python -m benchmarks.restart [--rows 5000000] [--budget 128MiB] [--changed 200000] [--warm-rate 200000] [--full] [--json FILE]
+    python -m benchmarks.restart [--rows 5000000] [--budget 128MiB] [--changed 200000] [--warm-rate 200000] [--within 600] [--full] [--json FILE]
 
 A model is loaded, its cache filled, and so many keys changed by deltas. Then a process opens the data directory, serves it
-over HTTP, and looks keys up every 20 ms, changed ones among them, until the cache is warm; the clock begins when its modules are
+over HTTP, and looks keys up every 20 ms, changed ones among them, until the cache is warm or `--within` seconds are over, which
+the line "warmed" says; the clock begins when its modules are
 imported and their kernels compiled. Before each start the system's cache of the data directory is dropped.
 """
 
@@ -56,7 +57,7 @@ def prepare(root: Path, rows: int, budget: str, changed: int) -> dict[str, Any]:
                 writer.upsert("item", np.sort(keys_of(part)), np.full((len(part), DIM), CHANGED, np.float32))
             store.apply_delta(where)
         with model.view() as view:
-            host = view.holder.tables["item"].host
+            host = view.open_version.tables["item"].host
             assert host is not None
             capacity = host.capacity_rows
         for first in range(0, min(rows, int(capacity * 1.1)), BATCH):
@@ -73,7 +74,7 @@ def drop_cache(root: Path) -> None:
 
 
 def child(args: argparse.Namespace) -> None:
-    """One start, until it is warm; then an end."""
+    """One start, until it is warm or the time is over; then an end."""
     began = time.perf_counter()
     settings = load_settings(None, data=args.child, host_budget=args.budget, warm_rate=args.warm_rate, port=0, grpc_port="off")  # fmt: skip
     store = Store(settings)
@@ -81,7 +82,7 @@ def child(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(3)
     step = args.rows // args.changed
     failed = wrong = asked = 0
-    first_s, took = 0.0, []
+    first_s, told_s, took = 0.0, 0.0, []
     with ServerThread(store, settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         listening_s = time.perf_counter() - began
         while True:
@@ -98,13 +99,25 @@ def child(args: argparse.Namespace) -> None:
                 continue
             rows = np.array(answer.json()["outputs"][0]["data"], np.float32).reshape(SHOWN, DIM)
             wrong += int(not (rows[::2] == CHANGED).all() or (rows[1::2] == 0).all(axis=1).any())
-            first_s = first_s or time.perf_counter() - began
-            if store.warming() is None:
+            now_s = time.perf_counter() - began
+            if not first_s:
+                first_s = now_s
+                print(f"first right answer after {first_s:.3f} s, {failed} failed before", file=sys.stderr, flush=True)
+            warming = store.warming()
+            if warming is None or now_s > args.within:
                 break
+            if now_s > told_s + 10:
+                told_s = now_s
+                print(
+                    f"{now_s:.0f} s: {warming['done']:,} of {warming['total']:,} rows, {failed} failed",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(PAUSE_S)
         warm_s = time.perf_counter() - began
+        warmed = 1.0 if warming is None else warming["done"] / warming["total"]
     result = {
-        "open_s": opened_s, "listening_s": listening_s, "first_answer_s": first_s, "warm_s": warm_s, "requests": asked, "failed": failed,
+        "open_s": opened_s, "listening_s": listening_s, "first_answer_s": first_s, "warm_s": warm_s, "warmed": warmed, "requests": asked, "failed": failed,
         "wrong": wrong, "p50_ms": float(np.percentile(took, 50)) * 1e3, "p99_ms": float(np.percentile(took, 99)) * 1e3,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
@@ -117,9 +130,10 @@ def start(root: Path, args: argparse.Namespace, end: str) -> dict[str, Any]:
     drop_cache(root / "data")
     command = [sys.executable, "-m", "benchmarks.restart", "--child", str(root / "data"), "--end", end]
     command += ["--rows", str(args.rows), "--budget", args.budget, "--changed", str(args.changed)]
-    done = subprocess.run([*command, "--warm-rate", str(args.warm_rate)], capture_output=True, text=True, timeout=3600)
+    command += ["--warm-rate", str(args.warm_rate), "--within", str(args.within)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=3600)
     if not done.stdout:
-        raise SystemExit(done.stderr)
+        raise SystemExit(f"the start {end} ended with {done.returncode}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -129,6 +143,7 @@ def main() -> int:
     parser.add_argument("--budget", default="128MiB")
     parser.add_argument("--changed", type=int, default=200_000)
     parser.add_argument("--warm-rate", type=int, default=200_000)
+    parser.add_argument("--within", type=float, default=600.0, help="seconds after which a start is ended, warm or not")
     parser.add_argument("--full", action="store_true", help="a cache of 4 GiB and a million changed keys; an hour")
     parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it runs")
     parser.add_argument("--json", type=Path)
@@ -138,7 +153,7 @@ def main() -> int:
     if args.tiny:
         args.rows, args.budget, args.changed = 20_000, "1MiB", 1000
     if args.full:
-        args.rows, args.budget, args.changed = 100_000_000, "4GiB", 1_000_000
+        args.rows, args.budget, args.changed = 400_000_000, "4GiB", 1_000_000
     if args.child:
         child(args)
         return 0
@@ -155,7 +170,7 @@ def main() -> int:
     document = {
         "benchmark": "restart",
         "machine": describe(),
-        **{name: getattr(args, name) for name in ("rows", "budget", "changed", "warm_rate")},
+        **{name: getattr(args, name) for name in ("rows", "budget", "changed", "warm_rate", "within")},
         **prepared,
         "headlines": marks,
         "results": results,

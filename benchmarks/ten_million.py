@@ -25,7 +25,7 @@ import numpy as np
 import tierstore
 from benchmarks.access_traces import draw, zipf_weights
 from benchmarks.machine import describe
-from tierstore.formats.snapshot import Snapshot, open_snapshot
+from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 
 BATCH = 65_536
 CALL_KEYS = 4_096
@@ -102,7 +102,7 @@ def zipf_traffic(model: tierstore.Model, rows: int, calls: int) -> dict[str, flo
 
 def lookup_keys(model: tierstore.Model) -> dict[str, int]:
     with model.view() as view:
-        return view.holder.tables["item"].counts.as_dict()
+        return view.open_version.tables["item"].counts.as_dict()
 
 
 def measure(root: Path, rows: int, dim: int, dtype: str, host_budget: str, zipf_calls: int) -> dict[str, Any]:

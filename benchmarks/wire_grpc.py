@@ -30,8 +30,8 @@ import numpy as np
 from benchmarks.machine import describe
 from benchmarks.ready import wait_until_warm
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
-from tierstore.service.rpc.core import GOES_ON, Core, Outcome, core_of, receive_close, receive_message, send
-from tierstore.service.rpc.messages import message
+from tierstore.service.rpc.grpc_core import GOES_ON, Core, Outcome, core_of, receive_close, receive_message, send
+from tierstore.service.rpc.protobuf import message_class
 
 if TYPE_CHECKING:
     from benchmarks.wire_lookup import Server
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 BOUND = 64 << 20
 OPTIONS = [("grpc.max_receive_message_length", BOUND), ("grpc.use_local_subchannel_pool", 1)]
-_Request = message("inference.ModelInferRequest")
-_Response = message("inference.ModelInferResponse")
+_Request = message_class("inference.ModelInferRequest")
+_Response = message_class("inference.ModelInferResponse")
 
 
 def request_of(keys: np.ndarray) -> bytes:

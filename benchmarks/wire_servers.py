@@ -20,7 +20,7 @@ import tierstore
 from benchmarks.ready import SETTINGS
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.config import load_settings
-from tierstore.service.tuning import tune_allocator
+from tierstore.service.process import tune_allocator
 
 
 def serve_grpc_echo(*, core: bool) -> None:
@@ -37,9 +37,9 @@ def serve_grpc_echo(*, core: bool) -> None:
 def answer_ready_bytes() -> None:
     """Have reactors send as many bytes as an answer has, whatever they are, and look nothing up."""
     from tierstore.kernels import lookupplan
-    from tierstore.service.reactor.plans import Plans
+    from tierstore.service.reactor.plan_index import PlanIndex
 
-    plan = Plans._variant
+    plan = PlanIndex._variant
 
     def without_look_ups(*args: Any) -> Any:
         variant = plan(*args)
@@ -47,7 +47,7 @@ def answer_ready_bytes() -> None:
             variant.words[lookupplan.CALLS] = 0
         return variant
 
-    Plans._variant = without_look_ups  # type: ignore[method-assign]
+    PlanIndex._variant = without_look_ups  # type: ignore[method-assign, assignment]
 
 
 def serve_store(where: Path, rows: int, shared_memory: bool, threads: int, warm: bool) -> None:

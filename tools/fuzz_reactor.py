@@ -36,7 +36,6 @@ import uvloop
 import tierstore
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
-from tierstore.kernels import reactor_words as kernel
 from tierstore.service.server import ServerThread
 from tools.fuzz_requests import ROWS, Exchange, Template, make_exchange
 
@@ -99,16 +98,16 @@ class Server:
     """The service with both its ports."""
 
     def __init__(self, root: Path) -> None:
-        self._left = contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()
         settings = load_settings(
             None, data=root / "data", port=0, drain_s=0.0, host_budget="1MiB", lookup_threads=2, disk_threads=2,
             max_request="512KiB", max_response="8MiB", max_queue_s=3600, fold_grace_s=1.0, grpc_port="off",
         )  # fmt: skip
-        self.store = self._left.enter_context(Store(settings))
+        self.store = self._stack.enter_context(Store(settings))
         for snapshot in write_models(root):
             self.store.load_snapshot(snapshot)
         change_some(self.store, root)
-        self.thread = self._left.enter_context(ServerThread(self.store))
+        self.thread = self._stack.enter_context(ServerThread(self.store))
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self._listener.setblocking(False)
         self.ports = self.thread.port, self._listener.getsockname()[1]
@@ -125,13 +124,13 @@ class Server:
                 made, _ = self._listener.accept()
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 http = self.thread._http
-                http._reactors.count_other(1)
-                http._server.adopt(http._door, made, b"", refused=False, back=None)
+                self.thread.service.reactors.count_other(1)
+                http._server.adopt(http._connection_limit, made, b"", refused=False, back=None)
 
     @property
     def by_reactors(self) -> int:
         """Look-ups that were answered without Python."""
-        return int(self.thread._http._reactors._lines[:, kernel.ANSWERS].sum())
+        return int(self.thread.service.reactors.answers)
 
     @property
     def promoted(self) -> int:
@@ -143,7 +142,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._in_loop(lambda loop: loop.remove_reader(self._listener))
-        self._left.close()
+        self._stack.close()
         self._listener.close()
 
 
@@ -255,7 +254,7 @@ class Side:
                 more = b"" if receiving.exception() else receiving.result()
                 receiving = None
                 data += more
-                data = _take(seen, data, ended=not more)
+                data = _parse_answers(seen, data, ended=not more)
                 if not more:
                     seen.end = "closed"
                     break
@@ -280,15 +279,15 @@ class Side:
                 await loop.sock_sendall(made, packet)
 
 
-def _take(seen: Seen, data: bytes, *, ended: bool) -> bytes:
+def _parse_answers(seen: Seen, data: bytes, *, ended: bool) -> bytes:
     """Move whole answers from `data` to `seen`, and return what is left."""
     while True:
-        head, found, rest = data.partition(b"\r\n\r\n")
+        head, found, remainder = data.partition(b"\r\n\r\n")
         if not found or not (match := re.match(rb"HTTP/1.1 (\d{3}) ", head)):
             return data
         status = int(match[1])
-        if status == 100:  # whether it is asked for depends on whether the body has come by then
-            data = rest
+        if status == 100:  # whether it is requests for depends on whether the body has come by then
+            data = remainder
             continue
         lines = [line.partition(b": ") for line in head.split(b"\r\n")[1:]]
         headers = {name.decode().lower(): value.decode("latin-1") for name, _, value in lines}
@@ -297,11 +296,11 @@ def _take(seen: Seen, data: bytes, *, ended: bool) -> bytes:
         length = headers.get("content-length")
         if length is None and not ended:
             return data
-        size = len(rest) if length is None else int(length)
-        if len(rest) < size:
+        size = len(remainder) if length is None else int(length)
+        if len(remainder) < size:
             return data
-        seen.answers.append((status, tuple(sorted(headers.items())), rest[:size]))
-        data = rest[size:]
+        seen.answers.append((status, tuple(sorted(headers.items())), remainder[:size]))
+        data = remainder[size:]
 
 
 class Fuzzer:
@@ -336,11 +335,11 @@ class Fuzzer:
         self.counts["requests"] += len(exchange.messages) - 1
         for quiet_s in (QUIET_S, 20 * QUIET_S):  # on a busy machine one may have been taken for silent too early
             ours, full = Seen(), Seen()
-            asked = (
+            requests = (
                 sides[0].ask(exchange, ours, full, quiet_s=quiet_s),
                 sides[1].ask(exchange, full, ours, quiet_s=quiet_s),
             )
-            await asyncio.gather(*asked)
+            await asyncio.gather(*requests)
             how = "the same" if ours == full else await self._look_again(exchange, ours, full)
             if ours != full or ours.end != "open":
                 for side in sides:

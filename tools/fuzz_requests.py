@@ -117,18 +117,18 @@ class Template:
         n = int(np.prod(shape))
         datatype = rng.choice(["INT64", "INT64", "INT64", "UINT64"])
 
-        def given(name: str, of: str, size: list[int], kind: str, width: int) -> None:
+        def add_input(name: str, of: str, size: list[int], kind: str, width: int) -> None:
             count = int(np.prod(size))
             inputs.append(
                 {"name": name, "datatype": of, "shape": size, "parameters": {"binary_data_size": count * width}}
             )
             self.tail.parts.append((kind, count, n))
 
-        given(feature, datatype, shape, "keys", 8)
+        add_input(feature, datatype, shape, "keys", 8)
         if ragged and len(shape) == 1 and rng.random() < 0.6:
-            given(f"{feature}.offsets", "INT64", [rng.choice([0, 1, 3, 9])], "offsets", 8)
+            add_input(f"{feature}.offsets", "INT64", [rng.choice([0, 1, 3, 9])], "offsets", 8)
         if ragged and rng.random() < 0.4:
-            given(f"{feature}.weights", "FP32", shape, "weights", 4)
+            add_input(f"{feature}.weights", "FP32", shape, "weights", 4)
         rows: dict[str, Any] = {"name": feature}
         if rng.random() < 0.4:
             rows["parameters"] = {"dtype": rng.choice(["FP16", "FP16", "FP32", "FP64"])}
@@ -185,7 +185,7 @@ def _other_case(rng: random.Random, request: Request) -> None:
     request.headers = [(change(name), value) for name, value in request.headers]
 
 
-def _known_header(rng: random.Random, request: Request) -> None:
+def _listed_header(rng: random.Random, request: Request) -> None:
     name = rng.choice(
         [b"Accept", b"User-Agent", b"traceparent", b"Cookie", b"X-Forwarded-For", b"content-type", b"via"]
     )
@@ -396,7 +396,7 @@ def _bytes(rng: random.Random, request: Request) -> None:
 
 
 SPOIL: dict[Callable[[random.Random, Request], None], int] = {
-    _other_case: 2, _known_header: 3, _new_header: 3, _odd_value: 4, _twice: 2, _missing: 3, _host: 2, _line: 4, _line_ends: 1,
+    _other_case: 2, _listed_header: 3, _new_header: 3, _odd_value: 4, _twice: 2, _missing: 3, _host: 2, _line: 4, _line_ends: 1,
     _colon: 2, _connection: 3, _upgrade: 1, _chunked: 2, _expect: 1, _coded: 1, _accepted: 2, _id: 1, _timeout: 2, _origin: 1,
     _long_header: 2, _many_headers: 1, _length: 3, _json_length: 3, _json_text: 8, _tail: 5, _bytes: 6,
 }  # fmt: skip

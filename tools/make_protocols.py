@@ -23,8 +23,8 @@ def compiled() -> bytes:
     names = sorted(path.name for path in SOURCES.glob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "set"
-        known = Path(protoc.__file__).parent / "_proto"
-        code = protoc.main(["protoc", f"-I{SOURCES}", f"-I{known}", f"--descriptor_set_out={made}", *names])
+        bundled = Path(protoc.__file__).parent / "_proto"
+        code = protoc.main(["protoc", f"-I{SOURCES}", f"-I{bundled}", f"--descriptor_set_out={made}", *names])
         if code:
             raise SystemExit(code)
         return made.read_bytes()

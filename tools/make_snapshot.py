@@ -2,7 +2,7 @@
 
     python tools/make_snapshot.py out/ctr-1 --model ctr --version 1 --rows 1e6 --dim 32 --dtype float16
 
-Keys are distinct and spread over the key type's range; vectors are normal with the seed given. Memory is
+Keys are distinct and spread over the key type's range; vectors are normal with the seed arguments. Memory is
 bounded by a batch. Whatever else a snapshot may hold is `tierstore.SnapshotWriter`'s to write.
 """
 
@@ -50,24 +50,28 @@ def main() -> None:
     parser.add_argument("--rows-per-shard", type=lambda text: int(float(text)))
     parser.add_argument("--dense-keys", action="store_true", help="keys 0, 1, 2, … instead of spread ones")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     started = time.monotonic()
-    with SnapshotWriter(given.directory, model=given.model, version=given.version, delta_seq=given.delta_seq) as writer:
+    with SnapshotWriter(
+        arguments.directory, model=arguments.model, version=arguments.version, delta_seq=arguments.delta_seq
+    ) as writer:
         table = writer.table(
-            given.table,
-            dim=given.dim,
-            dtype=given.dtype,
-            key=given.key,
-            default=given.default,
-            format=given.format,
-            rows_per_shard=given.rows_per_shard,
+            arguments.table,
+            dim=arguments.dim,
+            dtype=arguments.dtype,
+            key=arguments.key,
+            default=arguments.default,
+            format=arguments.format,
+            rows_per_shard=arguments.rows_per_shard,
         )
-        for keys, vectors in batches(given.rows, given.dim, given.key, given.dense_keys, given.seed):
+        for keys, vectors in batches(
+            arguments.rows, arguments.dim, arguments.key, arguments.dense_keys, arguments.seed
+        ):
             table.write(keys, vectors)
-        writer.feature(f"{given.table}_id", table=given.table)
-        writer.feature(f"{given.table}_bag", table=given.table, combiner="mean")
-    print(f"{given.directory}: {given.rows} rows in {time.monotonic() - started:.1f} s")
+        writer.feature(f"{arguments.table}_id", table=arguments.table)
+        writer.feature(f"{arguments.table}_bag", table=arguments.table, combiner="mean")
+    print(f"{arguments.directory}: {arguments.rows} rows in {time.monotonic() - started:.1f} s")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""Cold keys through a node in front of others, against the same keys from one node directly.
+
+    python -m benchmarks.upstream_lookup [--rows 200_000] [--keys 4096] [--rounds 9] [--tiny] [--json FILE]
+
+Four nodes on loopback say that they own a quarter of 64 partitions each, and have all of their rows in memory; two fronts have memory for hardly any
+row: one is asked over HTTP, as a node is, the other in this process. The client asks for keys at random, one request after the
+other, the ways in turn within a round; all answers are compared with the rows. Wall time is a median over rounds, and
+processor time that of all processes together: on a machine with few cores the nodes of a front wait for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tierstore
+from benchmarks.machine import describe
+from benchmarks.report import headline, markdown, write
+from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
+
+NODES, PARTITIONS = 4, 64
+Way = Callable[[np.ndarray], np.ndarray]
+
+
+def serve(where: Path, rows: int, number: int | None, upstream: str | None) -> None:
+    """A node, or a front, until it is told to stop; prints its port."""
+    from tierstore.config import load_settings
+    from tierstore.engine.operations import fronts
+    from tierstore.engine.store import Store
+    from tierstore.service.server import ServerThread
+
+    if number is not None:
+        each = PARTITIONS // NODES
+        own = {"count": PARTITIONS, "own": [[number * each, (number + 1) * each - 1]]}
+        fronts.partitions_of = lambda model: own  # type: ignore[assignment]
+    budget = "256KiB" if upstream else f"{max(4, rows * (ROW_BYTES + 16) * 2 >> 20)}MiB"
+    settings = load_settings(None, data=where, port=0, grpc_port="off", host_budget=budget, upstream=upstream)
+    with Store(settings) as store:
+        if upstream is None:
+            keys = keys_of(np.arange(rows))
+            with tierstore.SnapshotWriter(where / "snapshot", model=MODEL, version=1) as writer:
+                writer.table("item", dim=DIM).write(keys, vectors_of(keys))
+                writer.feature(FEATURE, table="item")
+                writer.warmup("item", keys)
+            store.load_snapshot(where / "snapshot")
+        with ServerThread(store) as server:
+            print(server.url, flush=True)
+            sys.stdin.read()
+
+
+@contextlib.contextmanager
+def started(where: Path, rows: int, *arguments: str) -> Iterator[tuple[str, int]]:
+    """(url, process) of one."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.upstream_lookup",
+        "--serve",
+        str(where),
+        "--rows",
+        str(rows),
+        *arguments,
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            url = process.stdout.readline().strip()
+            if not url:
+                raise RuntimeError("a node did not start; see its log above")
+            yield url, process.pid
+        finally:
+            process.stdin.close()
+            process.wait(60)
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Processor time of processes so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure(ways: dict[str, Way], pids: list[int], rows: int, n: int, rounds: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(n)
+    batches = [keys_of(rng.integers(0, rows, n)) for _ in range(max(16, min(rows // 2, 65536) // n))]
+    calls = max(2, min(200, 400_000 // n))
+    wall: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        for keys in batches:
+            np.testing.assert_array_equal(way(keys), vectors_of(keys))
+    for _ in range(rounds):
+        for name, way in ways.items():
+            used, began = cpu_s(pids), time.perf_counter()
+            for call in range(calls):
+                way(batches[call % len(batches)])
+            wall[name].append((time.perf_counter() - began) / calls * 1e6)
+            cpu[name].append((cpu_s(pids) - used) / calls * 1e6)
+    direct = wall["one node"]
+    return [
+        {
+            "keys": n,
+            "way": name,
+            "wall_us": statistics.median(wall[name]),
+            "cpu_us": statistics.median(cpu[name]),
+            "wall_over_one_node": statistics.median(a / b for a, b in zip(wall[name], direct, strict=True)),
+        }
+        for name in ways
+    ]
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rows = options.rows
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="upstream-")))
+        nodes = [
+            stack.enter_context(started(root / f"node-{number}", rows, "--number", str(number)))
+            for number in range(NODES)
+        ]
+        urls = ",".join(url for url, _ in nodes)
+        front_url, front_pid = stack.enter_context(started(root / "front", rows, "--upstream", urls))
+        store = stack.enter_context(tierstore.open(root / "here", upstream=urls, host_budget="256KiB"))
+        direct = stack.enter_context(tierstore.Client(nodes[0][0], shared_memory=False))
+        through = stack.enter_context(tierstore.Client(front_url, shared_memory=False))
+        ways: dict[str, Way] = {
+            "one node": lambda keys: direct.lookup(MODEL, FEATURE, keys),
+            "front": lambda keys: through.lookup(MODEL, FEATURE, keys),
+            "front, in process": lambda keys: store.model(MODEL).lookup(FEATURE, keys),
+        }
+        pids = [os.getpid(), front_pid, *(pid for _, pid in nodes)]
+        results = [row for n in options.keys for row in measure(ways, pids, rows, n, options.rounds)]
+        counts = store.status()["models"][MODEL]["tables"]
+    lookups = next(iter(counts.values()))["lookup_keys"]
+    return {
+        "benchmark": "upstream_lookup",
+        "machine": describe(),
+        "rows": rows,
+        "nodes": NODES,
+        "cold_share": lookups["remote"] / sum(lookups.values()),
+        "headlines": [
+            headline(f"{row['keys']:,} cold keys through a front", "one node", row["wall_over_one_node"], at_most=4)
+            for row in results
+            if row["way"] == "front" and row["keys"] == 4096
+        ],
+        "results": results,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024, 4096])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tiny", action="store_true", help="so little that it only shows that this runs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--upstream", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve(options.serve, options.rows, options.number, options.upstream)
+        return
+    if options.tiny:
+        options.rows, options.keys, options.rounds = 3000, [256], 1
+    document = run(options)
+    print(markdown(document))
+    if options.json:
+        write(options.json, document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What a store must hold after the steps that a journal notes: for `tools/crash_test.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+import tierstore
+from tierstore.errors import Conflict, SequenceGap
+from tools.crash_work import DENSE, KEYS, MODEL, Ranges, after_rollback, delta, expected, expected_dense
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which version is active, which the canary with how many percent, and what the labels stand for."""
+
+    active: int | None = None
+    canary: int | None = None
+    percent: int = 0
+    labels: frozenset[tuple[int, int]] = frozenset()
+
+    def after(self, verb: str, *numbers: int) -> Routing:
+        """What it is once that is done."""
+        if verb == "promote" or (verb == "activate" and numbers[0] == self.canary):
+            return Routing(self.canary, labels=frozenset(pair for pair in self.labels if pair[1] == self.canary))
+        if verb == "load" or (verb == "activate" and numbers[0] != self.active):
+            return Routing(numbers[0])
+        if verb == "deactivate":
+            return Routing()
+        if verb in ("withdraw", "undo"):
+            return Routing(self.active, labels=frozenset(pair for pair in self.labels if pair[1] != self.canary))
+        if verb == "canary":
+            return replace(self, canary=numbers[0], percent=numbers[1])
+        if verb == "label":
+            others = {pair for pair in self.labels if pair[0] != numbers[0]}
+            return replace(self, labels=frozenset({*others, (numbers[0], numbers[1])}))
+        return self
+
+    @classmethod
+    def of(cls, status: dict[str, Any]) -> Routing:
+        canary = status["canary"]
+        free = {(int(name.removeprefix("label")), of) for name, of in status["labels"].items() if name[-1].isdigit()}
+        if canary is None:
+            return cls(status["active_version"], labels=frozenset(free))
+        return cls(status["active_version"], canary["version"], round(canary["share"] * 100), frozenset(free))
+
+
+@dataclass
+class Acknowledged:
+    """What the journal says. `unfinished` is the step that was under way, which may have happened or not."""
+
+    seed: int
+    last: int = 0
+    routing: Routing = Routing()
+    versions: dict[int, int] = field(default_factory=dict)  # version → delta_seq
+    undone: Ranges = ()
+    loaded: set[int] = field(default_factory=set)  # ever
+    unfinished: list[str] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+
+    def read(self, lines: list[str]) -> None:
+        for line in lines:
+            kind, verb, *numbers = line.split()
+            self.unfinished = [verb, *numbers] if kind == "begin" else []
+            if kind == "done":
+                self.done[verb] += 1
+                self._apply(verb, *map(int, numbers))
+
+    def _apply(self, verb: str, *numbers: int) -> None:
+        self.routing = self.routing.after(verb, *numbers)
+        if verb == "delta":
+            self.last = numbers[0]
+        elif verb == "load":
+            self.versions[numbers[0]] = numbers[1]
+            self.loaded.add(numbers[0])
+            self.last = max(self.last, numbers[1])
+        elif verb == "activate":  # one that was loaded, and killed before it served, may be ahead of the log
+            self.last = max(self.last, self.versions[numbers[0]])
+        elif verb == "undo":
+            self.undone = after_rollback(self.undone, numbers[0], self.last)
+        elif verb == "drop":
+            self.versions.pop(numbers[0], None)
+
+
+class Wrong(AssertionError):
+    """The store does not hold what it must."""
+
+
+def check(acknowledged: Acknowledged, store: tierstore.Store) -> None:
+    """Compare the store with what was acknowledged, and record what the killed step had done."""
+    verb, numbers = (acknowledged.unfinished or [""])[0], [int(number) for number in acknowledged.unfinished[1:]]
+    if MODEL not in store.models():
+        _demand(not acknowledged.versions, f"the model is gone; it had versions {acknowledged.versions}")
+        return
+    status = store.status()["models"][MODEL]
+    _demand(status["problem"] is None, f"problem: {status['problem']}")
+    routing, last = Routing.of(status), status["log"]["last"] or 0
+    active = routing.active
+    versions = {entry["version"]: entry["delta_seq"] for entry in status["versions"]}
+
+    may = {acknowledged.routing, acknowledged.routing.after(verb, *numbers)}
+    _demand(
+        routing in may, f"{routing} serves, {acknowledged.routing} did, and {acknowledged.unfinished} was under way"
+    )
+    undone = tuple((first, last) for first, last in status["undone"])
+    before = acknowledged.undone
+    after = after_rollback(before, numbers[0], acknowledged.last) if verb == "undo" else before
+    _demand(undone in (before, after), f"{undone} is undone, {before} was, and {acknowledged.unfinished} was under way")
+    acknowledged.undone = undone
+    new = set(versions) - set(acknowledged.versions)
+    _demand(not new or (verb == "load" and new == {numbers[0]}), f"version {new} came from nowhere")
+    surplus = set(acknowledged.versions) - set(versions) - ({numbers[0]} if verb == "drop" else set())
+    # the store drops what is older than the active one and the two before it
+    _demand(surplus <= set(sorted(acknowledged.loaded)[:-3]), f"versions {surplus} are gone")
+    ends = {acknowledged.last}
+    if verb == "delta":
+        ends.add(numbers[0])
+    if verb in ("load", "activate") and active == numbers[0]:
+        ends.add(max(acknowledged.last, versions[active]))
+    _demand(
+        last in ends,
+        f"the log ends with {last}, acknowledged was {acknowledged.last}, under way {acknowledged.unfinished}",
+    )
+    acknowledged.last, acknowledged.routing, acknowledged.versions, acknowledged.unfinished = (
+        last,
+        routing,
+        versions,
+        [],
+    )
+    acknowledged.loaded |= set(versions)
+
+    report = store.verify()
+    _demand(report.ok, f"verify: {report.problems}")
+    if active is None:
+        return
+    for version in (active, routing.canary):
+        if version is not None:
+            _check_rows(acknowledged, store, version)
+    _check_order(acknowledged, store, status["log"]["start"])
+
+
+def _check_rows(acknowledged: Acknowledged, store: tierstore.Store, version: int) -> None:
+    want = expected(acknowledged.seed, version, acknowledged.versions[version], acknowledged.last, acknowledged.undone)
+    for _ in range(2):  # from disk, then from memory
+        got = store.model(MODEL).lookup_many(KEYS, version=version, return_found=True)
+        for table, (rows, found) in got.items():
+            there = ~np.isnan(want[table][:, 0])
+            wrong = np.flatnonzero((found != there) | (rows != np.nan_to_num(want[table])).any(axis=1))
+            if wrong.size:
+                key = wrong[0]
+                raise Wrong(
+                    f"version {version} at {acknowledged.last}: {wrong.size} rows of {table!r} are wrong, the first of key {KEYS[table][key]!r}: "
+                    f"expected {want[table][key][0]}, got {rows[key][0]} (found: {found[key]})"
+                )
+
+    if DENSE:
+        users = KEYS["user"][:8]
+        of = expected_dense(version, acknowledged.versions[version], acknowledged.last, acknowledged.undone)
+        score = store.model(MODEL).predict({"user": users}, version=version)
+        rows = np.nan_to_num(want["user"][:8]).sum(axis=1, keepdims=True) + np.float32(of)
+        _demand(
+            np.allclose(score, rows, rtol=1e-6), f"version {version}: scores {score.ravel()}, expected {rows.ravel()}"
+        )
+
+
+def _check_order(acknowledged: Acknowledged, store: tierstore.Store, start: int) -> None:
+    with contextlib.suppress(SequenceGap):
+        store.apply_delta(delta(acknowledged.seed, acknowledged.last + 2))
+        raise Wrong("a gap was accepted")
+    if acknowledged.last > start:
+        _demand(not store.apply_delta(delta(acknowledged.seed, acknowledged.last)).applied, "a delta was applied twice")
+        with contextlib.suppress(Conflict):
+            store.apply_delta(delta(acknowledged.seed, acknowledged.last, other=True))
+            raise Wrong("other content under a seq that is held was accepted")
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Wrong(otherwise)

@@ -1,0 +1,137 @@
+"""Inputs that are spoiled in every way, for everything that reads what others wrote: refused by name, never a traceback.
+
+`python -m tools.fuzz --count 100000 [--only manifest --only grpc]`, from the root of the repository; `make fuzz` runs all.
+
+A target (`tools/fuzz_files.py`, `tools/fuzz_service.py`) has whole inputs to begin with, and the files of
+`tests/corpus/<target>`. They are changed at random: bytes, and where they are JSON or have parts, those. An input whose outcome
+(an error's kind and words, a status) was not seen before is changed further in its turn; `--keep` adds those that are
+small to the corpus. An outcome that is no answer to give (an exception that is not ours, a 500, a traceback in the log,
+more than SLOWEST_S) is printed, and the input kept in `tests/corpus/<target>`, where the tests run it from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from tools.fuzz_files import TARGETS
+from tools.fuzz_kafka import KafkaMessages
+from tools.fuzz_service import Grpc, Http
+from tools.fuzz_target import Failure, Target
+
+CORPUS = Path(__file__).parents[1] / "tests/corpus"
+SLOWEST_S = 20.0  # of one input, on a machine that has other things to do
+LARGEST_KEPT, MOST_KEPT = 4096, 24  # bytes of an input in the corpus, inputs of a target
+
+
+def signature(outcome: str) -> str:
+    """What kind of outcome it is: without names, numbers and bytes."""
+    return re.sub(r"'[^']*'|\"[^\"]*\"|b?[0-9]+|\\x..|/\S*", "?", outcome)[:100]
+
+
+@dataclass
+class Run:
+    """Counts of one target."""
+
+    target: Target
+    rng: random.Random
+    inputs: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, bytes] = field(default_factory=dict)  # by what happened
+    pool: list[bytes] = field(default_factory=list)
+    fresh: list[bytes] = field(default_factory=list)  # that had a new outcome
+
+    def begin(self) -> None:
+        """Try what there is to begin with."""
+        kept = sorted((CORPUS / self.target.name).glob("*")) if (CORPUS / self.target.name).is_dir() else []
+        for data in [*self.target.seeds(), *(path.read_bytes() for path in kept)]:
+            self.attempt(data)
+            self.pool.append(data)
+        self.fresh.clear()
+
+    def step(self) -> None:
+        self.attempt(self.target.spoil(self.rng.choice(self.pool), self.rng))
+
+    def attempt(self, data: bytes) -> None:
+        began = time.monotonic()
+        try:
+            outcome = self.target.run(data)
+            if time.monotonic() - began > SLOWEST_S:
+                raise Failure(f"it took {time.monotonic() - began:.0f} s")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what this program looks for
+            self.faults.setdefault(signature(f"{type(error).__name__}: {error}"), data)
+            outcome = f"FAULT {type(error).__name__}: {error}"
+        self.inputs += 1
+        kind = signature(outcome)
+        if not self.outcomes[kind]:
+            self.fresh.append(data)
+            self.pool.append(data)
+        self.outcomes[kind] += 1
+
+
+def save(name: str, inputs: list[bytes], most: int) -> None:
+    """Put inputs into the corpus, under a hash of theirs."""
+    folder = CORPUS / name
+    for data in inputs:
+        folder.mkdir(parents=True, exist_ok=True)
+        if len(list(folder.iterdir())) < most:
+            (folder / xxhash.xxh3_64_hexdigest(data)).write_bytes(data)
+
+
+def targets() -> dict[str, Callable[[], Target]]:
+    """By name: what makes each."""
+    more = (KafkaMessages, Http, Grpc)
+    return {target.name: target for target in TARGETS} | {target.name: target for target in more}
+
+
+def fuzz(make: Callable[[], Target], count: int, seed: int, until: float = float("inf")) -> Run:
+    """Run a target on what it has and on `count` inputs more."""
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(make())
+        run = Run(target, random.Random(f"{target.name} {seed}"))
+        run.begin()
+        while run.inputs < count and time.monotonic() < until:
+            run.step()
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000, help="inputs a target")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(31))
+    parser.add_argument("--seconds", type=float, default=86_400.0, help="at most, a target")
+    parser.add_argument("--only", action="append", choices=sorted(targets()), help="a target; may be given again")
+    parser.add_argument("--keep", action="store_true", help="add inputs with new outcomes to the corpus")
+    options = parser.parse_args()
+    total = faults = 0
+    for name, make in targets().items():
+        if options.only and name not in options.only:
+            continue
+        began = time.monotonic()
+        run = fuzz(make, options.count, options.seed, began + options.seconds)
+        if options.keep:
+            save(name, [data for data in run.fresh if len(data) <= LARGEST_KEPT], MOST_KEPT)
+        save(name, list(run.faults.values()), 1 << 20)
+        for what in run.faults:
+            print(f"FAULT {name}: {what}")
+        total, faults = total + run.inputs, faults + len(run.faults)
+        print(
+            f"{name}: {run.inputs} inputs, {len(run.outcomes)} kinds of outcome, {len(run.faults)} faults, "
+            f"{time.monotonic() - began:.0f} s, seed {options.seed}",
+            flush=True,
+        )
+    print(f"{total} inputs, {faults} faults")
+    raise SystemExit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()
