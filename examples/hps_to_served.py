@@ -1,6 +1,6 @@
 """A model of HugeCTR's Hierarchical Parameter Server, by its `ps.json`: served by two commands.
 
-python examples/hps_to_served.py      # in any directory; it leaves `data/`, `wdl/` and `ps.json` there
+python examples/hps_to_served.py      # in any directory; writes `data/`, `wdl/` and `ps.json` there
 
 Needs `pip install 'tritonclient[http]'`, as those clients do.
 """
@@ -17,7 +17,7 @@ import tierstore
 
 
 def write_model() -> None:
-    """What HugeCTR and HPS left."""
+    """Write a model as HugeCTR and HPS do."""
     for table, dim in ((0, 1), (1, 16)):
         folder = Path(f"wdl/1/wdl{table}_sparse_2000.model")
         folder.mkdir(parents=True)

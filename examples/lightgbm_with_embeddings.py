@@ -1,6 +1,6 @@
 """A LightGBM model over embeddings: rows and scores from one service.
 
-python examples/lightgbm_with_embeddings.py     # needs lightgbm, onnxmltools and tierstore[dense]; it leaves `data/`
+python examples/lightgbm_with_embeddings.py     # needs lightgbm, onnxmltools and tierstore[dense]; writes `data/`
 """
 
 import lightgbm

@@ -1,6 +1,6 @@
-"""A directory of Parquet, as Spark leaves it, and a table of words: served by two commands.
+"""A directory of Parquet, as Spark writes it, and a table of words: served by two commands.
 
-python examples/parquet_to_served.py      # in any directory; it leaves `data/`, `items/`, `words.parquet` there
+python examples/parquet_to_served.py      # in any directory; writes `data/`, `items/`, `words.parquet` there
 """
 
 import subprocess
@@ -31,7 +31,7 @@ vector = "f*"
 
 
 def write_data() -> None:
-    """What you have already."""
+    """Write the tables that you would already have."""
     Path("items").mkdir()
     for part in range(4):
         ids = np.arange(part * 25, part * 25 + 25)

@@ -1,6 +1,6 @@
-"""A PyTorch model served with its embeddings, and brought up to date by deltas while it trains.
+"""A PyTorch model served with its embeddings, and updated by deltas while it trains.
 
-python examples/pytorch_with_deltas.py      # needs torch, onnxscript and tierstore[dense]; it leaves `data/` and others
+python examples/pytorch_with_deltas.py      # needs torch, onnxscript and tierstore[dense]; writes `data/` and others
 """
 
 import numpy as np
@@ -29,17 +29,23 @@ def batch(n: int) -> dict[str, torch.Tensor]:
 def train(net: Net, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(10):
         optimizer.zero_grad()
-        given = batch(64)
-        target = (given["user_id"] % 2 == given["item_id"] % 2).float()[:, None]
-        nn.functional.binary_cross_entropy(net(**given), target).backward()
+        inputs = batch(64)
+        target = (inputs["user_id"] % 2 == inputs["item_id"] % 2).float()[:, None]
+        nn.functional.binary_cross_entropy(net(**inputs), target).backward()
         optimizer.step()
+
+
+def check(store: tierstore.Store, net: Net) -> None:
+    requested = batch(200)
+    served = store.model("ctr").predict({name: keys.numpy() for name, keys in requested.items()})
+    with torch.no_grad():
+        np.testing.assert_allclose(served, net(**requested).numpy(), atol=1e-5)
 
 
 def main() -> None:
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1)
-    asked = batch(200)
     with tierstore.open("data", host_budget="64MiB") as store:
         touched = TouchedRows(net)
         write_snapshot("snapshots/1", net, batch(4), model="ctr", version=1)
@@ -48,9 +54,7 @@ def main() -> None:
             train(net, optimizer)
             write_delta(f"deltas-{seq}.arrow", touched, model="ctr", seq=seq, dense=export_dense(net, batch(4)))
             store.apply_delta(f"deltas-{seq}.arrow")
-            served = store.model("ctr").predict({name: keys.numpy() for name, keys in asked.items()})
-            with torch.no_grad():
-                np.testing.assert_allclose(served, net(**asked).numpy(), atol=1e-5)
+            check(store, net)
     print("served scores are the module's after each delta")
 
 
