@@ -5,10 +5,13 @@ RUN useradd --no-create-home --home-dir /nonexistent --uid 10001 tierstore \
     && install -d -o tierstore -g tierstore /data /snapshots
 
 WORKDIR /opt/tierstore
+COPY requirements.lock ./
+# Every file is checked against its hash.
+RUN pip install --no-cache-dir --require-hashes -r requirements.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY tierstore ./tierstore
 # Kernels are compiled for the processor of this build. On another kind the first start compiles them into /data/kernels.
-RUN pip install --no-cache-dir ".[all]" && tierstore compile
+RUN pip install --no-cache-dir --no-deps . && tierstore compile
 
 # Nothing but /data is written: the root file system may be read-only.
 USER 10001
@@ -27,8 +30,8 @@ ENV TIERSTORE_DATA=/data \
 VOLUME /data
 EXPOSE 8000 8001
 
-# Ready is also the answer of a service that holds no model yet. The start period is for kernels that have to be compiled.
-HEALTHCHECK --interval=10s --timeout=3s --start-period=90s --retries=3 \
+# Ready is also the answer of a service that holds no model yet. The start period is for kernels that have to be compiled: some ten seconds on two cores.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=60s --retries=3 \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=2)"]
 
 STOPSIGNAL SIGTERM

@@ -3,11 +3,16 @@
 #   make test    the tests
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test`)
 #   make check   what must be green: format, lint, types, layers, tests
+#   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
 #   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
 #   make trainers  PyTorch, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
+#   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
+#   make dist    a wheel in dist/, installed into a fresh environment, where the demo runs
+#   make lock    requirements.lock: what a service is installed from, with hashes, in the versions that the tests ran with
+#   make sbom    dist/sbom.cdx.json: those packages as a bill of materials (CycloneDX)
 #   make format  rewrite the code in the house format
 
 PYTHON ?= python3
@@ -15,16 +20,21 @@ VENV   := $(CURDIR)/.venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  ?=
+FUZZ   ?= --count 20000
+FUZZ_REACTOR ?= --count 10000
 # Files of tests go to so many processes; TESTS="tests/engine -x" runs some of them.
 TEST_PROCESSES ?= 2
 TESTS  ?=
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
 CLIENTS := $(CURDIR)/.clients
+TRAINERS := $(CURDIR)/.trainers
+DIST   := $(CURDIR)/.bench/dist
+LOCK   := $(CURDIR)/.bench/lock
 SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers docs-test bench bench-tools bench-tfra bench-gpu client-venvs trainers format clean
+.PHONY: help venv demo test check format-check lint types layers docs-test fuzz bench bench-tools bench-tfra bench-gpu client-venvs trainers older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +70,10 @@ layers: $(STAMP)
 docs-test: $(STAMP)
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_examples.py
 
+fuzz: $(STAMP)
+	$(BIN)/python -m tools.fuzz $(FUZZ)
+	$(BIN)/python -m tools.fuzz_reactor $(FUZZ_REACTOR)
+
 bench: bench-tools
 	$(BIN)/python -m benchmarks $(BENCH)
 
@@ -79,6 +93,28 @@ bench-tfra: bench-tools
 bench-gpu: bench-tools
 	@! command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]'
 	$(BIN)/python -m benchmarks --only device_lookup $(BENCH)
+
+dist: $(STAMP)
+	rm -rf dist build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	$(PYTHON) -m venv --clear $(DIST)
+	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/tierstore-*.whl)[all]"
+	cd $(DIST) && bin/tierstore --version && bin/tierstore demo
+
+# uv resolves for every platform and Python at once, and takes the hashes of all files of a release from the index. The index is
+# PyPI, or the one in UV_DEFAULT_INDEX; none is named in the file.
+lock: $(STAMP)
+	$(PYTHON) -m venv --clear $(LOCK)
+	$(LOCK)/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
+	$(BIN)/python -m pip freeze --exclude-editable | grep '^[A-Za-z0-9_.-]*==' > $(LOCK)/tested.txt
+	{ echo '# Made by `make lock`: pip install --require-hashes -r requirements.lock && pip install --no-deps tierstore'; \
+	  $(LOCK)/bin/uv pip compile pyproject.toml --extra all --universal --python-version 3.11 --generate-hashes --no-header \
+	    --no-annotate --quiet --constraint $(LOCK)/tested.txt; } > $(LOCK)/requirements.lock
+	mv $(LOCK)/requirements.lock requirements.lock
+
+sbom: $(STAMP)
+	mkdir -p dist
+	$(BIN)/python -m tools.make_sbom dist/sbom.cdx.json
 
 # Clients that want other versions of packages than tierstore. Their packages are unchanged; the stubs of TensorFlow
 # Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
@@ -103,9 +139,23 @@ trainers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools
 
+# Older releases, with the oldest NumPy, ONNX and ONNX Runtime that pyproject.toml allows. PyTorch only where it is named, as
+# most indexes have its releases with 3 GB of CUDA: make older-trainers OLDER_TORCH='torch==2.6.0+cpu onnxscript'
+# onnxmltools 1.12 installs its own tests as a package `tests`, in the way of ours.
+OLDER_TORCH ?=
+older-trainers: $(TRAINERS)/.installed
+
+$(TRAINERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dense]' pytest \
+	  'numpy==2.0.2' 'onnx==1.17.0' 'onnxruntime==1.20.1' \
+	  'lightgbm==4.3.0' 'xgboost-cpu==2.1.4' 'onnxmltools==1.12.0' onnxconverter-common 'protobuf<6' 'scikit-learn==1.5.2' $(OLDER_TORCH)
+	rm -rf $(@D)/lib/python3*/site-packages/tests
+	@touch $@
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TRAINERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
