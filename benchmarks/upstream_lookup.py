@@ -2,8 +2,8 @@
 
     python -m benchmarks.upstream_lookup [--rows 200_000] [--keys 4096] [--rounds 9] [--tiny] [--json FILE]
 
-Four nodes on loopback say that they own a quarter of 64 partitions each, and have all of their rows in memory; two fronts have memory for hardly any
-row: one is asked over HTTP, as a node is, the other in this process. The client asks for keys at random, one request after the
+Four nodes on loopback have a quarter of 64 partitions each, a fifth has them all, and all have their rows in memory; two fronts
+of the four have memory for hardly any row: one is asked over HTTP, as a node is, the other in this process. The client asks for keys at random, one request after the
 other, the ways in turn within a round; all answers are compared with the rows. Wall time is a median over rounds, and
 processor time that of all processes together: on a machine with few cores the nodes of a front wait for each other.
 """
@@ -34,18 +34,17 @@ Way = Callable[[np.ndarray], np.ndarray]
 
 
 def serve(where: Path, rows: int, number: int | None, upstream: str | None) -> None:
-    """A node, or a front, until it is told to stop; prints its port."""
+    """A node of all partitions or of one quarter, or a front, until it is told to stop; prints its port."""
     from tierstore.config import load_settings
-    from tierstore.engine.operations import fronts
     from tierstore.engine.store import Store
     from tierstore.service.server import ServerThread
 
-    if number is not None:
-        each = PARTITIONS // NODES
-        own = {"count": PARTITIONS, "own": [[number * each, (number + 1) * each - 1]]}
-        fronts.partitions_of = lambda model: own  # type: ignore[assignment]
+    each = PARTITIONS // NODES
+    own = None if number is None else f"{number * each}-{(number + 1) * each - 1}/{PARTITIONS}"
     budget = "256KiB" if upstream else f"{max(4, rows * (ROW_BYTES + 16) * 2 >> 20)}MiB"
-    settings = load_settings(None, data=where, port=0, grpc_port="off", host_budget=budget, upstream=upstream)
+    settings = load_settings(
+        None, data=where, port=0, grpc_port="off", host_budget=budget, upstream=upstream, partition=own
+    )
     with Store(settings) as store:
         if upstream is None:
             keys = keys_of(np.arange(rows))
@@ -131,17 +130,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             stack.enter_context(started(root / f"node-{number}", rows, "--number", str(number)))
             for number in range(NODES)
         ]
+        whole_url, whole_pid = stack.enter_context(started(root / "whole", rows))
         urls = ",".join(url for url, _ in nodes)
         front_url, front_pid = stack.enter_context(started(root / "front", rows, "--upstream", urls))
         store = stack.enter_context(tierstore.open(root / "here", upstream=urls, host_budget="256KiB"))
-        direct = stack.enter_context(tierstore.Client(nodes[0][0], shared_memory=False))
+        direct = stack.enter_context(tierstore.Client(whole_url, shared_memory=False))
         through = stack.enter_context(tierstore.Client(front_url, shared_memory=False))
         ways: dict[str, Way] = {
             "one node": lambda keys: direct.lookup(MODEL, FEATURE, keys),
             "front": lambda keys: through.lookup(MODEL, FEATURE, keys),
             "front, in process": lambda keys: store.model(MODEL).lookup(FEATURE, keys),
         }
-        pids = [os.getpid(), front_pid, *(pid for _, pid in nodes)]
+        pids = [os.getpid(), front_pid, whole_pid, *(pid for _, pid in nodes)]
         results = [row for n in options.keys for row in measure(ways, pids, rows, n, options.rounds)]
         counts = store.status()["models"][MODEL]["tables"]
     lookups = next(iter(counts.values()))["lookup_keys"]
