@@ -116,8 +116,8 @@ def main() -> None:
                 document["results"] = asyncio.run(measure(data, variants, seconds, loads, connections))
             print(
                 f"\nPredicts of {overload_mixed.SIZES} items, {overload_mixed.READERS} clients that do not read\n\n"
-                "| load | goodput / capacity | health p50, longest, ms | recovery, s | threads + | MiB + | answers | clients late, s |\n"
-                "|---|---|---|---|---|---|---|---|"
+                "| load | goodput / capacity | that a core of the service | cores of service, clients | health p50, longest, ms | recovery, s | threads + | MiB + | answers | clients late, s |\n"
+                "|---|---|---|---|---|---|---|---|---|---|"
             )
             mixed = overload_mixed.LOADS[:1] if options.tiny else overload_mixed.LOADS
             document["mixed"] = asyncio.run(overload_mixed.measure(data, seconds, mixed))

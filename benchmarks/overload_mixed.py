@@ -211,22 +211,32 @@ async def quiet_s(served: Served, requests: Requests) -> float:
     return float(np.quantile(took, 0.95))
 
 
+def _cores(served: Served, since: tuple[float, float, float]) -> tuple[float, float]:
+    """How many cores the service and the clients have kept busy since then."""
+    seconds = time.perf_counter() - since[2]
+    return (served.cpu_s() - since[0]) / seconds, (time.process_time() - since[1]) / seconds
+
+
 async def measure(data: Path, seconds: float, loads: tuple[int, ...]) -> list[dict[str, Any]]:
     """A row for each load, as a multiple of the capacity."""
     requests, results = Requests(), []
     with Served(data) as served:
         await capacity(served, requests, seconds / 4)  # rows into memory
+        used = served.cpu_s(), time.process_time(), time.perf_counter()
         peak = await capacity(served, requests, seconds)
+        peak_cores, peak_clients = _cores(served, used)
         quiet = await quiet_s(served, requests)
         threads, resident = served.threads(), served.resident_bytes()
         for times in loads:
             prober = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "benchmarks.overload", "--probe", str(served.port), str(seconds), stdout=subprocess.PIPE
             )  # fmt: skip
+            used = served.cpu_s(), time.process_time(), time.perf_counter()
             async with slow_readers(served.port, READERS):
                 goodput, answers, late, ended = await storm(
                     served, requests, times * peak / requests.mean_items, seconds
                 )
+                cores, clients = _cores(served, used)
                 more_threads, more_bytes = served.threads() - threads, served.resident_bytes() - resident
             recovered = await recovery_s(served, requests, quiet, ended)
             said, _ = await prober.communicate()
@@ -234,13 +244,16 @@ async def measure(data: Path, seconds: float, loads: tuple[int, ...]) -> list[di
             results.append(
                 {
                     "load": times, "capacity_items_per_s": peak, "goodput_items_per_s": goodput, "goodput_ratio": goodput / peak,
+                    "goodput_a_core_ratio": goodput / cores / (peak / peak_cores),
+                    "service_cores": cores, "clients_cores": clients,
+                    "capacity_service_cores": peak_cores, "capacity_clients_cores": peak_clients,
                     "answered": answers, "clients_late_s": late, "health_checks": len(health),
                     "health_p50_ms": float(np.median(health)) * 1e3, "health_longest_ms": max(health) * 1e3,
                     "more_threads": more_threads, "more_resident_bytes": more_bytes, "recovery_s": recovered,
                 }
             )  # fmt: skip
             print(
-                f"| {times} | {goodput / peak:.2f} | {np.median(health) * 1e3:.0f}, {max(health) * 1e3:.0f} | {recovered:.2f} "
+                f"| {times} | {goodput / peak:.2f} | {goodput / cores / (peak / peak_cores):.2f} | {cores:.2f}, {clients:.2f} | {np.median(health) * 1e3:.0f}, {max(health) * 1e3:.0f} | {recovered:.2f} "
                 f"| {more_threads} | {more_bytes >> 20} | {answers} | {late:.2f} |",
                 flush=True,
             )
