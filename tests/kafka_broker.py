@@ -18,14 +18,15 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-BROKERS = "TIERSTORE_TEST_KAFKA"
+# taken out of the environment, where settings of the store begin like this
+REAL = os.environ.pop("TIERSTORE_TEST_KAFKA", "")
 
 
 class Brokers:
     """A cluster: `address`, topics of fresh names, and, where it is the mock, faults."""
 
     def __init__(self) -> None:
-        self.address = os.environ.get(BROKERS, "")
+        self.address = REAL
         self.is_mock = not self.address
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()

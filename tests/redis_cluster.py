@@ -5,13 +5,14 @@
         with redis_cluster() as cluster:
             yield cluster
 
-`cluster.url` is what `--remote` and `connect` take. Start and restart servers from the main thread: the kernel ends each
+TIERSTORE_TEST_REDIS names another server than that on the PATH, such as Valkey's (`make test-valkey`). `cluster.url` is what `--remote` and `connect` take. Start and restart servers from the main thread: the kernel ends each
 of them when the thread that started it ends, so that none is left behind by a test run that was killed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import signal
 import socket
@@ -29,7 +30,8 @@ import pytest
 
 from tests.certificates import Authority, Pair
 
-SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
+# taken out of the environment, where settings of the store begin like this
+SERVER = os.environ.pop("TIERSTORE_TEST_REDIS", None) or shutil.which("redis-server") or shutil.which("valkey-server")
 SLOTS = 16384
 WAIT_S = 60.0
 NODE_TIMEOUT_MS = 2000
@@ -287,6 +289,8 @@ def redis_cluster(
     """A running cluster. Skips the test if there is no `redis-server` (Debian's package of that name) or no redis-py."""
     if SERVER is None:
         pytest.skip("needs redis-server or valkey-server (Debian: apt-get install redis-server)")
+    if authority is not None and b"SSL_" not in Path(SERVER).read_bytes():
+        pytest.skip(f"{SERVER} was built without TLS")
     pytest.importorskip("redis", reason="needs redis-py: pip install 'tierstore[redis]'")
     with tempfile.TemporaryDirectory(prefix="tierstore-redis-") as directory:
         cluster = RedisCluster(Path(directory), masters=masters, password=password, authority=authority)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.kafka_broker import BROKERS, Brokers
+from tests.kafka_broker import REAL, Brokers
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, NotFound, Overloaded
 from tierstore.kafka.messages import split
@@ -389,10 +389,10 @@ def test_a_service_follows_a_topic_and_says_how_it_stands(tmp_path: Path, broker
 
 
 def test_a_topic_that_is_not_there(tmp_path: Path) -> None:
-    name = os.environ.get(BROKERS) or "127.0.0.1:1"
+    name = REAL or "127.0.0.1:1"
     with Store(settings_for(tmp_path, kafka=name, kafka_topic="tierstore-no-such-topic")) as store:
         source = KafkaSource(store, store.settings)
-        state = "unknown topic" if os.environ.get(BROKERS) else "broker unreachable"
+        state = "unknown topic" if REAL else "broker unreachable"
         eventually(lambda: source.status()["state"] == state, f"{state}; {source.status()}")
         source.close()
 

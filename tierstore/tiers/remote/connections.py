@@ -176,6 +176,8 @@ def explain(address: Address | Endpoints, error: Exception) -> ConfigError | Clu
         )
     if "CERTIFICATE" in text or "SSL" in text:
         return ConfigError(f"{address}: TLS failed ({text}): check rediss:// and ?ssl_ca_certs=FILE")
+    if isinstance(error, redis.ResponseError):
+        return ClusterUnavailable(f"{address} refused a command: {text}")
     if "Connection closed by server" in text or "reset by peer" in text:
         text += "; a server with TLS needs rediss://"
     return ClusterUnavailable(
