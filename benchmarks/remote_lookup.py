@@ -7,7 +7,7 @@ key a row, as programs that use redis-py do. All read the same batches of keys, 
 medians over the rounds.
 
 redis-py is used as its pages say: `mget_nonatomic` of the cluster client, and a pipeline of GETs; and, for comparison, with HMGET
-on our tags. The limit is `redis-benchmark`, one process a master at the same time, with the commands that our look-up sends:
+on our tags; valkey-glide and coredis where they are installed (`make bench-tools`). The limit is `redis-benchmark`, one process a master at the same time, with the commands that our look-up sends:
 HMGET of hashes with as many rows of the same size, as many fields a command. "cpu us a key" is processor time of the client, and
 "server cpu us a key" of the servers: on a machine that has other work, compare those.
 """
@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,9 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.remote_peers import STRING, Call, names, peers
 from benchmarks.report import headline, markdown, write
 from tests.redis_cluster import SERVER, redis_cluster
-from tierstore.formats.keys import partition_of
 from tierstore.tiers.remote.cluster import Cluster, connect
 from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
@@ -40,8 +41,6 @@ from tierstore.types import Keys, Rows
 
 MODEL, TABLE = "bench", "t"
 PER_MASTER = (1, 2, 4)
-
-Call = Callable[[Keys], Any]
 
 
 def load(cluster: Cluster, keys: Keys, rows: Rows, per_master: int, version: int) -> RemoteTable:
@@ -57,12 +56,8 @@ def load_strings(cluster: Cluster, keys: Keys, rows: Rows) -> None:
     for start in range(0, len(keys), 5000):
         part = slice(start, start + 5000)
         cluster.client.mset_nonatomic(
-            {b"s:" + key: row for key, row in zip(names(keys[part]), rows[part].view(f"V{rows.shape[1]}").ravel().tolist(), strict=True)}
+            {STRING + key: row for key, row in zip(names(keys[part]), rows[part].view(f"V{rows.shape[1]}").ravel().tolist(), strict=True)}
         )  # fmt: skip
-
-
-def names(keys: Keys) -> list[bytes]:
-    return list(keys.view("V8").tolist())
 
 
 def ours(table: RemoteTable, row_bytes: int) -> Call:
@@ -73,37 +68,6 @@ def ours(table: RemoteTable, row_bytes: int) -> Call:
         return rows[: len(keys)]
 
     return call
-
-
-def peers(cluster: Cluster, tags: list[bytes], row_bytes: int) -> dict[str, Call]:
-    client = cluster.client
-
-    def joined(values: list[bytes]) -> Rows:
-        return np.frombuffer(b"".join(values), np.uint8).reshape(-1, row_bytes)
-
-    def mget(keys: Keys) -> Rows:
-        return joined(client.mget_nonatomic([b"s:" + key for key in names(keys)]))
-
-    def pipeline(keys: Keys) -> Rows:
-        with client.pipeline(transaction=False) as pipe:
-            for key in names(keys):
-                pipe.get(b"s:" + key)
-            return joined(pipe.execute())
-
-    def tagged(keys: Keys) -> Rows:
-        of, out = partition_of(keys, len(tags)), np.empty((len(keys), row_bytes), np.uint8)
-        with client.pipeline(transaction=False) as pipe:
-            for tag, name in enumerate(tags):
-                pipe.hmget(b"ts:{%s}:bench:1:t" % name, names(keys[of == tag]))
-            for tag, values in enumerate(pipe.execute()):
-                out[of == tag] = joined(values)
-        return out
-
-    return {
-        "redis-py mget_nonatomic": mget,
-        "redis-py pipeline of GET": pipeline,
-        "redis-py pipeline of HMGET, tagged": tagged,
-    }
 
 
 def cpu_ns(pids: list[int]) -> int:
@@ -194,7 +158,7 @@ class RedisBenchmark:
         return Sample(keys, keys / speed, cpu_s)
 
 
-def compare(cluster: Cluster, pids: list[int], args: argparse.Namespace) -> dict[str, Any]:
+def compare(cluster: Cluster, pids: list[int], args: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     keys = np.unique(rng.integers(-(2**63), 2**63 - 1, args.rows))
     rows = rng.integers(0, 256, (len(keys), args.row_bytes), np.uint8)
@@ -202,7 +166,7 @@ def compare(cluster: Cluster, pids: list[int], args: argparse.Namespace) -> dict
     load_strings(cluster, keys, rows)
     batches = [np.sort(rng.choice(keys, args.batch, replace=False)) for _ in range(16)]
     calls = {f"ours, {n} tags a master": ours(table, args.row_bytes) for n, table in tables.items()}
-    calls |= peers(cluster, list(tables[1].layout.tags), args.row_bytes)
+    calls |= stack.enter_context(peers(cluster, list(tables[1].layout.tags), args.row_bytes))
     for name, call in calls.items():
         assert np.array_equal(call(batches[0]), rows[np.searchsorted(keys, batches[0])]), name
 
@@ -267,10 +231,9 @@ def main() -> int:
     else:
         with redis_cluster() as servers:
             cluster = connect(servers.url, Options(timeout_s=30, replica_after_s=0))
-            try:
-                result = compare(cluster, [server.process.pid for server in servers.running()], args)
-            finally:
-                cluster.close()
+            with ExitStack() as stack:
+                stack.callback(cluster.close)
+                result = compare(cluster, [server.process.pid for server in servers.running()], args, stack)
     print(markdown(result))
     if args.json:
         write(args.json, result)
