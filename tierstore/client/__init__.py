@@ -20,6 +20,6 @@ __all__ = ["AsyncClient", "AsyncRemoteModel", "Client", "RemoteModel"]
 def __getattr__(name: str) -> Any:
     if name != "AsyncClient":
         raise AttributeError(f"module 'tierstore.client' has no attribute {name!r}")
-    from tierstore.client.aio import AsyncClient  # first here: asyncio is a quarter of what the others take to import
+    from tierstore.client.aio import AsyncClient  # asyncio is imported for it alone
 
     return AsyncClient
