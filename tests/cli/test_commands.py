@@ -195,6 +195,9 @@ def test_a_dense_part_that_is_not_served_is_reported(
     done = cli("load", where, *place)
     assert (done.code, "is loaded and active" in done.out) == (0, True)
     assert "ctr version 1: the dense part is kept, not served: install tierstore[dense]" in done.err
+    assert (
+        "version 1: the dense part is kept, not served: install tierstore[dense] (no onnx)" in cli("status", *place).out
+    )
 
 
 def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path, place: list[str]) -> None:
