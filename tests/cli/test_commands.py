@@ -92,6 +92,19 @@ def test_a_directory_of_parquet_is_served_by_one_command(cli: Cli, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) in (["data", "items"], ["items"]), "nothing is left of it"
 
 
+def test_an_import_is_written_beside_the_data_directory_of_the_settings(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_spark(tmp_path / "items")
+    monkeypatch.setenv("TIERSTORE_DATA", str(tmp_path / "disk/data"))
+    (tmp_path / "disk").mkdir()
+    seen: list[Path] = []
+    monkeypatch.setattr("tierstore.cli.imports._load", lambda write, *_: seen.append(write()))
+    words = ["items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
+    assert cli("import", *words).code == 0
+    assert [path.parents[1] for path in seen] == [tmp_path / "disk"]
+
+
 @pytest.mark.parametrize("keys", [[1, 2, 3, 2], ["a", "ü", "c", "ü"]])
 def test_a_key_that_is_there_twice_is_shown_where_the_user_has_it(
     cli: Cli, tmp_path: Path, place: list[str], keys: list[int] | list[str]
@@ -182,6 +195,9 @@ def test_a_dense_part_that_is_not_served_is_reported(
     done = cli("load", where, *place)
     assert (done.code, "is loaded and active" in done.out) == (0, True)
     assert "ctr version 1: the dense part is kept, not served: install tierstore[dense]" in done.err
+    assert (
+        "version 1: the dense part is kept, not served: install tierstore[dense] (no onnx)" in cli("status", *place).out
+    )
 
 
 def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path, place: list[str]) -> None:

@@ -23,7 +23,6 @@ class OnlyThese:
 sys.meta_path.insert(0, OnlyThese())
 """
 CLIENT = """
-import asyncio
 import tierstore
 
 url, path = sys.argv[1:]
@@ -34,6 +33,9 @@ with tierstore.Client(url) as client:
     assert ctr.lookup("query", ["ä"]).shape == (1, 3)
     assert client.apply_delta(path).applied
     assert ctr.lookup("item_id", [1])[0, 0] == 6
+
+assert "asyncio" not in sys.modules
+import asyncio
 
 async def ask():
     async with tierstore.AsyncClient(url) as client:

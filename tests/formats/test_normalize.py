@@ -166,6 +166,8 @@ def test_a_moment_is_taken_in_every_form_that_says_which_it_is(given: Any) -> No
         (-1, "expected seconds since 1970"),
         (True, "got bool"),
         ("noon", "expected an ISO 8601 time"),
+        ("2026-11-20T12:00:00", "an ISO 8601 time with an offset, got .* write '2026-11-20T12:00:00Z' if it is UTC"),
+        ("2026-11-20", "an ISO 8601 time with an offset, got .* write '2026-11-20T00:00:00Z' if it is UTC"),
     ],
 )
 def test_a_moment_that_might_be_another_is_refused(tmp_path: Path, given: Any, reason: str) -> None:

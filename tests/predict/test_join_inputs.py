@@ -53,18 +53,37 @@ def train() -> tuple[Any, Any]:
     return x.astype(np.float32), (x[:, 0] + x[:, 2] > x[:, 5]).astype(np.int32)
 
 
-def test_lightgbm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zipmap", [False, True])
+def test_lightgbm(tmp_path: Path, zipmap: bool) -> None:
     lightgbm, tools = pytest.importorskip("lightgbm"), pytest.importorskip("onnxmltools")
     from onnxmltools.convert.common.data_types import FloatTensorType
 
     model = lightgbm.LGBMClassifier(n_estimators=5, num_leaves=7, verbose=-1, n_jobs=1).fit(*train())
     graph = tools.convert_lightgbm(
-        model, initial_types=[("x", FloatTensorType([None, 6]))], zipmap=False, target_opset=15
+        model, initial_types=[("x", FloatTensorType([None, 6]))], zipmap=zipmap, target_opset=15
     )
     users, items, hours = asked()
     scores = served(tmp_path, join_inputs(graph, WIDTHS), users, items, hours)
     matrix = np.hstack([USERS[users], ITEMS[items], hours])
     np.testing.assert_allclose(scores, model.predict_proba(matrix), atol=1e-5)
+
+
+@pytest.mark.parametrize("labels", [{"classlabels_int64s": [0, 1]}, {"classlabels_strings": ["no", "yes"]}])
+def test_maps_of_probabilities_are_served_as_a_matrix(tmp_path: Path, labels: Any) -> None:
+    pair = [om.node("Slice", "x from to columns", "p")]
+    zipmap = om.helper.make_node("ZipMap", ["p"], ["probabilities"], domain="ai.onnx.ml", **labels)
+    key = om.INT64 if "classlabels_int64s" in labels else om.STRING
+    tensor = om.helper.make_tensor_type_proto(om.FLOAT, [])
+    maps = om.helper.make_sequence_type_proto(om.helper.make_map_type_proto(key, tensor))
+    model = om.build(
+        [*pair, zipmap],
+        {"x": (om.FLOAT, ["n", 6])},
+        {"probabilities": om.helper.make_value_info("probabilities", maps)},
+        {"from": np.array([0]), "to": np.array([2]), "columns": np.array([1])},
+    )
+    users, items, hours = asked()
+    scores = served(tmp_path, join_inputs(model, WIDTHS), users, items, hours)
+    assert np.array_equal(scores, USERS[users])
 
 
 def test_xgboost(tmp_path: Path) -> None:

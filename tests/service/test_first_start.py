@@ -20,6 +20,7 @@ import pytest
 import tierstore
 from tests.mounts import ROOT, bare, needs_mounts, read_only
 from tierstore.engine.store import Store
+from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service import server as server_module
 from tierstore.service.server import ServerThread
@@ -120,6 +121,32 @@ def test_connections_are_limited_meanwhile(store: Store, compiling: Compiling) -
             for client in clients:
                 client.close()
     assert not compiling.done.is_set()
+
+
+READY = """
+import os, signal, sys
+from tierstore.config import load_settings
+from tierstore.service.server import serve
+
+def announce(*_):
+    print(*sys.modules)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+serve(load_settings(data=sys.argv[1], port=0, grpc_port="off", drain_s=0), announce=announce)
+"""
+# the admin interface; what pyarrow and numba import where they may need it; the predictor, other machines, pages for people
+NOT_NEEDED = {"fastapi", "pandas", "numba.typed.typeddict", "onnxruntime", "grpc", "redis", "fsspec", "rich"}
+
+
+def test_a_start_imports_what_look_ups_need_and_no_more(store: Store) -> None:
+    ahead.compile_all(2)
+    store.close()
+    command = [sys.executable, "-c", READY, str(store.settings.data)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert loaded >= {"numba", "pyarrow", "uvicorn", "tierstore.service.admin.application"}
+    assert loaded & NOT_NEEDED == set()
 
 
 @pytest.fixture

@@ -13,10 +13,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
+import tierstore
 from tests.engine import scenes as engine_scenes
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
 from tierstore.engine.store import Store
+from tierstore.errors import MissingExtra
 from tierstore.predict import runtime
 from tierstore.service.server import ServerThread
 
@@ -234,6 +236,12 @@ def test_a_dense_part_that_is_not_served_is_said_so(tmp_path: Path, monkeypatch:
             with pytest.raises(InferenceServerException, match=r"kept but not served: install tierstore\[dense\]"):
                 wire.client.infer("ctr", [item], outputs=[wire.wanted("score")])
             wire.client.close()
+            with tierstore.Client(server.url) as client:
+                with pytest.raises(
+                    MissingExtra, match=r"the dense part is kept, not served: install tierstore\[dense\]"
+                ):
+                    client.predict("ctr", {"item_id": KEYS8})
+                assert list(client.predict("ctr", {"item_id": KEYS8}, outputs=["item_id"])) == ["item_id"]
 
 
 TELLTALE = {"user_id": 4, "clicked": 8}

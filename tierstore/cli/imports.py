@@ -186,10 +186,16 @@ def _directory(out: Path | None, data: Path | None, url: str | None, number: int
     if out is not None:
         yield out
         return
-    parent = Path.cwd() if service_url(data, url) else (data or Path("data")).absolute().parent
+    parent = Path.cwd() if service_url(data, url) else _data_directory(data).absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-import-", dir=parent) as scratch:
         yield Path(scratch) / str(number)
+
+
+def _data_directory(data: Path | None) -> Path:
+    from tierstore.config import load_settings
+
+    return load_settings(data=data).data
 
 
 def _rows(where: Path) -> dict[str, int]:

@@ -51,6 +51,7 @@ SourceRoot = Annotated[
         "Snapshots are read only from under this directory or URL; may be repeated (default: the working directory).",
     ),
 ]
+Watch = Annotated[Path | None, option("DIR", "Apply each delta that appears here, as <model>/<seq>.arrow.")]
 WatchSnapshots = Annotated[
     list[str] | None,
     option(
@@ -123,6 +124,7 @@ def serve(
     host_budget: HostBudget = None,
     device_budget: DeviceBudget = None,
     source_root: SourceRoot = None,
+    watch: Watch = None,
     watch_snapshots: WatchSnapshots = None,
     allow_client_shm: ClientShm = None,
     allow_open_network: OpenNetwork = None,

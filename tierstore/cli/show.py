@@ -75,6 +75,8 @@ def status(document: dict[str, Any]) -> None:
         for entry in model["versions"]:
             if entry.get("problem"):
                 out.print(f"  [red]version {entry['version']} cannot be opened:[/] {escape(str(entry['problem']))}")
+            if "not served" in (dense := str(entry.get("dense"))):
+                out.print(f"  [yellow]version {entry['version']}:[/] the dense part is {escape(dense)}")
         for version, unfinished in model.get("unfinished", {}).items():
             out.print(
                 f"  the load of version {version} was interrupted; {size(unfinished['bytes'])} are kept to continue from"

@@ -6,8 +6,20 @@ embedded store would have raised.
 
 from __future__ import annotations
 
-from tierstore.client.aio import AsyncClient
+from typing import TYPE_CHECKING, Any
+
 from tierstore.client.remote_models import AsyncRemoteModel, RemoteModel
 from tierstore.client.sync import Client
 
+if TYPE_CHECKING:
+    from tierstore.client.aio import AsyncClient
+
 __all__ = ["AsyncClient", "AsyncRemoteModel", "Client", "RemoteModel"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "AsyncClient":
+        raise AttributeError(f"module 'tierstore.client' has no attribute {name!r}")
+    from tierstore.client.aio import AsyncClient  # asyncio is imported for it alone
+
+    return AsyncClient

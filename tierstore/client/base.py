@@ -6,9 +6,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from tierstore.client.async_transport import AsyncTransport
 from tierstore.client.attempts import RetryBudget
 from tierstore.client.balancing import Balancer
 from tierstore.client.inference import Deadline
@@ -18,10 +17,13 @@ from tierstore.client.shared_memory import Choice, SharedMemory
 from tierstore.client.transport import Transport
 from tierstore.errors import InvalidInput
 
+if TYPE_CHECKING:
+    from tierstore.client.async_transport import AsyncTransport
+
 SPLIT_KEYS = 1 << 15  # of one request
 SPLIT_ITEMS = 2048  # of one request
 
-AnyTransport = TypeVar("AnyTransport", Transport, AsyncTransport)
+AnyTransport = TypeVar("AnyTransport", Transport, "AsyncTransport")
 
 
 class ClientBase(ABC, Generic[AnyTransport]):

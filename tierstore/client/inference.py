@@ -25,7 +25,7 @@ from tierstore.client.attempts import Call, Outgoing, new_request_id
 from tierstore.client.inputs import Batch
 from tierstore.client.replies import Reply, Tensors
 from tierstore.client.splitting import Joined, Split
-from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, NotReady, TierstoreError
+from tierstore.errors import DeadlineExceeded, InvalidInput, MissingExtra, NotFound, NotReady, TierstoreError
 
 SWITCH_ATTEMPTS = 4  # at a request in parts, when versions switch between the parts
 _MODELS_LIMIT = 256  # in the cache
@@ -276,7 +276,12 @@ def rounded_timeout(remaining_s: float, timeout_s: float) -> float:
     return min(rounded, timeout_s)
 
 
-def wanted_outputs(names: Sequence[str] | None) -> list[wire.Output]:
+def wanted_outputs(names: Sequence[str] | None, metadata: Mapping[str, Any]) -> list[wire.Output]:
+    """Those named; none for what the dense part gives. MissingExtra or NotReady where it is not run: the service would answer rows."""
+    why = metadata.get("parameters", {}).get("dense")
+    if names is None and why is not None:
+        message = f"model {metadata['name']!r}: the dense part is {why}"
+        raise MissingExtra(message) if "install tierstore[" in why else NotReady(message)
     return [wire.Output(name, {}) for name in names or ()]
 
 

@@ -39,7 +39,7 @@ from tierstore.client.settings import Settings
 from tierstore.client.shared_memory import SharedMemory
 from tierstore.client.sources import delta_model, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
-from tierstore.errors import InvalidInput, SnapshotError, TierstoreError
+from tierstore.errors import InvalidInput, MissingExtra, NotReady, SnapshotError, TierstoreError
 from tierstore.types import DeltaResult, ExportReport, Progress, ProgressFn
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -346,14 +346,14 @@ class Operations:
     ) -> Operation[Outputs]:
         cache, model, version = self._cache, request.model, request.version
         document = yield from metadata(cache, model, version, request.deadline, request_id=request.request_id)
-        wanted = wanted_outputs(outputs)
         while True:
             try:
+                wanted = wanted_outputs(outputs, document)
                 tensors = predict_inputs(inputs, document)
                 split = split_predict(tensors, wanted, None if model in cache.unsplittable else limit)
                 arrays = yield from inference(request, split, partial(split_predict, tensors, wanted, None), cache)
                 break
-            except InvalidInput:  # the cached metadata may be that of an earlier version
+            except (InvalidInput, MissingExtra, NotReady):  # the cached metadata may be that of an earlier version
                 renewed = yield from metadata(
                     cache, model, version, request.deadline, renew=True, request_id=request.request_id
                 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy.typing as npt
 
-from tierstore.client.async_transport import AsyncTransport
 from tierstore.client.inference import Version
 from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, Operations, PredictOptions
 from tierstore.client.transport import Transport
 from tierstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from tierstore.client.async_transport import AsyncTransport
 
 
 class RemoteModel:

@@ -12,6 +12,7 @@ from tierstore.config.values import (
     ModelQuota,
     PartitionsText,
     Size,
+    SizeOrZero,
     cores,
     default_host_budget,
 )
@@ -26,7 +27,7 @@ class StoreSettings(BaseModel):
         default_factory=default_host_budget,
         description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together",
     )
-    device_budget: ByteSize = Field(
+    device_budget: SizeOrZero = Field(
         ByteSize(0),
         ge=0,
         description="bytes of memory of each GPU for cached rows, keys, bookkeeping and staging, all models together; 0 for no device tier (extra `gpu`)",
@@ -150,7 +151,7 @@ class StoreSettings(BaseModel):
         default_factory=dict,
         description="limits of models by name, `*` for all others: `requests_per_second`, `keys_per_second`, `bytes_per_second`, `log_bytes`, `versions`, `loads`, `freshness_max_s`; in the environment as JSON",
     )
-    disk_reserve: ByteSize = Field(
+    disk_reserve: SizeOrZero = Field(
         ByteSize(256 << 20),
         ge=0,
         description="bytes to keep free on the file system of the data directory, at most 2% of it: with less, deltas and loads are refused",

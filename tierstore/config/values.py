@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from tierstore.types import Partitions
 
@@ -49,7 +50,22 @@ def seconds_of(value: object) -> object:
 
 
 Seconds = Annotated[float, BeforeValidator(seconds_of)]
-Size = Annotated[ByteSize, Field(gt=0)]
+
+LEAST_WITHOUT_UNIT = 1024
+
+
+def size_with_unit(value: object) -> object:
+    """A size as it is given. ValueError for a small number without a unit, which is a unit forgotten: 4 for 4GiB."""
+    is_bare = isinstance(value, (int, float)) or (isinstance(value, str) and re.fullmatch(r"\s*[0-9.]+\s*", value))
+    if is_bare and 0 < float(value) < LEAST_WITHOUT_UNIT:  # type: ignore[arg-type]
+        raise PydanticCustomError(
+            "size_without_unit", "expected a size with a unit, such as 4GiB, got {given}", {"given": value}
+        )
+    return value
+
+
+SizeOrZero = Annotated[ByteSize, BeforeValidator(size_with_unit)]
+Size = Annotated[SizeOrZero, Field(gt=0)]
 PartitionsText = Annotated[str, AfterValidator(lambda text: str(Partitions.parse(text)))]
 Rate = Annotated[float | None, Field(gt=0, allow_inf_nan=False)]
 
@@ -61,8 +77,8 @@ class ModelQuota(BaseModel):
 
     requests_per_second: Rate = None
     keys_per_second: Rate = None
-    bytes_per_second: Annotated[ByteSize, Field(gt=0)] | None = None
-    log_bytes: Annotated[ByteSize, Field(gt=0)] | None = None  # of the delta log
+    bytes_per_second: Size | None = None
+    log_bytes: Size | None = None  # of the delta log
     versions: Annotated[int, Field(ge=1)] | None = None  # on disk, those being loaded included
     loads: Annotated[int, Field(ge=1)] | None = None  # that run or wait in a service
     freshness_max_s: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = (

@@ -34,7 +34,9 @@ class CollidingKeys:
 
     def __init__(self, entries: Iterable[tuple[str, int]] = ()) -> None:
         listed = list(entries)
-        self._strings = pa.array([text for text, _ in listed], pa.large_string())
+        texts = [text for text, _ in listed]
+        # none: without `array`, which imports pandas where there is one
+        self._strings = pa.array(texts, pa.large_string()) if texts else pa.nulls(0, pa.large_string())
         self._codes = np.array([code for _, code in listed], np.int64)
         self._hashes: Keys = np.unique(hash_arrow(self._strings))
 

@@ -13,7 +13,7 @@ _MAX_EPOCH_S = 1e11  # the year 5138: a larger number is in milliseconds or smal
 
 
 def parse_time(text: str) -> datetime:
-    """The moment that `text` (ISO 8601) names, in UTC; text without an offset is in UTC. Raises ValueError."""
+    """The moment that `text` (ISO 8601) of a manifest or a delta names, in UTC; without an offset it is in UTC. Raises ValueError."""
     if len(text) < len("2026-11-20"):
         raise ValueError(f"expected an ISO 8601 time such as 2026-11-20T02:00:00Z, got {text!r}")
     try:
@@ -24,12 +24,18 @@ def parse_time(text: str) -> datetime:
 
 
 def as_moment(value: Any) -> datetime:
-    """A moment in UTC from a datetime with a zone, seconds since 1970, or ISO 8601 text.
+    """A moment in UTC from a datetime with a zone, seconds since 1970, or ISO 8601 text with an offset.
 
-    ValueError for anything else. A datetime without a zone is refused, because it could be local time or UTC.
+    ValueError for anything else. A datetime or a text without a zone is refused, because it could be local time or UTC.
     """
     if isinstance(value, str):
-        return parse_time(value)
+        moment = parse_time(value)
+        if datetime.fromisoformat(value).tzinfo is None:
+            raise ValueError(
+                f"expected an ISO 8601 time with an offset, got {value!r} without one: "
+                f"write {format_time(moment)!r} if it is UTC, else its offset, such as +01:00"
+            )
+        return moment
     if isinstance(value, datetime):
         if value.tzinfo is None:
             raise ValueError(

@@ -31,6 +31,7 @@ from numba.core import caching, sigutils
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 
 from tierstore.errors import StorageError
 
@@ -202,6 +203,19 @@ class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
             log.warning("a compiled kernel is not kept in %s: %s", self._cache_path, error)
 
 
+def _keep(cache: Any) -> None:
+    """Have one kernel's cache use `_Files`, and read a kernel without what only a compilation needs.
+
+    numba registers all that a program may call before it reads the first kernel: 0.4 s. A compilation does so itself.
+    """
+
+    def load_overload(signature: Any, context: Any) -> Any:
+        rtsys.initialize(context)  # which kernels that allocate are linked with
+        return cache._load_overload(signature, context)
+
+    cache._cache_file, cache.load_overload = _Files(cache), load_overload
+
+
 # when a kernel is needed: for any look-up; for what changes rows, or makes look-ups faster; for reactors
 FIRST, SOON, LAST = range(3)
 must_keep = False  # whether a kernel that cannot be kept is an error; else it is used all the same
@@ -230,7 +244,7 @@ def compiled(
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(nogil=True, cache=not inner, **options)(function)
         if not inner:
-            dispatcher._cache._cache_file = _Files(dispatcher._cache)
+            _keep(dispatcher._cache)
         get_call_template = dispatcher.get_call_template
 
         def build() -> None:
@@ -274,7 +288,7 @@ class compiled_c:
             signature = sigutils.normalize_signature(self._signature)
             callback = cast("Any", CFunc)(self._function, signature, locals={}, options={})
             callback.enable_caching()
-            callback._cache._cache_file = _Files(callback._cache)
+            _keep(callback._cache)
             callback.compile()
             self._compiled = callback  # kept: its code is
             return int(callback.address)

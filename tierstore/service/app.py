@@ -6,12 +6,13 @@ Access is checked and requests are logged around all of it. Event loop only.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import MutableMapping
 from typing import Any
 
 from tierstore.errors import TooLarge
-from tierstore.service.admin.routes import is_delta, make_app
+from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
 from tierstore.service.error_status import http_outcome
 from tierstore.service.http.fronts import FrontsHttp
@@ -20,20 +21,22 @@ from tierstore.service.http.middleware import AccessCheck, Allow, RequestLogging
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.tfserving import TfsHttp
 from tierstore.service.limits import slow_clients
+from tierstore.types import NAME
 
 ADMIN_BODY_BYTES = 1 << 20  # of any request but a delta
 _PROTOCOL = "admin"
+_DELTAS = re.compile(f"/admin/models/{NAME.pattern}/deltas")
 
 
 class _Root:
     """Dispatches by path, and limits and counts what goes to the admin application."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, admin: AdminApplication) -> None:
         self._service = service
         self._oip = OipHttp(service)
         self._tfs = TfsHttp(service)
         self._fronts = FrontsHttp(service)
-        self._admin = make_app(service)
+        self._admin = admin
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         path: str = scope["path"]
@@ -79,7 +82,7 @@ class _Root:
             return message
 
         try:
-            if is_delta(scope["method"], scope["path"]):  # limited by max_delta where it is read
+            if scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]):  # limited by max_delta where it is read
                 await self._admin(scope, receive, note)
             elif _declared(scope) > ADMIN_BODY_BYTES:
                 await error_response(_too_large()).send(note)
@@ -98,6 +101,8 @@ def _declared(scope: Scope) -> int:
     return int(length) if length.isdigit() and len(length) < 19 else 0
 
 
-def make_root(service: Service, allow: Allow) -> RequestLogging:
+def make_root(service: Service, admin: AdminApplication, allow: Allow) -> RequestLogging:
     """The whole service as one ASGI application; `allow` is called with the headers by which look-ups may be answered elsewhere too."""
-    return RequestLogging(AccessCheck(_Root(service), service.access, allow, service.store.audit), service.request_log)
+    return RequestLogging(
+        AccessCheck(_Root(service, admin), service.access, allow, service.store.audit), service.request_log
+    )

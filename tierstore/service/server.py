@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierstore import kernels
 from tierstore.config import Settings
@@ -28,6 +28,7 @@ from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.access import check_listen_address
 from tierstore.service.addresses import bind_admin, bind_http, grpc_port_in_use, host_port, url_of
+from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
@@ -103,7 +104,8 @@ class HttpService:
         self.service.reactors, self.service.plans = reactors, self._plans if self.service.tls is None else None
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
-        root = make_root(self.service, reactors.allowed.add)
+        self._admin = AdminApplication(self.service)
+        root = make_root(self.service, self._admin, reactors.allowed.add)
         self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
         self._listeners = self._make_listeners()
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
@@ -184,7 +186,7 @@ class HttpService:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.add_signal_handler(number, self._drain, self._settings.drain_s)
         self.service.sources = start_sources(self.service, self._settings)
-        beside: list[asyncio.Future[None]] = []
+        beside: list[asyncio.Future[Any]] = []
         serving = asyncio.ensure_future(self._server.serve(sockets=[]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
@@ -200,6 +202,7 @@ class HttpService:
                 beside += self._begin_reactors()
             beside.append(asyncio.ensure_future(self._follow_files(self.service.access.tokens.generation)))
             started()
+            beside.append(self._admin.begin())
         await serving
         await self._finish()
         for task in beside:

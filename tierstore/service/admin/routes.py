@@ -6,7 +6,6 @@ pool, so that deltas do not wait; metrics and the status have a thread of their 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -28,6 +27,7 @@ from tierstore.service.admin.replicas import add_samples
 from tierstore.service.admin.sources import resolve_source, resolve_target
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
+from tierstore.service.http import messages
 from tierstore.service.http.messages import ERROR, PRINCIPAL, Disconnected, problem, problem_response, read_body
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.types import MAX_PARTITIONS, NAME
@@ -37,14 +37,6 @@ DELTA_TYPE = "application/vnd.apache.arrow.stream"
 LabelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="a name that is not all digits")]
 ModelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="name of the model")]
 VersionNumber = Annotated[int, Path(ge=1, le=MAX_ORDINAL)]
-
-
-_DELTAS = re.compile(f"/admin/models/{NAME.pattern}/deltas")
-
-
-def is_delta(method: str, path: str) -> bool:
-    """Whether the body of a request is a delta."""
-    return method == "POST" and _DELTAS.fullmatch(path) is not None
 
 
 class _Strict(BaseModel):
@@ -138,9 +130,15 @@ class ActiveVersion(BaseModel):
     active_version: int | None
 
 
+def _theirs(answer: messages.Response) -> Response:
+    """A response of ours as FastAPI has them."""
+    headers = {name.decode(): value.decode("latin-1") for name, value in answer.headers}
+    return Response(b"".join(answer.chunks), answer.status, headers, answer.content_type.decode())
+
+
 def _validation_problem(error: RequestValidationError) -> Response:
     faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:5])
-    return problem(400, faults)
+    return _theirs(problem(400, faults))
 
 
 def make_app(service: Service) -> FastAPI:
@@ -166,7 +164,7 @@ def make_app(service: Service) -> FastAPI:
 def _add_error_handlers(app: FastAPI) -> None:
     async def ours(request: Request, error: Exception) -> Response:
         request.scope[ERROR] = error
-        return problem_response(error)
+        return _theirs(problem_response(error))
 
     async def theirs(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -175,7 +173,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         detail = str(error.detail)
         if error.status_code in (404, 405):
             detail = f"no {request.method[:10]} {request.url.path[:80]}; /docs lists what there is"
-        return problem(error.status_code, detail, dict(error.headers or {}))
+        headers = {name.lower().encode(): value.encode("latin-1") for name, value in (error.headers or {}).items()}
+        return _theirs(problem(error.status_code, detail, headers))
 
     async def malformed(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -269,7 +268,7 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
 
     async def slow_down(_: Request, error: Exception) -> Response:
         assert isinstance(error, _TooManyDeltas)
-        return problem(429, str(error), {"Retry-After": (retry_after(error) or b"1").decode()})
+        return _theirs(problem(429, str(error), {b"retry-after": retry_after(error) or b"1"}))
 
     app.add_exception_handler(_TooManyDeltas, slow_down)
 

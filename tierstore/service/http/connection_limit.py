@@ -107,10 +107,7 @@ class ConnectionLimit:
             await send(message)
 
         await _drain(receive)
-        if data_plane:
-            await error_response(error).send(closing)
-        else:
-            await problem_response(error)(scope, receive, closing)
+        await (error_response if data_plane else problem_response)(error).send(closing)
 
 
 async def _drain(receive: Receive) -> None:

@@ -14,7 +14,6 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
-from fastapi.responses import JSONResponse
 
 from tierstore.access.roles import LOCAL
 from tierstore.errors import InvalidInput, SequenceGap, TooLarge, Unauthorized
@@ -199,10 +198,10 @@ def compress(chunks: Iterable[bytes | memoryview], coding: bytes) -> bytes:
     return b"".join([*(stream.compress(chunk) for chunk in chunks), stream.flush()])
 
 
-PROBLEM = "application/problem+json"
+PROBLEM = b"application/problem+json"
 
 
-def problem(status: int, detail: str, headers: dict[str, str] | None = None, **more: Any) -> JSONResponse:
+def problem(status: int, detail: str, headers: dict[bytes, bytes] | None = None, **more: Any) -> Response:
     """problem+json (RFC 9457), which the admin interface answers errors with; `more` are further members of the document."""
     document = {
         "type": "about:blank",
@@ -211,15 +210,13 @@ def problem(status: int, detail: str, headers: dict[str, str] | None = None, **m
         "detail": as_text(detail),
         **more,
     }
-    return JSONResponse(document, status, headers, media_type=PROBLEM)
+    return Response(status, [orjson.dumps(document)], PROBLEM, [*(headers or {}).items()])
 
 
-def problem_response(error: Exception) -> JSONResponse:
+def problem_response(error: Exception) -> Response:
     """`error` as problem+json."""
     status = http_status(error)
     more = {"expected_seq": error.expected_seq} if isinstance(error, SequenceGap) else {}
     seconds = retry_after(error)
-    headers = (
-        {"Retry-After": seconds.decode()} if seconds is not None else {"Connection": "close"} if status == 408 else None
-    )
+    headers = {b"retry-after": seconds} if seconds is not None else {b"connection": b"close"} if status == 408 else None
     return problem(status, message_of(error), headers, **more)

@@ -1,0 +1,35 @@
+"""The admin application, made by a thread while look-ups are answered already. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from tierstore.service.context import Service
+from tierstore.service.http.messages import Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+class AdminApplication:
+    """What `routes` makes. FastAPI takes long to import, and no look-up needs it: it is imported here alone."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._making: asyncio.Task[FastAPI] | None = None
+
+    def begin(self) -> asyncio.Task[FastAPI]:
+        """Begin to make it, unless that has begun."""
+        if self._making is None:
+            self._making = asyncio.create_task(asyncio.to_thread(self._make))
+        return self._making
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = await asyncio.shield(self.begin())
+        await app(scope, receive, send)
+
+    def _make(self) -> FastAPI:
+        from tierstore.service.admin.routes import make_app
+
+        return make_app(self._service)
