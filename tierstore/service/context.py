@@ -53,6 +53,7 @@ class PlanIndex(Protocol):
     def learn(
         self, model: Any, view: Any, request: Any, version: int | str | None, text: memoryview, plan: Any, answer: Any
     ) -> None: ...
+    def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None: ...
 
 
 class Source(Part, Protocol):
@@ -131,12 +132,15 @@ class Service:
         """Bring the stats up to now. Any thread."""
         self.store.epochs.collect()
 
-    def absorb(self, version: tuple[str, int], new: Any, highest: Any) -> None:
-        """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). Any thread."""
+    def absorb(self, version: tuple[str, int] | None, new: Any, highest: Any) -> None:
+        """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). None: rows for fronts. Any thread."""
         seconds = Histogram(REQUEST_BOUNDS_S)
-        self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
         buckets = np.add.reduceat(new[kernel.BUCKETS_FROM :], latency.COARSE_FROM)
         seconds.absorb(buckets.tolist(), int(new[kernel.SUCCESS_NS]) / 1e9)
+        if version is None:
+            self.request_times.absorb("upstream", "ok", seconds)
+            return
+        self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
         self.request_times.absorb("oip_http", "ok", seconds)
         spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
         spent.lookup_ns = spent.inference_ns
