@@ -74,6 +74,7 @@ class Service:
         self.started_s = time.time()
         self.draining = False
         self._warm = not settings.ready_warm_share  # whether the wanted share is warm; once it is, it stays so
+        self._heard = False  # whether those that have the rows have answered, if these are on other machines; likewise
         self.dataplane = DataPlane(store, max_response=settings.max_response)
         self.shed = Shed()
         self.lookup_pool = WorkerPool(
@@ -112,9 +113,11 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether the service wants requests. It answers them in any case, as long as it runs. Any thread."""
+        if not self._heard:
+            self._heard = self.store.fleet is None or self.store.fleet.ready
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
-        return self._warm and not self.draining
+        return self._heard and self._warm and not self.draining
 
     def problems(self) -> list[str]:
         """What an operator should know of: files that could not be read again, and what keeps a source from its work. Any thread."""
