@@ -14,7 +14,8 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled_c, lookupplan
 from tierstore.kernels.atomics import copy_bytes
-from tierstore.kernels.host_cache.lookup import AS_STORED, lookup_at, values_at
+from tierstore.kernels.codec import AS_STORED
+from tierstore.kernels.host_cache.lookup import lookup_at, values_at
 from tierstore.kernels.lookupplan import word
 from tierstore.kernels.overlay_index import answer_at
 from tierstore.kernels.partitions import partition_at
@@ -27,7 +28,7 @@ LINE_BYTES = 16  # of a request, its first; then come words
 UPTO, FLOOR = 2, 3
 REQUEST_HEAD_BYTES = 32
 ANSWER_HEAD_BYTES = 16
-_LINE = 64  # rows begin at a multiple of it, from the answer's first byte
+ROWS_STEP = 64  # of bytes: rows begin at a multiple of it, from the answer's first
 
 # a variant's words behind the first four: where its head has the digits of the length, and which table. COUNTS is any variant's.
 DIGITS_AT, TABLE, COUNTS, TABLE_COUNTS = range(4, 8)
@@ -42,7 +43,7 @@ _NOT_OURS = 255  # among the tiers
 @nb.njit(inline="always")
 def rows_begin(n):  # type: ignore[no-untyped-def]
     """Where the rows begin in an answer for `n` codes."""
-    return (ANSWER_HEAD_BYTES + n + _LINE - 1) & ~(_LINE - 1)
+    return (ANSWER_HEAD_BYTES + n + ROWS_STEP - 1) & ~(ROWS_STEP - 1)
 
 
 @nb.njit

@@ -73,7 +73,7 @@ class FrontsHttp:
             request = _decode(body)
             if len(request.codes) > DIRECT_KEYS:
                 return None
-            read = self._fronts.rows(words[0], int(words[1]), words[2], request)
+            read = self._begin(words, request)
             if read.waits:
                 scope[_STARTED] = read
                 return None
@@ -130,19 +130,23 @@ class FrontsHttp:
         headers: Headers = dict(scope["headers"])
         body = await read_body(receive, headers, wire.MOST_REQUEST_BYTES, holding)
         request = _decode(body)
-        read: StoredRead | None = scope.pop(_STARTED, None)
-        if read is None and len(request.codes) > DIRECT_KEYS:
+        started: StoredRead | None = scope.pop(_STARTED, None)
+        if started is None and len(request.codes) > DIRECT_KEYS:
             caller = caller_of(scope, headers, began_ns)
-            read, chunks = await self._service.lookup_pool.run(lambda: self._read(words, request), caller=caller)
+            pool = self._service.lookup_pool
+            read, chunks = await pool.run(self._read, words, request, caller=caller)
         else:
-            read = read or self._fronts.rows(words[0], int(words[1]), words[2], request)
+            read = started or self._begin(words, request)
             chunks = await self._later(read) if read.waits else read.finish()
         response = self._response(scope, words[0], request, read, chunks)
         holding.reserve(sum(map(len, chunks)))
         return response
 
+    def _begin(self, words: list[str], request: wire.RowsRequest) -> StoredRead:
+        return self._fronts.rows(words[0], int(words[1]), words[2], request)
+
     def _read(self, words: list[str], request: wire.RowsRequest) -> tuple[StoredRead, list[bytes | memoryview]]:
-        read = self._fronts.rows(words[0], int(words[1]), words[2], request)
+        read = self._begin(words, request)
         return read, read.finish()
 
     def _response(

@@ -35,13 +35,13 @@ class Broken(OSError):
 
 class Reply(NamedTuple):
     status: int
-    body: bytearray | memoryview
+    body: bytearray | memoryview  # the latter in the connection's buffer
 
     @property
     def problem(self) -> str:
         """What an error says."""
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            document = json.loads(self.body)
+            document = json.loads(bytes(self.body))
             return str(document.get("error") or document.get("detail"))
         return bytes(self.body[:200]).decode(errors="replace")
 
@@ -221,10 +221,11 @@ class Node:
                 raise
             raise ClusterUnavailable(f"{self.address} does not answer: {error or type(error).__name__}") from error
 
-    def get(self, target: str, *, timeout_s: float) -> bytearray | memoryview:
+    def get(self, target: str, *, timeout_s: float) -> bytearray:
         """The body of what is at `target`. NotFound, Overloaded, ClusterUnavailable, with what the node says."""
         reply = self.request("GET", target, timeout_s=timeout_s)
         if reply.status == 200:
+            assert isinstance(reply.body, bytearray)
             return reply.body
         kind = {404: NotFound, 429: Overloaded, 503: Overloaded}.get(reply.status, ClusterUnavailable)
         raise kind(f"{self.address} answers {reply.status}: {reply.problem}")

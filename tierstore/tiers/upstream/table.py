@@ -174,7 +174,7 @@ class _Read:
         while groups:
             until_s = self._until(groups, owned, deadline_s)
             now = {number: places[:at_once] for number, places in groups.items()}
-            failed += self._ask(now, owned.line, until_s)
+            failed += self._request(now, owned.line, until_s)
             groups = {number: places[at_once:] for number, places in groups.items() if len(places) > at_once}
         return np.concatenate(failed)
 
@@ -186,7 +186,7 @@ class _Read:
             return min(deadline_s, time.monotonic() + self._table.nodes.options.other_after_s)
         return deadline_s
 
-    def _ask(self, groups: dict[int, Keys], line: str, until_s: float) -> list[Keys]:
+    def _request(self, groups: dict[int, Keys], line: str, until_s: float) -> list[Keys]:
         """Ask each node once. Returns the places that were not answered."""
         failed: list[Keys] = []
         requests: list[_Request] = []
@@ -212,7 +212,7 @@ class _Read:
                 stale[request.node] = request.places
             else:
                 failed.append(self._judge(request, reply))
-        return failed + self._ask(stale, line, until_s) if stale else failed
+        return failed + self._request(stale, line, until_s) if stale else failed
 
     def _encode(self, number: int, places: Keys, line: str) -> bytes:
         upto, floor = self._bounds

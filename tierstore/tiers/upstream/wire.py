@@ -9,15 +9,13 @@ are there, one after the other, as stored. Kernels write and read both (`kernels
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Corruption
-from tierstore.kernels.front_rows import ANSWER_HEAD_BYTES, LINE_BYTES
-from tierstore.kernels.front_rows import rows_begin as _rows_begin
+from tierstore.kernels.front_rows import ANSWER_HEAD_BYTES, LINE_BYTES, ROWS_STEP
 from tierstore.types import Keys, Rows
 
 PREFIX = "/upstream"
@@ -39,7 +37,9 @@ def rows_path(model: str, version: int, table: str) -> str:
     return f"{PREFIX}/models/{model}/versions/{version}/tables/{table}/rows"
 
 
-rows_begin: Callable[[int], int] = _rows_begin.py_func
+def rows_begin(keys: int) -> int:
+    """Where the rows begin in an answer for so many codes."""
+    return -(-(ANSWER_HEAD_BYTES + keys) // ROWS_STEP) * ROWS_STEP
 
 
 def encode_rows(seq: int, states: npt.NDArray[np.uint8], rows: Rows) -> list[bytes | memoryview]:
