@@ -279,6 +279,27 @@ class Answering:
             )
         )  # fmt: skip
 
+    def stored(self, keys: Keys, rows: Rows, state: States) -> int:
+        """`answer` with rows as they are stored, uint8[n, row_bytes]; nothing is written for a deleted key."""
+        n, row_bytes = len(keys), int(self.words[_ROW_BYTES])
+        if state.shape != (n,) or rows.shape != (n, row_bytes) or not rows.flags.c_contiguous:
+            raise ValueError(
+                f"keys, state and rows pair up: got {n}, {list(state.shape)} and {list(rows.shape)} for rows of {row_bytes} bytes"
+            )
+        keys = np.ascontiguousarray(keys)
+        return int(
+            _answer(
+                address_of(self.words),
+                AS_STORED,
+                self._dim,
+                0,
+                address_of(rows),
+                address_of(keys),
+                n,
+                address_of(state),
+            )
+        )
+
 
 def dedup_last(keys: Keys) -> Keys:
     """Positions of the last occurrence of each key of `keys`, int64[n], in ascending order of the key: int64[m]."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from tierstore import kernels
 from tierstore.engine.cluster.base import RemoteBase
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.lifecycle.state import Shared
@@ -25,6 +26,7 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import DataDirectory
+from tierstore.kernels import upstream_reads
 from tierstore.tiers.upstream.connections import Node
 from tierstore.tiers.upstream.options import Options, parse_urls, tls_context
 from tierstore.tiers.upstream.table import Nodes, Source, UpstreamTable
@@ -123,6 +125,7 @@ class Front:
 
     def start(self) -> None:
         """Serve what the nodes that answer have. Where none does, it is found once one does."""
+        kernels.load(module=upstream_reads.__name__)  # rather than within the time of the first look-up
         for watch in self.watches:
             watch.start()
         until_s = time.monotonic() + self.nodes.options.connect_timeout_s + 0.5
