@@ -20,6 +20,7 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Corruption, NotReady, SnapshotError, TierstoreError
 from tierstore.formats.files import read_json, read_number
 from tierstore.formats.names import ModelDirectory
+from tierstore.types import Partitions
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +251,20 @@ def test_golden_records_are_read(kind):
     assert info.tables["user"]["default"] == [73.5, 73.5, 73.5, 73.5]
     assert read_json(where.log_base) == {"start": 0}
     assert read_number(where.log_end) == {"checked": "2", "unchecked": None}[kind]
+
+
+def test_a_golden_record_of_some_partitions_is_read(tmp_path):
+    info = VersionInfo(ModelDirectory(GOLDEN / "partitions").version(1))
+    assert (info.number, info.base, info.partitions) == (1, "sealed", Partitions(8, ((2, 3), (6, 6))))
+    assert {name: (table["id"], table["rows"]) for name, table in info.tables.items()} == {
+        "user": (1, 9),
+        "item": (2, 15),
+    }
+    shutil.copytree(GOLDEN / "partitions", tmp_path / "ctr")
+    where = ModelDirectory(tmp_path / "ctr").version(1)
+    change(where.record, '"count": 8', '"count": 9')
+    with pytest.raises(Corruption, match="does not match its checksum"):
+        VersionInfo(where)
 
 
 def test_a_golden_record_that_was_changed_is_not(tmp_path):

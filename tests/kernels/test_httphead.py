@@ -15,7 +15,7 @@ from tierstore.kernels.httphead import CUT, FOREIGN, PLAIN
 
 # --- the twin: what the module's docstring says, once more
 
-PATH = rb"/v2/models/[A-Za-z0-9_./:-]+/infer|/v1/models/[A-Za-z0-9_./:-]+:predict"
+PATH = rb"/v2/models/[A-Za-z0-9_./:-]+/infer|/v1/models/[A-Za-z0-9_./:-]+:predict|/upstream/m[A-Za-z0-9_./:-]+/rows"
 LINE = re.compile(rb"POST (" + PATH + rb") HTTP/1\.1\r\n")
 HEADER = re.compile(rb"([A-Za-z0-9_-]+): *((?:[\x20-\x7e]*[\x21-\x7e])?)\r\n")
 READ = {b"host", b"content-length", b"connection", b"inference-header-content-length", b"accept-encoding", b"x-request-id",
@@ -23,7 +23,7 @@ READ = {b"host", b"content-length", b"connection", b"inference-header-content-le
 IGNORED = {name.encode() for name in httphead.IGNORED}
 NUMBER = re.compile(rb"[0-9]{1,9}")
 # what could still become a plain head, were there more of it
-_OPENINGS = (b"POST /v2/models/", b"POST /v1/models/")
+_OPENINGS = (b"POST /v2/models/", b"POST /v1/models/", b"POST /upstream/m")
 
 
 def twin(data: bytes) -> tuple[int, dict[str, int]]:
@@ -33,10 +33,11 @@ def twin(data: bytes) -> tuple[int, dict[str, int]]:
     line = LINE.match(data)
     if line is None:
         open_ended = re.fullmatch(
-            rb"POST /v[12]/models/[A-Za-z0-9_./:-]*( (H(T(T(P(/(1(\.(1(\r)?)?)?)?)?)?)?)?)?)?", data
+            rb"POST /(v[12]/models/|upstream/m)[A-Za-z0-9_./:-]*( (H(T(T(P(/(1(\.(1(\r)?)?)?)?)?)?)?)?)?)?", data
         )
         return (CUT if open_ended else FOREIGN), {}
-    found = {"PATH_AT": line.start(1), "PATH_BYTES": len(line[1])}
+    kinds = {b"/v2": httphead.INFER, b"/v1": httphead.PREDICT, b"/up": httphead.ROWS}
+    found = {"PATH_AT": line.start(1), "PATH_BYTES": len(line[1]), "KIND": kinds[line[1][:3]]}
     found |= {
         "BODY_BYTES": -1,
         "JSON_BYTES": -1,
@@ -97,7 +98,7 @@ def parse(data: bytes) -> tuple[int, dict[str, int]]:
     if verdict != PLAIN:
         return verdict, {}
     names = ["PATH_AT", "PATH_BYTES", "BODY_BYTES", "JSON_BYTES", "HOST_BYTES", "TIMEOUT_MS", "UNUSUAL", "HEAD_BYTES"]
-    names += ["AUTHORIZATION_BYTES"]
+    names += ["AUTHORIZATION_BYTES", "KIND"]
     found = {name: int(words[getattr(httphead, name)]) for name in names}
     if found["AUTHORIZATION_BYTES"]:
         found["AUTHORIZATION_AT"] = int(words[httphead.AUTHORIZATION_AT])
@@ -110,7 +111,7 @@ def parse(data: bytes) -> tuple[int, dict[str, int]]:
 def head(rng: random.Random) -> bytes:
     """A plain one."""
     path = rng.choice([b"/v2/models/ctr/infer", b"/v2/models/a_B.c-1/versions/2/infer", b"/v1/models/ctr:predict",
-                       b"/v1/models/ctr/versions/1:predict", b"/v2/models/:/infer"])  # fmt: skip
+                       b"/v1/models/ctr/versions/1:predict", b"/v2/models/:/infer", b"/upstream/models/ctr/versions/1/tables/t/rows"])  # fmt: skip
     values = {
         b"Inference-Header-Content-Length": b"%d" % rng.randrange(500), b"Connection": rng.choice([b"keep-alive", b"Keep-Alive"]),
         b"Accept-Encoding": rng.choice([b"gzip", b"gzip, deflate, br", b"identity"]), b"X-Request-Id": b"a-1", b"Authorization": rng.choice([b"Bearer a_b", b"Basic eDp5"]),
@@ -126,7 +127,7 @@ def head(rng: random.Random) -> bytes:
 
 _BITS = [b"\r\n", b"\n", b"\r", b" ", b"\t", b":", b": ", b"0", b"\x00", b"\x7f", b"\x80", b"Host: a\r\n", b"Content-Length: 1\r\n",
          b"X: 1\r\n", b"Transfer-Encoding: chunked\r\n", b"Connection: close\r\n", b"Accept: \r\n", b"x-request-id:\r\n", b"_", b"-", b"9" * 12,
-         b"X-Request-Timeout-Ms: 0\r\n", b"Inference-Header-Content-Length: x\r\n", b"Content-Length:\r\n", b"/", b"%", b"/infer", b"\r\n\r\n"]  # fmt: skip
+         b"X-Request-Timeout-Ms: 0\r\n", b"Inference-Header-Content-Length: x\r\n", b"Content-Length:\r\n", b"/", b"%", b"/infer", b"/rows", b"\r\n\r\n"]  # fmt: skip
 
 
 def spoil(rng: random.Random, data: bytes) -> bytes:

@@ -87,11 +87,27 @@ def test_rows_are_decoded_as_the_codec_does(dtype: StorageDtype, dim: int) -> No
     vectors = np.random.default_rng(dim).standard_normal((500, dim)).astype(np.float32)
     rows, keys = codec.encode(vectors, dtype), np.arange(500, dtype=np.int64) * 3
     table = overlay_index.Answering(overlay_index.build(keys), keys, rows, np.zeros(500, bool), dtype, dim)
+    stored, state = np.zeros((501, rows.shape[1]), np.uint8), np.zeros(501, np.uint8)
+    assert table.stored(np.append(keys[::-1], -1), stored, state) == 500
+    assert np.array_equal(stored[:500], rows[::-1])
+    assert not stored[500].any()
+    assert state.tolist() == [Tier.OVERLAY] * 500 + [Tier.PENDING]
     for kind in (np.float32, np.float16):
         out, expected = np.empty((500, dim), kind), np.empty((500, dim), kind)
         table.answer(keys[::-1], out, np.zeros(500, np.uint8), np.zeros(dim, np.float32))
         codec.decode(rows, dtype, expected)
         assert np.array_equal(out[::-1], expected)
+
+
+def test_of_a_deleted_row_nothing_is_written() -> None:
+    stored, state = np.full((3, 8), 0xEE, np.uint8), np.array([Tier.PENDING, Tier.PENDING, Tier.DISK], np.uint8)
+    assert held(codes([7, 8, 9]), np.array([False, True, False])).stored(codes([7, 8, 9]), stored, state) == 2
+    assert state.tolist() == [Tier.OVERLAY, Tier.ABSENT, Tier.DISK]
+    assert not stored[0].any()
+    assert (stored[1:] == 0xEE).all()
+    for rows, of in ((stored[:2], state), (stored[:, :4], state), (stored, state[:2])):
+        with pytest.raises(ValueError, match="pair up"):
+            held(codes([7])).stored(codes([7, 8, 9]), rows, of)
 
 
 def test_read_only_arrays_are_taken_as_they_are() -> None:

@@ -156,6 +156,7 @@ class FakeStore:
         self.settings = settings
         self.observers: list[Any] = []
         self.epochs = Epochs()
+        self.fleet = None
         self.lookup_times = LookupTimes()
         self.audit = Audit(settings.data)
         self.delta_error: TierstoreError | None = None

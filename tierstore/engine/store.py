@@ -33,8 +33,8 @@ from tierstore.engine.operations.verbs import LocalVerbs, Verbs
 from tierstore.engine.operations.verify import verify_store
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
-from tierstore.engine.upstream.elsewhere import Elsewhere, rows_elsewhere
-from tierstore.errors import Closed, DeltaError, InvalidInput, NotFound, SnapshotError
+from tierstore.engine.upstream.elsewhere import Elsewhere, no_model, rows_elsewhere
+from tierstore.errors import Closed, DeltaError, InvalidInput, SnapshotError
 from tierstore.formats import files
 from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.names import DataDirectory
@@ -129,11 +129,11 @@ class Store(ParkedMessages):
         return sorted(self._models)
 
     def model(self, name: str) -> Model:
-        """NotFound, naming those there are, for an unknown one."""
+        """NotFound, naming those there are, for an unknown one; ClusterUnavailable where others may have it and are silent."""
         self._check_open()
         model = self._models.get(name)
         if model is None:
-            raise NotFound(f"no model {name!r}; there is {', '.join(self.models()) or 'none yet'}")
+            raise no_model(name, self.models(), self.fleet)
         return model
 
     def load_snapshot(

@@ -300,8 +300,11 @@ def _add(entry: Entry) -> None:
         entry.build()
 
 
-def load(when: int = LAST) -> None:
-    """Compile kernels that are not, or read them from the cache, up to those of `when`, so that no request waits for it."""
+def load(when: int = LAST, module: str | None = None) -> None:
+    """Compile kernels that are not, or read them from the cache, up to those of `when`, so that no request waits for it.
+
+    `module`: those of this one alone.
+    """
     for entry in entries:
-        if entry.when <= when:
+        if entry.when <= when and module in (None, entry.dispatcher.py_func.__module__):
             entry.build()

@@ -56,6 +56,8 @@ _F16_CODE = StorageDtype.FLOAT16.code
 _BF16_CODE = StorageDtype.BFLOAT16.code
 _INT8_CODE = StorageDtype.INT8.code
 
+AS_STORED = 8  # of what is answered, instead of 0 for float32 and 1 for float16: rows as they are stored
+
 _INFINITE = 0x7F800000  # magnitude bits of binary32 from which on a value is Inf or NaN
 _F16_LIMIT = 0x477FF000  # 65520, the least magnitude that rounds to Inf in binary16
 _BF16_LIMIT = 0x7F7F8000  # the same for bfloat16

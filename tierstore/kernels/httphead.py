@@ -1,11 +1,11 @@
 """The head of an HTTP/1.1 request, in the one form that is answered without the interpreter.
 
 A pure function of bytes; any thread. It knows a small part of RFC 9112 and decides one question: is this the head of
-a plain POST to a look-up, and where does the request end? Only a head of which every line has a known form, with one
+a plain POST to a look-up, or for a front's rows, and where does the request end? Only a head of which every line has a known form, with one
 `Content-Length` of digits alone, is PLAIN. All else is FOREIGN and is for the full server, which gets the bytes as
 they came. What cannot be told yet is CUT. There is no guessing: a head that is PLAIN means the same to every server.
 
-    request line    POST <path> HTTP/1.1       path: /v2/models/…/infer or /v1/models/…:predict of [A-Za-z0-9_./:-]
+    request line    POST <path> HTTP/1.1       path: /v2/models/…/infer, /v1/models/…:predict or /upstream/m…/rows of [A-Za-z0-9_./:-]
     each header     <name>: <value>            name: one of those below; value: printable ASCII, no space at its end
     end of a line   CR LF
 
@@ -28,9 +28,10 @@ PLAIN, CUT, FOREIGN = 0, 1, 2
 # what `parse` finds, int64 words; offsets count from the request's first byte
 (
     HEAD_BYTES, PATH_AT, PATH_BYTES, BODY_BYTES, JSON_BYTES, HOST_AT, HOST_BYTES, TIMEOUT_MS, UNUSUAL, AUTHORIZATION_AT,
-    AUTHORIZATION_BYTES,
-) = range(11)  # fmt: skip
-FOUND_WORDS = 11
+    AUTHORIZATION_BYTES, KIND,
+) = range(12)  # fmt: skip
+FOUND_WORDS = 12
+INFER, PREDICT, ROWS = range(3)  # of KIND, by the path
 NONE = -1  # JSON_BYTES without Inference-Header-Content-Length
 
 MOST_HEAD_BYTES = 8192
@@ -91,11 +92,12 @@ def _table(text: str) -> np.ndarray:
 _ALPHANUMERIC = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _IN_PATH = _table(_ALPHANUMERIC + "_./:-")
 _IN_NAME = _table(_ALPHANUMERIC + "-_")
-_OPENINGS = np.frombuffer(b"POST /v2/models/POST /v1/models/", np.uint8)
+_OPENINGS = np.frombuffer(b"POST /v2/models/POST /v1/models/POST /upstream/m", np.uint8)  # by KIND
 _OPENING_BYTES = 16
 _VERSION = np.frombuffer(b" HTTP/1.1\r\n", np.uint8)
-_INFER = np.frombuffer(b"/infer", np.uint8)
-_PREDICT = np.frombuffer(b":predict", np.uint8)
+_INFER_ENDS = np.frombuffer(b"/infer", np.uint8)
+_PREDICT_ENDS = np.frombuffer(b":predict", np.uint8)
+_ROWS_ENDS = np.frombuffer(b"/rows", np.uint8)
 _KEEP_ALIVE = np.frombuffer(b"keep-alive", np.uint8)
 _SPACE, _CR, _LF, _COLON, _ZERO, _NINE = 32, 13, 10, 58, 48, 57
 
@@ -126,11 +128,10 @@ def _number(at, size):  # type: ignore[no-untyped-def]
 @nb.njit
 def _path(at, n, found):  # type: ignore[no-untyped-def]
     """The request line: its bytes with CR LF, or minus what it is instead."""
-    opening = _starts_with(at, n, _OPENINGS, 0, _OPENING_BYTES)
-    predict = False
-    if opening == FOREIGN:
-        opening = _starts_with(at, n, _OPENINGS, _OPENING_BYTES, _OPENING_BYTES)
-        predict = True
+    kind, opening = INFER, _starts_with(at, n, _OPENINGS, 0, _OPENING_BYTES)
+    while opening == FOREIGN and kind < ROWS:
+        kind += 1
+        opening = _starts_with(at, n, _OPENINGS, kind * _OPENING_BYTES, _OPENING_BYTES)
     if opening != PLAIN:
         return -opening
     end = _OPENING_BYTES
@@ -141,13 +142,13 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
     after = _starts_with(at + end, n - end, _VERSION, 0, _VERSION.size)
     if after != PLAIN:
         return -after
-    ending = _PREDICT if predict else _INFER
+    ending = _INFER_ENDS if kind == INFER else _PREDICT_ENDS if kind == PREDICT else _ROWS_ENDS
     if (
         end - ending.size <= _OPENING_BYTES
         or _starts_with(at + end - ending.size, ending.size, ending, 0, ending.size) != PLAIN
     ):
         return -FOREIGN
-    found[PATH_AT], found[PATH_BYTES] = 5, end - 5
+    found[PATH_AT], found[PATH_BYTES], found[KIND] = 5, end - 5, kind
     return end + _VERSION.size
 
 

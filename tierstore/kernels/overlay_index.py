@@ -19,7 +19,7 @@ from numba import njit, types
 
 from tierstore.kernels import compiled
 from tierstore.kernels.atomics import prefetch, stack_bytes
-from tierstore.kernels.codec import address_of, copy_bytes, decode_row, out_code
+from tierstore.kernels.codec import AS_STORED, address_of, copy_bytes, decode_row, out_code
 from tierstore.kernels.hashing import mix
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
 from tierstore.types import Keys, Rows, States, StorageDtype, Tier, Vectors
@@ -72,12 +72,15 @@ def _build(keys: Any, index: Any) -> Any:
 
 @njit
 def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
-    """`Answering.answer` of `n` keys and states at addresses of any alignment; `words` is the address of its `words`."""
+    """`Answering.answer` of `n` keys and states at addresses of any alignment; `words` is the address of its `words`.
+
+    With AS_STORED rows are answered as they are stored, and nothing is written for a deleted key.
+    """
     index, slots, table_keys = load_u64(words, _INDEX_AT), load_u64(words, _SLOTS), np.int64(load_u64(words, _KEYS_AT))
     deleted, rows = np.int64(load_u64(words, _DELETED_AT)), np.int64(load_u64(words, _ROWS_AT))
     row_bytes, code = np.int64(load_u64(words, _ROW_BYTES)), np.int64(load_u64(words, _CODE))
     index, mask = np.int64(index), slots - np.uint64(1)
-    out_bytes = dim * (4 >> out_code)
+    out_bytes = row_bytes if out_code == AS_STORED else dim * (4 >> out_code)
     prefetch_bytes: Any = min(row_bytes, _PREFETCH_BYTES)
     hashes, found = stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES)
     answered = 0
@@ -109,10 +112,14 @@ def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys:
             for i in range(start, stop):
                 row = np.int64(load_u64(found, i - start))
                 if row >= 0 and load_u8(deleted, row) != 0:
-                    decode_row(out_code, out_code, default, out + i * out_bytes, dim)
+                    if out_code != AS_STORED:
+                        decode_row(out_code, out_code, default, out + i * out_bytes, dim)
                     store_u8(state, i, np.uint8(_ABSENT))
                 elif row >= 0:
-                    decode_row(code, out_code, rows + row * row_bytes, out + i * out_bytes, dim)
+                    if out_code == AS_STORED:
+                        copy_bytes(rows + row * row_bytes, out + i * out_bytes, row_bytes)
+                    else:
+                        decode_row(code, out_code, rows + row * row_bytes, out + i * out_bytes, dim)
                     store_u8(state, i, np.uint8(_OVERLAY))
             answered += hits
     return answered
@@ -271,6 +278,27 @@ class Answering:
                 address_of(keys), n, address_of(state),
             )
         )  # fmt: skip
+
+    def stored(self, keys: Keys, rows: Rows, state: States) -> int:
+        """`answer` with rows as they are stored, uint8[n, row_bytes]; nothing is written for a deleted key."""
+        n, row_bytes = len(keys), int(self.words[_ROW_BYTES])
+        if state.shape != (n,) or rows.shape != (n, row_bytes) or not rows.flags.c_contiguous:
+            raise ValueError(
+                f"keys, state and rows pair up: got {n}, {list(state.shape)} and {list(rows.shape)} for rows of {row_bytes} bytes"
+            )
+        keys = np.ascontiguousarray(keys)
+        return int(
+            _answer(
+                address_of(self.words),
+                AS_STORED,
+                self._dim,
+                0,
+                address_of(rows),
+                address_of(keys),
+                n,
+                address_of(state),
+            )
+        )
 
 
 def dedup_last(keys: Keys) -> Keys:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from tierstore.kernels import coldread, httphead, lookupplan
+from tierstore.kernels import coldread, front_rows, httphead, lookupplan
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, release_i64
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.raw import call_at, load_u8, load_u64, store_u8, store_u64
@@ -226,6 +226,42 @@ def _add_close(variant, head):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _may_answer(me, fd, at, began):  # type: ignore[no-untyped-def]
+    """Whether the request at `at`, whose head is in `found`, may be answered here, as far as its head and the time say."""
+    found = me.found
+    if found[httphead.UNUSUAL] & ~httphead.ROUTED != 0 or me.shared[MODE] >= FINISH:
+        return False
+    timeout_ns = found[httphead.TIMEOUT_MS] * 1_000_000
+    if timeout_ns > 0 and me.conns[fd, BEGAN_NS] > 0 and began - me.conns[fd, BEGAN_NS] >= timeout_ns:
+        return False
+    return is_allowed(me, at, found)
+
+
+@nb.njit
+def _has_room(me, size):  # type: ignore[no-untyped-def]
+    """Whether so many bytes more may be held."""
+    held = acquire_i64(shared_at(me, INFLIGHT)) + acquire_i64(shared_at(me, OTHER_INFLIGHT))
+    return held + size <= me.limits[MOST_INFLIGHT]
+
+
+@nb.njit
+def _send(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
+    """Send the `data` bytes of an answer, behind its head, which is written before them."""
+    before = lookupplan.word(variant, lookupplan.HEAD_BYTES)
+    target = me.answer + HEAD_ROOM - before
+    lookupplan.copy_head(variant, me.date, target)
+    if me.found[httphead.KIND] == httphead.ROWS:
+        front_rows.write_digits(target + lookupplan.word(variant, front_rows.DIGITS_AT), data)
+    if closing:
+        _add_close(variant, target)
+        target -= _CLOSE.size
+        before += _CLOSE.size
+        me.conns[fd, FLAGS] |= CLOSES
+    me.lines[me.number, ANSWERS] += 1
+    send_first(me, fd, target, before + data)
+
+
+@nb.njit
 def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     """Answer the look-up of `whole` bytes at `at`, whose head is in `found`, if a plan is known. `last`: nothing came behind it.
 
@@ -236,17 +272,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     head = found[httphead.HEAD_BYTES]
     text_bytes = found[httphead.JSON_BYTES]
     tail_bytes = found[httphead.BODY_BYTES] - text_bytes
-    if (
-        text_bytes <= 0
-        or tail_bytes < 0
-        or found[httphead.UNUSUAL] & ~httphead.ROUTED != 0
-        or me.shared[MODE] >= FINISH
-    ):
-        return FOR_PYTHON
-    timeout_ns = found[httphead.TIMEOUT_MS] * 1_000_000
-    if timeout_ns > 0 and me.conns[fd, BEGAN_NS] > 0 and began - me.conns[fd, BEGAN_NS] >= timeout_ns:
-        return FOR_PYTHON
-    if not is_allowed(me, at, found):
+    if text_bytes <= 0 or tail_bytes < 0 or not _may_answer(me, fd, at, began):
         return FOR_PYTHON
     plan = lookupplan.find_plan(
         acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
@@ -263,8 +289,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if variant == 0:
         return FOR_PYTHON
     data = lookupplan.word(variant, lookupplan.ANSWER_BYTES)
-    held = acquire_i64(shared_at(me, INFLIGHT)) + acquire_i64(shared_at(me, OTHER_INFLIGHT))
-    if held + data + whole > me.limits[MOST_INFLIGHT]:
+    if not _has_room(me, data + whole):
         return FOR_PYTHON
     planned = monotonic_ns()
     tail = at + head + text_bytes
@@ -276,18 +301,46 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return FOR_PYTHON
     ran = monotonic_ns()
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
-    before = lookupplan.word(variant, lookupplan.HEAD_BYTES)
-    target = me.answer + HEAD_ROOM - before
-    lookupplan.copy_head(variant, me.date, target)
-    if closing:
-        _add_close(variant, target)
-        target -= _CLOSE.size
-        before += _CLOSE.size
-        me.conns[fd, FLAGS] |= CLOSES
     lookupplan.count_keys(variant, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
-    me.lines[me.number, ANSWERS] += 1
-    send_first(me, fd, target, before + data)
+    _send(me, fd, variant, closing, data)
+    return ANSWERED
+
+
+@nb.njit
+def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
+    """As `answer`, of a front's request for rows (`front_rows.py`). Where memory lacks one, it is FOR_PYTHON."""
+    found = me.found
+    body, size = at + found[httphead.HEAD_BYTES], found[httphead.BODY_BYTES]
+    n = (size - front_rows.REQUEST_HEAD_BYTES) >> 3
+    if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS or not _may_answer(me, fd, at, began):
+        return FOR_PYTHON
+    plan = lookupplan.find_plan(
+        acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
+        found[httphead.PATH_BYTES], body, front_rows.LINE_BYTES, front_rows.ANY_SIZE,
+    )  # fmt: skip
+    if plan == 0:
+        return FOR_PYTHON
+    served = acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
+    if served == 0:
+        return FOR_PYTHON
+    variant, view = lookupplan.choose(plan, served, 0)
+    if variant == 0:
+        return FOR_PYTHON
+    table = view + 8 * (lookupplan.VIEW_WORDS + lookupplan.TABLE_WORDS * lookupplan.word(variant, front_rows.TABLE))
+    room = front_rows.rows_begin(n) + n * lookupplan.word(table, lookupplan.ROW_BYTES)
+    if room > lookupplan.MOST_WORK_BYTES or not _has_room(me, room + whole):
+        return FOR_PYTHON
+    planned = monotonic_ns()
+    data = call_at(me.run_rows, variant, view, body, size, me.answer + HEAD_ROOM, me.scratch)
+    if data == front_rows.CANNOT:
+        return FOR_PYTHON
+    ran = monotonic_ns()
+    store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
+    counts = me.table_counts + 8 * TABLE_COUNT_WORDS * lookupplan.word(variant, front_rows.TABLE_COUNTS)
+    front_rows.count_codes(n, me.scratch, counts)
+    count(me, variant, began, planned, ran, monotonic_ns())
+    _send(me, fd, variant, last and me.shared[MODE] == DRAIN, data)
     return ANSWERED
 
 

@@ -9,7 +9,7 @@ import numba as nb
 
 from tierstore.kernels import httphead
 from tierstore.kernels.atomics import acquire_i64, copy_bytes, fence_all, release_i64
-from tierstore.kernels.reactor_answers import answer, drop_job, submit
+from tierstore.kernels.reactor_answers import answer, answer_rows, drop_job, submit
 from tierstore.kernels.reactor_connections import (
     end,
     let_go_of_answer,
@@ -89,7 +89,10 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     line = line_at(me, me.number, ANNOUNCED)
     release_i64(line, acquire_i64(me.shared[GENERATION_AT]))
     fence_all()
-    came = answer(me, fd, at, whole, size == whole, began)
+    if found[httphead.KIND] == httphead.ROWS:
+        came = answer_rows(me, fd, at, whole, size == whole, began)
+    else:
+        came = answer(me, fd, at, whole, size == whole, began)
     release_i64(line, 0)
     if came != ANSWERED:
         row[STATE], row[NEEDED] = AWAY, whole

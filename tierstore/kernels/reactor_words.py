@@ -94,6 +94,7 @@ class Here(NamedTuple):
     job_inbox: int
     jobs: int  # addresses: of all reactors' jobs
     run: int  # of `lookupplan.run`
+    run_rows: int  # of `front_rows.run`
     counts: int  # of versions' counts
     table_counts: int
     events: int
@@ -107,7 +108,7 @@ class Here(NamedTuple):
 
 _WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
 HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 13),
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 14),
     Here,
 )
 

@@ -42,7 +42,9 @@ class _Root:
         path: str = scope["path"]
         if path.startswith("/v2/"):
             return self._oip.at_once(scope, body)
-        return self._tfs.at_once(scope, body) if path.startswith("/v1/") else None
+        if path.startswith("/v1/"):
+            return self._tfs.at_once(scope, body)
+        return self._fronts.at_once(scope, body) if path.startswith("/upstream/") else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]

@@ -53,6 +53,7 @@ class PlanIndex(Protocol):
     def learn(
         self, model: Any, view: Any, request: Any, version: int | str | None, text: memoryview, plan: Any, answer: Any
     ) -> None: ...
+    def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None: ...
 
 
 class Source(Part, Protocol):
@@ -73,6 +74,7 @@ class Service:
         self.started_s = time.time()
         self.draining = False
         self._warm = not settings.ready_warm_share  # whether the wanted share is warm; once it is, it stays so
+        self._heard = False  # whether those that have the rows have answered, if these are on other machines; likewise
         self.dataplane = DataPlane(store, max_response=settings.max_response)
         self.shed = Shed()
         self.lookup_pool = WorkerPool(
@@ -111,9 +113,11 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether the service wants requests. It answers them in any case, as long as it runs. Any thread."""
+        if not self._heard:
+            self._heard = self.store.fleet is None or self.store.fleet.ready
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
-        return self._warm and not self.draining
+        return self._heard and self._warm and not self.draining
 
     def problems(self) -> list[str]:
         """What an operator should know of: files that could not be read again, and what keeps a source from its work. Any thread."""
@@ -131,12 +135,15 @@ class Service:
         """Bring the stats up to now. Any thread."""
         self.store.epochs.collect()
 
-    def absorb(self, version: tuple[str, int], new: Any, highest: Any) -> None:
-        """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). Any thread."""
+    def absorb(self, version: tuple[str, int] | None, new: Any, highest: Any) -> None:
+        """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). None: rows for fronts. Any thread."""
         seconds = Histogram(REQUEST_BOUNDS_S)
-        self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
         buckets = np.add.reduceat(new[kernel.BUCKETS_FROM :], latency.COARSE_FROM)
         seconds.absorb(buckets.tolist(), int(new[kernel.SUCCESS_NS]) / 1e9)
+        if version is None:
+            self.request_times.absorb("upstream", "ok", seconds)
+            return
+        self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
         self.request_times.absorb("oip_http", "ok", seconds)
         spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
         spent.lookup_ns = spent.inference_ns

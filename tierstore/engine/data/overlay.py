@@ -21,7 +21,7 @@ from tierstore.formats.keys import are_own
 from tierstore.formats.row_times import Times, as_rows, from_rows, seconds_of
 from tierstore.kernels import codec, overlay_index
 from tierstore.predict.session import DenseSession
-from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vectors
+from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Vectors
 
 
 class OverlayTable:
@@ -51,15 +51,7 @@ class OverlayTable:
 
     def stored(self, keys: Keys, rows: Rows, state: States) -> None:
         """`lookup` of rows as they are stored, uint8[n, row_bytes]; nothing is written for a deleted key."""
-        if not len(self.keys):
-            return
-        pending = np.flatnonzero(state == Tier.PENDING)
-        at = np.minimum(np.searchsorted(self.keys, keys[pending]), len(self.keys) - 1)
-        here = self.keys[at] == keys[pending]
-        pending, at = pending[here], at[here]
-        gone = self.deleted[at]
-        state[pending] = np.where(gone, Tier.ABSENT, Tier.OVERLAY)
-        rows[pending[~gone]] = self.rows[at[~gone]]
+        self._answering.stored(keys, rows, state)
 
     def merged(self, newer: OverlayTable) -> OverlayTable:
         """Both in one; a key in both keeps its row of `newer`."""

@@ -117,6 +117,16 @@ class Fleet:
             raise NotFound(f"no model {name!r}; there is {', '.join(sorted(self._members)) or 'none yet'}")
         return member
 
+    @property
+    def unheard(self) -> str | None:
+        """See `Elsewhere`. All models that the cluster had when this node began are here."""
+        return None if self.problem is None else f"which models the cluster has is not known: {self.problem}"
+
+    @property
+    def ready(self) -> bool:
+        """See `Elsewhere`."""
+        return True
+
     def target(self, name: str) -> ClusterTarget:
         """Where the rows of a load go."""
         member = self.member(name)

@@ -29,6 +29,7 @@ from tierstore.formats import files
 from tierstore.formats.keys import are_own
 from tierstore.formats.names import DENSE
 from tierstore.formats.regular import read_regular
+from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
 from tierstore.tiers.upstream import wire
 from tierstore.types import Keys, Partitions, Tier
 
@@ -176,10 +177,11 @@ class StoredRead:
 
     def __init__(self, held: HeldViews, view: View, table: str, codes: Keys) -> None:
         self._closed = False
-        self._held, self._view, self._table = held, view, view.open_version.tables[table]
+        self.view, self.table = view, table
+        self._held, self._cascade = held, view.open_version.tables[table]
         self._mine = _owned(codes, held.partitions())
         self._of, self._codes = len(codes), codes[self._mine]
-        self._rows, self._state = self._table.stored(view.overlays_of(table), self._codes)
+        self._rows, self._state = self._cascade.stored(view.overlays_of(table), self._codes)
 
     @property
     def waits(self) -> bool:
@@ -189,18 +191,18 @@ class StoredRead:
     def finish(self) -> list[bytes | memoryview]:
         """The answer in parts, see `wire`."""
         try:
-            self._table.finish_stored(self._view.seq, self._codes, self._rows, self._state)
+            self._cascade.finish_stored(self.view.seq, self._codes, self._rows, self._state)
         finally:
             self.close()
         there = self._state != Tier.ABSENT
-        states = np.full(self._of, wire.FOREIGN, np.uint8)
-        states[self._mine] = np.where(there, wire.THERE, wire.ABSENT)
-        return wire.encode_rows(self._view.seq, states, self._rows if there.all() else self._rows[there])
+        states = np.full(self._of, FOREIGN, np.uint8)
+        states[self._mine] = np.where(there, THERE, ABSENT)
+        return wire.encode_rows(self.view.seq, states, self._rows if there.all() else self._rows[there])
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._held.release(self._view)
+            self._held.release(self.view)
 
 
 class Fronts(Observer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tierstore.engine.lifecycle.state import Shared
@@ -11,7 +11,7 @@ from tierstore.engine.nodes.fleet import Fleet
 from tierstore.engine.operations.load import Target
 from tierstore.engine.operations.verbs import Verbs
 from tierstore.engine.upstream.front import Front
-from tierstore.errors import ConfigError
+from tierstore.errors import ClusterUnavailable, ConfigError, NotFound
 from tierstore.formats.names import DataDirectory
 
 
@@ -37,6 +37,21 @@ class Elsewhere(Protocol):
         """Where the rows of a load go."""
 
     def add_status(self, document: dict[str, Any]) -> dict[str, Any]: ...
+
+    @property
+    def unheard(self) -> str | None:
+        """Why there may be models over there that are not here yet; None where all are here."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are wanted here: a model is served, or all that there are over there are here."""
+
+
+def no_model(name: str, there: Sequence[str], elsewhere: Elsewhere | None) -> NotFound | ClusterUnavailable:
+    """What to raise for a model that is not among those `there`: nobody can say that there is none before all were heard."""
+    if elsewhere is not None and (why := elsewhere.unheard) is not None:
+        return ClusterUnavailable(why)
+    return NotFound(f"no model {name!r}; there is {', '.join(there) or 'none yet'}")
 
 
 def rows_elsewhere(shared: Shared, root: DataDirectory, begin_model: Callable[[str], Model]) -> Elsewhere | None:

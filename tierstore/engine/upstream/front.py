@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from tierstore import kernels
 from tierstore.engine.cluster.base import RemoteBase
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.lifecycle.state import Shared
@@ -25,6 +26,7 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import DataDirectory
+from tierstore.kernels import upstream_reads
 from tierstore.tiers.upstream.connections import Node
 from tierstore.tiers.upstream.options import Options, parse_urls, tls_context
 from tierstore.tiers.upstream.table import Nodes, Source, UpstreamTable
@@ -116,12 +118,14 @@ class Front:
         # guarded by _lock
         self._lock = threading.RLock()
         self._members: dict[str, FrontModel] = {}
+        self._complete = False  # whether every node has answered once, and the models that there were then are begun
         shared.open_remote = self.open_base
 
     # --- start and stop
 
     def start(self) -> None:
         """Serve what the nodes that answer have. Where none does, it is found once one does."""
+        kernels.load(module=upstream_reads.__name__)  # rather than within the time of the first look-up
         for watch in self.watches:
             watch.start()
         until_s = time.monotonic() + self.nodes.options.connect_timeout_s + 0.5
@@ -150,6 +154,7 @@ class Front:
 
     def _find(self) -> None:
         """Begin the models that are new upstream."""
+        heard = all(watch.heard for watch in self.watches)
         for name in sorted({name for watch in self.watches for name in watch.models()} - self._members.keys()):
             if self._stopping.is_set():
                 return
@@ -157,6 +162,7 @@ class Front:
                 self._begin(name)
             except Exception as error:
                 log.error("model %s is not begun: %s", name, error, exc_info=not isinstance(error, TierstoreError))
+        self._complete = self._complete or heard
 
     def _begin(self, name: str) -> None:
         with self._lock:
@@ -201,6 +207,23 @@ class Front:
         if member is None:
             raise NotFound(f"no model {name!r}; there is {', '.join(sorted(self._members)) or 'none yet'}")
         return member
+
+    @property
+    def unheard(self) -> str | None:
+        """See `Elsewhere`."""
+        if self._complete:
+            return None
+        silent = [watch for watch in self.watches if not watch.heard]
+        if not silent:
+            return "the models of the nodes upstream are being opened"
+        whose = "no node" if len(silent) == len(self.watches) else "not every node"
+        why = "; ".join(watch.problem or f"{watch.node} is silent" for watch in silent[:3])
+        return f"{whose} upstream has answered yet: {why}"
+
+    @property
+    def ready(self) -> bool:
+        """See `Elsewhere`."""
+        return self._complete or any(member.model.active_version is not None for member in self._members.values())
 
     def open_base(self, name: str, info: VersionInfo) -> RemoteBase:
         """What reads the rows of a version."""

@@ -49,6 +49,8 @@ class UpstreamModel:
         self._seen: object = None
         self._lines: dict[int, str] = {}
         self._records: dict[tuple[int, str], dict[str, Any]] = {}
+        # replaced in one step, by any thread
+        self._owned: tuple[list[ModelState | None], dict[tuple[int, str], Ownership]] = [], {}
 
     def states(self) -> list[ModelState | None]:
         """What each node reports, None where it does not."""
@@ -201,7 +203,13 @@ class UpstreamModel:
 
     def ownership(self, number: int, line: str) -> Ownership:
         """Which node can be asked for which rows at this moment."""
-        return ownership(self.states(), number, line)
+        states, (before, owned) = self.states(), self._owned
+        if before != states:  # a state is equal to itself alone
+            owned = {}
+            self._owned = states, owned
+        if (number, line) not in owned:
+            owned[number, line] = ownership(states, number, line)
+        return owned[number, line]
 
     def refresh(self, node: int) -> None:
         """A node is not as it was said to be."""

@@ -43,6 +43,7 @@ class Watch:
         self._models: dict[str, ModelState] = {}
         self._reported_s = -SILENT_S
         self.problem: str | None = None
+        self.heard = False  # whether it has ever answered
         self._document = b""
 
     def start(self) -> None:
@@ -98,3 +99,4 @@ class Watch:
             self._reported_s = time.monotonic()
             self._changed()
         self._reported_s = time.monotonic()
+        self.heard = True

@@ -29,7 +29,7 @@ from tierstore.kernels.atomics import (
     stack_bytes,
     trailing_zeros,
 )
-from tierstore.kernels.codec import decode_row
+from tierstore.kernels.codec import AS_STORED, decode_row
 from tierstore.kernels.hashing import mix
 from tierstore.kernels.host_cache.heat import bump_heat
 from tierstore.kernels.host_cache.layout import (
@@ -55,7 +55,6 @@ from tierstore.types import Tier
 CONTROL, LINES_AT, ABSENT_AT, ROWS_AT, ROW_BYTES, SETS_PER_REGION, CODE, DIM, DEFAULT_AT = range(9)
 WORDS = DEFAULT_AT + 1
 WHERE = types.Array(types.int64, 1, "C")
-AS_STORED = 8  # instead of 0 for float32 and 1 for float16: rows are answered as they are stored
 
 AHEAD = 16  # keys between the stages
 _RING = 64  # at least three stages and the key itself; a power of two

@@ -1,7 +1,7 @@
 """What nodes in front ask of this one, over HTTP: see `tiers/upstream/wire.py` for the bytes, docs/upstream.md for the use.
 
-Runs on the event loop, where rows of few keys that are in memory are answered: that is faster than a handoff to a thread. What
-may wait goes to the pools.
+Runs on the event loop. Requests for rows that are in memory are answered by reactors, once one of their kind was answered here;
+what comes here nevertheless is answered at once if memory has the rows of few keys. What may wait goes to the pools.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, http_outcome
 from tierstore.service.http.application import allow
 from tierstore.service.http.messages import (
+    ARRIVED,
     ERROR,
     Disconnected,
     Headers,
@@ -40,6 +41,7 @@ PROTOCOL = "upstream"
 DIRECT_KEYS = 2048  # of a request that is answered on the loop if all of them are in memory: a fifth of a millisecond
 _JOINED_BYTES = 256 << 10  # of an answer that is sent as one: a copy costs less than a second send
 _OCTETS = wire.OCTETS.encode()
+_STARTED = "tierstore.read"  # in a scope: the read that `at_once` has started
 _NAME = NAME.pattern
 _PATHS = [
     (kind, re.compile(f"{wire.PREFIX}/models{pattern}"))
@@ -59,8 +61,33 @@ class FrontsHttp:
     def __init__(self, service: Service) -> None:
         self._service, self._fronts = service, service.fronts
 
+    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
+        """The response to a POST whose `body` is complete, where memory has all rows. None: it is for `__call__`."""
+        began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
+        holding = Reservation(self._service.inflight)
+        try:
+            kind, words = _parse(scope["path"])
+            if kind != "rows":
+                return None
+            holding.reserve(len(body))
+            request = _decode(body)
+            if len(request.codes) > DIRECT_KEYS:
+                return None
+            read = self._begin(words, request)
+            if read.waits:
+                scope[_STARTED] = read
+                return None
+            response = self._response(scope, words[0], request, read, read.finish())
+        except Exception as error:  # noqa: BLE001 - as below
+            scope[ERROR] = error
+            response = error_response(error)
+        finally:
+            holding.release()
+        self._count(response, began_ns)
+        return response
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began_ns = time.perf_counter_ns()
+        began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
         holding = Reservation(self._service.inflight)
         try:
             try:
@@ -73,6 +100,9 @@ class FrontsHttp:
             await response.send(send)
         finally:
             holding.release()
+        self._count(response, began_ns)
+
+    def _count(self, response: Response, began_ns: int) -> None:
         seconds = (time.perf_counter_ns() - began_ns) / 1e9
         self._service.request_times.add(PROTOCOL, http_outcome(response.status), seconds)
 
@@ -99,21 +129,37 @@ class FrontsHttp:
     ) -> Response:
         headers: Headers = dict(scope["headers"])
         body = await read_body(receive, headers, wire.MOST_REQUEST_BYTES, holding)
-        try:
-            request = wire.decode_request(body)
-        except ValueError as error:
-            raise InvalidInput(str(error)) from error
-        caller, arguments = caller_of(scope, headers, began_ns), (words[0], int(words[1]), words[2], request)
-        pool = self._service.lookup_pool
-        if len(request.codes) > DIRECT_KEYS:
-            chunks = await pool.run(lambda: self._fronts.rows(*arguments).finish(), caller=caller)
+        request = _decode(body)
+        started: StoredRead | None = scope.pop(_STARTED, None)
+        if started is None and len(request.codes) > DIRECT_KEYS:
+            caller = caller_of(scope, headers, began_ns)
+            pool = self._service.lookup_pool
+            read, chunks = await pool.run(self._read, words, request, caller=caller)
         else:
-            read = self._fronts.rows(*arguments)
-            if read.waits:
-                chunks = await self._later(read)
-            else:
-                chunks = read.finish()
+            read = started or self._begin(words, request)
+            chunks = await self._later(read) if read.waits else read.finish()
+        response = self._response(scope, words[0], request, read, chunks)
         holding.reserve(sum(map(len, chunks)))
+        return response
+
+    def _begin(self, words: list[str], request: wire.RowsRequest) -> StoredRead:
+        return self._fronts.rows(words[0], int(words[1]), words[2], request)
+
+    def _read(self, words: list[str], request: wire.RowsRequest) -> tuple[StoredRead, list[bytes | memoryview]]:
+        read = self._begin(words, request)
+        return read, read.finish()
+
+    def _response(
+        self,
+        scope: Scope,
+        model: str,
+        request: wire.RowsRequest,
+        read: StoredRead,
+        chunks: list[bytes | memoryview],
+    ) -> Response:
+        """The answer with rows. The next request of its kind is for a reactor."""
+        if (plans := self._service.plans) is not None:
+            plans.learn_rows(model, read.view, read.table, scope["path"], request.line)
         return Response(200, chunks, _OCTETS)
 
     async def _later(self, read: StoredRead) -> list[bytes | memoryview]:
@@ -132,6 +178,13 @@ def _parse(path: str) -> tuple[str, list[str]]:
         if (match := pattern.fullmatch(path)) is not None:
             return kind, list(match.groups())
     raise NotFound(f"no {path[:80]}")
+
+
+def _decode(body: memoryview) -> wire.RowsRequest:
+    try:
+        return wire.decode_request(body)
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
 
 
 class _Query:

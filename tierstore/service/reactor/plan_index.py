@@ -1,7 +1,8 @@
 """The index of plans by which reactors answer: requests that Python has answered once, as numbers (`kernels/lookupplan.py`).
 
 `PlanIndex.learn` is called when Python plans a request, and keeps the plan if a reactor can run it: look-ups of rows and
-bags with binary keys in the body and binary outputs, small enough that no other connection waits for long. The number of
+bags with binary keys in the body and binary outputs, small enough that no other connection waits for long. `learn_rows` does it
+for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line by one plan. The number of
 plans is bounded; the least recently used makes room. Any thread may call anything; compiled threads read what is published.
 
 `CountRows` are the counts that compiled threads add to. Each thread has rows of its own, so nothing is locked; a reader
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.words import can_be_read
+from tierstore.kernels import front_rows
 from tierstore.kernels import lookupplan as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
@@ -95,7 +97,9 @@ MOST_PLANS = 512
 _SLOTS = 2048  # of the index: a quarter full at most
 _MOST_VERSIONS, _MOST_TABLES = 512, 4096  # with counts of their own; requests beyond them are answered by Python
 _HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %d\r\n%b: %d\r\ncontent-type: application/octet-stream\r\n\r\n"
+_ROWS_HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %b\r\ncontent-type: application/octet-stream\r\n\r\n"
 _DATE = b"." * DATE_BYTES
+_DIGITS = b"-" * front_rows.DIGITS
 _NOT_HERE = layout.NOWHERE
 
 Words = npt.NDArray[np.int64]
@@ -106,7 +110,9 @@ Version = tuple[str, int]
 class _Variant:
     """How a request is answered under one version and dense part."""
 
-    def __init__(self, token: int, head: bytes, words: Words, version: Version, tables: list[LookupCounts]) -> None:
+    def __init__(
+        self, token: int, head: bytes, words: Words, version: Version | None, tables: list[LookupCounts]
+    ) -> None:
         self.token, self.head, self.words, self.version, self.tables = token, head, words, version, tables
         self.alive = True  # while an index has it
 
@@ -142,7 +148,7 @@ class PlanIndex:
         # constant after construction
         self._store, self._shared = store, shared
         self._epochs: Epochs = store.epochs
-        self.versions: CountRows[Version] = CountRows(threads, _MOST_VERSIONS, kernel.COUNT_WORDS, absorb)
+        self.versions: CountRows[Version | None] = CountRows(threads, _MOST_VERSIONS, kernel.COUNT_WORDS, absorb)
         self.tables: CountRows[LookupCounts] = CountRows(threads, _MOST_TABLES, kernel.TABLE_COUNT_WORDS, _add_keys)
         shared[kernel.PLAN_SLOTS] = _SLOTS
         self._lock = threading.Lock()
@@ -189,19 +195,58 @@ class PlanIndex:
             if new is None:
                 answer.learned_as = _NEVER
                 return
-            gone, unused = [], variants[1:]
-            if before is not None:
-                gone.append(before)
-            elif len(self._planned) >= MOST_PLANS:
-                gone.append(min(self._planned.values(), key=lambda planned: planned.last_used_ns))
-                unused = gone[0].variants
-            for planned in gone:
-                del self._planned[planned.place]
-            which = layout.ANY_VERSION if version is None else layout.ONE_VERSION
-            self._planned[place] = _Planned(place, slot, which, [new, *variants[:1]])
-            for variant in unused:
-                variant.alive = False
-            self._publish(gone, unused)
+            self._keep(place, slot, layout.ANY_VERSION if version is None else layout.ONE_VERSION, new)
+
+    def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None:
+        """Keep how a front's requests for rows of a table, at `path`, are answered under `view`, if a reactor can do it."""
+        token, slot = self._store.model(model).publisher.token(view), self._epochs.slot(model)
+        cascade = view.open_version.tables[table]
+        if token is None or slot is None or not can_be_read(cascade):
+            return
+        place = path.encode(), line.encode(), front_rows.ANY_SIZE
+        with self._lock:
+            before = self._planned.get(place)
+            if before is not None and any(variant.token == token for variant in before.variants):
+                return
+            rows = self._count_rows(None, [cascade.counts])
+            if rows is None:
+                return
+            head = _ROWS_HEAD % (_DATE, _DIGITS)
+            number = list(view.open_version.tables).index(table)
+            words = [token, _address(head), len(head), head.index(_DATE), head.index(_DIGITS), number, *rows]
+            variant = _Variant(token, head, np.array(words, np.int64), None, [cascade.counts])
+            self._keep(place, slot, layout.ONE_VERSION, variant)
+
+    def _keep(self, place: Place, slot: int, which: int, new: _Variant) -> None:
+        """Have reactors answer requests of `place` by a further variant. Called with the lock held."""
+        before = self._planned.get(place)
+        variants = [] if before is None else before.variants
+        gone, unused = [], variants[1:]
+        if before is not None:
+            gone.append(before)
+        elif len(self._planned) >= MOST_PLANS:
+            gone.append(min(self._planned.values(), key=lambda planned: planned.last_used_ns))
+            unused = gone[0].variants
+        for planned in gone:
+            del self._planned[planned.place]
+        self._planned[place] = _Planned(place, slot, which, [new, *variants[:1]])
+        for variant in unused:
+            variant.alive = False
+        self._publish(gone, unused)
+
+    def _count_rows(self, version: Version | None, tables: list[LookupCounts]) -> list[int] | None:
+        """Where a version and tables are counted, to be released; None where there is no room for one of them."""
+        held: list[tuple[CountRows[Any], Any]] = []
+        rows: list[int] = []
+        for of, key in ((self.versions, version), *((self.tables, table) for table in tables)):
+            row = of.acquire(key)  # type: ignore[attr-defined]
+            if row is None:
+                for other, key in held:
+                    other.release(key)
+                return None
+            held.append((of, key))  # type: ignore[arg-type]
+            rows.append(row)
+        return rows
 
     def _variant(
         self, token: int, view: Any, parsed: InferRequest, plan: Plan, answer: ResponseLayout, version: Version
@@ -213,16 +258,9 @@ class PlanIndex:
         if not all(can_be_read(tables[call.table.name]) for call in plan.calls):
             return None
         counts = [tables[call.table.name].counts for call in plan.calls]
-        held: list[tuple[CountRows[Any], Any]] = []
-        rows: list[int] = []
-        for of, key in ((self.versions, version), *((self.tables, count) for count in counts)):
-            row = of.acquire(key)  # type: ignore[attr-defined]
-            if row is None:
-                for other, key in held:
-                    other.release(key)
-                return None
-            held.append((of, key))  # type: ignore[arg-type]
-            rows.append(row)
+        rows = self._count_rows(version, counts)
+        if rows is None:
+            return None
         length = len(answer.header) + answer.tail_bytes
         head = _HEAD % (_DATE, length, HEADER_LENGTH, len(answer.header)) + answer.header
         order = list(tables)

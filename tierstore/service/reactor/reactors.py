@@ -33,7 +33,7 @@ from tierstore.config import Settings
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.errors import ConfigError
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import httphead, lookupplan, reactor, sysio
+from tierstore.kernels import front_rows, httphead, lookupplan, reactor, sysio
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits import slow_clients
@@ -277,7 +277,7 @@ class Reactors:
             number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
             np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
             cold.free_jobs[number], cold.outbox, cold.inboxes[number], address_of(cold.jobs), lookupplan.run.address,
-            self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states, scratch, date,
+            front_rows.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states, scratch, date,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:

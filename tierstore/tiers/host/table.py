@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import kernels
-from tierstore.kernels.codec import address_of, out_code
+from tierstore.kernels.codec import AS_STORED, address_of, out_code
 from tierstore.kernels.host_cache import lookup as lookup_kernels
 from tierstore.kernels.host_cache import pool as pool_kernels
 from tierstore.kernels.host_cache import write as write_kernels
@@ -146,9 +146,7 @@ class HostTable:
         areas = self._areas  # keeps the mapping until this returns
         if areas is not None:
             keys = np.ascontiguousarray(keys)
-            lookup_kernels.lookup(
-                self._where, keys, state, lookup_kernels.AS_STORED, address_of(rows), address_of(absent)
-            )
+            lookup_kernels.lookup(self._where, keys, state, AS_STORED, address_of(rows), address_of(absent))
         return rows, state
 
     @property

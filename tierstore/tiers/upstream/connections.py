@@ -13,11 +13,16 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from tierstore.errors import Closed, ClusterUnavailable, NotFound, Overloaded, StorageError
 from tierstore.tiers.upstream.options import Address, Options
 
 _HEAD_BYTES = 64 << 10
 _LEAST_S = 0.001
+_KEPT_BYTES = 1 << 20  # of the memory for answers of a connection that is idle
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Broken(OSError):
@@ -30,13 +35,13 @@ class Broken(OSError):
 
 class Reply(NamedTuple):
     status: int
-    body: bytearray
+    body: bytearray | memoryview  # the latter in the connection's buffer
 
     @property
     def problem(self) -> str:
         """What an error says."""
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            document = json.loads(self.body)
+            document = json.loads(bytes(self.body))
             return str(document.get("error") or document.get("detail"))
         return bytes(self.body[:200]).decode(errors="replace")
 
@@ -57,11 +62,26 @@ class Connection:
             raise
         self._socket = sock
         self.open = True
+        self.tls = address.tls
+        self.fd = sock.fileno()
+        self._buffer: npt.NDArray[np.uint8] = _NOTHING
 
-    def send(self, head: bytes, body: bytes | memoryview, until_s: float) -> None:
+    def buffer(self, answer_bytes: int) -> npt.NDArray[np.uint8]:
+        """Memory for an answer with a body of at most so many bytes, for kernels."""
+        if len(self._buffer) < _HEAD_BYTES + answer_bytes:
+            self._buffer = np.empty(_HEAD_BYTES + answer_bytes, np.uint8)
+        return self._buffer
+
+    def answered(self, *, closes: bool) -> None:
+        """A whole answer was read, by a kernel; `closes`: it says that it is the last."""
+        self.used, self.open = True, not closes
+        if len(self._buffer) > _KEPT_BYTES:
+            self._buffer = _NOTHING
+
+    def send(self, request: bytes, until_s: float) -> None:
         self._socket.settimeout(max(_LEAST_S, until_s - time.monotonic()))
         try:
-            self._socket.sendall(b"%s%s" % (head, body))
+            self._socket.sendall(request)
         except TimeoutError:
             raise
         except OSError as error:
@@ -178,12 +198,12 @@ class Node:
     def request(self, method: str, target: str, body: bytes = b"", *, timeout_s: float) -> Reply:
         """Send a request and wait for its answer. ClusterUnavailable where it does not answer."""
         until_s = time.monotonic() + timeout_s
-        head = self.head(method, target, len(body))
+        whole = self.head(method, target, len(body)) + body
         try:
             while True:
                 connection = self.acquire()
                 try:
-                    connection.send(head, body, until_s)
+                    connection.send(whole, until_s)
                     reply = connection.receive(until_s)
                 except Broken as error:
                     connection.close()
@@ -205,6 +225,7 @@ class Node:
         """The body of what is at `target`. NotFound, Overloaded, ClusterUnavailable, with what the node says."""
         reply = self.request("GET", target, timeout_s=timeout_s)
         if reply.status == 200:
+            assert isinstance(reply.body, bytearray)
             return reply.body
         kind = {404: NotFound, 429: Overloaded, 503: Overloaded}.get(reply.status, ClusterUnavailable)
         raise kind(f"{self.address} answers {reply.status}: {reply.problem}")

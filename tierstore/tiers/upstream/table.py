@@ -1,11 +1,13 @@
 """One table of one version, read from the nodes that have its rows: each key from a node that owns its partition.
 
-Any thread. Requests go to all nodes before the first answer is waited for. What a node does not answer is asked from
-another one that owns the same partitions; what nobody answers fails, and the other keys do not.
+Any thread. Kernels send all requests before they wait for an answer, and put the rows into their places
+(`kernels/upstream_reads.py`). What a node does not answer is asked from another one that owns the same partitions; what nobody
+answers fails, and the other keys do not.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Closed, ClusterUnavailable, Corruption
-from tierstore.formats.keys import partition_of
+from tierstore.kernels import upstream_reads as kernel
+from tierstore.kernels.codec import address_of
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
 from tierstore.tiers.upstream import wire
-from tierstore.tiers.upstream.connections import Broken, Connection, Node
+from tierstore.tiers.upstream.connections import Broken, Connection, Node, Reply
 from tierstore.tiers.upstream.options import Options
-from tierstore.types import Keys, Rows, States, Tier
+from tierstore.types import Keys, Rows, States
 
 _ATTEMPTS = 4
 _PAUSE_S = 0.05  # in which a node that refused is looked at again
@@ -106,9 +109,12 @@ class UpstreamTable(JoinedTable):
 
 
 class _Request(NamedTuple):
+    """To a node for the rows of `places`."""
+
     node: int
     places: Keys
-    connection: Connection | None  # None where it could not be sent
+    connection: Connection
+    whole: bytes
 
 
 class _Read:
@@ -146,7 +152,7 @@ class _Read:
 
     def _assign(self, places: Keys, owned: Ownership) -> tuple[dict[int, Keys], Keys]:
         """Places by the node to ask for them, and those that nobody can be asked for."""
-        nodes, count = owned.owns.shape
+        nodes, _ = owned.owns.shape
         turn = self._table.nodes.next_turn()
         order = (np.arange(nodes) + turn) % nodes
         usable = owned.owns[order]
@@ -155,12 +161,11 @@ class _Read:
         sound[[self._table.nodes.nodes[number].suspect for number in order]] = False
         usable = np.where(sound.any(0), sound, usable)
         of_partition = np.where(usable.any(0), order[usable.argmax(0)], -1)
-        if count == 1:
-            target = np.full(len(places), of_partition[0])
-        else:
-            target = of_partition[partition_of(self._codes[places], count)]
-        groups = {int(number): places[target == number] for number in np.unique(target) if number >= 0}
-        return groups, places[target < 0]
+        ordered, starts = np.empty(len(places), np.int64), np.empty(nodes + 2, np.int64)
+        kernel.assign(self._codes, places, of_partition, ordered, starts)
+        bounds = starts.tolist()
+        groups = {number: ordered[bounds[number] : bounds[number + 1]] for number in range(nodes)}
+        return {number: of for number, of in groups.items() if len(of)}, ordered[bounds[nodes] :]
 
     def _exchange(self, groups: dict[int, Keys], owned: Ownership, deadline_s: float) -> Keys:
         """Ask each node for its places, all at once. Returns those that were not answered."""
@@ -168,9 +173,9 @@ class _Read:
         failed: list[Keys] = [np.empty(0, np.int64)]
         while groups:
             until_s = self._until(groups, owned, deadline_s)
-            sent = [self._send(number, places[:at_once], owned.line, until_s) for number, places in groups.items()]
+            now = {number: places[:at_once] for number, places in groups.items()}
+            failed += self._request(now, owned.line, until_s)
             groups = {number: places[at_once:] for number, places in groups.items() if len(places) > at_once}
-            failed += [self._receive(request, owned.line, until_s) for request in sent]
         return np.concatenate(failed)
 
     def _until(self, groups: dict[int, Keys], owned: Ownership, deadline_s: float) -> float:
@@ -181,70 +186,127 @@ class _Read:
             return min(deadline_s, time.monotonic() + self._table.nodes.options.other_after_s)
         return deadline_s
 
-    def _send(self, number: int, places: Keys, line: str, until_s: float) -> _Request:
-        node = self._table.nodes.nodes[number]
+    def _request(self, groups: dict[int, Keys], line: str, until_s: float) -> list[Keys]:
+        """Ask each node once. Returns the places that were not answered."""
+        failed: list[Keys] = []
+        requests: list[_Request] = []
+        stale: dict[int, Keys] = {}  # of nodes that had closed a connection that was idle
+        try:
+            for number, places in groups.items():
+                try:
+                    connection = self._table.nodes.nodes[number].acquire()
+                except OSError as error:
+                    self._note(number, error)
+                    failed.append(places)
+                else:
+                    requests.append(_Request(number, places, connection, self._encode(number, places, line)))
+            replies = self._transfer(requests, until_s)
+        except BaseException:
+            for request in requests:
+                request.connection.close()
+            raise
+        for request, reply in zip(requests, replies, strict=True):
+            if isinstance(reply, Broken) and reply.unanswered and request.connection.used:
+                request.connection.close()
+                self._table.nodes.nodes[request.node].forget()
+                stale[request.node] = request.places
+            else:
+                failed.append(self._judge(request, reply))
+        return failed + self._request(stale, line, until_s) if stale else failed
+
+    def _encode(self, number: int, places: Keys, line: str) -> bytes:
         upto, floor = self._bounds
         assert upto is not None
         body = wire.encode_request(wire.RowsRequest(upto, floor, line, self._codes[places]))
-        head = node.head("POST", self._table.path, len(body))
-        for _ in range(2):
-            try:
-                connection = node.acquire()
-            except OSError as error:
-                self._note(number, error)
-                break
-            try:
-                connection.send(head, body, until_s)
-            except OSError as error:
-                connection.close()
-                if isinstance(error, Broken) and connection.used:
-                    node.forget()  # the node has closed connections that were idle
-                    continue
-                self._note(number, error)
-                break
-            return _Request(number, places, connection)
-        return _Request(number, places, None)
+        return self._table.nodes.nodes[number].head("POST", self._table.path, len(body)) + body
 
-    def _receive(self, request: _Request, line: str, until_s: float) -> Keys:
+    def _transfer(self, requests: list[_Request], until_s: float) -> list[Reply | Exception]:
+        """The answer to each, or what went wrong: OSError, ValueError. TLS is Python's."""
+        replies: dict[int, Reply | Exception] = {}
+        coded = [at for at, request in enumerate(requests) if request.connection.tls]
+        plain = [at for at, request in enumerate(requests) if not request.connection.tls]
+        for at in coded:
+            try:
+                requests[at].connection.send(requests[at].whole, until_s)
+            except OSError as error:
+                replies[at] = error
+        if plain:
+            replies.update(zip(plain, self._transfer_plain([requests[at] for at in plain], until_s), strict=True))
+        for at in coded:
+            if at not in replies:
+                try:
+                    replies[at] = requests[at].connection.receive(until_s)
+                except (OSError, ValueError) as error:
+                    replies[at] = error
+        return [replies[at] for at in range(len(requests))]
+
+    def _transfer_plain(self, requests: list[_Request], until_s: float) -> list[Reply | Exception]:
+        words = np.zeros((len(requests), kernel.CONNECTION_WORDS), np.int64)
+        buffers = []
+        for row, request in zip(words, requests, strict=True):
+            buffer = request.connection.buffer(wire.answer_bytes(len(request.places), self._table.row_bytes))
+            row[: kernel.RECEIVED] = (
+                request.connection.fd, address_of(np.frombuffer(request.whole, np.uint8)), len(request.whole), 0,
+                address_of(buffer), len(buffer),
+            )  # fmt: skip
+            row[kernel.BODY_BYTES] = -1
+            buffers.append(buffer)
+        kernel.exchange(words, np.empty(len(requests), np.int64), int(until_s * 1e9))
+        return [
+            self._reply(request.connection, row, buffer)
+            for request, row, buffer in zip(requests, words.tolist(), buffers, strict=True)
+        ]
+
+    @staticmethod
+    def _reply(connection: Connection, words: list[int], buffer: npt.NDArray[np.uint8]) -> Reply | Exception:
+        """What a kernel has read, still in the connection's buffer."""
+        status = words[kernel.STATUS]
+        if status == kernel.DONE:
+            begin = words[kernel.BODY_AT]
+            connection.answered(closes=words[kernel.CLOSES] != 0)
+            return Reply(words[kernel.HTTP_STATUS], buffer[begin : begin + words[kernel.BODY_BYTES]].data)
+        if status == kernel.TIMED_OUT:
+            return TimeoutError("timed out")
+        if status == kernel.UNEXPECTED:
+            return ValueError("its answer is not HTTP, or longer than expected")
+        why = "the connection was closed" if status == kernel.CLOSED else os.strerror(-status)
+        return Broken(why, unanswered=words[kernel.RECEIVED] == 0)
+
+    def _judge(self, request: _Request, reply: Reply | Exception) -> Keys:
         """Take over an answer. Returns the places that it does not have."""
-        number, places, connection = request
-        if connection is None:
-            return places
+        number, places, connection, _ = request
         node = self._table.nodes.nodes[number]
-        try:
-            reply = connection.receive(until_s)
-        except Broken as error:
+        if isinstance(reply, Exception):
             connection.close()
-            if connection.used and error.unanswered:
-                node.forget()
-                return self._receive(self._send(number, places, line, until_s), line, until_s)
-            self._note(number, error)
+            self._note(number, reply)
             return places
-        except (OSError, ValueError) as error:
-            connection.close()
-            self._note(number, error)
-            return places
-        node.release(connection)
         if reply.status != 200:
             self._refused(number, f"{node} answers {reply.status}: {reply.problem}")
+            node.release(connection)
             return places
-        try:
-            answer = wire.decode_rows(reply.body, len(places), self._table.row_bytes)
-        except Corruption as error:
-            self._note(number, error)
-            return places
-        return self._store(number, places, answer)
-
-    def _store(self, number: int, places: Keys, answer: wire.RowsReply) -> Keys:
-        there = answer.states == wire.THERE
-        self._rows[places[there]] = answer.rows
-        self._state[places[there]] = Tier.REMOTE
-        self._state[places[answer.states == wire.ABSENT]] = Tier.ABSENT
-        self._low[0], self._high[0] = min(self._low[0], answer.seq), max(self._high[0], answer.seq)
-        foreign: Keys = places[answer.states == wire.FOREIGN]
-        if len(foreign):
-            self._refused(number, f"{self._table.nodes.nodes[number]} does not own their partitions")
+        foreign = self._store(number, places, reply)
+        node.release(connection)  # its memory has the answer
         return foreign
+
+    def _store(self, number: int, places: Keys, reply: Reply) -> Keys:
+        """Put rows and states into their places. Returns those whose codes the node does not own."""
+        seq, body, rows = np.empty(1, np.int64), np.frombuffer(reply.body, np.uint8), self._rows
+        foreign = kernel.scatter(
+            address_of(body), len(body), places, address_of(rows), rows.strides[0], self._table.row_bytes,
+            address_of(self._state), seq,
+        )  # fmt: skip
+        if foreign == kernel.MALFORMED:
+            self._note(
+                number,
+                Corruption(
+                    f"expected rows of {self._table.row_bytes} bytes for {len(places)} keys, got {len(body)} bytes that are none"
+                ),
+            )
+            return places
+        self._low[0], self._high[0] = min(self._low[0], seq[0]), max(self._high[0], seq[0])
+        if foreign:
+            self._refused(number, f"{self._table.nodes.nodes[number]} does not own their partitions")
+        return places[:foreign]
 
     def _refused(self, number: int, why: str) -> None:
         """A node is not as it was said to be, or does not answer."""

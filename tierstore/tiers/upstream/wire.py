@@ -1,8 +1,9 @@
 """What a node in front and the nodes that have the rows send each other: paths, and rows as bytes. Pure functions.
 
-A request for rows is a POST with the body `<upto: int64> <floor: int64> <line: 16 characters> <codes: int64[n], ascending>`, all
-little-endian: rows as of `upto`, of no use without the delta `floor`. Its answer is `<seq: int64> <n: int64> <states: uint8[n]> <rows>`: the seq that all of the rows have, one state a code, and the rows of
-the codes that are there, one after the other, as stored.
+A request for rows is a POST with the body `<line: 16 characters> <upto: int64> <floor: int64> <codes: int64[n], ascending>`, all
+little-endian: rows as of `upto`, of no use without the delta `floor`. Its answer is `<seq: int64> <n: int64> <states: uint8[n]>
+<zeros up to a multiple of 64 bytes> <rows>`: the seq that all of the rows have, one state a code, and the rows of the codes that
+are there, one after the other, as stored. Kernels write and read both (`kernels/front_rows.py`, `kernels/upstream_reads.py`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Corruption
+from tierstore.kernels.front_rows import ANSWER_HEAD_BYTES, LINE_BYTES, ROWS_STEP
 from tierstore.types import Keys, Rows
 
 PREFIX = "/upstream"
 OCTETS = "application/octet-stream"
-THERE, ABSENT, FOREIGN = 1, 2, 3  # states: FOREIGN is of a partition that the node does not own
 MOST_KEYS = 65536  # of a request
 MOST_BYTES = 16 << 20  # of the rows of an answer
 _HEAD = struct.Struct("<qq")
-_REQUEST = struct.Struct("<qq16s")
+_REQUEST = struct.Struct(f"<{LINE_BYTES}sqq")
 _ENTRY = struct.Struct("<qq")  # of a delta: seq, bytes; its digest and its bytes follow
 DIGEST_BYTES = 16
 
@@ -36,34 +37,24 @@ def rows_path(model: str, version: int, table: str) -> str:
     return f"{PREFIX}/models/{model}/versions/{version}/tables/{table}/rows"
 
 
-class RowsReply(NamedTuple):
-    """`rows` uint8[number of THERE in `states`, row_bytes], in the order of the codes."""
-
-    seq: int
-    states: npt.NDArray[np.uint8]
-    rows: Rows
+def rows_begin(keys: int) -> int:
+    """Where the rows begin in an answer for so many codes."""
+    return -(-(ANSWER_HEAD_BYTES + keys) // ROWS_STEP) * ROWS_STEP
 
 
 def encode_rows(seq: int, states: npt.NDArray[np.uint8], rows: Rows) -> list[bytes | memoryview]:
-    """The answer, in parts."""
-    parts: list[bytes | memoryview] = [_HEAD.pack(seq, len(states)), np.ascontiguousarray(states).data]
+    """The answer, in parts. `rows` uint8[number of THERE in `states`, row_bytes], in the order of the codes."""
+    n = len(states)
+    gap = bytes(rows_begin(n) - ANSWER_HEAD_BYTES - n)
+    parts: list[bytes | memoryview] = [_HEAD.pack(seq, n) + states.tobytes() + gap]
     if rows.size:
         parts.append(np.ascontiguousarray(rows).data.cast("B"))
     return parts
 
 
-def decode_rows(body: bytearray, keys: int, row_bytes: int) -> RowsReply:
-    """Corruption where it is not the answer to `keys` codes of such rows."""
-    if len(body) < _HEAD.size + keys:
-        raise Corruption(f"expected an answer for {keys} keys, got {len(body)} bytes")
-    seq, n = _HEAD.unpack_from(body)
-    states = np.frombuffer(body, np.uint8, keys, _HEAD.size)
-    there = int(np.count_nonzero(states == THERE))
-    if n != keys or len(body) != _HEAD.size + keys + there * row_bytes:
-        raise Corruption(
-            f"expected {there} rows of {row_bytes} bytes for {keys} keys, got {n} keys and {len(body)} bytes"
-        )
-    return RowsReply(seq, states, np.frombuffer(body, np.uint8, offset=_HEAD.size + keys).reshape(there, row_bytes))
+def answer_bytes(keys: int, row_bytes: int) -> int:
+    """The most that an answer for so many codes has."""
+    return rows_begin(keys) + keys * row_bytes
 
 
 class RowsRequest(NamedTuple):
@@ -77,7 +68,7 @@ MOST_REQUEST_BYTES = _REQUEST.size + 8 * MOST_KEYS
 
 
 def encode_request(request: RowsRequest) -> bytes:
-    head = _REQUEST.pack(request.upto, request.floor, request.line.encode())
+    head = _REQUEST.pack(request.line.encode(), request.upto, request.floor)
     return head + np.ascontiguousarray(request.codes, "<i8").tobytes()
 
 
@@ -88,7 +79,7 @@ def decode_request(body: bytes | bytearray | memoryview) -> RowsRequest:
         raise ValueError(
             f"expected at most {MOST_KEYS} codes of 8 bytes after {_REQUEST.size} bytes, got {len(body)} bytes"
         )
-    upto, floor, line = _REQUEST.unpack_from(body)
+    line, upto, floor = _REQUEST.unpack_from(body)
     codes: Keys = np.frombuffer(body, "<i8", offset=_REQUEST.size)
     if len(codes) > 1 and not (codes[1:] > codes[:-1]).all():
         raise ValueError("expected codes that are ascending and distinct")

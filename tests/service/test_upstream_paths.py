@@ -1,0 +1,170 @@
+"""The ways that a front's requests go: through reactors, Python and TLS, to nodes that are there, or not yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.certificates import Authority
+from tests.engine import scenes
+from tierstore.errors import ClusterUnavailable, NotFound
+from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
+from tierstore.service.server import ServerThread
+from tierstore.tiers.upstream import wire
+
+from .conftest import settings_for
+from .test_reactor import reactor_answers
+from .upstream_scenes import KEYS, NO_CACHE, Scene, Upstream, await_watermark, check, of_share
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.close()
+
+
+def warm(node: Upstream, items: np.ndarray) -> None:
+    """Have its share of these in its memory, those that are absent as such."""
+    for _ in range(2):
+        node.store.model("ctr").lookup("item_id", of_share(items, node.own))
+
+
+def counted(node: Upstream) -> tuple[int, dict[str, int]]:
+    """(what its reactors have answered, the keys of `item` by tier)."""
+    node.server.service.refresh()
+    return reactor_answers(node.server), node.store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
+
+
+def test_reactors_answer_for_rows_that_are_in_memory(scene: Scene) -> None:
+    for own in ((0, 3), (4, 7)):
+        node = scene.node(own)
+        node.load(1, 0)
+        warm(node, np.array([*KEYS, 5001, 5002]))
+    front = scene.front(host_budget=NO_CACHE)
+    check(front, "item", KEYS, 0)  # by Python, which tells the reactors how
+    before = [counted(node) for node in scene.nodes]
+    for _ in range(3):
+        check(front, "item", KEYS, 0)
+    after = [counted(node) for node in scene.nodes]
+    assert [more - less for (less, _), (more, _) in zip(before, after, strict=True)] == [3] * 2
+    assert sum(more["host"] - less["host"] for (_, less), (_, more) in zip(before, after, strict=True)) == 3 * len(KEYS)
+    answered = httpx.get(f"{scene.nodes[0].url}/metrics").text
+    count = 'tierstore_request_seconds_count{outcome="ok",protocol="upstream"} '
+    assert float(answered.partition(count)[2].split()[0]) >= 4
+
+    # a delta over the rows, and keys that are absent
+    scene.apply(scenes.stamped(1, {"item": range(0, 1000, 2)}, deletes={"item": [1, 3]}))
+    await_watermark(front, 1)
+    check(front, "item", range(0, 1000, 2), 1)  # a dense part aside, the plan is that of before
+    before = [counted(node) for node in scene.nodes]
+    asked = np.array([0, 1, 2, 3, 5, 5001, 5002])
+    rows, found = front.model("ctr").lookup("item_id", asked, return_found=True)
+    assert found.tolist() == [True, False, True, False, True, False, False]
+    np.testing.assert_array_equal(rows[[0, 2]], scenes.vectors("item", 1, [0, 2]))
+    np.testing.assert_array_equal(rows[4:5], scenes.vectors("item", 0, [5]))
+    assert not rows[[1, 3, 5, 6]].any()
+    assert sum(counted(node)[0] for node in scene.nodes) > sum(answers for answers, _ in before)
+
+
+class Asker:
+    """Requests for rows of `item` to one node, by hand."""
+
+    def __init__(self, node: Upstream) -> None:
+        self.http = httpx.Client(base_url=node.url, timeout=60)
+        state = self.http.get("/upstream/models", params={"front": "test", "serves": "{}"}).json()
+        self.line = state["models"]["ctr"]["versions"]["1"]["line"]
+
+    def __call__(self, codes: object, *, upto: int = 0, floor: int = 0, line: str = "") -> httpx.Response:
+        request = wire.RowsRequest(upto, floor, line or self.line, np.asarray(codes, np.int64))
+        return self.http.post(wire.rows_path("ctr", 1, "item"), content=wire.encode_request(request))
+
+
+def test_reactors_and_python_answer_alike(scene: Scene) -> None:
+    node = scene.node((0, 3))
+    node.load(1, 0)
+    warm(node, np.array([*KEYS, 7000, 7001, 7002, 7003]))
+    ask = Asker(node)
+    batches = [[], [5], [*KEYS, 7000, 7001, 7002, 7003], [7000, 7001, 7002, 7003], range(500, 600)]
+    plans, node.server.service.plans = node.server.service.plans, None  # nothing is learned
+    by_python = [ask(codes) for codes in batches]
+    assert {answer.status_code for answer in by_python} == {200}
+    assert reactor_answers(node.server) == 0
+    node.server.service.plans = plans
+    assert ask([]).status_code == 200  # learned now
+    for codes, before in zip(batches, by_python, strict=True):
+        assert ask(codes).content == before.content
+    assert reactor_answers(node.server) == len(batches)
+    states = np.frombuffer(by_python[2].content, np.uint8)[16 : 16 + len(KEYS) + 4]
+    assert set(states.tolist()) == {THERE, ABSENT, FOREIGN}
+    assert ask([2, 1]).status_code == 400
+    assert ask([1, 1]).status_code == 400
+    assert ask([5], line="x" * 16).status_code == 404
+    assert ask([5], floor=1).status_code == 409
+    # as of a view that is not the newest any more
+    was = ask(range(50)).content
+    node.store.apply_delta(scenes.stamped(1, {"item": range(50)}))
+    assert ask(range(50)).content == was
+    now = ask(range(50), upto=1)
+    assert int.from_bytes(now.content[:8], "little") == 1
+    assert now.content != was
+
+
+def test_a_front_that_has_heard_of_no_node_says_so(scene: Scene) -> None:
+    node, other = scene.node(), scene.node()
+    for each in scene.nodes:
+        each.load(1, 0)
+        each.stop()
+    front = scene.front()
+    settings = settings_for(scene.root, data=front.settings.data, grpc_port="off")
+    with ServerThread(front, settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        with pytest.raises(ClusterUnavailable, match=rf"no node upstream has answered yet: .*:{node.port}"):
+            front.model("ctr")
+        asked = http.post("/v2/models/ctr/infer", json={"inputs": []})
+        assert (asked.status_code, "no node upstream has answered yet" in asked.text) == (503, True)
+        assert http.get("/v2/health/ready").status_code == 400
+        node.start()
+        scenes.eventually(lambda: http.get("/v2/health/ready").status_code == 200, "it is ready: a model is served")
+        check(front, "item", range(32), 0)
+        with pytest.raises(ClusterUnavailable, match=rf"not every node upstream has answered yet: .*:{other.port}"):
+            front.model("another")
+        other.start()
+
+        def all_heard() -> bool:
+            with pytest.raises((ClusterUnavailable, NotFound)) as raised:
+                front.model("another")
+            return raised.type is NotFound
+
+        scenes.eventually(all_heard, "there is no such model")
+        assert http.get("/v2/health/ready").status_code == 200
+
+
+def test_a_front_of_nodes_that_have_no_model_is_ready(scene: Scene) -> None:
+    scene.node()
+    front = scene.front()
+    with pytest.raises(NotFound, match="no model 'ctr'; there is none yet"):
+        front.model("ctr")
+    with ServerThread(front, settings_for(scene.root, data=front.settings.data, grpc_port="off")) as server:
+        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+
+
+def test_rows_come_over_tls_from_nodes_with_a_certificate_of_the_authority(scene: Scene) -> None:
+    authority, other = Authority(scene.root), Authority(scene.root, "another")
+    own = authority.issue("node", "IP:127.0.0.1")
+    for at in (0, 4):
+        scene.node((at, at + 3), tls_cert=own.cert, tls_key=own.key).load(1, 0)
+    plain = scene.node()
+    plain.load(1, 0)  # a copy without TLS beside them
+    assert [node.url.partition(":")[0] for node in scene.nodes] == ["https", "https", "http"]
+    front = scene.front(host_budget=NO_CACHE, upstream_ca=authority.ca)
+    for _ in range(2):
+        check(front, "item", KEYS, 0)
+    plain.stop()
+    check(front, "user", range(500), 0)
+    stranger = scene.front(upstream_ca=other.ca)
+    with pytest.raises(ClusterUnavailable, match=r"(?i)certificate"):
+        stranger.model("ctr")
