@@ -17,6 +17,7 @@ Exit code 1 if not.
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import shutil
 import sys
@@ -184,6 +185,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bursts", type=int, default=4, help="of five deltas, a round")
     parsed = parser.parse_args()
+    logging.disable(logging.WARNING)  # poison is parked at each point anew
     root = Path(tempfile.mkdtemp(prefix="tierstore-crash-"))
     print(f"seed {parsed.seed}, under {root}", flush=True)
     with CrashKafka(root, parsed.seed) as test:
