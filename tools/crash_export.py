@@ -159,7 +159,10 @@ class CrashExport:
         (top / "journal").write_bytes(b"")
         disk = Disk(top)
         self._nursery.start(
-            traced=True, seed=self._seed, fold_grace_s=self._rng.choice([0.0, 0.02, 60.0]), kinds=list(self._kinds)
+            traced=self.records,
+            seed=self._seed,
+            fold_grace_s=self._rng.choice([0.0, 0.02, 60.0]),
+            kinds=list(self._kinds),
         )
         self._await(exports)
         history = self._nursery.kill()

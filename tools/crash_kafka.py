@@ -91,7 +91,9 @@ class CrashKafka:
         (top / "journal").write_bytes(b"")
         disk = Disk(top)
         self.producer.allow_poison(POISON)
-        self._nursery.start(traced=True, seed=rng.getrandbits(32), address=self._cluster.address, topic=self._topic)
+        self._nursery.start(
+            traced=self.records, seed=rng.getrandbits(32), address=self._cluster.address, topic=self._topic
+        )
         self._await_a_start()
         for _ in range(bursts):
             self.producer.burst()
