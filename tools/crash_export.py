@@ -1,6 +1,6 @@
 """Crash test of exports: end the store at any moment of one, and look at what is there then.
 
-`python -m tools.crash_export --rounds 3 --seed 1`, from the root of the repository.
+`python -m tools.crash_export --rounds 2 --seed 1`, from the root of the repository.
 
 A child exports a model as a snapshot and as a built version, in turn, while it applies deltas, and is killed. From the record of
 what it did (`tools/disk_trace.py`) the data directory and the exports are made again as they were after each operation
@@ -280,7 +280,7 @@ class CrashExport:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--points", type=int, help="of each round; by default every operation, in every mode")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Crash test of deltas from Kafka: end what follows a topic at any moment, and look whether each delta comes in once.
 
-`python -m tools.crash_kafka --rounds 3 --seed 1`, from the root of the repository.
+`python -m tools.crash_kafka --rounds 2 --seed 1`, from the root of the repository.
 
 A child opens a store, follows a topic of librdkafka's mock cluster, closes, and begins again, while deltas of two models come:
 out of order, twice, in parts, and among them messages that cannot be applied (`tools/kafka_chaos.py`). It is killed.
@@ -182,7 +182,7 @@ class CrashKafka:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--points", type=int, help="of each round; by default every operation of ours")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bursts", type=int, default=4, help="of five deltas, a round")
