@@ -11,7 +11,7 @@ place, while the store is closed or while it is open. Demanded of each:
 - Every answer of the damaged model is an error that says so, or has the rows of the version that is said to serve, with
   every delta that was acknowledged.
 - What is not as before is named: by an error, by `status` or by `verify`. What may stay unnoticed is in `HARMLESS`.
-- (One thing is not tried, and is not noticed: an older sealed file copied over an open one, in place.)
+- (One thing is not tried: an older sealed file copied over an open one, in place. It is noticed, but answers until it is put right.)
 - With the file put back, the next start has everything (not where RocksDB has gone on writing beside it).
 """
 
@@ -186,7 +186,7 @@ class Case:
         self._root, self.where, self._rng = root, root / "case", random.Random(f"{seed}-{number}")
         kinds = sorted({kind_of(path) for path in _files(root / "whole")})
         self.kind, self.damage = self._rng.choice(kinds), self._rng.choice(sorted(DAMAGES))
-        # an older file over an open one of the rows as loaded, in place, is not noticed: its blocks are whole
+        # an older file over an open one of the rows as loaded, in place, answers: its blocks are whole
         self.running = self._rng.random() < 0.5 and (self.kind, self.damage) != ("db/base", "older")
         self.file, self._original = "", b""
 

@@ -16,13 +16,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -31,9 +26,9 @@ from pathlib import Path
 import tierstore
 from tools.crash_check import Acknowledged, Wrong, check
 from tools.crash_work import SETTINGS
-from tools.disk_trace import MODES, Disk, Mode, Operation, build, found, operations
+from tools.disk_trace import MODES, Disk, Mode, Operation, found
+from tools.nursery import Nursery
 
-ROOT = Path(__file__).parents[1]
 STEPS = [
     "",
     "",
@@ -60,40 +55,20 @@ class CrashTest:
         self.steps: Counter[str] = Counter()  # under way at these points
         self.operations = 0
         (root / "disk").mkdir()
-        self._journal, self._trace = root / "disk/journal", root / "trace"
+        self._journal = root / "disk/journal"
         self._journal.touch()
-        self._recorder = build(root)
-        self._nursery = subprocess.Popen(
-            [sys.executable, "-m", "tools.crash_work"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(root / "stderr").open("wb"),
-            text=True,
-            cwd=ROOT,
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT)}
-            | ({"LD_PRELOAD": str(self._recorder)} if self._recorder else {}),
-        )
+        self._nursery = Nursery(root, "tools.crash_work")
 
     @property
     def records(self) -> bool:
         """Whether operations are recorded; else there are kills alone."""
-        return self._recorder is not None
+        return self._nursery.records
 
     def __enter__(self) -> CrashTest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._nursery.stdin is not None
-        self._nursery.stdin.close()
-        self._nursery.wait(30)
-
-    def _say(self, line: str) -> int:
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        self._nursery.stdin.write(line + "\n")
-        self._nursery.stdin.flush()
-        return int(self._nursery.stdout.readline())
+        self._nursery.__exit__()
 
     def round(self, points: int = 0) -> str:
         """Start a child, kill it, open what it leaves, and what it would have left at `points` moments before.
@@ -101,11 +76,9 @@ class CrashTest:
         Returns the step that was under way when it was killed. Raises Wrong.
         """
         before = copy.deepcopy(self.acknowledged)
-        self._trace.unlink(missing_ok=True)
         self._journal.write_bytes(b"")
         disk = Disk(self.root / "disk") if points else None
-        self._run_child(traced=points > 0)
-        history = operations(self._trace)
+        history = self._run_child(traced=points > 0)
         self.operations += len(history)
         self.acknowledged.read(self._journal.read_text().splitlines())
         under_way = " ".join(self.acknowledged.unfinished) or "nothing"
@@ -115,24 +88,13 @@ class CrashTest:
             self._replay(before, disk, history, points)
         return under_way
 
-    def _run_child(self, *, traced: bool) -> None:
+    def _run_child(self, *, traced: bool) -> list[Operation]:
         # where there is nothing yet, mostly wait until there is: a load takes a second or more
         favour = self._rng.choice(STEPS) if self.acknowledged.versions or self._rng.random() < 0.2 else ""
-        order = {
-            "root": str(self.root),
-            "seed": self.acknowledged.seed,
-            "shuffle": self._rng.getrandbits(32),
-            "favour": favour,
-            "trace": str(self._trace) if traced else "",
-        }
-        pid = self._say(json.dumps(order))
-        try:
-            self._await_the_moment(favour)
-        finally:
-            os.kill(pid, signal.SIGKILL)  # a zombie at worst: only the next line has it reaped
-            status = self._say("")
-        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
-            raise Wrong(f"the child failed: {(self.root / 'stderr').read_text()}")
+        shuffle = self._rng.getrandbits(32)
+        self._nursery.start(traced=traced, seed=self.acknowledged.seed, shuffle=shuffle, favour=favour)
+        self._await_the_moment(favour)
+        return self._nursery.kill()
 
     def _await_the_moment(self, kind: str) -> None:
         """After so many steps, or within a step of some kind, and then some."""

@@ -7,15 +7,11 @@ of them keyed by strings of which some share a hash; snapshots and some deltas b
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import io
-import json
 import os
 import random
-import signal
-import sys
-import traceback
+from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -33,6 +29,7 @@ from tierstore.types import KeyType, StorageDtype, TableSpec
 
 MODEL = "ctr"
 DIM = {"user": 4, "item": 8, "word": 3}
+TABLES = tuple(DIM)
 ROWS = {"user": 300, "item": 600, "word": 40}
 SPAN = {"user": 800, "item": 800, "word": 40}  # deltas change keys below; all words are in the snapshots
 WORDS = np.array([*(text for number in range(3) for text in pair(number)), *(f"w{n}" for n in range(44))], object)
@@ -78,11 +75,13 @@ def values(table: str, stamp: int, keys: np.ndarray) -> np.ndarray:
     return np.repeat((stamp * 1000.0 + keys)[:, None], DIM[table], axis=1).astype(np.float32)
 
 
-def delta(seed: int, seq: int, *, other: bool = False) -> bytes:
+def delta(seed: int, seq: int, *, other: bool = False, tables: Collection[str] = TABLES) -> bytes:
     buffer = io.BytesIO()
     event_time = datetime.fromtimestamp(seq, UTC)  # the same bytes each time
     with tierstore.DeltaWriter(buffer, model=MODEL, seq=seq, event_time=event_time) as writer:
         for table, (keys, gone) in changes(seed, seq).items():
+            if table not in tables:
+                continue
             kept, kind = keys[~gone], key_type(table)
             writer.upsert(table, named(table, kept), values(table, seq + other, kept), key=kind)
             writer.delete(table, named(table, keys[gone]), key=kind)
@@ -91,10 +90,12 @@ def delta(seed: int, seq: int, *, other: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-def write_snapshot(where: Path, version: int, delta_seq: int, *, model: str = MODEL) -> None:
+def write_snapshot(
+    where: Path, version: int, delta_seq: int, *, model: str = MODEL, tables: Collection[str] = TABLES
+) -> None:
     with tierstore.SnapshotWriter(where, model=model, version=version, delta_seq=delta_seq) as writer:
-        for table, rows in ROWS.items():
-            keys = np.arange(rows)
+        for table in tables:
+            keys = np.arange(ROWS[table])
             writer.table(table, dim=DIM[table], key=key_type(table)).write(
                 named(table, keys), values(table, -version, keys)
             )
@@ -158,7 +159,7 @@ class Journal:
         os.write(self._file, f"done {text}\n".encode())
 
 
-def work(root: Path, seed: int, shuffle: int, favour: str) -> None:
+def work(root: Path, *, seed: int, shuffle: int, favour: str) -> None:
     """Until killed: open the store, do random steps, close it, open it again. Steps of the kind `favour` come often."""
     rng, journal = random.Random(shuffle), Journal(root / "disk/journal")
     while True:
@@ -264,32 +265,3 @@ def warm_kernels() -> None:
     host.resize(1.0)
     host.hot_keys(64)
     host.close()
-
-
-def nursery() -> None:
-    """Fork a child for each line of stdin, print its pid, and reap it at the next line."""
-    warm_kernels()
-    if DENSE:
-        dense_part(0)
-        import onnxruntime  # noqa: F401 - once, for all children
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            try:
-                if trace := order["trace"]:
-                    os.environ |= {"DISK_TRACE": trace, "DISK_TRACE_ROOT": f"{order['root']}/disk"}  # load helpers too
-                    ctypes.CDLL(None).trace_to(trace.encode(), f"{order['root']}/disk".encode())
-                work(Path(order["root"]), order["seed"], order["shuffle"], order["favour"])
-            except BaseException:  # noqa: BLE001
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        print(pid, flush=True)
-        if not sys.stdin.readline():  # nobody is left to kill the child
-            os.kill(pid, signal.SIGKILL)
-        print(os.waitpid(pid, 0)[1], flush=True)
-
-
-if __name__ == "__main__":
-    nursery()

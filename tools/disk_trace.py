@@ -19,7 +19,7 @@ import random
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -160,6 +160,18 @@ class Disk:
         folder.flush()
         return folder
 
+    def numbers(self, history: list[Operation], wanted: Callable[[str], bool]) -> list[int]:
+        """Which operations are on a file or directory whose path is `wanted`: the one it had here, was made with, or gets."""
+        here = {id(node): path for path, node in _walk(self.top, str(self._root))}
+        inodes, numbers = {inode for inode, node in self._inodes.items() if wanted(here.get(id(node), ""))}, []
+        for number, operation in enumerate(history):
+            named = any(wanted(path) for path in (operation.path, operation.second))
+            if named and operation.inode:
+                inodes.add(operation.inode)
+            if named or operation.inode in inodes:
+                numbers.append(number)
+        return numbers
+
     def play(self, operation: Operation) -> None:
         """Have it happen. Names that the record does not know (files that were made through FILE) are passed over."""
         node = self._inodes.get(operation.inode)
@@ -201,6 +213,15 @@ class Disk:
         """Make the directory `where`, which must not exist, look as this one may be found."""
         written: dict[int, Path] = {}
         _write(self.top, where, mode, rng, written)
+
+
+def _walk(folder: Folder, path: str) -> Iterator[tuple[str, File | Folder]]:
+    yield path, folder
+    for name, node in folder.names.items():
+        if isinstance(node, Folder):
+            yield from _walk(node, f"{path}/{name}")
+        else:
+            yield f"{path}/{name}", node
 
 
 def _write(folder: Folder, where: Path, mode: Mode, rng: random.Random, written: dict[int, Path]) -> None:

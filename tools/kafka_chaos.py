@@ -18,8 +18,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,20 +66,21 @@ class Producer(threading.Thread):
         self.stopping = threading.Event()
         self.rows = {model: np.zeros((KEYS, DIM), np.float32) for model in MODELS}
         self.digests: dict[str, list[str]] = {model: [] for model in MODELS}
+        # where the messages of a delta are, by model and seq: partition and offset
+        self.places: dict[tuple[str, int], set[tuple[int, int]]] = defaultdict(set)
         self.poisoned = self.sent = 0
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             while not (self.stopping.is_set() and self.poisoned == self._poison):
-                self._burst()
+                self.burst()
                 time.sleep(5 / PER_S)
-            if self._producer.flush(120):
-                raise RuntimeError("the brokers did not acknowledge everything")
+            self.flush()
         except Exception as error:  # noqa: BLE001 - the main thread reports it
             self.error = error
 
-    def _burst(self) -> None:
+    def burst(self) -> None:
         """Some deltas in disorder, one of them twice, and perhaps poison."""
         chance = self._random
         burst = [self._next(chance.choice(MODELS)) for _ in range(5)]
@@ -91,9 +94,11 @@ class Producer(threading.Thread):
                 self.poisoned += 1
             most = 300 if chance.random() < 0.15 else 1 << 20
             for headers, value in split(model, seq, data, most):
-                self._put(bytes(value), partition, *((name, text.decode()) for name, text in headers))
+                self._put(bytes(value), partition, *((name, text.decode()) for name, text in headers), of=(model, seq))
         model, seq, data, partition = last
-        self._put(data, partition, ("model", model), ("seq", seq))  # as a producer that got no answer would
+        self._put(
+            data, partition, ("model", model), ("seq", seq), of=(model, seq)
+        )  # as a producer that got no answer would
         if self.poisoned < self._poison and chance.random() < 0.1:
             if chance.random() < 0.5:
                 self._put(b"poison %d" % self.poisoned, partition)
@@ -117,9 +122,25 @@ class Producer(threading.Thread):
             delta.upsert("item", np.array(keys), vectors)
         return sink.getvalue()
 
-    def _put(self, value: bytes, partition: int, *headers: tuple[str, object]) -> None:
+    def allow_poison(self, more: int) -> None:
+        """Have so many further messages be ones that cannot be applied."""
+        self._poison += more
+
+    def flush(self) -> None:
+        """Return when the brokers have everything."""
+        if self._producer.flush(120):
+            raise RuntimeError("the brokers did not acknowledge everything")
+
+    def _put(
+        self, value: bytes, partition: int, *headers: tuple[str, object], of: tuple[str, int] | None = None
+    ) -> None:
         named = [(name, str(text).encode()) for name, text in headers]
-        self._producer.produce(self._topic, value, partition=partition, headers=named)
+
+        def delivered(error: object, message: Any) -> None:
+            if of is not None and error is None:
+                self.places[of].add((message.partition(), message.offset()))
+
+        self._producer.produce(self._topic, value, partition=partition, headers=named, on_delivery=delivered)
         self._producer.poll(0)
         self.sent += 1
 
@@ -153,6 +174,16 @@ class Follower:
         self._process.join(60)
 
 
+def load_models(root: Path, data: Path) -> None:
+    """Make a store with what is served before the first delta; snapshots go to `root`."""
+    with Store(load_settings(None, **options(data, "", ""))) as store:
+        for model in MODELS:
+            with tierstore.SnapshotWriter(root / model, model=model, version=1, delta_seq=0) as writer:
+                writer.table("item", dim=DIM).write(np.arange(KEYS), np.zeros((KEYS, DIM), np.float32))
+                writer.feature("item_id", table="item")
+            store.load_snapshot(root / model)
+
+
 def problems_of(store: Store, producer: Producer) -> list[str]:
     """How the store differs from what was produced."""
     found = []
@@ -173,12 +204,7 @@ def problems_of(store: Store, producer: Producer) -> list[str]:
 def run(kills: int, poison: int, seed: int, root: Path) -> int:
     chance, cluster, data = random.Random(seed), Brokers(), root / "data"
     topic = cluster.new_topic(PARTITIONS)
-    with Store(load_settings(None, **options(data, cluster.address, topic))) as store:
-        for model in MODELS:
-            with tierstore.SnapshotWriter(root / model, model=model, version=1, delta_seq=0) as writer:
-                writer.table("item", dim=DIM).write(np.arange(KEYS), np.zeros((KEYS, DIM), np.float32))
-                writer.feature("item_id", table="item")
-            store.load_snapshot(root / model)
+    load_models(root, data)
     producer = Producer(cluster.address, topic, poison, seed)
     producer.start()
     began_s, outages = time.monotonic(), 0

@@ -103,3 +103,24 @@ def test_damage_to_a_sealed_file_is_told_by_verify_and_costs_only_its_keys(tmp_p
     assert path.name in (store.model("ctr").problem or "")
     with pytest.raises(TierstoreError):
         model.lookup("item_id", [999])
+
+
+def test_an_older_sealed_file_that_is_copied_over_an_open_one_is_noticed(tmp_path: Path, open_store: Any) -> None:
+    store = open_store(host_budget="64KiB")  # so little that the host tier holds nothing
+    for version in (1, 2):
+        rows = {"user": 500, "item": 1000}
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version, stamp=version, rows=rows))
+    ctr = store.model("ctr")
+    older, path = (next((tmp_path / f"data/models/ctr/{version}/db/base").glob("*item*")) for version in (1, 2))
+    whole = path.read_bytes()
+    ctr.housekeeping.run_tasks()
+    assert ctr.problem is None
+    with open(path, "r+b") as file:  # in place, as `cp` does
+        file.write(older.read_bytes())
+    ctr.housekeeping.run_tasks()
+    assert f"{path} was written over" in (ctr.problem or "")
+    with open(path, "r+b") as file:
+        file.write(whole)
+    ctr.housekeeping.run_tasks()
+    assert ctr.problem is None
+    np.testing.assert_array_equal(ctr.lookup("item_id", [999]), scenes.vectors("item", 2, [999]))

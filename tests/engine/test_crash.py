@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.engine.quick_build import in_process
 from tools import crash_work
 from tools.crash_check import Acknowledged, Wrong, check
+from tools.crash_export import CrashExport, Said
 from tools.crash_test import CrashTest
 
 POINTS = (
@@ -81,3 +83,16 @@ def test_an_unacknowledged_delta_may_be_there_or_not(tmp_path):
         known.read(["begin delta 6"])
         check(known, store)
         assert known.last == 6
+
+
+def test_an_export_that_is_broken_off_does_not_pass_for_one(tmp_path):
+    """The short form of `tools/crash_export.py`: of snapshots alone, as a build takes seconds."""
+    with in_process(), CrashExport(tmp_path, seed=4, kinds=("snapshot",)) as test:
+        test.round(2, most=10, load=False)
+        assert test.found["whole"]
+        if test.records:
+            assert test.points.total() == 12
+            assert test.found["made again"] == test.found["refused"] + test.found["not there"] > 0
+        for what, why in ("export gone", "gone was acknowledged"), ("delta 9999", "9999 was acknowledged"):
+            with pytest.raises(Wrong, match=why):
+                test._look(Said([f"begin {what}", f"done {what}"], test._last), tmp_path / "disk", "signal")

@@ -450,24 +450,46 @@ def test_health_is_reported_and_watched_until_the_server_drains(fake: tuple[Fake
         assert refusal(stub.ModelInfer, request())[0] == Code.UNAVAILABLE
 
 
-def test_an_idle_stream_does_not_keep_the_server_from_ending(
+def test_a_stop_ends_idle_streams_at_once_and_answers_what_is_under_way(
     fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "FINISH_S", 0.5)
-    _, server = fake
-    ended = threading.Event()
+    monkeypatch.setattr(serving, "FINISH_S", 10)
+    store, server = fake
+    idle, stream_calls = threading.Event(), server.service.grpc._calls
+    ended = Code.UNAVAILABLE, "the service ends; send the remaining requests to another one"
 
-    def requests() -> Iterator[Any]:
-        yield request()
-        ended.wait(60)
+    def requests(*first: Any) -> Iterator[Any]:
+        yield from first
+        idle.wait(60)
 
     with grpc.insecure_channel(server.grpc_target) as channel:
-        answers = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(requests())
-        next(answers)
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        silent, answered = stub.ModelStreamInfer(requests()), stub.ModelStreamInfer(requests(request()))
+        assert next(answered).infer_response.model_name == "ctr"
+        eventually(lambda: len(stream_calls.idle) == 2, "two idle streams")
+        store.model("ctr").gate.clear()
+        busy = stub.ModelStreamInfer(requests(request()))
+        eventually(lambda: server.service.grpc._streams.busy == 3 and len(stream_calls.idle) == 2, "one under way")
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        assert refusal(next, silent) == refusal(next, answered) == ended
+        store.model("ctr").gate.set()
+        assert next(busy).infer_response.model_name == "ctr"
+        assert refusal(next, busy) == ended
+        closing.join(60)
+        idle.set()
+
+
+def test_a_stop_sends_the_stream_of_a_triton_client_elsewhere(fake: tuple[FakeStore, ServerThread]) -> None:
+    _, server = fake
+    answers: queue.Queue[Any] = queue.Queue()
+    with triton.InferenceServerClient(server.grpc_target) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("ctr", [keys_tensor()])
+        assert answers.get(timeout=60)[1] is None
         server.close()
-        ended.set()
-        with pytest.raises(grpc.RpcError):
-            next(answers)
+        error = answers.get(timeout=60)[1]
+        assert (error.status(), error.message().split(";")[0]) == ("StatusCode.UNAVAILABLE", "the service ends")
 
 
 def test_a_client_without_our_protos_learns_them_by_reflection(channel: grpc.Channel) -> None:

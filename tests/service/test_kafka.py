@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.engine.quick_build import in_process
 from tests.kafka_broker import REAL, Brokers
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, NotFound, Overloaded
@@ -23,6 +24,8 @@ from tierstore.kafka.window import Held
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.kafka import KafkaSource
 from tierstore.service.sources.start import check_sources
+from tools.crash_check import Wrong
+from tools.crash_kafka import CrashKafka
 
 from .conftest import eventually, settings_for
 from .scenes import delta, rows, write_small, write_snapshot
@@ -423,3 +426,15 @@ def test_kills_lose_and_repeat_nothing() -> None:
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all is as produced" in done.stdout
+
+
+def test_each_delta_comes_in_once_wherever_the_process_ends(tmp_path: Path) -> None:
+    """The short form of `tools/crash_kafka.py`."""
+    with in_process(), CrashKafka(tmp_path, seed=3) as test:
+        test.round(2, most=6)
+        assert test.applied > 0
+        if test.records:
+            assert test.points.total() == 7
+        test.producer.digests["ads"][0] = "0" * 16  # it notices what is not as it was produced
+        with pytest.raises(Wrong, match="delta 1 is not what was produced"):
+            test._look(tmp_path / "disk", "signal")

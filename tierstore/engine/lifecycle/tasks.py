@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ from tierstore.engine.lifecycle.expiry import Expiry
 from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import DeltaError, TierstoreError
+from tierstore.errors import Closed, DeltaError, TierstoreError
 from tierstore.formats import files
+from tierstore.tiers.disk.tier import DiskTier
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class Tasks:
             "what was built again is not removed": self._remove_replaced,
             "what broken-off loads have left is not removed": self._drop_unfinished,
             "expired rows are not removed": self._expiry.check,
+            "what serves is not what was loaded": self._check_bases,
         }
 
     def _rebalance_memory(self) -> None:
@@ -118,6 +121,13 @@ class Tasks:
                     self._report("drop", version=number, unfinished=True)
                     log.info("model %s: removes what a load of version %d has left", state.name, number)
                     files.remove_leftover(trash)
+
+    def _check_bases(self) -> None:
+        for view in self._state.live.served.views:
+            disk = view.open_version.disk
+            if isinstance(disk, DiskTier):
+                with contextlib.suppress(Closed):  # it serves no more
+                    disk.check_base()
 
     def _report(self, change: str, **fields: Any) -> None:
         self._state.shared.audit.change(change, requester(), "done", flush=False, model=self._state.name, **fields)

@@ -209,6 +209,7 @@ def _made(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"cannot make {directory}: {error.strerror or error}") from error
     try:
+        files.fsync_dir(directory.parent)
         yield
     except BaseException:
         with contextlib.suppress(StorageError):

@@ -34,11 +34,14 @@ from tierstore.service.stats import Timings
 Context: TypeAlias = Any  # grpc.ServicerContext; grpcio has no types to check
 Unary: TypeAlias = Callable[[bytes], bytes]
 Stream: TypeAlias = Callable[[Iterator[bytes], Context], Iterator[bytes]]
+Send: TypeAlias = Callable[[bytes | None], None]  # of a call with a thread: an answer, or None for the status
 
 
 STANDARD = "grpc"  # the protocol label of gRPC's own services
 MAX_DETAILS = 2048  # bytes; up to three times as many once encoded, and grpcio takes 8 KiB of metadata for sure
 REFUSALS = 1  # threads that answer refused calls
+ENDS = "the service ends; send the remaining requests to another one"
+IDLE = "this stream was idle, and another one needed its place; open it again"
 
 
 class Pools(NamedTuple):
@@ -233,17 +236,12 @@ def _details(error: BaseException) -> str:
 class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Finds the handler of each call, on grpcio's serving thread; the handlers run on the pools."""
 
-    def __init__(
-        self,
-        service: Service,
-        servicers: Sequence[Servicer],
-        pools: Pools,
-    ) -> None:
+    def __init__(self, service: Service, servicers: Sequence[Servicer], pools: Pools) -> None:
         self._service = service
         self._lookups, self._streams = pools.lookups, pools.streams
         self._refusals = CallPool("refusal", threads=REFUSALS, queue_limit=0)
         # streams that wait for a message, which may be long, and those whose answer is not read
-        self.idle: Waiting[Context] = Waiting(lambda context: context.cancel())
+        self.idle: Waiting[tuple[Context, Send]] = Waiting(self._end_idle)
         self.unread: Waiting[Context] = Waiting(lambda context: context.cancel())
         self._closing = False
         self._handlers: dict[str, tuple[CallPool | None, Any, Accounts]] = {}
@@ -255,8 +253,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                 run = self._unary(servicer, pool, name, _without_context(method))
                 self._enter(pool, servicer, name, grpc.unary_unary_rpc_method_handler(run))
             for name, stream in servicer.streams.items():
-                handler = grpc.stream_stream_rpc_method_handler(_on(pools.streams, self._flow(servicer, name, stream)))
-                self._enter(pools.streams, servicer, name, handler)
+                flow = self._flow(servicer, pools.streams, name, stream)
+                self._enter(pools.streams, servicer, name, grpc.stream_stream_rpc_method_handler(flow))
 
     def end_streams(self) -> None:
         """End streams that wait for a message now, and the others after their current message. Any thread."""
@@ -318,39 +316,49 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         return call
 
-    def _flow(self, servicer: Servicer, name: str, stream: Stream) -> Stream:
+    def _flow(self, servicer: Servicer, pool: CallPool, name: str, stream: Stream) -> Any:
         accounts = Accounts(self._service, servicer, name)
 
-        def run(messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
+        def run(messages: Iterator[bytes], context: Context, send: Send) -> None:
             try:
                 principal_in(self._service, context, of_grpc(f"/{servicer.name}/{name}"))
             except Forbidden as error:
                 context.abort(*accounts.failed(caller_in(context), error, time.perf_counter_ns()))
-            for answered in stream(self._watched(messages, context), context):
+            for answered in stream(self._watched(messages, context, send), context):
                 seconds = slow_clients.STALL_S + len(answered) / slow_clients.SLOWEST_RATE
                 self.unread.add(context, seconds)
                 try:
-                    yield answered  # until the client has room for it
+                    send(answered)  # until the client has room for it
                 finally:
                     self.unread.remove(context)
+            if context.is_active():
+                send(None)
 
-        return run
+        flow = _on(pool, run)
+        flow.experimental_non_blocking = True  # it is given `send`, so that another thread can end it
+        return flow
 
-    def _watched(self, messages: Iterator[bytes], context: Context) -> Iterator[bytes]:
+    def _watched(self, messages: Iterator[bytes], context: Context, send: Send) -> Iterator[bytes]:
         """`messages`, until the streams are ended: a client must not take that for the end of its own messages."""
+        waiting = context, send
         while True:
-            self.idle.add(context, float("inf"))
-            if self._closing and self.idle.remove(context):
-                context.abort(
-                    grpc.StatusCode.UNAVAILABLE, "the service ends; send the remaining requests to another one"
-                )
+            self.idle.add(waiting, float("inf"))
+            if self._closing and self.idle.remove(waiting):
+                context.abort(grpc.StatusCode.UNAVAILABLE, ENDS)
             try:
                 message = next(messages, None)
             finally:
-                self.idle.remove(context)
-            if message is None:
+                ended = not self.idle.remove(waiting)
+            if ended or message is None:
                 return
             yield message
+
+    def _end_idle(self, waiting: tuple[Context, Send]) -> None:
+        """End a stream whose thread waits for a message, with a status that has its client open another one."""
+        context, send = waiting
+        context.set_code(grpc.StatusCode.UNAVAILABLE)
+        context.set_details(ENDS if self._closing else IDLE)
+        send(None)
 
     def _unary(
         self, servicer: Servicer, pool: CallPool, name: str, method: Callable[[bytes, Context], bytes]
@@ -381,8 +389,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 def _on(pool: CallPool, behavior: Callable[..., Any]) -> Any:
     """`behavior` on `pool`: grpcio reads the pool off the function (see `grpc._server`)."""
 
-    def run(first: Any, context: Context) -> Any:
-        return behavior(first, context)
+    def run(*given: Any) -> Any:
+        return behavior(*given)
 
     run.experimental_thread_pool = pool  # type: ignore[attr-defined]
     return run

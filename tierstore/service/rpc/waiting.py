@@ -56,7 +56,7 @@ class Waiting(Generic[C]):
     def end_late(self, now: float) -> None:
         """End the calls whose deadline has passed."""
         for call, (_, until) in self._since.copy().items():
-            if now > until and self.remove(call):
+            if now >= until and self.remove(call):
                 self._end(call)
 
     def end_all(self) -> None:

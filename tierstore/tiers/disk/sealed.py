@@ -41,7 +41,7 @@ from tierstore.tiers.disk.changed_keys_file import ChangedFile
 from tierstore.tiers.disk.database import Database
 from tierstore.tiers.disk.merge import ascending, merged_blocks
 from tierstore.tiers.disk.reader_pool import ReaderPool
-from tierstore.tiers.disk.sealed_file import Opened, SealedFile, open_sealed, read_blocks
+from tierstore.tiers.disk.sealed_file import Opened, SealedFile, check_still, open_sealed, read_blocks
 from tierstore.tiers.disk.sealed_table import SealedTable, scatter
 from tierstore.tiers.disk.sst import SstFile
 from tierstore.tiers.disk.tier import WATERMARK, DiskTier
@@ -167,6 +167,13 @@ class SealedTier(DiskTier):
                 failures += self._get_both(table, table_id, keys, rows, state, maybe)
         if failures:
             raise _joined(failures)
+
+    def check_base(self) -> None:
+        """As DiskTier.check_base: by the ends of the files."""
+        with self._database.entered():
+            for table in self._base.values():
+                for file in table.files:
+                    check_still(file)
 
     def words_at(self, table_id: int, row_bytes: int) -> int:
         """As in RowStore; 0 where there is no base, or where its rows have another length."""

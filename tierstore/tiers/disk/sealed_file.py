@@ -167,6 +167,19 @@ def _opened(path: Path, fd: int, xxh3: str, size: int) -> Opened:
     return Opened(path, fd, xxh3, table_id, row_bytes, rows, per_block, block_bytes, first_keys, last_key, size)
 
 
+def check_still(file: Opened) -> None:
+    """Corruption where another sealed file was copied over an open one, in place: its blocks are whole, so no read notices it."""
+    try:
+        trailer = _read(file.fd, file.size - _TRAILER.size, _TRAILER.size)
+    except OSError as error:
+        raise StorageError(f"cannot read {file.path}: {error.strerror or error}") from error
+    if len(trailer) < _TRAILER.size or _checksum(trailer) != file.xxh3:
+        raise Corruption(
+            f"{file.path} was written over while it was open, and may answer with rows that are not its own: "
+            "put the whole data directory back, or drop the version and load its snapshot again"
+        )
+
+
 def read_blocks(file: Opened, first: int, last: int, floor: int | None) -> tuple[Keys, Rows]:
     """Keys and rows of blocks [first, last), with every checksum verified; `floor` is the key before them, if any.
 

@@ -177,6 +177,9 @@ class DiskTier:
                     break
         return np.concatenate(found)[:count] if found else np.empty(0, np.int64)
 
+    def check_base(self) -> None:
+        """Notice, without reading rows, where a file of the base is not the one that was opened. Corruption, StorageError, Closed."""
+
     def verify(
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
     ) -> dict[int, TableContent]:
