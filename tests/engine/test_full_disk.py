@@ -126,7 +126,7 @@ def test_what_does_not_fit_into_memory_unfolded_is_not_passed_over(
     expected = rows_of(store)
     store.close()
     disk.full = True
-    store = open_store(overlay_budget=64)
+    store = open_store(overlay_budget="64B")
     assert (store.model("ctr").ready, store.model("other").ready) == (False, True)
     problem = store.model("ctr").problem or ""
     assert FULL in problem

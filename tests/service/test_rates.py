@@ -61,7 +61,7 @@ def test_a_bucket_has_what_a_second_allows_and_fills_again() -> None:
 
 def test_one_that_is_larger_than_a_second_allows_passes_and_what_follows_waits() -> None:
     clock = Clock()
-    of = limits(clock, ctr={"keys_per_second": 100, "bytes_per_second": 1000})
+    of = limits(clock, ctr={"keys_per_second": 100, "bytes_per_second": "1000B"})
     charge = of.admit(LOCAL, "ctr", 10)
     assert charge is not None
     charge.keys(1100)

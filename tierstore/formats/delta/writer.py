@@ -36,7 +36,7 @@ class DeltaWriter:
     ...     delta.delete("item", retired)
 
     seq: one more than the model's last. event_time: the newest training event in it (a datetime with a zone,
-    seconds since 1970 or ISO 8601; default now). base_version: the one version that it is meant for; default every version.
+    seconds since 1970 or ISO 8601 with an offset; default now). base_version: the one version that it is meant for; default every version.
     Within the delta the later of two rows with one key wins. Errors in what is given are DeltaError.
     """
 

@@ -51,7 +51,7 @@ class SnapshotWriter:
     ...     snapshot.dense("model.onnx")
 
     delta_seq: deltas up to this one are in the rows already. created_at: a datetime with a zone, seconds since 1970 or
-    ISO 8601; default now. The directory may exist, but not hold a snapshot. On the way to a URL files are in `scratch`, by
+    ISO 8601 with an offset; default now. The directory may exist, but not hold a snapshot. On the way to a URL files are in `scratch`, by
     default where temporary files are: four shards and what is being written at most. There an error in the block removes what was uploaded. What is wrong with the arguments is SnapshotError, at once where it
     can be seen at once, and at the end of the block otherwise.
     """
