@@ -1,18 +1,21 @@
 """Cold keys through a node in front of others, against the same keys from one node directly.
 
-    python -m benchmarks.upstream_lookup [--rows 200_000] [--keys 4096] [--rounds 9] [--tiny] [--json FILE]
+    python -m benchmarks.upstream_lookup [--rows 200_000] [--keys 4096] [--rounds 9] [--tiny] [--profile] [--json FILE]
 
 Four nodes on loopback have a quarter of 64 partitions each, a fifth has them all, and all have their rows in memory; two fronts
 of the four have memory for hardly any row: one is asked over HTTP, as a node is, the other in this process. The client asks for keys at random, one request after the
 other, the ways in turn within a round; all answers are compared with the rows. Wall time is a median over rounds, and
-processor time that of all processes together: on a machine with few cores the nodes of a front wait for each other.
+processor time that of all processes together: on a machine with few cores the nodes of a front wait for each other. `--profile`
+says where the front in this process spends its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import os
+import pstats
 import statistics
 import subprocess
 import sys
@@ -122,6 +125,17 @@ def measure(ways: dict[str, Way], pids: list[int], rows: int, n: int, rounds: in
     ]
 
 
+def profile(way: Way, rows: int, n: int) -> None:
+    """Print what takes the processor time of this thread."""
+    keys = keys_of(np.random.default_rng(n).integers(0, rows, (16, n)))
+    profiler = cProfile.Profile(time.thread_time)
+    profiler.enable()
+    for call in range(320):
+        way(keys[call % 16])
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(12)
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rows = options.rows
     with contextlib.ExitStack() as stack:
@@ -142,6 +156,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "front, in process": lambda keys: store.model(MODEL).lookup(FEATURE, keys),
         }
         pids = [os.getpid(), front_pid, whole_pid, *(pid for _, pid in nodes)]
+        if options.profile:
+            profile(ways["front, in process"], rows, options.keys[-1])
         results = [row for n in options.keys for row in measure(ways, pids, rows, n, options.rounds)]
         counts = store.status()["models"][MODEL]["tables"]
     lookups = next(iter(counts.values()))["lookup_keys"]
@@ -166,6 +182,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024, 4096])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true", help="so little that it only shows that this runs")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)

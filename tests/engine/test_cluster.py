@@ -252,6 +252,13 @@ def test_a_node_that_was_away_for_too_long_begins_again(
     check(b, "item", range(20, 1000), 0)
 
 
+def unknown_model(store: Store) -> type[BaseException]:
+    """How one is refused that there never was."""
+    with pytest.raises(tierstore.TierstoreError) as refused:
+        store.model("another")
+    return refused.type
+
+
 def test_without_the_cluster_memory_answers_and_the_remaining_keys_are_refused(
     cluster: RedisCluster, open_node: OpenNode, tmp_path: Path
 ) -> None:
@@ -272,11 +279,17 @@ def test_without_the_cluster_memory_answers_and_the_remaining_keys_are_refused(
         assert not found[10:].any()
         assert not rows[10:].any()
         scenes.eventually(lambda: not refusing.status()["remote"]["reachable"], "the status says it", 120)
+        scenes.eventually(
+            lambda: unknown_model(refusing) is tierstore.errors.ClusterUnavailable,
+            "nobody can say that there is none",
+            120,
+        )
     finally:
         for server in cluster.servers:
             server.resume()
     cluster.wait_until_ok()
     scenes.eventually(lambda: refusing.status()["remote"]["reachable"], "the status says it", 60)
+    assert unknown_model(refusing) is tierstore.NotFound
     for store in (refusing, defaulting):
         check(store, "item", range(1000), 0)  # a default was never kept as the key's answer
 
