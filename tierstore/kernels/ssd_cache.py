@@ -65,7 +65,7 @@ def _find(index, hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _ask_ahead(index, keys, i):  # type: ignore[no-untyped-def]
+def _prefetch_ahead(index, keys, i):  # type: ignore[no-untyped-def]
     if i + _AHEAD < keys.size:
         at = nb.int64(index.ctypes.data) + 8 * _bucket(mix(keys[i + _AHEAD]), index)
         prefetch(at)
@@ -77,7 +77,7 @@ def find(index: Any, keys: Any, slots: Any) -> Any:
     """slots[i]: where the row of keys[i] may be, or -1. Counts heat. Returns how many there are."""
     found = 0
     for i in range(keys.size):
-        _ask_ahead(index, keys, i)
+        _prefetch_ahead(index, keys, i)
         at = _find(index, mix(keys[i]))
         if at < 0:
             slots[i] = -1
@@ -94,7 +94,7 @@ def find(index: Any, keys: Any, slots: Any) -> Any:
 def put(index: Any, keys: Any, first: Any, counters: Any) -> Any:
     """keys[i] is in slot `first + i` from now on. In a full bucket the first of the least heat goes."""
     for i in range(keys.size):
-        _ask_ahead(index, keys, i)
+        _prefetch_ahead(index, keys, i)
         hashed = mix(keys[i])
         at = _find(index, hashed)
         if at < 0:
@@ -117,7 +117,7 @@ def put(index: Any, keys: Any, first: Any, counters: Any) -> Any:
 def drop(index: Any, keys: Any, counters: Any) -> Any:
     """Hold none of these keys any more."""
     for i in range(keys.size):
-        _ask_ahead(index, keys, i)
+        _prefetch_ahead(index, keys, i)
         at = _find(index, mix(keys[i]))
         if at >= 0:
             index[at] = _NONE
@@ -128,7 +128,7 @@ def drop(index: Any, keys: Any, counters: Any) -> Any:
 def cool(index: Any, keys: Any, first: Any, heat: Any) -> Any:
     """heat[i]: what keys[i] has, which is none from now on; -1 where it is not in slot `first + i` any more."""
     for i in range(keys.size):
-        _ask_ahead(index, keys, i)
+        _prefetch_ahead(index, keys, i)
         at = _find(index, mix(keys[i]))
         heat[i] = -1
         if at >= 0 and nb.int64(index[at] >> _SLOT_AT) - 1 == first + i:

@@ -98,9 +98,10 @@ class RemoteBase:
         others, found = keys[missing], np.zeros(len(missing), np.uint8)
         read = np.empty((len(missing), rows.shape[1]), np.uint8)
         self._read_or_default(table_id, others, read, found, seq)
-        rows[missing], state[missing] = read, found
         there = found == Tier.REMOTE
-        cached.offer(others[there], read[there], seq)
+        fresh = read[there]
+        rows[missing[there]], state[missing] = fresh, found
+        cached.offer(others[there], fresh, seq)
 
     def _read_or_default(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
         try:

@@ -47,7 +47,7 @@ class CacheFile:
         self._lock = threading.Lock()
         self.problem: str | None = None
         # of the thread that writes
-        self._begun = 0  # segments that were ever in use
+        self._used_ever = 0  # segments that were ever in use
         self._free: list[int] = []
         self._file: IO[bytes] | None = None
         try:
@@ -59,22 +59,22 @@ class CacheFile:
 
     @property
     def bytes_in_use(self) -> int:
-        return (self._begun - len(self._free)) * self.segment_bytes
+        return (self._used_ever - len(self._free)) * self.segment_bytes
 
     @property
     def has_room(self) -> bool:
         """Whether there is a segment that nobody has."""
-        return self._begun < self.segments or bool(self._free)
+        return self._used_ever < self.segments or bool(self._free)
 
     def reserve(self) -> int | None:
         """A segment that nobody has, None where there is none. StorageError where the disk is full."""
         if self._free:
             return self._free.pop()
-        if self._begun == self.segments:
+        if self._used_ever == self.segments:
             return None
         self._check_room(self.segment_bytes)
-        self._begun += 1
-        return self._begun - 1
+        self._used_ever += 1
+        return self._used_ever - 1
 
     def free(self, segment: int) -> None:
         self._free.append(segment)
