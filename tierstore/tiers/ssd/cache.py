@@ -74,7 +74,7 @@ class SsdCache:
         with self._lock:
             return {
                 "used": self.file.bytes_in_use, "total": self.file.budget_bytes, "problem": self.file.problem,
-                "waiting_bytes": self._waiting_bytes, "dropped_rows": self._dropped,
+                "waiting_bytes": self._waiting_bytes, "waiting_limit": WAITING_BYTES, "dropped_rows": self._dropped,
             }  # fmt: skip
 
     def _put(self, offer: Offer) -> None:

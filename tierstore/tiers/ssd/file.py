@@ -112,11 +112,8 @@ class CacheFile:
         with self._lock:
             if self.problem is not None:
                 return
-            self.problem = str(error) or type(error).__name__
-        log.error(
-            "the cache on SSD is switched off until the next start, and rows are read from the other machines alone: %s", self.problem,
-            exc_info=not isinstance(error, (OSError, StorageError)),
-        )  # fmt: skip
+            self.problem = f"the cache on SSD is off until the next start: {str(error) or type(error).__name__}"
+        log.error("%s", self.problem, exc_info=not isinstance(error, (OSError, StorageError)))
         self.shrink()
 
     def shrink(self) -> None:

@@ -20,6 +20,7 @@ from tierstore.tiers.ssd.file import Bytes, CacheFile
 from tierstore.types import Keys, Rows, States, Tier
 
 _FILL = 0.7  # of the index: of 100 keys at most one finds its bucket full
+_FEWEST = 4096  # rows that the index of a small table is made for, as deltas bring more
 _MOST_KEPT = 0.5  # of a segment that makes room: so each byte that is let in costs one more at most
 
 
@@ -48,7 +49,7 @@ class SsdTable:
         self.slot_bytes = ssd_cache.HEAD_BYTES + (row_bytes + 7) // 8 * 8
         self.per_segment = file.segment_bytes // self.slot_bytes
         self._layout = np.array([self.per_segment, file.segment_bytes, self.slot_bytes], np.int64)
-        most = min(max(rows, 1024), file.segments * self.per_segment)
+        most = min(max(rows, _FEWEST), file.segments * self.per_segment)
         buckets = min(int(most / _FILL) // ssd_cache.WAYS + 1, ssd_cache.MAX_BUCKETS)
         # guarded by _lock
         self._lock = threading.Lock()
