@@ -121,7 +121,7 @@ def test_a_scan_does_not_wash_out_what_is_asked_for_again(cache: SsdCache) -> No
     table, hot, other = table_of(cache), np.arange(FITS // 4), np.arange(FITS // 4, FITS)
     fetch(cache, table, hot)
     fetch(cache, table, other)
-    assert fetch(cache, table, hot).mean() > 0.95  # some buckets of the index are full
+    assert fetch(cache, table, hot).mean() > 0.99
     for start in range(10**6, 10**6 + 10 * FITS, 4096):
         fetch(cache, table, np.arange(start, start + 4096))
     assert held(table, hot).mean() > 0.95, "a key that was read once does not take a place"
@@ -141,7 +141,7 @@ def test_the_budget_goes_to_the_table_that_is_asked(cache: SsdCache) -> None:
     fetch(cache, old, keys)
     for _ in range(3):
         fetch(cache, new, keys[: FITS // 2])
-    assert held(new, keys[: FITS // 2]).mean() > 0.9
+    assert held(new, keys[: FITS // 2]).mean() > 0.8
     assert held(old, keys).sum() <= FITS // 2
 
 

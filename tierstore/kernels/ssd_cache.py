@@ -7,7 +7,8 @@ A *slot* of the file holds a key (int64), a checksum, and the row, each at a mul
 `per_segment` of them in each segment, from its beginning, without gaps.
 
 The index is made of buckets of 16 entries, uint64: the slot's number plus one (38 bits), 24 bits of the key's hash, 2 bits of heat;
-0 is no entry. Of two keys of a bucket with the same bits of hash one is held. So an entry is a guess: the key in the slot decides, and its
+0 is no entry. A key is in one of two buckets, so that they fill evenly. Of two keys of a bucket with the same bits of hash one is held. So an
+entry is a guess: the key in the slot decides, and its
 checksum says that the slot was not being written while it was read.
 """
 
@@ -50,26 +51,54 @@ _I64S = types.int64[::1]
 
 @nb.njit(inline="always")
 def _bucket(hashed, index):  # type: ignore[no-untyped-def]
-    """Where the key's bucket begins."""
+    """Where a bucket of the key begins: its first one, or with `_other` of its hash its second."""
     return nb.int64(((hashed >> _U64(32)) * _U64(index.size // WAYS)) >> _U64(32)) * WAYS
+
+
+@nb.njit(inline="always")
+def _other(hashed):  # type: ignore[no-untyped-def]
+    return hashed * _S0
 
 
 @nb.njit(inline="always")
 def _find(index, hashed):  # type: ignore[no-untyped-def]
     """The place of the key's entry, or -1."""
-    start, tag = _bucket(hashed, index), (hashed << _U64(2)) & _TAG
-    for at in range(start, start + WAYS):
-        if index[at] != _NONE and index[at] & _TAG == tag:
-            return at
+    tag, start = (hashed << _U64(2)) & _TAG, _bucket(hashed, index)
+    for _ in range(2):
+        for at in range(start, start + WAYS):
+            if index[at] != _NONE and index[at] & _TAG == tag:
+                return at
+        start = _bucket(_other(hashed), index)
     return -1
+
+
+@nb.njit(inline="always")
+def _place(index, hashed):  # type: ignore[no-untyped-def]
+    """Where an entry of a new key goes: into the emptier bucket; where both are full, in the place of the least heat."""
+    best, most_empty = nb.int64(-1), 0
+    start = _bucket(hashed, index)
+    for _ in range(2):
+        empty, last = 0, nb.int64(-1)
+        for at in range(start, start + WAYS):
+            if index[at] == _NONE:
+                empty, last = empty + 1, at
+            elif most_empty == 0 and (best < 0 or index[at] & _HEAT < index[best] & _HEAT):
+                best = at
+        if empty > most_empty:
+            best, most_empty = last, empty
+        start = _bucket(_other(hashed), index)
+    return best
 
 
 @nb.njit(inline="always")
 def _prefetch_ahead(index, keys, i):  # type: ignore[no-untyped-def]
     if i + _AHEAD < keys.size:
-        at = nb.int64(index.ctypes.data) + 8 * _bucket(mix(keys[i + _AHEAD]), index)
-        prefetch(at)
-        prefetch(at + 64)
+        hashed, base = mix(keys[i + _AHEAD]), nb.int64(index.ctypes.data)
+        first, second = base + 8 * _bucket(hashed, index), base + 8 * _bucket(_other(hashed), index)
+        prefetch(first)
+        prefetch(first + 64)
+        prefetch(second)
+        prefetch(second + 64)
 
 
 @compiled(types.int64(_INDEX, _KEYS, _I64S))
@@ -92,24 +121,14 @@ def find(index: Any, keys: Any, slots: Any) -> Any:
 
 @compiled(types.void(_INDEX, _KEYS, types.int64, _I64S))
 def put(index: Any, keys: Any, first: Any, counters: Any) -> Any:
-    """keys[i] is in slot `first + i` from now on. In a full bucket the first of the least heat goes."""
+    """keys[i] is in slot `first + i` from now on."""
     for i in range(keys.size):
         _prefetch_ahead(index, keys, i)
         hashed = mix(keys[i])
         at = _find(index, hashed)
         if at < 0:
-            start = _bucket(hashed, index)
-            at = start
-            for other in range(start, start + WAYS):
-                if index[other] == _NONE:
-                    at = other
-                    break
-                if index[other] & _HEAT < index[at] & _HEAT:
-                    at = other
-            if index[at] == _NONE:
-                counters[HELD] += 1
-            else:
-                counters[EVICTED] += 1
+            at = _place(index, hashed)
+            counters[HELD if index[at] == _NONE else EVICTED] += 1
         index[at] = (_U64(first + i + 1) << _SLOT_AT) | ((hashed << _U64(2)) & _TAG)
 
 

@@ -19,7 +19,7 @@ from tierstore.kernels import ssd_cache
 from tierstore.tiers.ssd.file import Bytes, CacheFile
 from tierstore.types import Keys, Rows, States, Tier
 
-_FILL = 0.7  # of the index: of 100 keys at most one finds its bucket full
+_FILL = 0.85  # of the index: hardly a key finds its buckets full
 _FEWEST = 4096  # rows that the index of a small table is made for, as deltas bring more
 _MOST_KEPT = 0.5  # of a segment that makes room: so each byte that is let in costs one more at most
 
