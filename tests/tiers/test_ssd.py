@@ -17,7 +17,7 @@ from tierstore.kernels import ssd_cache
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.ssd import cache as cache_module
 from tierstore.tiers.ssd.cache import SsdCache
-from tierstore.tiers.ssd.table import SsdTable
+from tierstore.tiers.ssd.table import Offer, SsdTable
 from tierstore.types import Keys, Rows, States, Tier
 
 SMALLEST = 1 << 20  # 16 segments
@@ -136,6 +136,17 @@ def test_a_scan_does_not_wash_out_what_is_asked_for_again(cache: SsdCache) -> No
     assert table.stats()["evicted"] > 0
 
 
+def test_what_was_asked_for_again_is_kept_when_its_segment_makes_room(cache: SsdCache) -> None:
+    table, keys, hot = table_of(cache), np.arange(FITS), np.arange(0, FITS, 10)
+    fetch(cache, table, keys)
+    fetch(cache, table, hot)
+    new = np.arange(FITS, 2 * FITS, 2)
+    for _ in range(2):
+        fetch(cache, table, new)
+    assert held(table, hot).mean() > 0.99
+    assert 0.3 < held(table, keys).mean() < 0.7
+
+
 def test_the_budget_goes_to_the_table_that_is_asked(cache: SsdCache) -> None:
     old, new, keys = table_of(cache), table_of(cache), np.arange(FITS)
     fetch(cache, old, keys)
@@ -197,13 +208,11 @@ def test_a_fold_while_its_rows_are_being_moved_wins(cache: SsdCache) -> None:
     table, hot = table_of(cache), np.arange(100)
     fetch(cache, table, hot)
     assert fetch(cache, table, hot).all()
-    more = np.arange(1000, 1000 + FITS)
-    fetch(cache, table, more[:-100])
-    fetch(cache, table, more)
+    fetch(cache, table, np.arange(1000, 900 + FITS))
     assert not cache.file.has_room
     paused = Paused(cache)
-    table.offer(more[-200:], some_rows(more[-200:]), 0)
-    table.offer(more[-200:], some_rows(more[-200:]), 0)
+    for _ in range(2):
+        table.offer(hot + 10**6, some_rows(hot + 10**6), 0)
     assert paused.reached.wait(60)
     table.raise_floor(1)
     table.forget(hot)
@@ -219,6 +228,7 @@ def test_a_version_that_is_closed_while_its_rows_are_being_written(cache: SsdCac
     assert paused.reached.wait(60)
     table.offer(keys, some_rows(keys), 0)
     cache.drop(table)
+    cache._put(Offer(table, keys, some_rows(keys), 0))  # of a look-up that had looked before
     paused.resume.set()
     cache.drain()
     assert not held(table, keys).any()
@@ -269,6 +279,17 @@ def test_a_full_disk_switches_it_off(cache: SsdCache, monkeypatch: pytest.Monkey
     table.offer(keys + 100, some_rows(keys + 100), 0)
     cache.drain()
     off(cache, table, "No space left on device")
+
+
+def test_what_is_being_written_when_it_is_switched_off_is_given_back(cache: SsdCache) -> None:
+    table, keys = table_of(cache), np.arange(100)
+    paused = Paused(cache)
+    table.offer(keys, some_rows(keys), 0)
+    assert paused.reached.wait(60)
+    cache.file.switch_off(OSError("it is worn out"))
+    paused.resume.set()
+    cache.drain()
+    off(cache, table, "it is worn out")
 
 
 def test_a_disk_that_is_nearly_full_switches_it_off(open_cache: OpenCache) -> None:

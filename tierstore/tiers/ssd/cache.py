@@ -95,10 +95,10 @@ class SsdCache:
             try:
                 if self.file.problem is None:
                     self._free(job) if isinstance(job, SsdTable) else self._admit(job)
-                else:
-                    self.file.shrink()  # of what was being written when it was switched off
             except Exception as error:  # noqa: BLE001 - whatever it is, look-ups do without the cache
                 self.file.switch_off(error)
+            if self.file.problem is not None:
+                self.file.shrink()  # it may have been written to after it was switched off
             if isinstance(job, Offer):
                 with self._lock:
                     self._waiting_bytes -= job.rows.nbytes
