@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -207,6 +208,20 @@ def test_kubernetes_service_links_set_nothing(variables: dict[str, str], monkeyp
 def test_a_size_that_is_none_says_what_one_looks_like(given: str) -> None:
     with pytest.raises(ConfigError, match=f"host_budget: expected a size such as 512MiB, 4GiB, .*, got '{given}'"):
         load_settings(host_budget=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ssd_cache": "1GiB"}, "expected remote or upstream beside it, got neither"),
+        ({"ssd_cache": "64KiB", "remote": "redis://h"}, "expected 0 or at least 1MiB, got 65536 bytes"),
+        ({"ssd_cache": "5TiB", "remote": "redis://h"}, "ssd_cache"),
+    ],
+)
+def test_a_cache_on_ssd_is_for_rows_of_other_machines_and_of_a_size(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(**given)
+    assert load_settings(ssd_cache="200GiB", upstream="http://a:8000").ssd_cache == 200 << 30
 
 
 def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:
