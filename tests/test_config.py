@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ByteSize
@@ -233,6 +234,20 @@ def test_sizes_of_quotas_take_units_and_zero_stays_what_it_means() -> None:
         load_settings(quotas={"ctr": {"log_bytes": 10}})
     settings = load_settings(device_budget=0, disk_reserve="0", quotas={"ctr": {"log_bytes": "10GiB"}})
     assert (settings.device_budget, settings.disk_reserve) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ssd_cache": "1GiB"}, "expected remote or upstream beside it, got neither"),
+        ({"ssd_cache": "64KiB", "remote": "redis://h"}, "expected 0 or at least 1MiB, got 65536 bytes"),
+        ({"ssd_cache": "5TiB", "remote": "redis://h"}, "ssd_cache"),
+    ],
+)
+def test_a_cache_on_ssd_is_for_rows_of_other_machines_and_of_a_size(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(**given)
+    assert load_settings(ssd_cache="200GiB", upstream="http://a:8000").ssd_cache == 200 << 30
 
 
 def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:

@@ -88,6 +88,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "device": 1,
         "remote": 1,
         "upstream": 1,
+        "ssd": 2,
     },
     "formats": {
         "names": 0,

@@ -365,6 +365,64 @@ def test_a_delta_that_the_cluster_has_lost_is_put_back_by_a_node_that_has_it(
     )
 
 
+def cached(store: Store, table: str = "item") -> dict[str, Any]:
+    """What the status says of a table's rows on the local SSD, once what was read is written."""
+    assert store.fleet is not None
+    store.fleet.ssd_cache.drain()  # type: ignore[attr-defined]
+    return dict(store.status("ctr")["models"]["ctr"]["tables"][table]["ssd_cache"])
+
+
+NO_HOST_TIER = "16KiB"  # so little memory that every key is read from below
+
+
+def test_rows_that_were_read_are_on_the_local_ssd_and_follow_deltas_and_switches(
+    open_node: OpenNode, tmp_path: Path
+) -> None:
+    writer, store = open_node("a"), open_node("b", host_budget=NO_HOST_TIER, ssd_cache="1MiB")
+    writer.load_snapshot(scenes.write_snapshot(tmp_path, 1))
+    scenes.eventually(lambda: "ctr" in store.models() and store.model("ctr").active_version == 1, "b serves it", 60)
+    check(store, "item", range(1000), 0)
+    first = cached(store)
+    assert (first["rows"], first["hits"]) == (1000, 0)
+    check(store, "item", range(1000), 0)
+    assert cached(store)["hits"] == 1000
+    tables = store.status("ctr")["models"]["ctr"]["tables"]["item"]
+    assert (tables["lookup_keys"]["disk"], tables["lookup_keys"]["remote"]) == (1000, 1000)
+    assert tables["tier_bytes"]["disk"] == store.status()["ssd_cache"]["used"] > 0
+    for seq in range(1, 6):
+        writer.apply_delta(scenes.stamped(seq, {"item": range(20 * seq)}))
+        scenes.eventually(lambda seq=seq: store.status("ctr")["models"]["ctr"]["watermark"] == seq, "b has it", 60)
+        check(store, "item", range(20 * seq), seq)
+        scenes.eventually(lambda: store.status("ctr")["models"]["ctr"]["overlays"] == 0, "it is folded", 60)
+        check(store, "item", range(20 * seq), seq)
+        check(store, "item", range(20 * seq, 1000), 0)
+    assert cached(store)["hits"] > 5000 - 300
+    writer.load_snapshot(scenes.write_snapshot(tmp_path, 2, stamp=7, delta_seq=5))
+    scenes.eventually(lambda: store.model("ctr").active_version == 2, "b serves version 2", 60)
+    check(store, "item", range(1000), 7)
+    assert cached(store)["hits"] == 0
+    check(store, "item", range(1000), 7)
+    scenes.eventually(lambda: store.status()["ssd_cache"]["used"] == cached(store)["bytes"], "version 1 is closed", 60)
+    store.close()
+    again = open_node("b", host_budget=NO_HOST_TIER, ssd_cache="1MiB")
+    assert cached(again)["rows"] == 0
+    check(again, "item", range(1000), 7)
+
+
+def test_a_disk_that_fails_under_the_cache_fails_no_look_up(open_node: OpenNode, tmp_path: Path) -> None:
+    store = open_node(host_budget=NO_HOST_TIER, ssd_cache="1MiB")
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    check(store, "item", range(1000), 0)
+    assert cached(store)["rows"] == 1000
+    file = store.fleet.ssd_cache.file  # type: ignore[union-attr]
+    with open("/dev/null", "w") as null:
+        file._fd, whole = null.fileno(), file._fd
+        check(store, "item", range(1000), 0)
+        file._fd = whole
+    assert "Bad file descriptor" in store.status()["ssd_cache"]["problem"]
+    check(store, "item", range(1000), 0)
+
+
 def test_the_data_directory_of_a_machine_of_its_own_is_refused(open_node: OpenNode, tmp_path: Path) -> None:
     with tierstore.open(tmp_path / "a", host_budget="4MiB", load_workers=1) as local:
         local.load_snapshot(scenes.write_snapshot(tmp_path))

@@ -160,6 +160,7 @@ class FakeStore:
         self.lookup_times = LookupTimes()
         self.audit = Audit(settings.data)
         self.delta_error: TierstoreError | None = None
+        self.fleet = None
         self._models = {
             "ctr": FakeModel("ctr", FEATURES),
             "one": FakeModel("one", {"item_id": FEATURES["item_id"]}),

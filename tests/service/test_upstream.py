@@ -217,6 +217,39 @@ def test_a_node_that_is_gone_fails_its_keys_alone(scene: Scene) -> None:
         check(store, "item", KEYS, 0)
 
 
+def test_rows_on_the_fronts_own_ssd_are_answered_without_the_nodes(scene: Scene) -> None:
+    node = scene.node()
+    node.load(1, 0)
+    front = scene.front(host_budget=NO_CACHE, ssd_cache="1MiB")
+    cache = front.fleet.ssd_cache  # type: ignore[union-attr]
+    check(front, "item", KEYS, 0)
+    cache.drain()  # type: ignore[union-attr]
+    for seq in range(1, 4):
+        scene.apply(scenes.stamped(seq, {"item": range(10 * seq)}))
+        await_watermark(front, seq)
+        check(front, "item", range(10 * seq), seq)
+        check(front, "item", range(10 * seq, 1000), 0)
+    scenes.eventually(lambda: front.status("ctr")["models"]["ctr"]["overlays"] == 0, "the deltas are folded")
+    check(front, "item", range(30), 3)
+    cache.drain()  # type: ignore[union-attr]
+    node.stop()
+    check(front, "item", range(30), 3)
+    check(front, "item", range(30, 1000), 0)
+    table = front.status("ctr")["models"]["ctr"]["tables"]["item"]
+    assert table["ssd_cache"]["hits"] == table["lookup_keys"]["disk"] > 4000 - 120
+    with (
+        ServerThread(front, settings_for(scene.root, data=front.settings.data, grpc_port="off")) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        metrics = http.get("/metrics").text
+        assert f'tierstore_ssd_cache_hits_total{{model="ctr",table="item"}} {table["ssd_cache"]["hits"]}.0' in metrics
+        assert "tierstore_ssd_cache_on 1.0" in metrics
+        cache.file.switch_off(OSError("it is worn out"))  # type: ignore[union-attr]
+        assert "tierstore_ssd_cache_on 0.0" in http.get("/metrics").text
+        (problem,) = http.get("/admin/models").json()["service"]["problems"]
+        assert problem == "the cache on SSD is off until the next start: it is worn out"
+
+
 def test_copies_answer_for_each_other(scene: Scene) -> None:
     for _ in range(2):
         scene.node().load(1, 0)

@@ -15,7 +15,8 @@ import pytest
 
 from tests.certificates import Authority
 from tests.redis_cluster import RedisCluster, Server, free_ports, redis_cluster, wait_for
-from tests.tiers.backing_contract import ROW_BYTES, BackingContract, some_rows
+from tests.tiers.backing_contract import ROW_BYTES, BackingContract, get, some_rows
+from tierstore.engine.cluster.base import RemoteBase
 from tierstore.errors import (
     Closed,
     ClusterUnavailable,
@@ -27,6 +28,7 @@ from tierstore.errors import (
     SequenceGap,
 )
 from tierstore.formats.keys import partition_of
+from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.joining import NO_LIMIT
 from tierstore.tiers.remote import write
 from tierstore.tiers.remote.cluster import Cluster, connect
@@ -34,7 +36,8 @@ from tierstore.tiers.remote.layout import slot_of, watermark_key
 from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable, RemoteTier
 from tierstore.tiers.remote.write import Change, TagState, Writer
-from tierstore.types import Keys, Rows, Tier
+from tierstore.tiers.ssd.cache import SsdCache
+from tierstore.types import Keys, Rows, States, Tier
 
 PATIENT = Options(timeout_s=60.0, connect_timeout_s=20.0, replica_after_s=0.0)  # the machine may be busy
 TABLE_IDS = (1, 2, 3, 255, 256, 65535)
@@ -114,6 +117,59 @@ class TestContract(BackingContract):
 
     def put(self, store: Any, table_id: int, keys: Keys, rows: Rows, deleted: np.ndarray | None = None) -> None:
         store.write(Change(f"t{table_id}", keys, rows, np.zeros(len(keys), np.bool_) if deleted is None else deleted))
+
+
+class BehindACacheOnSsd:
+    """Rows in the cluster as a node reads them that keeps some on its SSD; a put is a delta that is folded at once."""
+
+    def __init__(self, rows: Any, tables: dict[int, RemoteTable], cache: SsdCache) -> None:
+        self._rows, self._tables, self._cache, self._seq = rows, tables, cache, 0
+        self._base = RemoteBase("a version", tables, 0, "refuse", newer="answer", cache=cache)
+        for number in tables:
+            self._base.keep(number, 100_000, ROW_BYTES)
+
+    def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
+        self._base.get_at(table_id, keys, rows, state, self._seq)
+        self._cache.drain()
+        state[state == Tier.DISK] = Tier.REMOTE
+
+    def write(self, change: Change) -> None:
+        seq, table_id = self._seq + 1, int(change.table[1:])
+        self._base.raise_floor(table_id, seq)
+        self._base.forget(table_id, change.codes)  # a node has the delta in memory by now, before the cluster has it
+        self._rows.write(change)
+        self._base.trust(seq)
+        self._base.forget(table_id, change.codes)
+        self._seq = seq
+
+    @property
+    def hits(self) -> int:
+        return sum(self._base.cache_stats(number)["hits"] for number in self._tables)
+
+    def close(self) -> None:
+        self._base.close()
+        self._rows.close()
+
+
+class TestContractBehindACacheOnSsd(TestContract):
+    @pytest.fixture(autouse=True)
+    def _cache(self, tmp_path: Path) -> Iterator[None]:
+        readers = ReaderPool(2)
+        self.cache = SsdCache(tmp_path, 1 << 20, readers)
+        yield
+        self.cache.close()
+        readers.close()
+
+    def make(self, directory: Path) -> Any:
+        rows = super().make(directory)
+        return BehindACacheOnSsd(rows, rows._tables, self.cache)
+
+    def test_the_second_read_of_a_row_is_from_the_disk(self, store: BehindACacheOnSsd) -> None:
+        keys = np.arange(500)
+        self.put(store, 1, keys, some_rows(keys))
+        for _ in range(2):
+            np.testing.assert_array_equal(get(store, 1, np.arange(600))[0][:500], some_rows(keys))
+        assert store.hits == 500
 
 
 # ---- layout and load ------------------------------------------------------------------------------------------

@@ -104,6 +104,10 @@ Upstream = Annotated[
     str | None,
     option("URL", "Nodes that have the rows, http://a:8000,http://b:8000: be a cache in front of them."),
 ]
+SsdCache = Annotated[
+    str | None,
+    option("SIZE", "Disk for rows that come from the cluster or those nodes, such as 200GiB (default: 0, none)."),
+]
 Kafka = Annotated[str | None, option("BROKERS", "Kafka brokers, host:port,…, to read deltas from (extra `kafka`).")]
 KafkaTopic = Annotated[str | None, option("TOPIC", "The topic of deltas, of any number of models.")]
 KafkaConfig = Annotated[
@@ -137,6 +141,7 @@ def serve(
     partition: Partition = None,
     remote: Remote = None,
     upstream: Upstream = None,
+    ssd_cache: SsdCache = None,
     kafka: Kafka = None,
     kafka_topic: KafkaTopic = None,
     kafka_config: KafkaConfig = None,

@@ -93,7 +93,7 @@ def status(document: dict[str, Any]) -> None:
             out.print(_tables(model["tables"]))
     for line in _surroundings(document):
         out.print(escape(line))
-    for key, what in (("host_budget", "host memory"), ("overlay_budget", "overlays")):
+    for key, what in (("host_budget", "host memory"), ("overlay_budget", "overlays"), ("ssd_cache", "cache on SSD")):
         budget = document.get(key)
         if budget:
             out.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")

@@ -147,6 +147,12 @@ class StoreSettings(BaseModel):
         None,
         description="file with authorities (PEM) for the certificates of these nodes; default: those of the system",
     )
+    ssd_cache: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        le=4 << 40,
+        description="bytes on the disk of the data directory for rows that were read from a cluster (`remote`) or from nodes (`upstream`), all models together; 0 for none",
+    )
     quotas: dict[str, ModelQuota] = Field(
         default_factory=dict,
         description="limits of models by name, `*` for all others: `requests_per_second`, `keys_per_second`, `bytes_per_second`, `log_bytes`, `versions`, `loads`, `freshness_max_s`; in the environment as JSON",
@@ -165,6 +171,16 @@ class StoreSettings(BaseModel):
     def _check_partition(self) -> Self:
         if self.partition is not None and self.remote is not None:
             raise ValueError("partition: rows in a cluster (remote) are everywhere; set one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ssd_cache(self) -> Self:
+        if self.ssd_cache and self.remote is None and self.upstream is None:
+            raise ValueError(
+                "ssd_cache: expected remote or upstream beside it, got neither: this node's rows are on its own disk"
+            )
+        if 0 < self.ssd_cache < 1 << 20:
+            raise ValueError(f"ssd_cache: expected 0 or at least 1MiB, got {self.ssd_cache} bytes")
         return self
 
     @property

@@ -93,7 +93,7 @@ def _unpack(
 
 
 @compiled("int64(int64, int64, int64, int64)", inner=True)
-def _read_whole(fd: Any, buffer: Any, size: Any, offset: Any) -> Any:
+def read_whole(fd: Any, buffer: Any, size: Any, offset: Any) -> Any:
     """0, an error number, or CUT. Waits for the drive."""
     done = 0
     while done < size:
@@ -219,7 +219,7 @@ def _look_up(
             advise(fds[file], HEADER_BYTES + (block - start) * block_bytes, block_bytes, WILL_NEED)
         first, last, block, file = waiting[i, 0], waiting[i, 1], waiting[i, 2], waiting[i, 3]
         start = 0 if file == 0 else file_ends[file - 1]
-        wrong = _read_whole(fds[file], buffer, block_bytes, HEADER_BYTES + (block - start) * block_bytes)
+        wrong = read_whole(fds[file], buffer, block_bytes, HEADER_BYTES + (block - start) * block_bytes)
         if wrong != 0:
             trouble[first:last] = wrong
             failed += 1

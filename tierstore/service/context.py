@@ -124,7 +124,9 @@ class Service:
         tls = None if self.tls is None else self.tls.problem
         statuses = [source.status() for source in self.sources.values()]
         of_sources = [problem for status in statuses for problem in status.get("problems", [status.get("problem")])]
-        return [problem for problem in (self.access.tokens.problem, tls, *of_sources) if problem is not None]
+        elsewhere = self.store.fleet
+        cache = None if elsewhere is None or elsewhere.ssd_cache is None else elsewhere.ssd_cache.file.problem
+        return [problem for problem in (self.access.tokens.problem, tls, cache, *of_sources) if problem is not None]
 
     def parts(self) -> list[Part]:
         """The parts that this service has."""

@@ -44,6 +44,12 @@ class SharedRowStore(RowStore, Protocol):
         Keys that could not be read stay PENDING where defaults are to be answered for them.
         """
 
+    def raise_floor(self, table_id: int, seq: int) -> None:
+        """As of a `CacheTier`, where the store keeps rows of others on this machine."""
+
+    def forget(self, table_id: int, keys: Keys) -> None:
+        """Keep no row of these keys: a delta that is folded has changed them."""
+
 
 class CacheTier(Protocol):
     """A cache of one table of one version. Any thread may call anything; `lookup` never waits for a writer.

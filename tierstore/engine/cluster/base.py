@@ -3,6 +3,9 @@
 Of what was read it is known up to which seq it has every delta, and above which it has none (`Watermarks`): from a cluster each tag
 of a version says it, from nodes upstream each answer. Any thread may read; `trust` is for the thread that
 folds, `reached` for the one that follows the cluster.
+
+Where the node has a cache on its SSD, a look-up reads there first. What is held there is right for every view, so that it needs no
+comparing.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import numpy as np
 from tierstore.errors import Closed, InvalidInput, Overloaded, StorageError
 from tierstore.tiers.disk.tier import TableContent
 from tierstore.tiers.joining import Watermarks
+from tierstore.tiers.ssd.cache import SsdCache
+from tierstore.tiers.ssd.table import SsdTable
 from tierstore.types import Keys, Rows, States, Tier
 
 _TRIES = 3
@@ -33,7 +38,8 @@ class FetchTable(Protocol):
 class RemoteBase:
     """Of one version. `tables` by id. `reached`: the seq that all of its rows have reached, as far as this node has heard.
 
-    `where` the rows are is for messages. `line`: see `Pointer`. `newer`: what becomes of rows that are newer than the view.
+    `where` the rows are is for messages. `line`: see `Pointer`. `newer`: what becomes of rows that are newer than the view. `cache`:
+    rows of its tables are kept there.
     """
 
     def __init__(
@@ -46,9 +52,11 @@ class RemoteBase:
         where: str = "the cluster",
         newer: Literal["refuse", "answer"] = "refuse",
         line: str = "",
+        cache: SsdCache | None = None,
     ) -> None:
         self._name, self._tables, self._on_failure = name, tables, on_failure
         self._where, self._newer, self.line = where, newer, line
+        self._cache, self._cached = cache, dict[int, SsdTable]()
         self._lock = threading.Lock()
         # guarded by _lock
         self.defaulted = 0  # keys that were answered with a default because they could not be read
@@ -67,12 +75,35 @@ class RemoteBase:
         """From now on rows without the deltas up to `seq` are an error."""
         self._trusted = max(self._trusted, seq)
 
+    def keep(self, table_id: int, rows: int, row_bytes: int) -> None:
+        """Have rows of a table kept on this machine's SSD, where the node has a cache there. Before anything is read."""
+        if self._cache is not None and (table := self._cache.table(rows, row_bytes)) is not None:
+            self._cached[table_id] = table
+
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """As in `RowStore`: whatever the rows are by now, and no older than what this node relies on."""
         self._read(table_id, keys, rows, state, None)
 
     def get_at(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
         """As in `SharedRowStore`."""
+        cached = self._cached.get(table_id)
+        if cached is None:
+            self._read_or_default(table_id, keys, rows, state, seq)
+            return
+        self._check_open()
+        cached.lookup(keys, rows, state)
+        missing = np.flatnonzero(state == Tier.PENDING)
+        if not len(missing):
+            return
+        others, found = keys[missing], np.zeros(len(missing), np.uint8)
+        read = np.empty((len(missing), rows.shape[1]), np.uint8)
+        self._read_or_default(table_id, others, read, found, seq)
+        there = found == Tier.REMOTE
+        fresh = read[there]
+        rows[missing[there]], state[missing] = fresh, found
+        cached.offer(others[there], fresh, seq)
+
+    def _read_or_default(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
         try:
             self._read(table_id, keys, rows, state, seq)
         except Closed:
@@ -84,8 +115,7 @@ class RemoteBase:
                 self.defaulted += int(np.count_nonzero(state == Tier.PENDING))
 
     def _read(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int | None) -> None:
-        if self._closed:
-            raise Closed(f"{self._name} was closed")
+        self._check_open()
         trusted, table = self._trusted, self._tables[table_id]
         for _ in range(_TRIES):
             marks = table.fetch(keys, rows, state, upto=seq, floor=trusted)
@@ -106,16 +136,35 @@ class RemoteBase:
                 retry_after_s=RETRY_S,
             )
 
+    def raise_floor(self, table_id: int, seq: int) -> None:
+        """As in `SharedRowStore`."""
+        if (cached := self._cached.get(table_id)) is not None:
+            cached.raise_floor(seq)
+
+    def forget(self, table_id: int, keys: Keys) -> None:
+        """As in `SharedRowStore`."""
+        if (cached := self._cached.get(table_id)) is not None:
+            cached.forget(keys)
+
+    def cache_stats(self, table_id: int) -> dict[str, int]:
+        """Of a table's rows on this machine's SSD; empty where none are kept."""
+        cached = self._cached.get(table_id)
+        return {} if cached is None else cached.stats()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"{self._name} was closed")
+
     def words_at(self, table_id: int, row_bytes: int) -> int:
         """0: kernels have no address to read them at."""
         return 0
 
     def bytes_on_disk(self) -> int:
-        """None of this machine's."""
-        return 0
+        """Of what is kept on this machine."""
+        return sum(int(table.stats()["bytes"]) for table in self._cached.values())
 
     def stats(self) -> dict[str, int]:
-        return {"bytes": 0, "files": 0, "defaulted_keys": self.defaulted}
+        return {"bytes": self.bytes_on_disk(), "files": 0, "defaulted_keys": self.defaulted}
 
     def scan(self, table_id: int, row_bytes: int, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
         self._refuse("exported")
@@ -127,4 +176,8 @@ class RemoteBase:
         raise InvalidInput(f"{self._name} cannot be {what}: its rows are not on this machine")
 
     def close(self) -> None:
+        """Once; no look-up may be running."""
         self._closed = True
+        if self._cache is not None:
+            for table in self._cached.values():
+                self._cache.drop(table)

@@ -328,8 +328,12 @@ class Cascade:
         """A delta of `seq` is about to be folded; see `CacheTier`."""
         for cache in self.caches:
             cache.raise_floor(seq)
+        if self.shared is not None:
+            self.shared.raise_floor(self.table_id, seq)
 
     def update_caches(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
         """Bring resident rows and absent marks up to a delta that the disk tier holds already."""
         for cache in self.caches:
             cache.update(keys, rows, deleted)
+        if self.shared is not None:
+            self.shared.forget(self.table_id, keys)

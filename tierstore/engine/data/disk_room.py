@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 from tierstore.errors import DiskFull
 from tierstore.formats import files
@@ -48,19 +49,8 @@ class DiskRoom:
 
     def check_free(self, what: str, nbytes: int = 0) -> None:
         """DiskFull where `nbytes` more would leave less free than is to be kept."""
-        if not self._reserve:
-            return
         root = self._where.root if self._where.root.exists() else self._where.root.parent
-        try:
-            stat = os.statvfs(root)
-        except OSError:
-            return  # the write itself says what is wrong
-        free, floor = stat.f_bavail * stat.f_frsize, min(self._reserve, MOST_RESERVED * stat.f_blocks * stat.f_frsize)
-        if free - nbytes < floor:
-            raise DiskFull(
-                f"no room for {what}: {free} bytes are free, and {floor:.0f} are kept in reserve (disk_reserve), so the disk is full; free some space "
-                "and try again"
-            )
+        check_free(root, self._reserve, what, nbytes)
 
     def check_now_and_then(self, what: str) -> None:
         """`check_free`, at most twice a second: for work that writes all the time."""
@@ -68,3 +58,19 @@ class DiskRoom:
         if now_s - self._looked_s >= _LOOK_AGAIN_S:
             self._looked_s = now_s
             self.check_free(what)
+
+
+def check_free(root: Path, reserve: int, what: str, nbytes: int) -> None:
+    """DiskFull where `nbytes` more would leave less than `reserve` free on the file system of `root`."""
+    if not reserve:
+        return
+    try:
+        stat = os.statvfs(root)
+    except OSError:
+        return  # the write itself says what is wrong
+    free, floor = stat.f_bavail * stat.f_frsize, min(reserve, MOST_RESERVED * stat.f_blocks * stat.f_frsize)
+    if free - nbytes < floor:
+        raise DiskFull(
+            f"no room for {what}: {free} bytes are free, and {floor:.0f} are kept in reserve (disk_reserve), so the disk is full; free some space "
+            "and try again"
+        )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from tierstore.engine.data.disk_room import check_free
+from tierstore.engine.lifecycle.state import Shared
 from tierstore.errors import ConfigError
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory, ModelDirectory
+from tierstore.tiers.ssd.cache import SsdCache
 
 
 def check_directory(root: DataDirectory, option: str) -> None:
@@ -26,3 +29,14 @@ def clear(where: ModelDirectory) -> None:
     for path in (where.current, where.routes, where.undone, where.log_end):
         files.remove_file(path)
     files.remove_tree(where.log)
+
+
+def open_ssd_cache(shared: Shared, root: DataDirectory) -> SsdCache | None:
+    """The cache on the disk of the data directory; None where none is wanted."""
+    settings, where = shared.settings, root.root
+    if not settings.ssd_cache:
+        return None
+    return SsdCache(
+        where, settings.ssd_cache, shared.readers,
+        lambda nbytes: check_free(where, settings.disk_reserve, "the cache on SSD", nbytes),
+    )  # fmt: skip

@@ -18,7 +18,7 @@ from tierstore.engine.cluster.commands import ClusterCommands
 from tierstore.engine.cluster.shared_model import SharedModel, model_names
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
-from tierstore.engine.nodes.directory import check_directory, clear
+from tierstore.engine.nodes.directory import check_directory, clear, open_ssd_cache
 from tierstore.engine.nodes.member import Member
 from tierstore.engine.nodes.upload import ClusterTarget
 from tierstore.engine.versions.info import VersionInfo
@@ -54,6 +54,7 @@ class Fleet:
         self._lock = threading.RLock()
         self._members: dict[str, Member] = {}
         self.problem: str | None = None
+        self.ssd_cache = open_ssd_cache(shared, root)
         shared.open_remote = self.open_base
 
     def start(self) -> None:
@@ -77,6 +78,8 @@ class Fleet:
     def disconnect(self) -> None:
         """After the models are closed."""
         self.cluster.close()
+        if self.ssd_cache is not None:
+            self.ssd_cache.close()
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_EVERY_S):
@@ -146,7 +149,7 @@ class Fleet:
             for table, spec in info.specs.items()
         }
         what = f"version {info.number} of {name!r}"
-        return RemoteBase(what, tables, info.watermark, self._settings.remote_on_failure)
+        return RemoteBase(what, tables, info.watermark, self._settings.remote_on_failure, cache=self.ssd_cache)
 
     def open_writer(self, name: str, number: int, row_bytes: dict[str, int], tags: Sequence[bytes]) -> Writer:
         return Writer(self.cluster, name, number, row_bytes, tags)
@@ -156,7 +159,7 @@ class Fleet:
         for name, of_model in document["models"].items():
             if (member := self._members.get(name)) is not None:
                 of_model["remote"] = member.status()
-        return document | {"remote": self.status()}
+        return document | {"remote": self.status(), "ssd_cache": self.ssd_cache and self.ssd_cache.status()}
 
     def status(self) -> dict[str, Any]:
         """This node, and the cluster as it sees it."""

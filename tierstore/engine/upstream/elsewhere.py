@@ -13,10 +13,13 @@ from tierstore.engine.operations.verbs import Verbs
 from tierstore.engine.upstream.front import Front
 from tierstore.errors import ClusterUnavailable, ConfigError, NotFound
 from tierstore.formats.names import DataDirectory
+from tierstore.tiers.ssd.cache import SsdCache
 
 
 class Elsewhere(Protocol):
     """The models of other machines, as this node serves them."""
+
+    ssd_cache: SsdCache | None  # of their rows, on this machine
 
     def start(self) -> None:
         """Serve them, and follow them."""

@@ -18,7 +18,7 @@ from tierstore.engine.cluster.base import RemoteBase
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
-from tierstore.engine.nodes.directory import check_directory, clear
+from tierstore.engine.nodes.directory import check_directory, clear, open_ssd_cache
 from tierstore.engine.nodes.follower import Follower
 from tierstore.engine.upstream.model import UpstreamModel
 from tierstore.engine.upstream.watch import Watch
@@ -119,6 +119,7 @@ class Front:
         self._lock = threading.RLock()
         self._members: dict[str, FrontModel] = {}
         self._complete = False  # whether every node has answered once, and the models that there were then are begun
+        self.ssd_cache = open_ssd_cache(shared, root)
         shared.open_remote = self.open_base
 
     # --- start and stop
@@ -147,6 +148,8 @@ class Front:
     def disconnect(self) -> None:
         """After the models are closed."""
         self.nodes.close()
+        if self.ssd_cache is not None:
+            self.ssd_cache.close()
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_EVERY_S):
@@ -238,14 +241,17 @@ class Front:
             for table, spec in info.specs.items()
         }
         what, on_failure = f"version {number} of {name!r}", self._settings.remote_on_failure
-        return RemoteBase(what, tables, info.watermark, on_failure, where="a node upstream", newer="answer", line=line)
+        return RemoteBase(
+            what, tables, info.watermark, on_failure,
+            where="a node upstream", newer="answer", line=line, cache=self.ssd_cache,
+        )  # fmt: skip
 
     def add_status(self, document: dict[str, Any]) -> dict[str, Any]:
         """The status document of the store with what there is upstream in it."""
         for name, of_model in document["models"].items():
             if (member := self._members.get(name)) is not None:
                 of_model["upstream"] = member.status()
-        return document | {"upstream": self.status()}
+        return document | {"upstream": self.status(), "ssd_cache": self.ssd_cache and self.ssd_cache.status()}
 
     def status(self) -> dict[str, Any]:
         """The nodes as this front sees them."""

@@ -60,6 +60,9 @@ class Version:
             )
             for name, spec in info.specs.items()
         }
+        if self.remote is not None:
+            for table in self.tables.values():
+                self.remote.keep(table.table_id, table.rows, table.spec.row_bytes)
         self.padding: dict[str, int] = {
             name: int(as_codes([feature.padding_key], info.specs[feature.table].key)[0])
             for name, feature in info.features.items()
@@ -291,10 +294,11 @@ class Version:
     def status(self, colliding: Mapping[str, CollidingKeys]) -> dict[str, Any]:
         """Per table: rows as of the folded watermark, keys that collide, where keys were answered, bytes a tier holds and may hold."""
         tables = {}
-        on_disk = self.disk.bytes_on_disk()
+        on_disk, remote = self.disk.bytes_on_disk(), self.remote
         all_rows = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
         for name, table in self.tables.items():
             host, device = table.host, table.device
+            cached = {} if remote is None else remote.cache_stats(table.table_id)
             tables[name] = {
                 "key": table.spec.key.value,
                 "dim": table.spec.dim,
@@ -307,8 +311,10 @@ class Version:
                 "tier_bytes": {
                     "device": device.bytes_in_use if device else 0,
                     "host": host.bytes_in_use if host else 0,
-                    "disk": int(on_disk * table.rows * table.spec.row_bytes / all_rows),
-                    **({} if self.remote is None else {"remote": table.rows * table.spec.row_bytes}),
+                    "disk": cached.get("bytes", 0)
+                    if remote
+                    else int(on_disk * table.rows * table.spec.row_bytes / all_rows),
+                    **({"remote": table.rows * table.spec.row_bytes} if remote else {}),
                 },
                 "tier_budget_bytes": {
                     "device": device.allowed_bytes if device else 0,
@@ -316,5 +322,6 @@ class Version:
                 },
                 "host": host.stats() if host else {},
                 "device": device.stats() if device else {},
+                "ssd_cache": cached,
             }
         return tables

@@ -64,6 +64,49 @@ class _StoreCollector(Collector):
                     f"tierstore_{what}_budget_bytes", f"The {what} budget of the whole store.", budget["total"]
                 )
         yield from _device(status.get("device") or {})
+        if cache := status.get("ssd_cache"):
+            yield from _ssd_cache(cache, status["models"])
+
+
+def _ssd_cache(cache: dict[str, Any], models: dict[str, Any]) -> Iterator[Metric]:
+    yield _gauge(
+        "tierstore_ssd_cache_on",
+        "0 once a disk that failed or was full has switched it off.",
+        float(cache["problem"] is None),
+    )
+    yield _gauge("tierstore_ssd_cache_used_bytes", "Bytes of the cache on SSD in use.", cache["used"])
+    yield _gauge("tierstore_ssd_cache_budget_bytes", "The budget of the cache on SSD.", cache["total"])
+    yield _gauge(
+        "tierstore_ssd_cache_waiting_bytes", "Bytes of rows that wait to be written to it.", cache["waiting_bytes"]
+    )
+    yield _gauge(
+        "tierstore_ssd_cache_waiting_limit_bytes",
+        "Bytes that may wait; rows beyond are not let in.",
+        cache["waiting_limit"],
+    )
+    yield CounterMetricFamily(
+        "tierstore_ssd_cache_dropped_rows", "Rows not let in as too many waited.", value=cache["dropped_rows"]
+    )
+    labels = ["model", "table"]
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+        "rows": GaugeMetricFamily("tierstore_ssd_cache_rows", "Rows of the active version on SSD.", labels=labels),
+        "index_bytes": GaugeMetricFamily(
+            "tierstore_ssd_cache_index_bytes", "Bytes of memory that say where they are.", labels=labels
+        ),
+        "hits": CounterMetricFamily(
+            "tierstore_ssd_cache_hits", "Keys that memory lacked and the SSD had, of the active version.", labels=labels
+        ),
+        "misses": CounterMetricFamily("tierstore_ssd_cache_misses", "Keys that neither had.", labels=labels),
+        "evicted": CounterMetricFamily(
+            "tierstore_ssd_cache_evicted_rows", "Rows that made room for others.", labels=labels
+        ),
+    }
+    for model, document in models.items():
+        for table, entry in document["tables"].items():
+            if stats := entry["ssd_cache"]:
+                for name, family in families.items():
+                    family.add_metric([model, table], stats[name])
+    yield from families.values()
 
 
 def _device(device: dict[str, Any]) -> Iterator[Metric]:

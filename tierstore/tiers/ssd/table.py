@@ -1,0 +1,177 @@
+"""The rows of one table of one version that are on the local SSD.
+
+Any thread may look up and offer; one thread writes (`cache.py`). A row is held under the rules of every cache: what was read under a view
+from before a fold is not let in (`raise_floor`), and what a fold changes goes (`forget`). So what is held is right for every view that is
+read. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import kernels
+from tierstore.kernels import ssd_cache
+from tierstore.tiers.ssd.file import Bytes, CacheFile
+from tierstore.types import Keys, Rows, States, Tier
+
+_FILL = 0.85  # of the index: hardly a key finds its buckets full
+_FEWEST = 4096  # rows that the index of a small table is made for, as deltas bring more
+_MOST_KEPT = 0.5  # of a segment that makes room: so each byte that is let in costs one more at most
+
+
+class Offer(NamedTuple):
+    """Rows that are to be held, as read under a view of `seq`."""
+
+    table: SsdTable
+    keys: Keys
+    rows: Rows
+    seq: int
+
+
+class Kept(NamedTuple):
+    """Slots of a segment that makes room which are worth another place, and how often the table had changed by then."""
+
+    slots: Bytes
+    changes: int
+
+
+class SsdTable:
+    """`rows`: how many the table has, as far as is known. `put` gives an offer to the thread that writes; it does not wait."""
+
+    def __init__(self, file: CacheFile, rows: int, row_bytes: int, put: Callable[[Offer], None]) -> None:
+        # constant after construction
+        self.row_bytes, self._file, self._put = row_bytes, file, put
+        self.slot_bytes = ssd_cache.HEAD_BYTES + (row_bytes + 7) // 8 * 8
+        self.per_segment = file.segment_bytes // self.slot_bytes
+        self._layout = np.array([self.per_segment, file.segment_bytes, self.slot_bytes], np.int64)
+        most = min(max(rows, _FEWEST), file.segments * self.per_segment)
+        buckets = min(int(most / _FILL) // ssd_cache.WAYS + 1, ssd_cache.MAX_BUCKETS)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._index = np.zeros(buckets * ssd_cache.WAYS, np.uint64)
+        self._seen = np.zeros(buckets * ssd_cache.WAYS // 4, np.uint64)  # what was offered lately
+        self._counters = np.zeros(2, np.int64)
+        self._hits = self._misses = self._admitted = 0
+        self._floor_seq, self._changes = -1, 0
+        self.closed = False
+        # of the thread that writes
+        self.open: int | None = None  # the segment that is being filled
+        self.filled = 0  # its slots
+        self.segments = 0
+
+    @property
+    def index_bytes(self) -> int:
+        return self._index.nbytes + self._seen.nbytes
+
+    def lookup(self, keys: Keys, rows: Rows, state: States) -> None:
+        """state[i] becomes DISK, and rows[i] the row, where it is held; all are PENDING before."""
+        if self._file.problem is not None or kernels.awaited:
+            return
+        slots = np.empty(len(keys), np.int64)
+        with self._lock:
+            found = 0 if self.closed else ssd_cache.find(self._index, keys, slots)
+        if found:
+            self._file.read(self._layout, slots, keys, rows, state)
+        hits = int(np.count_nonzero(state == Tier.DISK))
+        with self._lock:
+            self._hits += hits
+            self._misses += len(keys) - hits
+
+    def offer(self, keys: Keys, rows: Rows, seq: int) -> None:
+        """Rows of distinct keys that were read from elsewhere under a view of `seq`, which nobody changes afterwards.
+
+        Held where there is room, else from the second time on: a row that is read once is not worth another's place.
+        """
+        if self._file.problem is not None or kernels.awaited or not len(keys):
+            return
+        before = np.empty(len(keys), np.bool_)
+        with self._lock:
+            if seq < self._floor_seq or self.closed:
+                return
+            ssd_cache.note(self._seen, keys, before)
+        if not self._file.has_room:
+            keys, rows = keys[before], rows[before]
+        if len(keys):
+            self._put(Offer(self, keys, rows, seq))
+
+    def raise_floor(self, seq: int) -> None:
+        """From now on rows that were read under a view older than `seq` are not let in; before the delta `seq` is folded."""
+        with self._lock:
+            self._floor_seq = max(self._floor_seq, seq)
+            self._changes += 1
+
+    def forget(self, keys: Keys) -> None:
+        """Hold none of these keys: a delta that is folded has changed them."""
+        keys = np.ascontiguousarray(keys)
+        with self._lock:
+            self._changes += 1
+            if not self.closed:
+                ssd_cache.drop(self._index, keys, self._counters)
+
+    # --- for the thread that writes
+
+    def pack(self, keys: Keys, rows: Rows) -> Bytes:
+        """uint8 [n, slot_bytes]"""
+        slots = np.zeros((len(keys), self.slot_bytes), np.uint8)
+        ssd_cache.pack(keys, rows.ctypes.data, rows.strides[0], self.row_bytes, slots.ctypes.data, self.slot_bytes)
+        return slots
+
+    def admit(self, keys: Keys, first: int, seq: int) -> None:
+        """The keys of an offer are in slots from `first` on."""
+        with self._lock:
+            if seq >= self._floor_seq and not self.closed:
+                ssd_cache.put(self._index, keys, first, self._counters)
+                self._admitted += len(keys)
+
+    def admit_again(self, keys: Keys, first: int, changes: int) -> None:
+        """The keys of `Kept` are in slots from `first` on. A fold since then may have changed them: then none is held."""
+        with self._lock:
+            if changes == self._changes and not self.closed:
+                ssd_cache.put(self._index, keys, first, self._counters)
+            else:
+                self._counters[ssd_cache.EVICTED] += len(keys)
+
+    def release(self, segment: int, may_stay: bool) -> Kept | None:
+        """Hold nothing that is in a segment. Returns what was asked for since it was looked at last, hottest first.
+
+        None if it `may_stay` and does, because most of it was asked for.
+        """
+        slots = self._file.read_segment(segment, self.per_segment * self.slot_bytes).reshape(-1, self.slot_bytes)
+        keys, heat = keys_of(slots), np.empty(len(slots), np.int8)
+        with self._lock:
+            if self.closed:
+                return Kept(slots[:0], self._changes)
+            ssd_cache.cool(self._index, keys, segment * self.per_segment, heat)
+            most = int(len(heat) * _MOST_KEPT)
+            if may_stay and np.count_nonzero(heat > 0) > most:
+                return None
+            order = np.argsort(-heat, kind="stable")[:most]
+            kept = order[heat[order] > 0]
+            ssd_cache.drop(self._index, keys[heat >= 0], self._counters)
+            self._counters[ssd_cache.EVICTED] += np.count_nonzero(heat >= 0) - len(kept)
+            return Kept(slots[kept], self._changes)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the version was opened, and sizes."""
+        with self._lock:
+            rows, evicted = self._counters.tolist()
+            return {
+                "rows": rows, "bytes": self.segments * self._file.segment_bytes, "index_bytes": self.index_bytes,
+                "hits": self._hits, "misses": self._misses, "admitted": self._admitted, "evicted": evicted,
+            }  # fmt: skip
+
+    def close(self) -> None:
+        """Hold nothing any more."""
+        with self._lock:
+            self.closed = True
+            self._index, self._seen = self._index[:0], self._seen[:0]
+
+
+def keys_of(slots: Bytes) -> npt.NDArray[np.int64]:
+    """The keys in slots, uint8 [n, slot_bytes]."""
+    return np.ascontiguousarray(slots[:, :8]).view(np.int64).reshape(-1)
