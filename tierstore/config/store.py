@@ -147,7 +147,7 @@ class StoreSettings(BaseModel):
         None,
         description="file with authorities (PEM) for the certificates of these nodes; default: those of the system",
     )
-    ssd_cache: ByteSize = Field(
+    ssd_cache: SizeOrZero = Field(
         ByteSize(0),
         ge=0,
         le=4 << 40,
