@@ -40,6 +40,7 @@ def plan(
     zipf: Annotated[float | None, option("S", "Look-ups follow Zipf's law with this exponent.")] = None,
     reuse: ReuseFile = None,
     changed: Changed = "5%",
+    expires: Annotated[bool, typer.Option("--expires", help="Rows have a ttl: their times take disk too.")] = False,
     nodes: Nodes = None,
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help=_NODE + "memory.")] = "64GiB",
     disk: Annotated[str, typer.Option("--disk", metavar="SIZE", help=_NODE + "SSD.")] = "2TiB",
@@ -70,6 +71,7 @@ def plan(
         keys=keys,
         answer_bytes=2 if answers == "float16" else 4,
         changed=parse_share(changed),
+        expires=expires,
     )
     machine = Machine(
         memory=_size("--memory", memory),
