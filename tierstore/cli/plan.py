@@ -57,7 +57,6 @@ def plan(
 
     Nothing is opened or measured: the figures come from the formats and from published measurements.
     """
-    from tierstore.cli import show
     from tierstore.sizing.plan import Load, Machine
     from tierstore.sizing.plan import plan as make_plan
     from tierstore.types import StorageDtype
@@ -84,13 +83,19 @@ def plan(
     )
     made = make_plan(load, machine, nodes)
     if json:
-        document = asdict(made)
-        document["load"] |= {"reuse": load.reuse.name, "dtype": dtype}
-        show.as_json(document)
+        _show_json(made)
     else:
         _show(made)
     if made.chosen is None:
         raise typer.Exit(1)
+
+
+def _show_json(made: Plan) -> None:
+    from tierstore.cli import show
+
+    document = asdict(made)
+    document["load"] |= {"reuse": made.load.reuse.name, "dtype": made.load.dtype.value}
+    show.as_json(document)
 
 
 def _show(made: Plan) -> None:
