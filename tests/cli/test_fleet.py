@@ -106,6 +106,8 @@ def test_a_plan(cli: Cli, tmp_path: Path) -> None:
     assert [design["nodes"] for design in document["designs"]] == [4, 4, 4]
     small = cli("plan", "--rows", "1e6", "--dim", "16", "--memory", "8GiB")
     assert "chosen: one machine" in small.out
+    assert "38.4 MiB a version" in small.out
+    assert "49.9 MiB a version" in cli("plan", "--rows", "1e6", "--dim", "16", "--memory", "8GiB", "--expires").out
     assert cli("plan", "--rows", "1e12", "--dim", "64", "--memory", "1GiB").code == 1
     (tmp_path / "reuse.csv").write_text("rows,look-ups\n1,9\n9,1\n")
     assert "reuse.csv" in cli("plan", "--rows", "1e6", "--dim", "16", "--reuse", "reuse.csv").out

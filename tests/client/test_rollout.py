@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.engine.test_store import folded
 from tierstore.client import Client
 from tierstore.client.replicas import compare, compare_rows
 from tierstore.client.rollout import _Node, _Rollout, rollout
+from tierstore.engine.versions.expiry import expire
 from tierstore.errors import Conflict, InvalidInput, RolloutFailed, TierstoreError, Unreachable
 
-from .nodes import ITEMS, Node, nodes, row, write_change, write_version
+from .nodes import DIM, ITEMS, Node, nodes, row, write_change, write_version
 
 QUICK: dict[str, Any] = {"check_s": 0.0, "max_wait_s": 60.0}
 
@@ -311,6 +313,32 @@ def test_versions_and_models_that_differ_are_named(two: list[Node], tmp_path: Pa
     assert one.problems == [f"{two[1].url} has no model 'one'"]
     with pytest.raises(Unreachable), Client("http://127.0.0.1:1", retries=0) as away:
         compare_rows({"http://127.0.0.1:1": away}, "ctr", 1)
+
+
+def test_rows_that_one_node_has_removed_already_are_no_difference(tmp_path: Path) -> None:
+    with nodes(tmp_path, 2, ttl_check_s=0.0) as made, clients(made) as of:
+        with tierstore.SnapshotWriter(tmp_path / "timed", model="ctr", version=1, delta_seq=0) as snapshot:
+            keys, now_s = np.arange(ITEMS), int(time.time())
+            table = snapshot.table("user", dim=DIM, ttl_s="30d", time_column="seen")
+            table.write(keys, np.ones((ITEMS, DIM)), np.full(ITEMS, now_s))
+            snapshot.feature("user", table="user")
+        with tierstore.DeltaWriter(tmp_path / "old.arrow", model="ctr", seq=1, event_time=now_s - 40 * 86400) as delta:
+            delta.upsert("user", keys[::2], np.zeros((ITEMS // 2, DIM)))
+        for node in made:
+            node.store.load_snapshot(tmp_path / "timed")
+            node.store.apply_delta(tmp_path / "old.arrow")
+            folded(node.store)
+        (view,) = made[0].store.model("ctr").served.views
+        assert len(expire(view.open_version, "user", keys, now_s - 30 * 86400)) == ITEMS // 2
+        found = [client.sample("ctr", rows=ITEMS)["tables"]["user"]["found"] for client in of.values()]
+        assert found[0] < found[1]
+        _, (same,) = compare(of, rows=ITEMS)
+        assert same.problems == []
+        assert same.rows is not None
+        assert (same.rows.keys > ITEMS // 2, same.rows.seq) == (True, 1)
+        expire(view.open_version, "user", keys[1:2], now_s + 1)  # too early
+        _, (other,) = compare(of, rows=ITEMS)
+        assert [problem.split(":")[0] for problem in other.problems] == ["rows of table 'user' differ at seq 1"]
 
 
 def test_a_sample_of_chosen_keys(two: list[Node]) -> None:

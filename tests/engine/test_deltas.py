@@ -11,8 +11,11 @@ import pytest
 from tests.engine import scenes
 from tests.engine.test_store import folded
 from tierstore.engine.data.overlay import OverlayTable
+from tierstore.engine.deltas import apply
+from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, SnapshotError, TooLarge
 from tierstore.kernels import overlay_index
+from tierstore.tiers.background import is_background
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
 
@@ -49,6 +52,31 @@ def test_a_delta_is_seen_at_once_folded_and_after_reopening(open_store, tmp_path
     folded(again)
     check(again)
     assert again.status()["models"]["ctr"]["folded_watermark"] == 2
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_large_delta_and_a_fold_are_worked_on_at_a_low_priority(store, tmp_path, monkeypatch, large):
+    """So that look-ups get the processor at once; a small delta is not worth a thread."""
+    seen: list[tuple[str, bool]] = []
+
+    def noting(owner: object, name: str) -> None:
+        wrapped = getattr(owner, name)
+
+        def noted(*args: object, **options: object) -> object:
+            seen.append((name, is_background()))
+            return wrapped(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    delta = scenes.stamped(1, {"item": [1]})
+    monkeypatch.setattr(apply, "LARGE_BYTES", len(delta) + (not large))
+    for owner, name in ((apply, "read_delta"), (apply, "encode_delta"), (Version, "fold")):
+        noting(owner, name)
+    assert store.apply_delta(delta).applied
+    folded(store)
+    assert seen == [("read_delta", large), ("encode_delta", large), ("fold", True)]
+    assert not is_background()
 
 
 def test_order_duplicates_gaps_and_conflicts(store, tmp_path):

@@ -28,6 +28,7 @@ from tests.engine.ttl_scenes import (
     write,
 )
 from tierstore.engine.lifecycle import expiry
+from tierstore.engine.operations.sample import sample
 from tierstore.formats.row_times import TIME_BYTES, from_rows
 from tierstore.types import Tier
 
@@ -351,3 +352,32 @@ def test_it_is_not_looked_for_where_that_is_off_or_no_table_has_a_ttl(
     assert store.model("ctr").problem is None
     tables = store.status()["models"]["ctr"]["tables"]
     assert all(table["ttl"] is None for table in tables.values())
+
+
+# --- samples
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 60.0], ids=["folded", "not folded"])
+def test_a_sample_counts_rows_as_absent_that_are_expired_by_then(
+    open_store: OpenStore, tmp_path: Path, grace_s: float, days_later: Any
+) -> None:
+    store = open_store(fold_grace_s=grace_s)
+    store.load_snapshot(write(tmp_path))
+    store.apply_delta(delta(1, [399], days=20))
+    store.apply_delta(delta(2, [0, 398], days=-25, gone=[1]))
+    if not grace_s:
+        folded(store)
+
+    def sampled(days: float | None) -> dict[str, Any]:
+        at_s = None if days is None else int(NOW + days * DAY)
+        keys = {"user": [399, 398, 3, 2, 2, 1, 0, 10**6], "item": [1, 2]}
+        return sample(store.model("ctr"), None, keys, 0, at_s)["tables"]  # type: ignore[no-any-return]
+
+    assert [sampled(days)["user"]["found"] for days in (None, 0, 6, 29, 31, 51)] == [6, 6, 4, 4, 1, 0]
+    assert sampled(51)["item"] == sampled(None)["item"]
+    assert sampled(0)["user"] == sampled(None)["user"]
+    assert (sampled(0)["user"]["ttl_s"], sampled(0)["item"]["ttl_s"]) == (30 * DAY, None)
+    days_later(6)
+    before = sampled(6)
+    check(store)
+    assert sampled(6) == before

@@ -36,15 +36,15 @@ def test_bytes_and_hit_rate_of_a_real_store(tmp_path: Path) -> None:
         assert 0.5 < found.hit_rate < 0.95, "neither trivial"
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(1, "int8"), (300, "float32")])
-def test_bytes_of_a_version_of_any_shape(tmp_path: Path, dim: int, dtype: str) -> None:
+@pytest.mark.parametrize(("dim", "dtype", "ttl_s"), [(1, "int8", None), (300, "float32", None), (8, "int8", "30d")])
+def test_bytes_of_a_version_of_any_shape(tmp_path: Path, dim: int, dtype: str, ttl_s: str | None) -> None:
     rows = 6_000
     with tierstore.SnapshotWriter(tmp_path / "s", model="m", version=1, delta_seq=0) as snapshot:
         vectors = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
-        snapshot.table("t", dim=dim, dtype=dtype).write(np.arange(rows), vectors)
+        snapshot.table("t", dim=dim, dtype=dtype, ttl_s=ttl_s).write(np.arange(rows), vectors)
         snapshot.feature("f", table="t")
     tierstore.build_snapshot(tmp_path / "s", tmp_path / "out")
-    planned = bytes_of(load(rows, dim, dtype)).version
+    planned = bytes_of(load(rows, dim, dtype, expires=ttl_s is not None)).version
     assert tree_bytes(tmp_path / "out") == pytest.approx(planned, rel=0.2, abs=20_000)
 
 
@@ -72,6 +72,7 @@ def test_hit_rates_are_those_of_the_measured_cache(reuse: Zipf | Classes, share:
 
 def test_bytes_are_those_of_published_runs() -> None:
     assert bytes_of(load(4e6)).version / 4e6 == pytest.approx(73.3, rel=0.02)  # sealed-base.md
+    assert bytes_of(load(1.5e6, expires=True)).version / 1.5e6 == pytest.approx(85.4, rel=0.01)  # row-ttl.md
     assert bytes_of(load(1e7)).index / 1e7 == pytest.approx(0.143, rel=0.1, abs=0.16)
     assert pytest.approx(128 + 13.99, abs=0.5) == 128 + HOST_ROW_BYTES  # benchmarks.md, 10 million rows
     table = bytes_of(load(5e9, 64))  # bulk-load.md: in all 1.57 TB, of which scratch 0.71

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import pytest
 
@@ -29,6 +30,12 @@ def test_background_work_has_a_low_priority_and_its_caller_keeps_its_own() -> No
     assert in_background(niceness) == min(19, max(before, NICENESS))
     assert niceness() == before
     assert not is_background()
+
+
+def test_background_work_has_the_context_of_its_caller() -> None:
+    name = ContextVar("name", default="")
+    name.set("me")
+    assert in_background(name.get) == "me"
 
 
 def test_an_error_in_the_background_is_the_callers() -> None:

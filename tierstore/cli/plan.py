@@ -40,6 +40,7 @@ def plan(
     zipf: Annotated[float | None, option("S", "Look-ups follow Zipf's law with this exponent.")] = None,
     reuse: ReuseFile = None,
     changed: Changed = "5%",
+    expires: Annotated[bool, typer.Option("--expires", help="Rows have a ttl: their times take disk too.")] = False,
     nodes: Nodes = None,
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help=_NODE + "memory.")] = "64GiB",
     disk: Annotated[str, typer.Option("--disk", metavar="SIZE", help=_NODE + "SSD.")] = "2TiB",
@@ -56,7 +57,6 @@ def plan(
 
     Nothing is opened or measured: the figures come from the formats and from published measurements.
     """
-    from tierstore.cli import show
     from tierstore.sizing.plan import Load, Machine
     from tierstore.sizing.plan import plan as make_plan
     from tierstore.types import StorageDtype
@@ -70,6 +70,7 @@ def plan(
         keys=keys,
         answer_bytes=2 if answers == "float16" else 4,
         changed=parse_share(changed),
+        expires=expires,
     )
     machine = Machine(
         memory=_size("--memory", memory),
@@ -82,13 +83,19 @@ def plan(
     )
     made = make_plan(load, machine, nodes)
     if json:
-        document = asdict(made)
-        document["load"] |= {"reuse": load.reuse.name, "dtype": dtype}
-        show.as_json(document)
+        _show_json(made)
     else:
         _show(made)
     if made.chosen is None:
         raise typer.Exit(1)
+
+
+def _show_json(made: Plan) -> None:
+    from tierstore.cli import show
+
+    document = asdict(made)
+    document["load"] |= {"reuse": made.load.reuse.name, "dtype": made.load.dtype.value}
+    show.as_json(document)
 
 
 def _show(made: Plan) -> None:

@@ -240,9 +240,10 @@ class AsyncClient(ClientBase[AsyncTransport]):
         version: int | str | None = None,
         keys: Mapping[str, Sequence[int]] | None = None,
         rows: int = 256,
+        expired_at_s: int | None = None,
     ) -> dict[str, Any]:
         """See `Client.sample`."""
-        return await self._transport.run(self._operations.sample(model, version, keys, rows))
+        return await self._transport.run(self._operations.sample(model, version, keys, rows, expired_at_s))
 
     async def activate(
         self, model: str, version: int, *, force: bool = False, expected_active: int | None = None

@@ -236,9 +236,10 @@ class Operations:
         yield from exchange("POST", f"/v2/repository/models/{quote(model, safe='')}/unload", self._deadline())
 
     def sample(
-        self, model: str, version: Version, keys: Mapping[str, Sequence[int]] | None, rows: int
+        self, model: str, version: Version, keys: Mapping[str, Sequence[int]] | None, rows: int, at_s: int | None
     ) -> Operation[dict[str, Any]]:
-        body = {"version": version, "keys": keys, "rows": rows}
+        body: dict[str, Any] = {"version": version, "keys": keys, "rows": rows}
+        body |= {} if at_s is None else {"expired_at_s": at_s}  # an earlier release does not know it
         document: dict[str, Any] = yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)
         return document
 

@@ -16,6 +16,7 @@ from tierstore.client.sync import Client
 from tierstore.errors import NotFound, TierstoreError
 
 POLL_S = 0.05
+CLOCKS_S = 60.0  # by which clocks of nodes may differ
 
 Clients = Mapping[str, Client]  # by the URL of the node
 
@@ -94,7 +95,8 @@ def _compared(
 def compare_rows(clients: Clients, model: str, version: int, *, rows: int = 256, wait_s: float = 10.0) -> Rows:
     """Compare rows of a version that every node serves, at a seq at which all of them were seen.
 
-    Each node chooses keys, and all of them answer all of these. Raises what a node raises, with its URL in the message.
+    Each node chooses keys, and all of them answer all of these. Nodes remove expired rows at times of their own, so rows that
+    are expired, or will be in a minute, count as absent. Raises what a node raises, with its URL in the message.
     """
     chosen = {url: _sample(client, url, model, version, None, rows)["tables"] for url, client in clients.items()}
     tables = {url: ", ".join(sorted(sampled)) for url, sampled in chosen.items()}
@@ -104,12 +106,14 @@ def compare_rows(clients: Clients, model: str, version: int, *, rows: int = 256,
         name: _distinct(sampled[name]["keys"] for sampled in chosen.values()) for name in next(iter(chosen.values()))
     }
     total = sum(map(len, keys.values()))
+    expire = any(table.get("ttl_s") is not None for sampled in chosen.values() for table in sampled.values())
+    expired_at_s = int(time.time() + wait_s + CLOCKS_S) if expire else None
     seen: dict[str, dict[int, dict[str, Any]]] = {url: {} for url in clients}
     until = time.monotonic() + wait_s
     behind: Iterable[str] = list(clients)
     while True:
         for url in behind:
-            answer = _sample(clients[url], url, model, version, keys, rows)
+            answer = _sample(clients[url], url, model, version, keys, rows, expired_at_s)
             seen[url][answer["seq"]] = answer["tables"]
         common = set.intersection(*(set(by_seq) for by_seq in seen.values()))
         if common:
@@ -124,10 +128,16 @@ def compare_rows(clients: Clients, model: str, version: int, *, rows: int = 256,
 
 
 def _sample(
-    client: Client, url: str, model: str, version: int, keys: Mapping[str, list[int]] | None, rows: int
+    client: Client,
+    url: str,
+    model: str,
+    version: int,
+    keys: Mapping[str, list[int]] | None,
+    rows: int,
+    expired_at_s: int | None = None,
 ) -> dict[str, Any]:
     try:
-        return client.sample(model, version=version, keys=keys, rows=rows)
+        return client.sample(model, version=version, keys=keys, rows=rows, expired_at_s=expired_at_s)
     except TierstoreError as error:
         error.add_note(f"node {url}")
         raise

@@ -267,16 +267,18 @@ class Client(ClientBase[Transport]):
         version: int | str | None = None,
         keys: Mapping[str, Sequence[int]] | None = None,
         rows: int = 256,
+        expired_at_s: int | None = None,
     ) -> dict[str, Any]:
         """Digests of some rows of every table, as they are answered now: nodes with the same rows at one seq have the same.
 
         Args:
             version: number or label of a version that is served; by default the active one.
             keys: codes of keys by table, as another answer lists them. By default the node chooses `rows` of each table.
+            expired_at_s: seconds since 1970; rows that are expired then count as absent, whether the node has removed them or not.
 
-        Returns `{"version", "seq", "tables": {table: {"keys", "found", "digest"}}}`.
+        Returns `{"version", "seq", "tables": {table: {"keys", "found", "digest", "ttl_s"}}}`.
         """
-        return self._transport.run(self._operations.sample(model, version, keys, rows))
+        return self._transport.run(self._operations.sample(model, version, keys, rows, expired_at_s))
 
     def activate(self, model: str, version: int, *, force: bool = False, expected_active: int | None = None) -> None:
         """Serve a kept version. Conflict for a stale one, unless `force`.

@@ -15,7 +15,7 @@ from typing import Any
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
-from tierstore.engine.deltas.apply import delta_bytes
+from tierstore.engine.deltas.apply import delta_of
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
 from tierstore.engine.events.observer import Observer
@@ -36,7 +36,6 @@ from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.upstream.elsewhere import Elsewhere, no_model, rows_elsewhere
 from tierstore.errors import Closed, DeltaError, InvalidInput, SnapshotError
 from tierstore.formats import files
-from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
 from tierstore.kafka.parked import ParkedFiles
@@ -207,8 +206,7 @@ class Store(ParkedMessages):
         of turn, Conflict for a seq held with other content, Overloaded when deltas come faster than they are folded.
         """
         self._check_open()
-        data = delta_bytes(source)
-        delta = read_delta(data)
+        delta, data = delta_of(source, self.shared.overlay_budget)
         if model is not None and delta.model != model:
             raise DeltaError(f"expected a delta of model {model!r}, got one of {delta.model!r}")
         return self.verbs(self.model(delta.model)).apply_delta(delta, data)

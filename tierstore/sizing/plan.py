@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from tierstore.errors import InvalidInput
+from tierstore.formats.row_times import TIME_BYTES
 from tierstore.sizing.reuse import ADS, Reuse, hit_rate
 from tierstore.tiers.disk.block_shape import block_shape
 from tierstore.types import StorageDtype
@@ -45,6 +46,9 @@ class Load:
     answer_bytes: int = 4
     changed: float = 0.05  # share of the rows that deltas change between two snapshots
     keep_versions: int = 1
+    expires: bool = (
+        False  # whether rows have a ttl; then their times are a table of their own (docs/decisions/row-ttl.md)
+    )
 
     def __post_init__(self) -> None:
         for name, value, least in (("rows", self.rows, 1), ("dim", self.dim, 1), ("keys", self.keys, 1)):
@@ -93,18 +97,20 @@ class Bytes:
 
 def bytes_of(load: Load, share: float = 1.0) -> Bytes:
     """What `share` of the table needs."""
-    block, per_block = block_shape(load.row_bytes)
     rows = load.rows * share
-    blocks = math.ceil(rows / per_block)
-    version = float(blocks * (block + INDEX_BYTES))
-    changed = rows * load.changed * (load.row_bytes + CHANGED_DISK_BYTES)
+    version = changed = scratch = index = 0.0
+    for row_bytes in (load.row_bytes, TIME_BYTES) if load.expires else (load.row_bytes,):
+        block, per_block = block_shape(row_bytes)
+        blocks = math.ceil(rows / per_block)
+        version += blocks * (block + INDEX_BYTES)
+        changed += rows * load.changed * (row_bytes + CHANGED_DISK_BYTES)
+        scratch += rows * (row_bytes + KEY_BYTES)
+        index += blocks * INDEX_BYTES + rows * load.changed * 3
     disk = (version + changed) * (1 + load.keep_versions)
-    scratch = rows * (load.row_bytes + KEY_BYTES)
-    index = blocks * INDEX_BYTES + rows * load.changed * 3
     return Bytes(
         version,
         changed,
-        float(index),
+        index,
         disk,
         disk + version + scratch,
         rows * (load.row_bytes + HOST_ROW_BYTES) * ALL_ROWS,

@@ -15,6 +15,7 @@ Any thread may call anything here. The caller must not hold a lock that requests
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import threading
 import time
@@ -123,9 +124,9 @@ def yield_if_background() -> None:
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """Call `work` on a background thread and wait for it. Returns what it returns, raises what it raises."""
+    """Call `work` on a background thread, in the caller's context, and wait for it. Returns what it returns, raises what it raises."""
     with ThreadPoolExecutor(1, "tierstore-background", initializer=become_background) as thread:
-        return thread.submit(work).result()
+        return thread.submit(contextvars.copy_context().run, work).result()
 
 
 class Pace:

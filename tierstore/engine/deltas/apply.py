@@ -1,7 +1,8 @@
 """The way of a delta into what is served.
 
 There is one log, and a delta goes into every version that is served: all their views are published as one, before the
-delta is acknowledged. Any thread may apply, one at a time (`LiveViews.write`); look-ups wait for none of it.
+delta is acknowledged. Any thread may apply, one at a time (`LiveViews.write`); look-ups wait for none of it. A large delta
+is worked on at a low priority (docs/decisions/delta-latency.md).
 
 After a crash: a delta that was acknowledged is in the log; the view is made again by replay.
 """
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
+from tierstore.engine.data.budget import OverlayBudget
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
 from tierstore.engine.deltas.dense import DenseParts
@@ -27,11 +30,14 @@ from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
-from tierstore.formats.delta.reader import Delta
+from tierstore.formats.delta.reader import Delta, read_delta
 from tierstore.formats.regular import read_regular
 from tierstore.predict.session import DenseSession
+from tierstore.tiers.background import in_background
 from tierstore.types import DeltaResult, TableSpec
 
+LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, which look-ups would wait for
+T = TypeVar("T")
 Sessions = dict[Version, DenseSession | None]  # of a delta's dense part, by version
 
 
@@ -62,6 +68,11 @@ class DeltaPath:
 
         `data` is what `delta` was read from. `origin` is logged with it: a source finds there how far it has read.
         """
+        if delta.dense is not None:  # the threads of a session would inherit the priority
+            return self._apply(delta, data, origin)
+        return _gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin))
+
+    def _apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None) -> DeltaResult:
         model = self._live.model
         sessions = self._sessions_ahead(delta)
         with self._live.write:
@@ -206,8 +217,20 @@ def _bytes(overlays: Sequence[Overlay]) -> int:
     return sum(overlay.nbytes for overlay in overlays)
 
 
-def delta_bytes(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
-    """A delta's bytes, given as such or as a path or file:// URL. DeltaError where it cannot be read."""
+def delta_of(
+    source: bytes | bytearray | memoryview | str | Path, unfolded: OverlayBudget
+) -> tuple[Delta, bytes | memoryview]:
+    """A delta and its bytes, given as such or as a path or file:// URL. DeltaError where they cannot be read or are no delta."""
+    data = _bytes_of(source)
+    return _gently(data, unfolded, lambda: read_delta(data)), data
+
+
+def _gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
+    """Do `work` on a large delta at a low priority, unless deltas arrive faster than they are folded."""
+    return work() if len(data) < LARGE_BYTES or unfolded.used else in_background(work)
+
+
+def _bytes_of(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
     if isinstance(source, bytes):
         return source
     if isinstance(source, (bytearray, memoryview)):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.versions.version import Version
-from tierstore.tiers.background import without_yielding
+from tierstore.tiers.background import in_background, without_yielding
 
 
 class Folder:
@@ -73,8 +73,11 @@ class Folder:
             changed.wait_for(lambda: off() or ready() or self._other_due(version))
             if off() or not ready():
                 return
-        with without_yielding(len(view.overlays) > 1):  # deltas arrive faster than they are folded
-            version.fold(oldest)
+        if len(view.overlays) > 1:  # deltas arrive faster than they are folded
+            with without_yielding(True):
+                version.fold(oldest)
+        else:
+            in_background(lambda: version.fold(oldest))
         with live.write:
             now = live.served.view_of(version)
             if now is not None:

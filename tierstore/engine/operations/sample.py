@@ -16,6 +16,7 @@ from tierstore.engine.model import Model
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput
+from tierstore.formats.row_times import TIME_BYTES, Times, from_rows
 from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Keys, Tier
@@ -26,15 +27,20 @@ _LOWEST, _END = -(1 << 63), 1 << 63
 
 
 def sample(
-    model: Model, version: int | str | None, keys: Mapping[str, Sequence[int]] | None, rows: int
+    model: Model,
+    version: int | str | None,
+    keys: Mapping[str, Sequence[int]] | None,
+    rows: int,
+    expired_at_s: int | None = None,
 ) -> dict[str, Any]:
     """What `version` (a number or a label; None: the active one) answers for some keys of every table.
 
     Args:
         keys: by table, the keys' codes, at most `MOST_KEYS`. A code is the key itself, as int64 (for uint64 its bit pattern,
             for a string its hash). None: `rows` of each table are chosen, the same ones on every node that has the same rows.
+        expired_at_s: seconds since 1970; rows that are expired then count as absent, whether this node has removed them or not.
 
-    Returns `{"model", "version", "seq", "tables": {table: {"keys": [code], "found": n, "digest": 16 hex digits}}}`.
+    Returns `{"model", "version", "seq", "tables": {table: {"keys": [code], "found": n, "digest": 16 hex digits, "ttl_s"}}}`.
     """
     with model.view(STABLE if version is None else version) as view:
         tables = view.open_version.tables
@@ -47,7 +53,7 @@ def sample(
             "model": model.name,
             "version": view.version,
             "seq": view.seq,
-            "tables": {name: _digest(view, tables[name], name, codes) for name, codes in wanted.items()},
+            "tables": {name: _digest(view, tables[name], name, codes, expired_at_s) for name, codes in wanted.items()},
         }
 
 
@@ -60,10 +66,14 @@ def _codes(keys: Sequence[int]) -> Keys:
         raise InvalidInput("keys: expected codes that fit int64") from None
 
 
-def _digest(view: View, table: Cascade, name: str, codes: Keys) -> dict[str, Any]:
+def _digest(view: View, table: Cascade, name: str, codes: Keys, expired_at_s: int | None) -> dict[str, Any]:
     rows, state = np.empty((len(codes), table.spec.dim), np.float32), np.zeros(len(codes), np.uint8)
     table.lookup(view.overlays_of(name), view.seq, codes, rows, state)
     found: npt.NDArray[np.bool_] = state != np.uint8(Tier.ABSENT)
+    if expired_at_s is not None and (times := _times(view, table, name, codes)) is not None:
+        assert table.spec.ttl_s is not None
+        found &= times >= max(1, expired_at_s - table.spec.ttl_s)
+        rows[~found] = table.default
     answers = np.concatenate(
         [rows.view(np.uint8).reshape(len(codes), 4 * table.spec.dim), found.view(np.uint8)[:, None]], axis=1
     )
@@ -71,7 +81,24 @@ def _digest(view: View, table: Cascade, name: str, codes: Keys) -> dict[str, Any
         "keys": codes.tolist(),
         "found": int(np.count_nonzero(found)),
         "digest": f"{digest_rows(codes, answers):016x}",
+        "ttl_s": table.spec.ttl_s,
     }
+
+
+def _times(view: View, table: Cascade, name: str, codes: Keys) -> Times | None:
+    """When rows were last written; 0 where there is none, or it has just expired. None for a table without times here."""
+    version = view.open_version
+    if name not in version.info.times_ids or not isinstance(version.disk, DiskTier):
+        return None
+    keys, inverse = np.unique(codes, return_inverse=True)
+    stored, state = np.zeros((len(keys), TIME_BYTES), np.uint8), np.zeros(len(keys), np.uint8)
+    version.disk.get(version.info.times_ids[name], keys, stored, state)
+    times = np.where(state == Tier.DISK, from_rows(stored), np.uint32(0))
+    for overlay in reversed(view.overlays_of(name)):  # the newest last
+        assert overlay.times is not None
+        _, at, there = np.intersect1d(keys, overlay.keys, assume_unique=True, return_indices=True)
+        times[at] = overlay.times[there]
+    return times[inverse]
 
 
 def _chosen(view: View, rows: int) -> dict[str, Keys]:

@@ -25,6 +25,10 @@ class SampleRequest(BaseModel):
         Field(description="codes of keys by table, as an answer lists them; default: some of each table are chosen"),
     ] = None
     rows: Annotated[int, Field(ge=1, le=MOST_KEYS, description="how many are chosen of each table")] = 256
+    expired_at_s: Annotated[
+        int | None,
+        Field(ge=0, description="seconds since 1970; rows that are expired then count as absent, removed or not"),
+    ] = None
 
 
 def add_samples(app: FastAPI, service: Service) -> None:
@@ -38,5 +42,7 @@ def add_samples(app: FastAPI, service: Service) -> None:
         """Digests of some rows as they are answered now, at one seq. Nodes with the same rows have the same digests."""
         wanted = request or SampleRequest()
         held = service.store.model(model)
-        answer: dict[str, Any] = await service.admin_pool.run(sample, held, wanted.version, wanted.keys, wanted.rows)
+        answer: dict[str, Any] = await service.admin_pool.run(
+            sample, held, wanted.version, wanted.keys, wanted.rows, wanted.expired_at_s
+        )
         return answer
