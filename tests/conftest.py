@@ -9,9 +9,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests import warm_helpers
 from tierstore.kernels import ahead
+
+settings.register_profile("patient", settings(), deadline=None)  # another machine may be slower, or busy
+settings.load_profile("patient")
 
 # Files that take longest. With several processes the run is as long as the one that ends last.
 LONG = ("test_benchmarks", "test_crash", "test_story", "test_faults", "test_switch", "test_model_based", "test_disk")
