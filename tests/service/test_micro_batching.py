@@ -288,10 +288,16 @@ def test_without_a_delay_those_are_joined_that_wait_for_a_thread(store: Store, p
         (alone,) = send(server, [ask([1])])
         assert alone.status == 200
         assert stats(server)["batches"] == 0
-        gate = threading.Event()
+        gate, waits = threading.Event(), threading.Event()
         pool, loop = server.service.lookup_pool, server._http._loop
         assert loop is not None
-        loop.call_soon_threadsafe(lambda: pool.run(gate.wait, 60))
+
+        def hold() -> None:
+            waits.set()
+            gate.wait(60)
+
+        loop.call_soon_threadsafe(lambda: pool.run(hold))
+        assert waits.wait(60)
 
         async def run() -> list[Answer]:
             asking = []
