@@ -123,7 +123,9 @@ class Fleet:
     @property
     def unheard(self) -> str | None:
         """See `Elsewhere`. All models that the cluster had when this node began are here."""
-        return None if self.problem is None else f"which models the cluster has is not known: {self.problem}"
+        silent = [member.follower.silent for member in list(self._members.values())]
+        why = next((why for why in (self.problem, *silent) if why is not None), None)
+        return None if why is None else f"which models the cluster has is not known: {why}"
 
     @property
     def ready(self) -> bool:
