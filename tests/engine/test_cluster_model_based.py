@@ -135,7 +135,16 @@ class NodesAgainstDicts(RuleBasedStateMachine):
                 self.nodes[at].drop("ctr", number)
         else:
             self.nodes[at].drop("ctr", number)
+            scenes.eventually(lambda: self._is_gone(number, at), f"version {number} is gone", WAIT_S)
             del self.versions[number]
+
+    def _is_gone(self, number: int, at: str) -> bool:
+        """Until then it is being dropped: to drop it again changes nothing."""
+        try:
+            self.nodes[at].drop("ctr", number)
+        except NotFound:
+            return True
+        return False
 
     # --- deltas, and the rest
 

@@ -63,9 +63,10 @@ class ClusterTarget:
         manifest, shared = snapshot.manifest, self._shared
         before = shared.versions().get(manifest.version)
         if before is not None and before["state"] != LOADING:
+            do = "activate it, or drop it first" if before["state"] == READY else "try again once its rows are gone"
             raise Conflict(
-                f"version {manifest.version} of {shared.name!r} is in the cluster already ({before['state']}); activate it, or drop it "
-                "first, or give the snapshot a new version"
+                f"version {manifest.version} of {shared.name!r} is in the cluster already ({before['state']}); {do}, or give the snapshot "
+                "a new version"
             )
         if not shared.claim_load(manifest.version, self._node, CLAIM_S):
             raise Conflict(f"version {manifest.version} of {shared.name!r} is being loaded by another node")
