@@ -81,7 +81,8 @@ def test_refusals_of_access_and_of_connections_are_logged_too(tmp_path: Path, li
         assert (refused.status_code, refused.headers["x-request-id"]) == (403, "g")
         full = other.get("/v2/health/live", headers={"X-Request-Id": "d"})
         assert (full.status_code, full.headers["x-request-id"]) == (503, "d")
-    assert [line["status"] for line in lines(REQUESTS)] == [403, 503]
+    own = [line for line in lines(REQUESTS) if line.get("id") in ("g", "d")]  # a server before may log its last one now
+    assert [line["status"] for line in own] == [403, 503]
 
 
 def test_a_failed_request_is_logged_in_a_line(fake: tuple[FakeStore, ServerThread], lines: Lines) -> None:
