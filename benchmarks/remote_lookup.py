@@ -7,7 +7,7 @@ key a row, as programs that use redis-py do. All read the same batches of keys, 
 medians over the rounds.
 
 redis-py is used as its pages say: `mget_nonatomic` of the cluster client, and a pipeline of GETs; and, for comparison, with HMGET
-on our tags; valkey-glide and coredis where they are installed (`make bench-tools`). The limit is `redis-benchmark`, one process a master at the same time, with the commands that our look-up sends:
+on our tags; valkey-glide and coredis where they are installed (`make bench-tools`). The limit is `redis-benchmark`, one process a tag at the same time, with the commands that our look-up sends:
 HMGET of hashes with as many rows of the same size, as many fields a command. "cpu us a key" is processor time of the client, and
 "server cpu us a key" of the servers: on a machine that has other work, compare those.
 """
@@ -120,21 +120,20 @@ def load_digits(cluster: Cluster, table: RemoteTable, rows: Rows) -> int:
 
 
 class RedisBenchmark:
-    """One `redis-benchmark` a master, all at once, each over one connection.
+    """One `redis-benchmark` a tag, all at once, each over one connection: together they ask for all rows, as a look-up does.
 
-    A command is HMGET of a tag's part of a batch, keys drawn anew each time; as many as a master has tags are on their way.
+    A command is HMGET of a tag's part of a batch, keys drawn anew each time.
     """
 
     def __init__(self, program: str, cluster: Cluster, table: RemoteTable, each: int, batch: int) -> None:
         tags = table.layout.tags
         self._fields = batch // len(tags)
-        of_master = {cluster.master_of(slot): tag for tag, slot in zip(tags, table.layout.slots, strict=True)}
+        of_tag = {tag: cluster.master_of(slot) for tag, slot in zip(tags, table.layout.slots, strict=True)}
         self._commands = [
             [
-                program, "-h", address.host, "-p", str(address.port), "-c", "1", "-P", str(len(tags) // len(of_master)),
-                "-r", str(each), "--csv", "HMGET", b"d:{%s}" % tag, *["__rand_int__"] * self._fields,
+                program, "-h", address.host, "-p", str(address.port), "-c", "1", "-r", str(each), "--csv", "HMGET", b"d:{%s}" % tag, *["__rand_int__"] * self._fields,
             ]
-            for address, tag in of_master.items()
+            for tag, address in of_tag.items()
         ]  # fmt: skip
         self._requests = 200
 
@@ -203,7 +202,7 @@ def headlines(medians: dict[str, list[float]]) -> list[dict[str, Any]]:
         what = f"4,096 cold keys, {n} tags a master"
         lines.append(headline(what, "redis-py's cluster client as its pages say", one[0] / documented, at_least=3))
         if limit := medians.get(f"redis-benchmark, {n} tags a master"):
-            against = "redis-benchmark, a process a master"
+            against = "redis-benchmark, a process a tag"
             lines.append(headline(f"{what}, 2 threads", against, two[0] / limit[0], at_least=0.6))
             spent = sum(limit[1:]) / sum(two[1:])
             lines.append(headline(f"{what}, a second of all processors", against, spent, at_least=0.6))
