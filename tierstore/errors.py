@@ -35,7 +35,7 @@ Transports map these to their own codes (`service/`); nothing below them uses a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 
@@ -97,6 +97,11 @@ class ConfigError(InvalidInput):
 
 class NotFound(TierstoreError, LookupError):
     """No model, version, table, feature or job of that name."""
+
+
+def unknown_model(name: str, there: Iterable[str]) -> NotFound:
+    """What to raise for a model that is not among those `there`."""
+    return NotFound(f"no model {name!r}; there is {', '.join(sorted(there)) or 'none yet'}")
 
 
 class Conflict(TierstoreError):

@@ -22,7 +22,7 @@ from tierstore.engine.nodes.directory import check_directory, clear, open_ssd_ca
 from tierstore.engine.nodes.member import Member
 from tierstore.engine.nodes.upload import ClusterTarget
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import NotFound, StorageError, TierstoreError
+from tierstore.errors import StorageError, TierstoreError, unknown_model
 from tierstore.formats.names import DataDirectory
 from tierstore.tiers.remote.cluster import connect
 from tierstore.tiers.remote.options import Options
@@ -117,7 +117,7 @@ class Fleet:
         """NotFound, naming those there are, for an unknown one."""
         member = self._members.get(name)
         if member is None:
-            raise NotFound(f"no model {name!r}; there is {', '.join(sorted(self._members)) or 'none yet'}")
+            raise unknown_model(name, self._members)
         return member
 
     @property

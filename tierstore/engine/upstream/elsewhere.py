@@ -11,7 +11,7 @@ from tierstore.engine.nodes.fleet import Fleet
 from tierstore.engine.operations.load import Target
 from tierstore.engine.operations.verbs import Verbs
 from tierstore.engine.upstream.front import Front
-from tierstore.errors import ClusterUnavailable, ConfigError, NotFound
+from tierstore.errors import ClusterUnavailable, ConfigError, NotFound, unknown_model
 from tierstore.formats.names import DataDirectory
 from tierstore.tiers.ssd.cache import SsdCache
 
@@ -54,7 +54,7 @@ def no_model(name: str, there: Sequence[str], elsewhere: Elsewhere | None) -> No
     """What to raise for a model that is not among those `there`: nobody can say that there is none before all were heard."""
     if elsewhere is not None and (why := elsewhere.unheard) is not None:
         return ClusterUnavailable(why)
-    return NotFound(f"no model {name!r}; there is {', '.join(there) or 'none yet'}")
+    return unknown_model(name, there)
 
 
 def rows_elsewhere(shared: Shared, root: DataDirectory, begin_model: Callable[[str], Model]) -> Elsewhere | None:

@@ -23,7 +23,7 @@ from tierstore.engine.nodes.follower import Follower
 from tierstore.engine.upstream.model import UpstreamModel
 from tierstore.engine.upstream.watch import Watch
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import InvalidInput, NotFound, TierstoreError
+from tierstore.errors import InvalidInput, TierstoreError, unknown_model
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import DataDirectory
 from tierstore.kernels import upstream_reads
@@ -208,7 +208,7 @@ class Front:
         """NotFound, naming those there are, for an unknown one."""
         member = self._members.get(name)
         if member is None:
-            raise NotFound(f"no model {name!r}; there is {', '.join(sorted(self._members)) or 'none yet'}")
+            raise unknown_model(name, self._members)
         return member
 
     @property
