@@ -1,4 +1,4 @@
-"""Overload: `python -m benchmarks.overload [--seconds S] [--json FILE]`.
+"""Overload: `python -m benchmarks.overload [--seconds S] [--rounds N] [--mixed] [--json FILE]`.
 
 A service that predicts is asked as fast as it can answer, which is its capacity, and then with 1, 2 and 5 times as many
 requests a second, whether or not it answers. What counts is that goodput (answers 200) does not fall when more is asked
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument(
         "--mixed", action="store_true", help="only the load of ten times the capacity with all that comes with it"
     )
+    parser.add_argument("--rounds", type=int, default=5, help="of the mixed loads, each between two closed loops")
     parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
     parser.add_argument("--json", type=Path, default=Path("build/overload.json"))
@@ -116,11 +117,13 @@ def main() -> None:
                 document["results"] = asyncio.run(measure(data, variants, seconds, loads, connections))
             print(
                 f"\nPredicts of {overload_mixed.SIZES} items, {overload_mixed.READERS} clients that do not read\n\n"
-                "| load | goodput / capacity | that a core of the service | cores of service, clients | health p50, longest, ms | recovery, s | threads + | MiB + | answers | clients late, s |\n"
+                "| load | goodput / capacity, medians | that a core of the service | cores of service, clients | health p50, longest, ms | recovery, s | threads + | MiB + | answers | clients late, s |\n"
                 "|---|---|---|---|---|---|---|---|---|---|"
             )
             mixed = overload_mixed.LOADS[:1] if options.tiny else overload_mixed.LOADS
-            document["mixed"] = asyncio.run(overload_mixed.measure(data, seconds, mixed))
+            document["mixed"] = asyncio.run(
+                overload_mixed.measure(data, seconds, mixed, 1 if options.tiny else options.rounds)
+            )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import json
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -211,50 +213,86 @@ async def quiet_s(served: Served, requests: Requests) -> float:
     return float(np.quantile(took, 0.95))
 
 
-def _cores(served: Served, since: tuple[float, float, float]) -> tuple[float, float]:
-    """How many cores the service and the clients have kept busy since then."""
-    seconds = time.perf_counter() - since[2]
-    return (served.cpu_s() - since[0]) / seconds, (time.process_time() - since[1]) / seconds
+@dataclass
+class Used:
+    """What the service and the clients use from now on."""
+
+    served: Served
+
+    def __post_init__(self) -> None:
+        self._began = self.served.cpu_s(), time.process_time(), time.perf_counter()
+
+    def cores(self) -> tuple[float, float]:
+        """How many cores the service and the clients have kept busy."""
+        service_s, clients_s, began = self._began
+        seconds = time.perf_counter() - began
+        return (self.served.cpu_s() - service_s) / seconds, (time.process_time() - clients_s) / seconds
 
 
-async def measure(data: Path, seconds: float, loads: tuple[int, ...]) -> list[dict[str, Any]]:
-    """A row for each load, as a multiple of the capacity."""
-    requests, results = Requests(), []
+async def _peak(served: Served, requests: Requests, seconds: float) -> tuple[float, float]:
+    """(items a second, items a second of a core of the service) in a closed loop."""
+    used = Used(served)
+    items = await capacity(served, requests, seconds)
+    return items, items / used.cores()[0]
+
+
+async def _load(
+    served: Served, requests: Requests, times: int, peak: float, quiet: float, seconds: float
+) -> dict[str, Any]:
+    """What comes of a load that is `times` as high as `peak`."""
+    threads, resident = served.threads(), served.resident_bytes()
+    prober = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.overload", "--probe", str(served.port), str(seconds), stdout=subprocess.PIPE
+    )
+    used = Used(served)
+    async with slow_readers(served.port, READERS):
+        goodput, answers, late, ended = await storm(served, requests, times * peak / requests.mean_items, seconds)
+        cores, clients = used.cores()
+        more_threads, more_bytes = served.threads() - threads, served.resident_bytes() - resident
+    recovered = await recovery_s(served, requests, quiet, ended)
+    health = json.loads((await prober.communicate())[0])
+    return {
+        "goodput_items_per_s": goodput, "service_cores": cores, "clients_cores": clients, "answered": answers, "clients_late_s": late,
+        "health_checks": len(health), "health_p50_ms": float(np.median(health)) * 1e3, "health_longest_ms": max(health) * 1e3,
+        "more_threads": more_threads, "more_resident_bytes": more_bytes, "recovery_s": recovered,
+    }  # fmt: skip
+
+
+async def measure(data: Path, seconds: float, loads: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    """A row for each load, as a multiple of the capacity; the capacity is measured before and after it, in `rounds` rounds."""
+    requests, rows = Requests(), {times: list[dict[str, Any]]() for times in loads}
     with Served(data) as served:
         await capacity(served, requests, seconds / 4)  # rows into memory
-        used = served.cpu_s(), time.process_time(), time.perf_counter()
-        peak = await capacity(served, requests, seconds)
-        peak_cores, peak_clients = _cores(served, used)
+        before = await _peak(served, requests, seconds)
         quiet = await quiet_s(served, requests)
-        threads, resident = served.threads(), served.resident_bytes()
-        for times in loads:
-            prober = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "benchmarks.overload", "--probe", str(served.port), str(seconds), stdout=subprocess.PIPE
-            )  # fmt: skip
-            used = served.cpu_s(), time.process_time(), time.perf_counter()
-            async with slow_readers(served.port, READERS):
-                goodput, answers, late, ended = await storm(
-                    served, requests, times * peak / requests.mean_items, seconds
-                )
-                cores, clients = _cores(served, used)
-                more_threads, more_bytes = served.threads() - threads, served.resident_bytes() - resident
-            recovered = await recovery_s(served, requests, quiet, ended)
-            said, _ = await prober.communicate()
-            health = json.loads(said)
-            results.append(
-                {
-                    "load": times, "capacity_items_per_s": peak, "goodput_items_per_s": goodput, "goodput_ratio": goodput / peak,
-                    "goodput_a_core_ratio": goodput / cores / (peak / peak_cores),
-                    "service_cores": cores, "clients_cores": clients,
-                    "capacity_service_cores": peak_cores, "capacity_clients_cores": peak_clients,
-                    "answered": answers, "clients_late_s": late, "health_checks": len(health),
-                    "health_p50_ms": float(np.median(health)) * 1e3, "health_longest_ms": max(health) * 1e3,
-                    "more_threads": more_threads, "more_resident_bytes": more_bytes, "recovery_s": recovered,
-                }
-            )  # fmt: skip
-            print(
-                f"| {times} | {goodput / peak:.2f} | {goodput / cores / (peak / peak_cores):.2f} | {cores:.2f}, {clients:.2f} | {np.median(health) * 1e3:.0f}, {max(health) * 1e3:.0f} | {recovered:.2f} "
-                f"| {more_threads} | {more_bytes >> 20} | {answers} | {late:.2f} |",
-                flush=True,
-            )
-    return results
+        for _ in range(rounds):
+            for times in loads:
+                row = await _load(served, requests, times, before[0], quiet, seconds)
+                after = await _peak(served, requests, seconds)
+                peak, peak_a_core = ((one + other) / 2 for one, other in zip(before, after, strict=True))
+                goodput = row["goodput_items_per_s"]
+                row |= {"load": times, "capacity_items_per_s": peak, "goodput_ratio": goodput / peak}
+                row["goodput_a_core_ratio"] = goodput / row["service_cores"] / peak_a_core
+                rows[times].append(row)
+                before = after
+    for times, of in rows.items():
+        print(_shown(times, of), flush=True)
+    return [row for of in rows.values() for row in of]
+
+
+def _shown(times: int, rows: list[dict[str, Any]]) -> str:
+    """A line of the table: medians of the rounds, with what else was seen."""
+
+    def all_of(name: str) -> list[float]:
+        return [row[name] for row in rows]
+
+    def median(name: str) -> float:
+        return statistics.median(all_of(name))
+
+    ratios = all_of("goodput_ratio")
+    return (
+        f"| {times} | {median('goodput_ratio'):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {median('goodput_a_core_ratio'):.2f} "
+        f"| {median('service_cores'):.2f}, {median('clients_cores'):.2f} | {median('health_p50_ms'):.0f}, {max(all_of('health_longest_ms')):.0f} "
+        f"| {median('recovery_s'):.2f} | {max(all_of('more_threads'))} | {max(all_of('more_resident_bytes')) >> 20} "
+        f"| {rows[-1]['answered']} | {max(all_of('clients_late_s')):.2f} |"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,29 +97,6 @@ def test_the_pool_runs_no_call_that_nobody_waits_for() -> None:
     pool.close()
     assert ran == ["first", "last"]
     assert [type(outcome) for outcome in outcomes] == [type(None), DeadlineExceeded, Gone, type(None)]
-
-
-def test_the_newest_come_first_once_the_oldest_have_waited_long() -> None:
-    """All are asked at once with a deadline of a minute, of which they have used a third, or two thirds, or all."""
-    for used_s, expected in ((20, [0, 1, 2, 3]), (40, [3, 2, 1, 0]), (61, [])):
-        pool = WorkerPool("lookup", threads=1, queue_limit=9, waits=Waits("lookup", Shed(), 3600))
-        ran: list[int] = []
-        gate = threading.Event()
-
-        async def run(pool: WorkerPool, used_s: int, ran: list[int], gate: threading.Event) -> None:
-            calls: list[Any] = [pool.run(gate.wait, 60)]
-            while pool._items:  # until the thread has taken it
-                await asyncio.sleep(0)
-            for number in range(4):
-                caller = Caller(time.perf_counter_ns() - used_s * 10**9)
-                caller.within(60 * 10**9)
-                calls.append(pool.run(ran.append, number, caller=caller))
-            gate.set()
-            await asyncio.gather(*calls, return_exceptions=True)
-
-        asyncio.run(run(pool, used_s, ran, gate))
-        pool.close()
-        assert ran == expected
 
 
 # --- over HTTP

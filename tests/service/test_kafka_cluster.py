@@ -36,6 +36,12 @@ def brokers() -> Iterator[Brokers]:
     running.close()
 
 
+def seen(model: Any) -> int:
+    """The newest delta that its answers have: its log has it a moment before."""
+    with model.view() as view:
+        return int(view.seq)
+
+
 class Nodes:
     """Nodes of one cluster on one topic, each with a directory of its own; the model `ctr` at seq 3."""
 
@@ -88,7 +94,7 @@ class Nodes:
 
     def reach(self, seq: int) -> None:
         for name, store in self.stores.items():
-            eventually(lambda store=store: store.model("ctr").log.last == seq, f"{name} at {seq}; {self.shown()}")
+            eventually(lambda store=store: seen(store.model("ctr")) == seq, f"{name} at {seq}; {self.shown()}")
             got = store.model("ctr").lookup("item_id", np.arange(4, seq + 1))
             np.testing.assert_array_equal(got, rows("item", [one + 0.5 for one in range(4, seq + 1)]))
             np.testing.assert_array_equal(store.model("ctr").lookup("item_id", [1]), rows("item", [float(seq)]))

@@ -13,6 +13,7 @@ from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import store_u8
 
 DATE_BYTES = 29
+DATE_PLACE = b"." * DATE_BYTES  # in a ready head
 
 _DAYS = np.frombuffer(b"Thu, Fri, Sat, Sun, Mon, Tue, Wed, ", np.uint8)  # 1 January 1970 was a Thursday
 _MONTHS = np.frombuffer(b" Mar  Apr  May  Jun  Jul  Aug  Sep  Oct  Nov  Dec  Jan  Feb ", np.uint8)

@@ -226,7 +226,7 @@ def _add_close(variant, head):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _may_answer(me, fd, at, began):  # type: ignore[no-untyped-def]
+def may_answer(me, fd, at, began):  # type: ignore[no-untyped-def]
     """Whether the request at `at`, whose head is in `found`, may be answered here, as far as its head and the time say."""
     found = me.found
     if found[httphead.UNUSUAL] & ~httphead.ROUTED != 0 or me.shared[MODE] >= FINISH:
@@ -245,7 +245,7 @@ def _has_room(me, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _send(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
+def send_answer(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
     """Send the `data` bytes of an answer, behind its head, which is written before them."""
     before = lookupplan.word(variant, lookupplan.HEAD_BYTES)
     target = me.answer + HEAD_ROOM - before
@@ -272,7 +272,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     head = found[httphead.HEAD_BYTES]
     text_bytes = found[httphead.JSON_BYTES]
     tail_bytes = found[httphead.BODY_BYTES] - text_bytes
-    if text_bytes <= 0 or tail_bytes < 0 or not _may_answer(me, fd, at, began):
+    if text_bytes <= 0 or tail_bytes < 0 or not may_answer(me, fd, at, began):
         return FOR_PYTHON
     plan = lookupplan.find_plan(
         acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
@@ -303,7 +303,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
     lookupplan.count_keys(variant, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
-    _send(me, fd, variant, closing, data)
+    send_answer(me, fd, variant, closing, data)
     return ANSWERED
 
 
@@ -313,7 +313,7 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     found = me.found
     body, size = at + found[httphead.HEAD_BYTES], found[httphead.BODY_BYTES]
     n = (size - front_rows.REQUEST_HEAD_BYTES) >> 3
-    if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS or not _may_answer(me, fd, at, began):
+    if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS or not may_answer(me, fd, at, began):
         return FOR_PYTHON
     plan = lookupplan.find_plan(
         acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
@@ -340,7 +340,7 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     counts = me.table_counts + 8 * TABLE_COUNT_WORDS * lookupplan.word(variant, front_rows.TABLE_COUNTS)
     front_rows.count_codes(n, me.scratch, counts)
     count(me, variant, began, planned, ran, monotonic_ns())
-    _send(me, fd, variant, last and me.shared[MODE] == DRAIN, data)
+    send_answer(me, fd, variant, last and me.shared[MODE] == DRAIN, data)
     return ANSWERED
 
 

@@ -17,6 +17,7 @@ from tierstore.kernels.reactor_connections import (
     send_on,
     yield_to_requests,
 )
+from tierstore.kernels.reactor_refusals import refuse
 from tierstore.kernels.reactor_words import (
     AGAIN_WORDS,
     ANNOUNCED,
@@ -30,6 +31,7 @@ from tierstore.kernels.reactor_words import (
     ENDED,
     FINISH,
     FLAGS,
+    FOR_PYTHON,
     FREE,
     GENERATION_AT,
     HANDED,
@@ -93,6 +95,8 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
         came = answer_rows(me, fd, at, whole, size == whole, began)
     else:
         came = answer(me, fd, at, whole, size == whole, began)
+        if came == FOR_PYTHON:
+            came = refuse(me, fd, at, size == whole, began)
     release_i64(line, 0)
     if came != ANSWERED:
         row[STATE], row[NEEDED] = AWAY, whole

@@ -28,17 +28,18 @@ MAY_READ, CLOSES, ENDED = 1, 2, 4
 # words of `shared`, a cache line each, as some are written often
 (
     MODE, GENERATION_AT, PLANS_AT, PLAN_SLOTS, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT,
-) = range(0, 11 * 8, 8)  # fmt: skip
-SHARED_WORDS = 11 * 8
+    WAIT_NS,
+) = range(0, 12 * 8, 8)  # fmt: skip
+SHARED_WORDS = 12 * 8
 # of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
 
 # words of `limits`
 (
     MOST_CONNECTIONS, MOST_BODY, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS, MOST_DESCRIPTORS,
-    PRESSED_STALL_NS, FINISH_NS,
-) = range(11)  # fmt: skip
-LIMIT_WORDS = 11
+    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS,
+) = range(12)  # fmt: skip
+LIMIT_WORDS = 12
 
 # words of a reactor's line in `lines`
 ANNOUNCED, LOAD, EPOLL, ANSWERS, HANDED, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(10)
@@ -51,9 +52,9 @@ ANSWER, COME_BACK, DROP, WAKE, BLOCK = range(
 )  # an answer in Python's memory, or in a block that becomes the reactor's
 MESSAGE_WORDS = 4
 
-# a version's counts, int64 words; then the buckets of its latencies
-SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS = range(6)
-BUCKETS_FROM = 6
+# a version's counts, int64 words: of answers, of requests that would wait too long; then the buckets of answers' latencies
+SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS, REFUSALS, REFUSAL_NS = range(8)
+BUCKETS_FROM = 8
 COUNT_WORDS = BUCKETS_FROM + BUCKETS
 TABLE_COUNT_WORDS = 8  # one a tier
 

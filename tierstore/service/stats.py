@@ -172,11 +172,11 @@ class InferenceStats:
         with self._lock:
             return {model: replace(times) for model, times in self._predicts.items()}
 
-    def failed(self, model: str, version: int, elapsed_ns: int, outcome: str = "error") -> None:
+    def failed(self, model: str, version: int, elapsed_ns: int, outcome: str = "error", requests: int = 1) -> None:
         with self._lock:
             counts = self.of(model, version)
-            counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
-            counts.failed += 1
+            counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + requests
+            counts.failed += requests
             counts.failed_ns += elapsed_ns
 
     def absorb(self, model: str, version: int, count: int, seconds: Histogram, spent: Timings, last_ms: int) -> None:

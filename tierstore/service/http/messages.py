@@ -17,6 +17,7 @@ import orjson
 
 from tierstore.access.roles import LOCAL
 from tierstore.errors import InvalidInput, SequenceGap, TooLarge, Unauthorized
+from tierstore.kernels.httpdate import DATE_PLACE
 from tierstore.service.error_status import HttpError, as_text, http_status, message_of, retry_after
 from tierstore.service.limits import slow_clients
 from tierstore.service.limits.shedding import Caller
@@ -100,6 +101,14 @@ def error_response(error: BaseException) -> Response:
     if response.status == 408:  # the remainder of its body is not waited for
         response.headers.append((b"connection", b"close"))
     return response
+
+
+def ready_response(response: Response) -> bytes:
+    """All bytes of a response that is sent more than once; `DATE_PLACE` stands where its date goes."""
+    headers, chunks = response.pieces()
+    first = f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\n".encode()
+    lines = b"".join(name + b": " + value + b"\r\n" for name, value in [(b"date", DATE_PLACE), *headers])
+    return b"".join([first, lines, b"\r\n", *chunks])
 
 
 def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:

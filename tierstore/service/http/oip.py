@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from tierstore.access.roles import LOCAL
-from tierstore.errors import InvalidInput, NotFound
+from tierstore.errors import InvalidInput, NotFound, Overloaded
+from tierstore.service.context import PlanIndex
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.joining import Joint, Part, joint_of
 from tierstore.service.dataplane.plan import Plan, Request, is_short
@@ -30,9 +31,12 @@ from tierstore.service.http.messages import (
     Scope,
     caller_of,
     decode_body,
+    error_response,
     json_response,
     read_body,
+    ready_response,
 )
+from tierstore.service.limits.shedding import WAITS_TOO_LONG
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.oip import documents
 from tierstore.service.oip.json_request import (
@@ -49,6 +53,7 @@ from tierstore.service.oip.parameters import version_of
 from tierstore.service.oip.shared_memory import Regions
 
 _BINARY = b"application/octet-stream"
+_REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
 
 
 class InferCall(HttpCall[InferRequest]):
@@ -104,11 +109,18 @@ class InferCall(HttpCall[InferRequest]):
         self._layout = _layout_of(parsed, self.model, inference.plan)
         # reactors count nothing, so a model with rates is not theirs
         if self.service.plans is not None and self._tail is not None and not self.service.rates.of_model(self.model):
-            text = self.body[: len(self.body) - len(self._tail)]
-            self.service.plans.learn(
-                self.model, inference.view, parsed, self.version, text, inference.plan, self._layout
-            )
+            self._teach(self.service.plans, parsed, inference)
         return inference
+
+    def _teach(self, plans: PlanIndex, parsed: InferRequest, inference: Inference) -> None:
+        """Have reactors answer requests such as this one; or refuse them where they would wait too long, as batches do not."""
+        plan, view = inference.plan, inference.view
+        if plan.dense is None:
+            assert self._tail is not None
+            text = self.body[: len(self.body) - len(self._tail)]
+            plans.learn(self.model, view, parsed, self.version, text, plan, self._layout)
+        elif not self.service.batches.max_items:
+            plans.learn_queued(self.model, view, self.version, plan.version, _REFUSAL)
 
     def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
         return self._elements(inference.plan, raw=inference.raw), self._answer.arrays

@@ -20,6 +20,10 @@ from tierstore.service.stats import REQUEST_BOUNDS_S, Histogram
 REASONS = ("queue_full", "queue_wait", "deadline", "gone", "connections")
 
 
+_RECENT = 64  # calls whose times tell how long the next ones take
+WAITS_TOO_LONG = "the calls that wait for a thread take longer than this one may wait; try again in a second"
+
+
 class Gone(Exception):
     """The client went away while its request waited; there is nobody to answer. Not an error."""
 
@@ -42,6 +46,10 @@ class Caller:
             until_ns = self.arrived_ns + timeout_ns
             self.deadline_ns = until_ns if self.deadline_ns is None else min(self.deadline_ns, until_ns)
 
+    def remaining_s(self) -> float | None:
+        """The time until the deadline, if there is one."""
+        return None if self.deadline_ns is None else (self.deadline_ns - time.perf_counter_ns()) / 1e9
+
 
 class Shed:
     """Counts of refused requests, by reason, and how long calls waited, by pool."""
@@ -52,9 +60,9 @@ class Shed:
         self._counts = dict.fromkeys(REASONS, 0)
         self._waits: dict[str, Histogram] = {}
 
-    def count(self, reason: str) -> None:
+    def count(self, reason: str, calls: int = 1) -> None:
         with self._lock:
-            self._counts[reason] += 1
+            self._counts[reason] += calls
 
     def of(self, reason: str) -> int:
         """How many were refused for a reason."""
@@ -103,10 +111,33 @@ class Shed:
 
 
 class Waits:
-    """The rule of one queue: a call waits `limit_s` at most."""
+    """The rule of one queue: a call waits `limit_s` at most, and is not queued where it would wait too long. Any thread.
+
+    How long it would wait is told by how many are before it and what the last ones took. In a queue as long as its calls' deadlines
+    each would begin just before its own and end after it, which helps nobody.
+    """
 
     def __init__(self, pool: str, shed: Shed, limit_s: float) -> None:
         self._pool, self.shed, self._limit_s = pool, shed, limit_s
+        self._call_s = 0.0  # what a call takes; of two threads that note one at the same time one may be lost
+
+    def ran(self, took_s: float) -> None:
+        """Note how long a call has taken a thread."""
+        self._call_s += (took_s - self._call_s) / _RECENT
+
+    def expected_s(self, pending: int, threads: int) -> float:
+        """How long a call that comes now would wait, with so many queued or running on `threads` threads."""
+        return max(0, pending - threads + 1) * self._call_s / threads
+
+    def admit(self, wait_s: float, remaining_s: float | None) -> None:
+        """Called before a call is queued that would wait about `wait_s`; it has a deadline in `remaining_s`, or none.
+
+        Raises Overloaded where it would wait for more than half of that: the other half is for its own work, and for what the estimate
+        lacks.
+        """
+        if wait_s > (self._limit_s if remaining_s is None else min(self._limit_s, max(remaining_s, 0) / 2)):
+            self.shed.count("queue_wait")
+            raise Overloaded(WAITS_TOO_LONG)
 
     def check(self, queued_ns: int, caller: Caller | None = None) -> None:
         """Called by the thread that popped a call, before it runs the call. `queued_ns` is when it was queued.

@@ -11,7 +11,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,10 +30,7 @@ class WorkerPool:
     """`threads` threads that run calls for one event loop; at most `queue_limit` calls wait.
 
     Leaner than `loop.run_in_executor` (one future instead of two, no condition variable), because every look-up pays for the
-    handoff to a thread. With `waits`, a call that nobody waits for any more is not run.
-
-    Calls run in order until the oldest has used half of the time that its caller allows. Then the newest run first: under
-    overload, calls in order would each start just before their deadlines and end after them, which helps nobody.
+    handoff to a thread. Calls run in order; with `waits`, only those that somebody still waits for, and that have not to wait too long.
     """
 
     def __init__(self, name: str, *, threads: int, queue_limit: int, waits: Waits | None = None) -> None:
@@ -46,10 +42,10 @@ class WorkerPool:
         # written on the event loop alone
         self.rejected = 0
         self._pending = 0
+        self._wait_ns = np.zeros(1, np.int64)
         self._closed = False
         # synchronized by itself
-        self._items: deque[_Item] = deque()
-        self._queue: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each item, False to end a thread
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()  # None ends a thread
         self._workers = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
         for worker in self._workers:
             worker.start()
@@ -69,7 +65,7 @@ class WorkerPool:
         return self._pending > 0 and not self._closed  # a loop that has ended counts no call as back
 
     def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
-        """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full.
+        """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full, or too long for it.
 
         The future raises DeadlineExceeded, Gone or Overloaded where the call is not run, see `Waits.check`.
         """
@@ -82,43 +78,46 @@ class WorkerPool:
             raise Overloaded(
                 f"{self.queue_limit} calls wait for the {self.name} threads already; try again in a second"
             )
+        if self._waits is not None:
+            self._waits.admit(self._expected_s(), None if caller is None else caller.remaining_s())
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._pending += 1
-        self._items.append((loop, future, time.perf_counter_ns(), caller, function, args))
-        self._queue.put(True)
+        self._count(1)
+        self._queue.put((loop, future, time.perf_counter_ns(), caller, function, args))
         return future
+
+    def publish_wait(self, word: npt.NDArray[np.int64]) -> None:
+        """From now on write to `word`, int64[1], how many nanoseconds a call that comes now would wait. Event loop only."""
+        self._wait_ns = word
+
+    def _expected_s(self) -> float:
+        return 0.0 if self._waits is None else self._waits.expected_s(self._pending, self.threads)
+
+    def _count(self, calls: int) -> None:
+        self._pending += calls
+        self._wait_ns[0] = int(self._expected_s() * 1e9)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let the threads finish the queue, then end them."""
         if not self._closed:
             self._closed = True
             for _ in self._workers:
-                self._queue.put(False)
+                self._queue.put(None)
         for worker in self._workers:
             worker.join(timeout_s)
 
-    def _next(self) -> _Item:
-        """The call to run next; there is one for each True that was popped from the queue."""
-        items = self._items
-        caller = items[0][3]  # another thread may pop it first, and this one the next
-        if caller is not None and caller.deadline_ns is not None:
-            now_ns = time.perf_counter_ns()
-            remaining_ns = caller.deadline_ns - now_ns
-            if 0 < remaining_ns < now_ns - caller.arrived_ns:
-                return items.pop()
-        return items.popleft()
-
     def _work(self) -> None:
-        while self._queue.get():
-            item = self._next()
+        while (item := self._queue.get()) is not None:
             loop, future, queued_ns, caller, function, args = item
             result, error = None, None
             try:
                 if not future.cancelled():
                     if self._waits is not None:
                         self._waits.check(queued_ns, caller)
+                    began_s = time.perf_counter()
                     result = function(*args)
+                    if self._waits is not None:
+                        self._waits.ran(time.perf_counter() - began_s)
             except BaseException as caught:  # noqa: BLE001 - handed to whoever awaits the future
                 error = caught
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
@@ -134,7 +133,7 @@ class WorkerPool:
             )  # an idle thread must not keep a request's buffers alive
 
     def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        self._pending -= 1
+        self._count(-1)
         if future.cancelled():
             return
         if error is None:

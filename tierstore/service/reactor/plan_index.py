@@ -2,19 +2,16 @@
 
 `PlanIndex.learn` is called when Python plans a request, and keeps the plan if a reactor can run it: look-ups of rows and
 bags with binary keys in the body and binary outputs, small enough that no other connection waits for long. `learn_rows` does it
-for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line by one plan. The number of
-plans is bounded; the least recently used makes room. Any thread may call anything; compiled threads read what is published.
-
-`CountRows` are the counts that compiled threads add to. Each thread has rows of its own, so nothing is locked; a reader
-adds them up.
+for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line by one plan; `learn_queued` for
+predictions, which a reactor can only refuse. The number of plans is bounded; the least recently used makes room. Any thread
+may call anything; compiled threads read what is published.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,79 +23,21 @@ from tierstore.kernels import front_rows
 from tierstore.kernels import lookupplan as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.httpdate import DATE_BYTES
+from tierstore.kernels.httpdate import DATE_PLACE
 from tierstore.kernels.pool import combiner_code
+from tierstore.kernels.reactor_refusals import QUEUED
 from tierstore.service.dataplane.datatypes import KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, Plan, Request
 from tierstore.service.oip.json_request import HEADER_LENGTH, InBody, InferRequest
 from tierstore.service.oip.json_response import ResponseLayout
+from tierstore.service.reactor.count_rows import CountRows, Counts
 from tierstore.types import KeyType, Tier
-
-K = TypeVar("K", bound=Hashable)
-Counts = npt.NDArray[np.int64]
-
-
-class CountRows(Generic[K]):
-    """`rows` rows of `width` counts for each of `threads`, assigned by key: int64[threads, rows, width] in `words`.
-
-    A row is kept as long as it has users. `absorb` gets its counts in parts, at `collect` and when the last user releases it:
-    what was added to each count, and the highest that any thread has there. Any thread.
-    """
-
-    def __init__(self, threads: int, rows: int, width: int, absorb: Callable[[K, Counts, Counts], None]) -> None:
-        # constant after construction
-        self.words = np.zeros((threads, rows, width), np.int64)
-        self._absorb = absorb
-        self._lock = threading.Lock()
-        # guarded by _lock
-        self._row_of: dict[K, int] = {}
-        self._users: dict[K, int] = {}
-        self._free = list(range(rows - 1, -1, -1))
-        self._seen = np.zeros((rows, width), np.int64)
-
-    def acquire(self, key: K) -> int | None:
-        """The row of a key, to be released; None where all rows are in use."""
-        with self._lock:
-            row = self._row_of.get(key)
-            if row is None:
-                if not self._free:
-                    return None
-                row = self._row_of[key] = self._free.pop()
-                self._seen[row] = self.words[:, row].sum(0)
-            self._users[key] = self._users.get(key, 0) + 1
-            return row
-
-    def release(self, key: K) -> None:
-        """One user less. Called when no thread adds to the row for that user any more."""
-        with self._lock:
-            self._users[key] -= 1
-            if self._users[key]:
-                return
-            del self._users[key]
-            row = self._row_of.pop(key)
-            self._collect(key, row)
-            self._free.append(row)
-
-    def collect(self) -> None:
-        """Pass on what was counted since the last time."""
-        with self._lock:
-            for key, row in self._row_of.items():
-                self._collect(key, row)
-
-    def _collect(self, key: Any, row: int) -> None:
-        now = self.words[:, row].sum(0)
-        new = now - self._seen[row]
-        self._seen[row] = now
-        if new.any():
-            self._absorb(key, new, self.words[:, row].max(0))
-
 
 MOST_PLANS = 512
 _SLOTS = 2048  # of the index: a quarter full at most
 _MOST_VERSIONS, _MOST_TABLES = 512, 4096  # with counts of their own; requests beyond them are answered by Python
 _HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %d\r\n%b: %d\r\ncontent-type: application/octet-stream\r\n\r\n"
 _ROWS_HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %b\r\ncontent-type: application/octet-stream\r\n\r\n"
-_DATE = b"." * DATE_BYTES
 _DIGITS = b"-" * front_rows.DIGITS
 _NOT_HERE = layout.NOWHERE
 
@@ -174,8 +113,7 @@ class PlanIndex:
 
         `text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs, which notes the result.
         """
-        previous: _Variant | None = answer.learned_as
-        if previous is _NEVER:
+        if (previous := answer.learned_as) is _NEVER:
             return
         token = self._store.model(model).publisher.token(view)
         if token is None or (previous is not None and previous.alive and previous.token == token):
@@ -184,18 +122,34 @@ class PlanIndex:
         if tail_bytes is None or slot is None or isinstance(version, str):
             answer.learned_as = _NEVER
             return
-        path = f"/v2/models/{model}/infer" if version is None else f"/v2/models/{model}/versions/{version}/infer"
-        place = path.encode(), bytes(text), tail_bytes
+        place = _path(model, version), bytes(text), tail_bytes
         with self._lock:
-            before = self._planned.get(place)
-            variants = [] if before is None else before.variants
-            if any(variant.token == token for variant in variants):
+            if self._knows(place, token):
                 return
             new = answer.learned_as = self._variant(token, view, parsed, plan, answer, (model, plan.version))
             if new is None:
                 answer.learned_as = _NEVER
                 return
-            self._keep(place, slot, layout.ANY_VERSION if version is None else layout.ONE_VERSION, new)
+            self._keep(place, slot, _which(version), new)
+
+    def learn_queued(self, model: str, view: Any, version: int | str | None, number: int, refusal: bytes) -> None:
+        """Keep that requests of `model`, whose path names `version`, wait for a thread under `view`, which is of version `number`.
+
+        Those that would wait too long are answered with `refusal`, whose bytes `DATE_PLACE` are for the date.
+        """
+        token, slot = self._store.model(model).publisher.token(view), self._epochs.slot(model)
+        if token is None or slot is None or isinstance(version, str):
+            return
+        place = _path(model, version), b"", QUEUED
+        with self._lock:
+            if self._knows(place, token):
+                return
+            rows = self._count_rows((model, number), [])
+            if rows is None:
+                return
+            words = [token, _address(refusal), len(refusal), refusal.index(DATE_PLACE), 0, 0, *rows, 0]
+            new = _Variant(token, refusal, np.array(words, np.int64), (model, number), [])
+            self._keep(place, slot, _which(version), new)
 
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None:
         """Keep how a front's requests for rows of a table, at `path`, are answered under `view`, if a reactor can do it."""
@@ -205,17 +159,20 @@ class PlanIndex:
             return
         place = path.encode(), line.encode(), front_rows.ANY_SIZE
         with self._lock:
-            before = self._planned.get(place)
-            if before is not None and any(variant.token == token for variant in before.variants):
+            if self._knows(place, token):
                 return
             rows = self._count_rows(None, [cascade.counts])
             if rows is None:
                 return
-            head = _ROWS_HEAD % (_DATE, _DIGITS)
+            head = _ROWS_HEAD % (DATE_PLACE, _DIGITS)
             number = list(view.open_version.tables).index(table)
-            words = [token, _address(head), len(head), head.index(_DATE), head.index(_DIGITS), number, *rows]
+            words = [token, _address(head), len(head), head.index(DATE_PLACE), head.index(_DIGITS), number, *rows]
             variant = _Variant(token, head, np.array(words, np.int64), None, [cascade.counts])
             self._keep(place, slot, layout.ONE_VERSION, variant)
+
+    def _knows(self, place: Place, token: int) -> bool:
+        before = self._planned.get(place)
+        return before is not None and any(variant.token == token for variant in before.variants)
 
     def _keep(self, place: Place, slot: int, which: int, new: _Variant) -> None:
         """Have reactors answer requests of `place` by a further variant. Called with the lock held."""
@@ -262,13 +219,22 @@ class PlanIndex:
         if rows is None:
             return None
         length = len(answer.header) + answer.tail_bytes
-        head = _HEAD % (_DATE, length, HEADER_LENGTH, len(answer.header)) + answer.header
+        head = _HEAD % (DATE_PLACE, length, HEADER_LENGTH, len(answer.header)) + answer.header
         order = list(tables)
         calls = [
             _call_words(call, parsed, plan, answer.positions, order.index(call.table.name), row, view)
             for call, row in zip(plan.calls, rows[1:], strict=True)
         ]
-        own = [token, _address(head), len(head), head.index(_DATE), answer.tail_bytes, len(calls), rows[0], plan.keys]
+        own = [
+            token,
+            _address(head),
+            len(head),
+            head.index(DATE_PLACE),
+            answer.tail_bytes,
+            len(calls),
+            rows[0],
+            plan.keys,
+        ]
         return _Variant(
             token, head, np.array([*own, *(word for call in calls for word in call)], np.int64), version, counts
         )
@@ -304,6 +270,15 @@ class PlanIndex:
 
 def _add_keys(counts: LookupCounts, new: Counts, _: Counts) -> None:
     counts.add(new[: len(Tier)])
+
+
+def _which(version: int | None) -> int:
+    return layout.ANY_VERSION if version is None else layout.ONE_VERSION
+
+
+def _path(model: str, version: int | None) -> bytes:
+    of = "" if version is None else f"versions/{version}/"
+    return f"/v2/models/{model}/{of}infer".encode()
 
 
 def _address(data: bytes) -> int:

@@ -140,6 +140,7 @@ class Reactors:
             kernel.ARRIVAL_NS: int(settings.arrival_timeout_s * 1e9),
             kernel.STALL_NS: int(slow_clients.STALL_S * 1e9),
             kernel.PRESSED_STALL_NS: int(slow_clients.PRESSED_STALL_S * 1e9),
+            kernel.MOST_WAIT_NS: int(settings.max_queue_s * 1e9),
             kernel.FINISH_NS: int(slow_clients.ENDING_S * 1e9),
             kernel.SLOWEST_RATE: slow_clients.SLOWEST_RATE,
             kernel.REACTORS: threads,

@@ -38,23 +38,23 @@ class CallPool(ThreadPoolExecutor):
         self.receiving: Waiting[Any] = Waiting(lambda call: call.end_late())  # calls whose message has not come
         self._counting = threading.Lock()
         # guarded by _counting
-        self._pending = 0
+        self.pending = 0  # calls that are queued or running
         self.rejected = 0
 
     @property
     def full(self) -> bool:
         """Whether no further call may be submitted."""
-        return self._pending + len(self.receiving) >= self.threads + self.queue_limit
+        return self.pending + len(self.receiving) >= self.threads + self.queue_limit
 
     @property
     def busy(self) -> int:
         """Threads at work."""
-        return min(self._pending, self.threads)
+        return min(self.pending, self.threads)
 
     @property
     def waiting(self) -> int:
         """Calls in the queue."""
-        return max(0, self._pending - self.threads)
+        return max(0, self.pending - self.threads)
 
     def reject(self) -> None:
         """Count a call that was refused as the pool was full."""
@@ -63,7 +63,7 @@ class CallPool(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         with self._counting:
-            self._pending += 1
+            self.pending += 1
         try:
             return super().submit(self._run, time.perf_counter_ns(), fn, args, kwargs)
         except BaseException:
@@ -79,4 +79,4 @@ class CallPool(ThreadPoolExecutor):
 
     def _done(self) -> None:
         with self._counting:
-            self._pending -= 1
+            self.pending -= 1

@@ -179,9 +179,13 @@ class _DirectCall:
         return answering.tried() if pool.busy < pool.threads else None
 
     def _hand_over(self) -> None:
+        pool = self._method.pool
+        if self._answering is not None:
+            waits = self._calls.waits
+            waits.admit(waits.expected_s(pool.pending, pool.threads), self._deadline_s - time.time())
         self._watched = True
         self._closed = not self._start([receive_close()], self._on_closed)
-        self._method.pool.submit(self._complete)
+        pool.submit(self._complete)
 
     def _complete(self) -> None:
         """On a thread of the pool: the work that `_try` could not do without waiting."""
@@ -190,7 +194,9 @@ class _DirectCall:
             self._check_waited_for()
             if answering is not None:
                 self._calls.waits.check(submitted_ns())
+                began_s = time.perf_counter()
                 answer = answering.completed()
+                self._calls.waits.ran(time.perf_counter() - began_s)
             else:
                 assert run is not None
                 act_for(self._principal, self._caller)

@@ -1,0 +1,278 @@
+"""A call that would wait too long is refused at once: by the queue, and, where a reactor can tell, without the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.engine.quick_build import in_process
+from tests.predict import onnx_models as om
+from tierstore.engine.store import Store
+from tierstore.errors import Overloaded
+from tierstore.kernels import reactor_refusals as refusals
+from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.codec import address_of
+from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller, Shed, Waits
+from tierstore.service.limits.worker_pool import WorkerPool
+from tierstore.service.server import ServerThread
+
+from .conftest import GRPC, settings_for
+from .scenes import KEYS, write_snapshot
+
+PATH = "/v2/models/ctr/infer"
+WEIGHTS = {"item_id": [1.0, 0.5, 0.25, 0.125]}
+
+# --- the rule
+
+
+def test_a_call_waits_for_those_before_it_as_long_as_the_last_ones_took() -> None:
+    waits = Waits("lookup", Shed(), 60.0)
+    assert waits.expected_s(pending=50, threads=2) == 0.0  # nothing is known yet
+    for _ in range(1000):
+        waits.ran(0.1)
+    assert [round(waits.expected_s(pending, 2), 6) for pending in (0, 1, 2, 3, 9)] == [0.0, 0.0, 0.05, 0.1, 0.4]
+    for _ in range(300):
+        waits.ran(0.3)
+    assert waits.expected_s(9, 2) == pytest.approx(1.2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "remaining_s", "admitted"),
+    [(0.0, -1.0, True), (0.9, 2.0, True), (1.1, 2.0, False), (4.9, None, True), (5.1, None, False), (5.1, 60.0, False)],
+)
+def test_a_call_may_wait_for_half_of_its_time_and_at_most_for_the_limit(
+    wait_s: float, remaining_s: float | None, admitted: bool
+) -> None:
+    counts = Shed()
+    waits = Waits("lookup", counts, 5.0)
+    if admitted:
+        waits.admit(wait_s, remaining_s)
+    else:
+        with pytest.raises(Overloaded, match="take longer than this one may wait"):
+            waits.admit(wait_s, remaining_s)
+    assert counts.of("queue_wait") == (not admitted)
+
+
+def test_a_pool_refuses_what_would_wait_too_long_and_says_how_long_a_call_would_wait() -> None:
+    waits = Waits("lookup", Shed(), 3600.0)
+    pool, word = WorkerPool("lookup", threads=1, queue_limit=9, waits=waits), np.zeros(1, np.int64)
+    pool.publish_wait(word)
+    gate = threading.Event()
+
+    async def run() -> None:
+        for _ in range(1000):
+            waits.ran(10.0)
+        held = pool.run(gate.wait, 60)
+        hasty, patient = Caller(0), Caller(0)
+        for caller, seconds in ((hasty, 15), (patient, 60)):
+            caller.deadline_ns = time.perf_counter_ns() + seconds * 10**9
+        with pytest.raises(Overloaded):
+            pool.run(int, caller=hasty)
+        later = pool.run(int, caller=patient)
+        assert word[0] == pytest.approx(20e9, rel=0.01)
+        gate.set()
+        await asyncio.gather(held, later)
+        assert word[0] == 0
+
+    asyncio.run(run())
+    pool.close()
+
+
+# --- what a reactor reads of a request
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"inputs":[]}', 0),
+        ('{"parameters":{"timeout":250000},"inputs":[]}', 250000),
+        ('{"parameters":{"binary_data_output":true,"timeout" : 7 }}', 7),
+        ('{"parameters":{"timeout":0}}', 0),
+        ('{"parameters":{"timeout":1.5}}', refusals.UNTOLD),
+        ('{"parameters":{"timeout":"1"}}', refusals.UNTOLD),
+        ('{"parameters":{"timeout":-1}}', refusals.UNTOLD),
+        ('{"parameters":{"timeout":1234567890123456}}', refusals.UNTOLD),
+        ('{"parameters":{"timeout":1},"more":{"timeout":2}}', refusals.UNTOLD),
+        ('{"inputs":[{"name":"timeout","shape":[1]}]}', refusals.UNTOLD),
+        ('{"parameters":{"timeout":12', refusals.UNTOLD),
+        ('{"parameters":{"timeout"', refusals.UNTOLD),
+    ],
+)
+def test_the_timeout_is_read_without_parsing_or_left_to_who_parses(text: str, expected: int) -> None:
+    data = np.frombuffer(text.encode() + b" " * 8, np.uint8)
+    assert refusals.timeout_us(address_of(data), len(text)) == expected
+
+
+# --- over HTTP
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, ServerThread]]:
+    """A model that predicts, and one look-up thread."""
+    pytest.importorskip("onnxruntime", reason="the extra `dense` is not installed")
+    root = tmp_path_factory.mktemp("early")
+    settings = settings_for(root, grpc_port=GRPC, lookup_threads=1, max_queue_s=50)
+    with in_process(), Store(settings) as store:
+        store.load_snapshot(write_snapshot(root, dense=om.linear(WEIGHTS, 0.5)))
+        with ServerThread(store) as server:
+            yield store, server
+
+
+@contextmanager
+def thread_held(server: ServerThread) -> Iterator[None]:
+    """The look-up thread is at work, on calls that take 20 s, as far as the queue knows."""
+    service, gate, begun = server.service, threading.Event(), Future[None]()
+
+    def begin() -> None:
+        for _ in range(1000):
+            service.lookup_pool._waits.ran(20.0)
+        service.lookup_pool.run(gate.wait, 60)
+        begun.set_result(None)
+
+    server._http._loop.call_soon_threadsafe(begin)  # type: ignore[attr-defined]
+    begun.result(60)
+    try:
+        yield
+    finally:
+        gate.set()
+        service.lookup_pool._waits._call_s = 0.0
+
+
+def prediction(parameters: dict[str, Any] | None = None, outputs: Any = None, keys: Any = KEYS[:4]) -> dict[str, Any]:
+    """Arguments for httpx: a prediction with its keys as binary data."""
+    tensor = {
+        "name": "item_id",
+        "datatype": "INT64",
+        "shape": [len(keys)],
+        "parameters": {"binary_data_size": 8 * len(keys)},
+    }
+    document: dict[str, Any] = {"inputs": [tensor], "parameters": {"binary_data_output": True} | (parameters or {})}
+    if outputs is not None:
+        document["outputs"] = outputs
+    text = json.dumps(document).encode()
+    headers = {"Inference-Header-Content-Length": str(len(text))}
+    return {"content": text + np.asarray(keys, np.int64).tobytes(), "headers": headers}
+
+
+def refused_here(server: ServerThread) -> int:
+    """Requests that reactors have refused."""
+    counts: int = server.service.plans.versions.words[:, :, kernel.REFUSALS].sum()
+    return counts
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+@pytest.fixture
+def http(served: tuple[Store, ServerThread]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served[1].url, timeout=60) as client:
+        assert client.post(PATH, **prediction()).status_code == 200  # so that its path is known
+        yield client
+
+
+def test_a_reactor_refuses_as_python_does_and_all_is_counted(
+    served: tuple[Store, ServerThread], http: httpx.Client
+) -> None:
+    _, server = served
+    names = (
+        'tierstore_shed_total{reason="queue_wait"}',
+        'tierstore_request_seconds_count{outcome="overloaded",protocol="oip_http"}',
+    )
+    before = [metric(http, name) for name in names]
+    here, asked = refused_here(server), 200
+    with thread_held(server):
+        answers = [http.post(PATH, **prediction({"timeout": 30_000_000})) for _ in range(asked)]
+        here = refused_here(server) - here
+        counts = [metric(http, name) for name in names]
+    assert {answer.status_code for answer in answers} == {503}
+    assert 0 < here < asked  # a few are Python's all the same
+    said = {json.dumps(sorted((k, v) for k, v in answer.headers.items() if k != "date")) for answer in answers}
+    assert len(said) == 1
+    assert answers[0].headers["retry-after"] == "1"
+    assert {answer.content for answer in answers} == {json.dumps({"error": WAITS_TOO_LONG}).replace(": ", ":").encode()}
+    assert [now - then for now, then in zip(counts, before, strict=True)] == [asked, asked]
+    stats = http.get("/v2/models/ctr/stats").json()["model_stats"][0]["inference_stats"]
+    assert stats["fail"]["count"] >= asked
+    assert http.post(PATH, **prediction({"timeout": 30_000_000})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("parameters", "headers"),
+    [({"timeout": 30_000_000}, {}), ({}, {"X-Request-Timeout-Ms": "30000"}), ({"timeout": 10**9}, {"x-envoy-expected-rq-timeout-ms": "30000"})],
+)  # fmt: skip
+def test_the_earliest_timeout_counts(
+    served: tuple[Store, ServerThread], http: httpx.Client, parameters: dict[str, Any], headers: dict[str, str]
+) -> None:
+    wanted = prediction(parameters)
+    wanted["headers"] |= headers
+    here = refused_here(served[1])
+    with thread_held(served[1]):
+        assert {http.post(PATH, **wanted).status_code for _ in range(50)} == {503}
+    assert refused_here(served[1]) > here
+
+
+def test_what_may_wait_is_queued_and_answered(served: tuple[Store, ServerThread], http: httpx.Client) -> None:
+    """There is one call before it, so it would wait 20 s."""
+    _, server = served
+    here, pool = refused_here(server), server.service.lookup_pool
+    answers: list[httpx.Response] = []
+    asking = []
+    with thread_held(server):
+        for wanted in (prediction({"timeout": 60_000_000}), prediction()):
+            asking.append(threading.Thread(target=lambda wanted=wanted: answers.append(http.post(PATH, **wanted))))
+            asking[-1].start()
+            while pool.waiting < len(asking):
+                pass
+    for thread in asking:
+        thread.join(60)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert refused_here(server) == here
+
+
+def test_a_look_up_on_the_same_path_is_answered_while_predictions_are_refused(
+    served: tuple[Store, ServerThread], http: httpx.Client
+) -> None:
+    rows = prediction(outputs=[{"name": "item_id"}])
+    http.post(PATH, **rows)  # a reactor has a plan from now on
+    with thread_held(served[1]):
+        assert http.post(PATH, **prediction({"timeout": 30_000_000})).status_code == 503
+        assert http.post(PATH, **rows).status_code == 200
+        fresh = prediction(outputs=[{"name": "item_id"}], keys=KEYS[:5])
+        answers = [http.post(PATH, **fresh).status_code for _ in range(300)]
+    assert set(answers[answers.index(200) :]) == {200}  # once one of them was Python's, it has a plan
+
+
+def test_over_grpc_too(served: tuple[Store, ServerThread]) -> None:
+    triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+    _, server = served
+    wanted = triton.InferInput("item_id", [4], "INT64")
+    wanted.set_data_from_numpy(KEYS[:4])
+    with triton.InferenceServerClient(server.grpc_target) as client:
+        assert client.infer("ctr", [wanted], client_timeout=60).as_numpy("score").shape == (4, 1)
+        calls: Any = server.service.grpc
+        waits, pool = calls._direct.waits, calls.lookup_pool
+        gate = threading.Event()
+        for _ in range(1000):
+            waits.ran(20.0)
+        held = [pool.submit(gate.wait, 60) for _ in range(pool.threads)]
+        try:
+            with pytest.raises(Exception, match="take longer than this one may wait"):
+                client.infer("ctr", [wanted], client_timeout=30)
+        finally:
+            gate.set()
+            waits._call_s = 0.0
+        for call in held:
+            call.result(60)
+        assert client.infer("ctr", [wanted], client_timeout=60).as_numpy("score").shape == (4, 1)
