@@ -177,7 +177,9 @@ async def slow_readers(port: int, count: int) -> AsyncIterator[None]:
 
 
 def probe(port: int, seconds: float) -> None:
-    """Health checks on new connections; prints how many seconds each took, as JSON. For a process of its own."""
+    """Health checks on new connections, from a line of input on; prints how many seconds each took, as JSON. For a process of its own."""
+    print(flush=True)
+    sys.stdin.readline()
     took, until = [], time.monotonic() + seconds
     while time.monotonic() < until:
         began = time.monotonic()
@@ -242,8 +244,13 @@ async def _load(
     """What comes of a load that is `times` as high as `peak`."""
     threads, resident = served.threads(), served.resident_bytes()
     prober = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.overload", "--probe", str(served.port), str(seconds), stdout=subprocess.PIPE
-    )
+        sys.executable, "-m", "benchmarks.overload", "--probe", str(served.port), str(seconds),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert prober.stdin is not None
+    assert prober.stdout is not None
+    await prober.stdout.readline()  # what it takes to start is over
+    prober.stdin.write(b"\n")
     used = Used(served)
     async with slow_readers(served.port, READERS):
         goodput, answers, late, ended = await storm(served, requests, times * peak / requests.mean_items, seconds)
