@@ -3,7 +3,8 @@
     python -m benchmarks.connections [--keys 64] [--seconds 4] [--rounds 3] [--tiny] [--json FILE]
 
 One process has so many connections to the service and a request under way on each of them: whoever is answered asks again at once. The
-numbers of connections take turns. Meanwhile a thread asks for the health, each time on a new connection. The clients share the
+numbers of connections take turns, and in each the service and "echo", the same service whose reactors answer ready bytes and look nothing
+up: what so many connections cost the system alone. Meanwhile a thread asks for the health, each time on a new connection. The clients share the
 machine's cores with the service, and spend more on many connections too: so processor time of the service is what to compare.
 Every answer is checked for its status and its length, and one in a hundred for its rows.
 """
@@ -36,9 +37,9 @@ PROBE_S = 0.1
 
 
 @contextlib.contextmanager
-def service(rows: int) -> Iterator[tuple[int, int]]:
-    """(port, process) of a service with a table in memory."""
-    python = [sys.executable, "-m", "benchmarks.wire_servers", "store"]
+def service(kind: str, rows: int) -> Iterator[tuple[int, int]]:
+    """(port, process) of a service with a table in memory: "store", or "echo"."""
+    python = [sys.executable, "-m", "benchmarks.wire_servers", kind]
     with (
         tempfile.TemporaryDirectory(prefix="connections-") as where,
         child(*python, "--where", where, "--rows", str(rows)) as (pid, (port, *_)),
@@ -50,8 +51,9 @@ def service(rows: int) -> Iterator[tuple[int, int]]:
 class Asker:
     """Connections that ask again as soon as they are answered."""
 
-    def __init__(self, port: int, count: int, n: int, rows: int) -> None:
+    def __init__(self, port: int, count: int, n: int, rows: int, *, checked: bool) -> None:
         rng = np.random.default_rng(count)
+        self._checked = checked
         self._keys = [keys_of(rng.integers(0, rows, n)) for _ in range(VARIANTS)]
         self._requests = [http_request(keys) for keys in self._keys]
         self._sockets = [connect(port) for _ in range(count)]
@@ -79,7 +81,7 @@ class Asker:
                         raise RuntimeError(f"expected {self._head!r}, got {got[:100]!r}")
                     self._got[number] = got
                     continue
-                self._check(got, self._sent[number], answers % CHECKED == 0)
+                self._check(got, self._sent[number], self._checked and answers % CHECKED == 0)
                 answers += 1
                 self._got[number] = b""
                 self._sent[number] = following = (self._sent[number] + 1) % VARIANTS
@@ -123,22 +125,35 @@ def probed(port: int) -> Iterator[list[float]]:
         thread.join()
 
 
+def measure(
+    of: tuple[int, int], count: int, options: argparse.Namespace, *, checked: bool = True
+) -> tuple[float, float, list[float]]:
+    """(answers a second, the service's processor time for one in microseconds, seconds of health checks) on so many connections."""
+    port, pid = of
+    asker = Asker(port, count, options.keys, options.rows, checked=checked)
+    try:
+        asker.run(options.seconds / 4)
+        with probed(port) as took:
+            began, used = time.perf_counter(), cpu_s(pid)
+            answers = asker.run(options.seconds)
+            return answers / (time.perf_counter() - began), (cpu_s(pid) - used) / answers * 1e6, took
+    finally:
+        asker.close()
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rates: dict[int, list[float]] = {count: [] for count in options.connections}
     costs: dict[int, list[float]] = {count: [] for count in options.connections}
+    echo: dict[int, list[float]] = {count: [] for count in options.connections}
     health: dict[int, list[float]] = {count: [] for count in options.connections}
-    with service(options.rows) as (port, pid):
+    with service("store", options.rows) as store, service("echo", options.rows) as ready:
         for _ in range(options.rounds):
             for count in options.connections:
-                asker = Asker(port, count, options.keys, options.rows)
-                asker.run(options.seconds / 4)
-                with probed(port) as took:
-                    began, used = time.perf_counter(), cpu_s(pid)
-                    answers = asker.run(options.seconds)
-                    rates[count].append(answers / (time.perf_counter() - began))
-                    costs[count].append((cpu_s(pid) - used) / answers * 1e6)
+                rate, cost, took = measure(store, count, options)
+                rates[count].append(rate)
+                costs[count].append(cost)
                 health[count] += took
-                asker.close()
+                echo[count].append(measure(ready, count, options, checked=False)[1])
     best = max(statistics.median(values) for values in rates.values())
     results = [
         {
@@ -146,19 +161,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "answers_per_s": statistics.median(rates[count]),
             "of_the_best": statistics.median(rates[count]) / best,
             "service_cpu_us": statistics.median(costs[count]),
+            "echo_cpu_us": statistics.median(echo[count]),
             "health_p50_ms": statistics.median(health[count]) * 1e3 if health[count] else None,
             "health_longest_ms": max(health[count], default=0.0) * 1e3,
         }
         for count in options.connections
     ]
     most = results[-1]
-    few = results[0]["service_cpu_us"]
+    least = min(results, key=lambda row: float(row["service_cpu_us"]))
     return {
         "benchmark": "connections", "machine": describe(), "rows": options.rows, "keys": options.keys, "results": results,
         "headlines": [
             headline(
                 f"answers for a second of the service's processors, {most['connections']:,} connections",
-                f"{results[0]['connections']} connections", few / most["service_cpu_us"], at_least=0.9,
+                f"{least['connections']:,} connections, where it is the cheapest", least["service_cpu_us"] / most["service_cpu_us"], at_least=0.9,
+            ),
+            headline(
+                f"that, {most['connections']:,} connections", "the same of echo",
+                least["service_cpu_us"] / most["service_cpu_us"] / (least["echo_cpu_us"] / most["echo_cpu_us"]), at_least=0.9,
             ),
             headline(
                 f"the longest health check on a new connection, {most['connections']:,} connections", "250 ms",

@@ -23,7 +23,7 @@ from tierstore.kernels import reactor_refusals as refusals
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller, Shed, Waits
-from tierstore.service.limits.worker_pool import WorkerPool
+from tierstore.service.limits.worker_pool import FULL, WorkerPool
 from tierstore.service.server import ServerThread
 
 from .conftest import GRPC, settings_for
@@ -58,7 +58,7 @@ def test_a_call_may_wait_for_half_of_its_time_and_at_most_for_the_limit(
     if admitted:
         waits.admit(wait_s, remaining_s)
     else:
-        with pytest.raises(Overloaded, match="take longer than this one may wait"):
+        with pytest.raises(Overloaded, match="too many calls wait for a thread"):
             waits.admit(wait_s, remaining_s)
     assert counts.of("queue_wait") == (not admitted)
 
@@ -82,6 +82,25 @@ def test_a_pool_refuses_what_would_wait_too_long_and_says_how_long_a_call_would_
         assert word[0] == pytest.approx(20e9, rel=0.01)
         gate.set()
         await asyncio.gather(held, later)
+        assert word[0] == 0
+
+    asyncio.run(run())
+    pool.close()
+
+
+def test_a_full_pool_says_so() -> None:
+    pool, word = (
+        WorkerPool("lookup", threads=1, queue_limit=1, waits=Waits("lookup", Shed(), 60.0)),
+        np.zeros(1, np.int64),
+    )
+    pool.publish_wait(word)
+    gate = threading.Event()
+
+    async def run() -> None:
+        held = [pool.run(gate.wait, 60), pool.run(int)]
+        assert word[0] == FULL
+        gate.set()
+        await asyncio.gather(*held)
         assert word[0] == 0
 
     asyncio.run(run())
@@ -268,7 +287,7 @@ def test_over_grpc_too(served: tuple[Store, ServerThread]) -> None:
             waits.ran(20.0)
         held = [pool.submit(gate.wait, 60) for _ in range(pool.threads)]
         try:
-            with pytest.raises(Exception, match="take longer than this one may wait"):
+            with pytest.raises(Exception, match="too many calls wait for a thread"):
                 client.infer("ctr", [wanted], client_timeout=30)
         finally:
             gate.set()

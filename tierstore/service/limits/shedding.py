@@ -21,7 +21,7 @@ REASONS = ("queue_full", "queue_wait", "deadline", "gone", "connections")
 
 
 _RECENT = 64  # calls whose times tell how long the next ones take
-WAITS_TOO_LONG = "the calls that wait for a thread take longer than this one may wait; try again in a second"
+WAITS_TOO_LONG = "too many calls wait for a thread already, for as long as this one may wait; try again in a second"
 
 
 class Gone(Exception):

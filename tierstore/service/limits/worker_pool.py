@@ -22,6 +22,8 @@ from tierstore.service.limits.shedding import Caller, Waits
 
 T = TypeVar("T")
 
+FULL = 1 << 62  # nanoseconds that nobody waits
+
 # loop, future, when it was queued, the caller, the function and its arguments
 _Item = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", int, Caller | None, Callable[..., Any], tuple[Any, ...]]
 
@@ -71,7 +73,7 @@ class WorkerPool:
         """
         if self._closed:
             raise Closed("the service is shutting down")
-        if self._pending >= self.threads + self.queue_limit:
+        if self._is_full():
             self.rejected += 1
             if self._waits is not None:
                 self._waits.shed.count("queue_full")
@@ -87,15 +89,18 @@ class WorkerPool:
         return future
 
     def publish_wait(self, word: npt.NDArray[np.int64]) -> None:
-        """From now on write to `word`, int64[1], how many nanoseconds a call that comes now would wait. Event loop only."""
+        """From now on write to `word`, int64[1], how many nanoseconds a call that comes now would wait, or FULL. Event loop only."""
         self._wait_ns = word
+
+    def _is_full(self) -> bool:
+        return self._pending >= self.threads + self.queue_limit
 
     def _expected_s(self) -> float:
         return 0.0 if self._waits is None else self._waits.expected_s(self._pending, self.threads)
 
     def _count(self, calls: int) -> None:
         self._pending += calls
-        self._wait_ns[0] = int(self._expected_s() * 1e9)
+        self._wait_ns[0] = FULL if self._is_full() else int(self._expected_s() * 1e9)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let the threads finish the queue, then end them."""
