@@ -1,4 +1,4 @@
-"""Two nodes over a real cluster against plain dictionaries: any order of loads, deltas, switches, drops and restarts, asked of either node."""
+"""Two nodes over a real cluster against plain dictionaries: any order of loads, deltas, switches, canaries, drops and restarts, asked of either node."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class NodesAgainstDicts(RuleBasedStateMachine):
         self.versions: dict[int, tuple[int, Rows]] = {}  # (the delta that the snapshot has, its rows)
         self.deltas: dict[int, dict[int, np.ndarray | None]] = {}
         self.active = 0
+        self.canary: int | None = None
         self.last = 0
         self._snapshots = 0
         self.nodes = {name: self._open(name) for name in NODES}
@@ -103,7 +104,7 @@ class NodesAgainstDicts(RuleBasedStateMachine):
         assert self.nodes[at].load_snapshot(where, activate=activate) == number
         self.versions[number] = self.last, rows
         if activate:
-            self.active = number
+            self.active, self.canary = number, None
         return number
 
     @rule(number=versions_seen, at=node)
@@ -113,7 +114,33 @@ class NodesAgainstDicts(RuleBasedStateMachine):
                 self.nodes[at].activate("ctr", number)
             return
         self.nodes[at].activate("ctr", number)
-        self.active = number
+        if number != self.active:
+            self.active, self.canary = number, None
+
+    @rule(number=versions_seen, share=st.sampled_from((0.0, 0.5)), at=node)
+    def serve_beside(self, number: int, share: float, at: str) -> None:
+        if number not in self.versions:
+            with pytest.raises((NotFound, Conflict)):
+                self.nodes[at].canary("ctr", number, share)
+        elif number == self.active or self.canary not in (None, number):
+            with pytest.raises(Conflict):
+                self.nodes[at].canary("ctr", number, share)
+        else:
+            self.nodes[at].canary("ctr", number, share)
+            self.canary = number
+
+    @rule(promote=st.booleans(), at=node)
+    def end_the_canary(self, promote: bool, at: str) -> None:
+        store = self.nodes[at]
+        if self.canary is None:
+            with pytest.raises(Conflict):
+                store.promote("ctr") if promote else store.withdraw("ctr")
+        elif promote:
+            assert store.promote("ctr") == self.canary
+            self.active, self.canary = self.canary, None
+        else:
+            assert store.withdraw("ctr") == self.canary
+            self.canary = None
 
     @rule(at=node)
     def rollback(self, at: str) -> None:
@@ -123,14 +150,14 @@ class NodesAgainstDicts(RuleBasedStateMachine):
                 self.nodes[at].rollback("ctr")
             return
         assert self.nodes[at].rollback("ctr") == max(older)
-        self.active = max(older)
+        self.active, self.canary = max(older), None
 
     @rule(number=versions_seen, at=node)
     def drop(self, number: int, at: str) -> None:
         if number not in self.versions:
             with pytest.raises(NotFound):
                 self.nodes[at].drop("ctr", number)
-        elif number == self.active:
+        elif number in (self.active, self.canary):
             with pytest.raises(Conflict):
                 self.nodes[at].drop("ctr", number)
         else:
@@ -174,7 +201,19 @@ class NodesAgainstDicts(RuleBasedStateMachine):
     def every_node_answers_as_the_dictionaries(self) -> None:
         if not self.versions:
             return
-        begins, rows = self.versions[self.active]
+        wanted = tuple(number for number in (self.active, self.canary) if number is not None)
+        self._everywhere(lambda model: model.served.versions == wanted, f"versions {wanted}")
+        self._everywhere(lambda model: seen(model) >= self.last, f"delta {self.last}")
+        for number in wanted:
+            expected = self._rows_of(number)
+            for name, store in self.nodes.items():
+                got, found = store.model("ctr").lookup("item_id", np.array(KEYS), version=number, return_found=True)
+                assert found.tolist() == [key in expected for key in KEYS], (name, number)
+                want = np.stack([expected.get(key, np.zeros(DIM, np.float32)) for key in KEYS])
+                np.testing.assert_array_equal(got, want, err_msg=f"{name}, version {number}")
+
+    def _rows_of(self, number: int) -> Rows:
+        begins, rows = self.versions[number]
         expected = dict(rows)
         for seq, changes in sorted(self.deltas.items()):
             for key, new in changes.items() if seq > begins else ():
@@ -182,24 +221,16 @@ class NodesAgainstDicts(RuleBasedStateMachine):
                     expected.pop(key, None)
                 else:
                     expected[key] = new
-        self._everywhere(lambda model: model.active_version == self.active, f"version {self.active}")
-        self._everywhere(lambda model: seen(model) >= self.last, f"delta {self.last}")
-        for name, store in self.nodes.items():
-            got, found = store.model("ctr").lookup("item_id", np.array(KEYS), return_found=True)
-            assert found.tolist() == [key in expected for key in KEYS], name
-            want = np.stack([expected.get(key, np.zeros(DIM, np.float32)) for key in KEYS])
-            np.testing.assert_array_equal(got, want, err_msg=name)
+        return expected
 
 
 def seen(model: Any) -> int:
-    """The newest delta that its answers have."""
-    with model.view() as view:
-        return int(view.seq)
+    """The newest delta that all of its answers have."""
+    return min(int(view.seq) for view in model.served.views)
 
 
 def overlays(model: Any) -> int:
-    with model.view() as view:
-        return len(view.overlays)
+    return sum(len(view.overlays) for view in model.served.views)
 
 
 def test_two_nodes_do_as_dictionaries_do(cluster: RedisCluster) -> None:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 class Pointer:
     """What holds of a model at one moment. `generation` moves with each change of it but those of `seq` and `marks`.
 
-    `current` is the version that serves, `previous` the one before it, `wanted` one that all nodes are to make ready. `seq` is
-    the newest delta of the log. `marks`: by version, the seq that every one of its rows has reached. `line` is of the current
+    `current` is the version that serves, `previous` the one before it, `canary` one that gets `share` (0 to 1) of the requests,
+    `wanted` one that all nodes are to make ready. `seq` is the newest delta of the log. `marks`: by version, the seq that every one of its rows has reached. `line` is of the current
     version: it changes where its rows are replaced by others that no delta brings.
     """
 
@@ -23,6 +23,8 @@ class Pointer:
     seq: int | None = None
     marks: Mapping[int, int] = field(default_factory=dict)
     line: str = ""
+    canary: int | None = None
+    share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

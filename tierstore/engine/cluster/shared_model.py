@@ -53,10 +53,11 @@ class SharedModel:
 
         marks = {int(name[5:]): int(value) for name, value in fields.items() if name.startswith("mark:")}
         return Pointer(
-            number("generation") or 0, number("current"), number("previous"), number("wanted"), number("seq"), marks
-        )
+            number("generation") or 0, number("current"), number("previous"), number("wanted"), number("seq"), marks,
+            canary=number("canary"), share=float(fields.get("share") or 0.0),
+        )  # fmt: skip
 
-    def change(self, before: Pointer, **changes: int | None) -> bool:
+    def change(self, before: Pointer, **changes: float | None) -> bool:
         """Set fields of the pointer, if nothing but marks has changed since `before`. False where something has."""
         words = [word for name, value in changes.items() for word in (name, "" if value is None else value)]
         seq = "" if before.seq is None else before.seq

@@ -237,21 +237,38 @@ class Switcher:
         undone = undone.with_line(info.number, undone.line(info.number) + 1)
         self._routes.publish(served, undone=undone, built=[line])
 
-    def follow(self, number: int, ready: Callable[[], None], *, start: bool, progress: ProgressFn) -> None:
+    def follow(self, number: int, ready: Callable[[], float | None], *, start: bool, progress: ProgressFn) -> None:
         """Serve a version as the cluster's pointer says: it is made warm, `ready` waits for its moment, then it is published.
 
-        What `ready` or `progress` raises ends it, and nothing has changed. Also for the active version, opened anew: for a node that missed
+        `ready` gives the share that it has as the canary, None where it is to be active. What `ready` or `progress` raises ends it, and nothing has changed. Also for the active version, opened anew: for a node that missed
         deltas. At a `start` it is warmed while it serves.
         """
         with self._state.switch:
             info, old = self._catalogue.info(number), self._live.active_version
             replaced = [view.open_version for view in self._live.served.views]
             with self._opener.warmed(info, replaced, force=True, progress=progress, start=start) as version:
-                ready()
+                share = ready()
                 with self._live.write, self._opener.last_view(version, force=True, start=start) as view:
-                    self._publish(Routing(view), info, info)
+                    served = self._live.served
+                    routing = Routing(view) if share is None else replace(served, canary=view, share=share)
+                    self._publish(routing, info, info)
                     self._live.start_problem = None
-        self._report(old, number)
+        if share is None:
+            self._report(old, number)
+
+    def follow_canary(self, current: int | None, canary: int | None, share: float) -> None:
+        """Have the canary that is served become active, or go, or get its share, as the cluster's pointer says. Waits for no switch."""
+        served = self._live.served
+        if served.canary is None:
+            return
+        number = served.canary.version
+        if number == current:
+            if self._routes.promote(number):
+                self._report(None if served.active is None else served.active.version, number)
+        elif number != canary:
+            self._routes.withdraw()
+        elif share != served.share:
+            self._routes.set_share(number, share)
 
     def _report(self, old: int | None, new: int | None) -> None:
         if new is not None:

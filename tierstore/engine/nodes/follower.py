@@ -19,6 +19,7 @@ from typing import Any
 from tierstore.engine.cluster.followed import Followed, LogEntry, Pointer
 from tierstore.engine.model import Model
 from tierstore.engine.nodes.version_copies import VersionCopies
+from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Closed, Conflict, DeltaError, Overloaded, StorageError, TierstoreError
 from tierstore.formats.delta.reader import Delta, read_delta
 from tierstore.types import Progress
@@ -88,11 +89,11 @@ class Follower:
         view = self.model.publisher.current
         return view is not None and view.seq >= seq
 
-    def wait_served(self, number: int, timeout_s: float) -> bool:
-        """Wait until this node serves a version."""
+    def wait_served(self, holds: Callable[[Routing], bool], timeout_s: float) -> bool:
+        """Wait until something holds of what this node serves."""
         self.wake()
         with self.changed:
-            return self.changed.wait_for(lambda: self._stopping or self.model.active_version == number, timeout_s)
+            return self.changed.wait_for(lambda: self._stopping or holds(self.model.publisher.served), timeout_s)
 
     @property
     def silent(self) -> str | None:
@@ -148,6 +149,7 @@ class Follower:
             self._beat()  # so that rows wait for this node from now on
             self._serve(pointer.current, lambda: None, start=True)
         else:
+            self.model.switcher.follow_canary(pointer.current, pointer.canary, pointer.share)
             self._check_line(pointer)
             self._follow(pointer)
         self._generation = pointer.generation  # only now: what failed is tried again
@@ -248,12 +250,13 @@ class Follower:
 
     def _follow(self, pointer: Pointer) -> None:
         """Begin to make ready what is wanted, or to serve what is current."""
-        active, local = self.model.active_version, self.model.state.log
+        served, local = self.model.publisher.served, self.model.state.log
         if self._switch is not None and self._switch.is_alive():
             return
-        for number in (pointer.current, pointer.wanted):
+        canary = None if served.active is None else pointer.canary  # it stands beside one
+        for number in (pointer.current, canary, pointer.wanted):
             info = None if number is None else self.model.catalogue.get(number)
-            if number is None or number == active or info is None or self._failed_before(number, pointer):
+            if number is None or number in served.versions or info is None or self._failed_before(number, pointer):
                 continue
             if local.start is None:
                 self._begin(replace(pointer, current=number))
@@ -281,33 +284,39 @@ class Follower:
             self.changed.notify_all()
         self.wake()
 
-    def _serve(self, number: int, ready: Callable[[], None], *, start: bool = False) -> None:
+    def _serve(self, number: int, ready: Callable[[], float | None], *, start: bool = False) -> None:
         def report(_: Progress) -> None:
             if self._stopping:
                 raise Closed(f"the store of model {self.model.name!r} is being closed")
 
         self.model.switcher.follow(number, ready, start=start, progress=report)
 
-    def _await_turn(self, number: int) -> None:
-        """Wait until the pointer is at a version that is ready. Conflict where it is not wanted any more."""
+    def _await_turn(self, number: int) -> float | None:
+        """Wait until the pointer is at a version that is ready. Returns its share as the canary, None where it is current.
+
+        Conflict where it is not wanted any more.
+        """
         with self.changed:
             self._prepared = number
             self._wake.set()
-            self.changed.wait_for(lambda: self._stopping or self.pointer.wanted != number or self._is_current(number))
-            if not self._is_current(number):
+            self.changed.wait_for(lambda: self._stopping or self.pointer.wanted != number or self._has_turn(number))
+            if not self._has_turn(number):
                 raise Conflict(f"version {number} of {self.model.name!r} is not to be switched to any more")
+            return None if self.pointer.current == number else self.pointer.share
 
-    def _is_current(self, number: int) -> bool:
-        return self.pointer.current == number
+    def _has_turn(self, number: int) -> bool:
+        return number in (self.pointer.current, self.pointer.canary)
 
     # --- what others hear of this node
 
     def _beat(self) -> None:
         with self.changed:
             failed = self._failed
+            canary = self.model.publisher.served.canary
             report = {
                 "seq": self._lowest_seq(),
                 "active": self.model.active_version,
+                "canary": None if canary is None else canary.version,
                 "prepared": self._prepared,
                 "failed": None if failed is None else {"version": failed[0], "generation": failed[1], "why": failed[2]},
             }

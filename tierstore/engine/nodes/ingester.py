@@ -251,7 +251,8 @@ class Ingester:
         """Versions older than those that are to be kept, and loads that nobody goes on with, are to be dropped."""
         current = pointer.current
         older = [n for n, record in records.items() if record["state"] == READY and current is not None and n < current]
-        surplus = [n for n in older[: max(0, len(older) - self._settings.keep_versions)] if n != pointer.wanted]
+        used = (pointer.canary, pointer.wanted)
+        surplus = [n for n in older[: max(0, len(older) - self._settings.keep_versions)] if n not in used]
         for number, record in records.items():
             is_old = record["state"] == LOADING and time.time() - record["since_s"] > self._settings.load_retention_s
             if is_old and self._shared.claim_load(number, self._node, CLAIM_S):
@@ -261,7 +262,8 @@ class Ingester:
                 log.info("model %s: version %d goes from the cluster", self._model.name, number)
 
     def _drop(self, records: Mapping[int, dict[str, Any]]) -> None:
-        serving = {report.get("active") for report in self._shared.beat(self._node, None).values()}
+        reports = self._shared.beat(self._node, None).values()
+        serving = {report.get(what) for report in reports for what in ("active", "canary")}
         for number, record in records.items():
             if record["state"] != DROPPING or number in serving:
                 continue

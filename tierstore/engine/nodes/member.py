@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from tierstore.config import Settings
 from tierstore.engine.cluster.followed import Pointer
@@ -17,6 +18,8 @@ from tierstore.engine.model import Model
 from tierstore.engine.nodes.follower import Follower
 from tierstore.engine.nodes.ingester import DROPPING, Ingester
 from tierstore.engine.nodes.upload import READY, Writers
+from tierstore.engine.serving.routing import Routing
+from tierstore.engine.serving.routing_record import check_share
 from tierstore.errors import Conflict, DeltaError, InvalidInput, NotReady, Overloaded
 from tierstore.formats.delta.reader import Delta
 from tierstore.types import DeltaResult, Progress, ProgressFn
@@ -101,11 +104,13 @@ class Member:
                 except BaseException:
                     self._withdraw(number)
                     raise
-            if not self.follower.wait_served(number, self._settings.remote_prepare_s):
-                why = self.follower.problem or "it is behind"
-                raise NotReady(
-                    f"version {number} of {self.model.name!r} is current, and this node does not serve it yet: {why}"
-                )
+            self._await_this(lambda served: served.versions[:1] == (number,), f"version {number} is current")
+
+    def _await_this(self, holds: Callable[[Routing], bool], what: str) -> None:
+        """Wait until this node serves what the pointer says."""
+        if not self.follower.wait_served(holds, self._settings.remote_prepare_s):
+            why = self.follower.problem or "it is behind"
+            raise NotReady(f"model {self.model.name!r}: {what}, and this node does not serve so yet: {why}")
 
     def _check_ready(self, number: int, *, force: bool) -> None:
         record, pointer = self.shared.version(number), self.shared.pointer()
@@ -147,7 +152,7 @@ class Member:
         until_s = time.monotonic() + self._settings.remote_prepare_s
         while True:
             reports = self.shared.beat(self._node, None)
-            ready = [name for name, of in reports.items() if number in (of.get("prepared"), of.get("active"))]
+            ready = [n for n, of in reports.items() if number in (of.get(k) for k in ("prepared", "active", "canary"))]
             progress(Progress("prepare", len(ready), len(reports)))
             for name, of in reports.items():
                 failed = of.get("failed")
@@ -168,12 +173,20 @@ class Member:
             time.sleep(0.02)
 
     def _move(self, number: int) -> None:
-        """Move the pointer: from here on the version is current for every node."""
-        delta_seq = self.model.catalogue.info(number).manifest.delta_seq
+        """Move the pointer: from here on the version is current for every node, and no other is the canary."""
+        self._change(lambda pointer: self._moved(pointer, number))
+
+    def _moved(self, pointer: Pointer, number: int) -> dict[str, float | None]:
+        seq = max(self.model.catalogue.info(number).manifest.delta_seq, pointer.seq or 0)
+        return {
+            "current": number, "previous": pointer.current, "wanted": None, "canary": None, "share": None, "seq": seq,
+        }  # fmt: skip
+
+    def _change(self, changes: Callable[[Pointer], dict[str, float | None]]) -> None:
+        """Change the pointer, by what holds at that moment."""
         for _ in range(_TRIES):
             pointer = self.shared.pointer()
-            changes = {"current": number, "previous": pointer.current, "wanted": None}
-            if self.shared.change(pointer, **changes, seq=max(delta_seq, pointer.seq or 0)):
+            if self.shared.change(pointer, **changes(pointer)):
                 self.follower.wake()
                 return
         raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
@@ -205,20 +218,75 @@ class Member:
         record, pointer = self.shared.version(number), self.shared.pointer()
         if number in (pointer.current, pointer.wanted):
             raise Conflict(f"version {number} of {self.model.name!r} is active; activate another one first")
+        if number == pointer.canary:
+            raise Conflict(f"version {number} of {self.model.name!r} is the canary; withdraw it first")
         if record["state"] != DROPPING and not self.shared.record(number, record, {**record, "state": DROPPING}):
             raise Conflict(f"version {number} of {self.model.name!r} was changed by another node; try again")
         self.follower.wake()
 
-    # --- what a model in a cluster does not have yet
+    # --- the canary
 
     def canary(self, number: int, share: float, *, force: bool, progress: ProgressFn) -> None:
-        raise self._not_yet("canary")
+        """Have every node make a version ready, then serve it as the canary. Errors as `Store.canary`; Conflict where one cannot."""
+        share = check_share(share)
+        with self._switching:
+            if self._check_canary(number) != number:
+                self._check_ready(number, force=force)
+                pointer = self._announce(number, None)
+                if pointer is None:
+                    raise self._is_active(number)
+                try:
+                    self._await_nodes(number, pointer.generation, progress)
+                    self._change(lambda _: {"canary": number, "share": share, "wanted": None})
+                except BaseException:
+                    self._withdraw(number)
+                    raise
+            else:
+                self._change(lambda pointer: {"share": share} if pointer.canary == number else self._no_canary())
+            self._await_this(
+                lambda served: served.versions[1:] == (number,) and served.share == share,
+                f"version {number} is the canary",
+            )
+
+    def _check_canary(self, number: int) -> int | None:
+        """The canary there is: none, or that version. Conflict for any other, and where none may be."""
+        pointer, name = self.shared.pointer(), self.model.name
+        if pointer.current is None:
+            raise Conflict(f"model {name!r} has no active version to stand beside; activate {number} instead")
+        if pointer.current == number:
+            raise self._is_active(number)
+        if pointer.canary not in (None, number):
+            raise Conflict(f"version {pointer.canary} of {name!r} is the canary; promote or withdraw it first")
+        return pointer.canary
 
     def promote(self) -> int:
-        raise self._not_yet("canary")
+        """Make the canary the current version, which every node serves already. Returns its number."""
+        with self._switching:
+            number = self.shared.pointer().canary
+            if number is None:
+                self._no_canary()
+            self._change(lambda p: self._moved(p, number) if p.canary == number else self._no_canary())
+            self._await_this(lambda served: served.versions == (number,), f"version {number} is current")
+            return number
 
     def withdraw(self) -> int:
-        raise self._not_yet("canary")
+        """Stop serving the canary, on every node; the version is kept. Returns its number."""
+        number = self.shared.pointer().canary
+        if number is None:
+            self._no_canary()
+        self._change(lambda p: {"canary": None, "share": None} if p.canary == number else self._no_canary())
+        self._await_this(
+            lambda served: number not in served.versions[1:], f"version {number} is not the canary any more"
+        )
+        return number
+
+    def _is_active(self, number: int) -> Conflict:
+        return Conflict(f"version {number} of {self.model.name!r} is active; the canary is another one")
+
+    def _no_canary(self) -> NoReturn:
+        raise Conflict(f"model {self.model.name!r} has no canary")
+
+    # --- what a model in a cluster does not have yet
 
     def label(self, name: str, number: int) -> None:
         raise self._not_yet("labels")
@@ -240,6 +308,8 @@ class Member:
             "problem": self.follower.silent or self.ingester.problem,
             "current": pointer.current,
             "wanted": pointer.wanted,
+            "canary": pointer.canary,
+            "share": pointer.share,
             "seq": pointer.seq,
             "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
             "ingester": self.ingester.epoch is not None,
