@@ -488,6 +488,7 @@ def test_a_canary_ends_where_another_version_becomes_active_or_it_is_withdrawn(
     a, b = open_node("a"), open_node("b")
     for version in (1, 2, 3):
         a.load_snapshot(scenes.write_snapshot(tmp_path, version, stamp=version), activate=version == 1)
+    all_serve([a, b], (1,))
     for call in (lambda: a.promote("ctr"), lambda: a.withdraw("ctr")):
         with pytest.raises(tierstore.Conflict, match="no canary"):
             call()
@@ -523,6 +524,29 @@ def test_a_canary_that_one_node_cannot_serve_is_none(
     monkeypatch.undo()
     a.canary("ctr", 2)
     all_serve([a, b], (1, 2), 0.05)
+
+
+def test_a_delta_that_does_not_fit_the_canary_is_refused_and_passed_over_by_it_alone_where_it_came_before(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = open_node("a"), open_node("b")
+    a.load_snapshot(scenes.write_snapshot(tmp_path, 1))
+    with tierstore.SnapshotWriter(tmp_path / "narrow", model="ctr", version=2) as snapshot:
+        snapshot.table("item", dim=2).write(np.arange(20), np.full((20, 2), 7.0, np.float32))
+        snapshot.feature("item_id", table="item")
+    a.load_snapshot(tmp_path / "narrow", activate=False)
+    a.canary("ctr", 2)
+    all_serve([a, b], (1, 2), 0.05)
+    for store in (a, b):
+        with pytest.raises(tierstore.DeltaError, match="is the canary"):
+            store.apply_delta(scenes.stamped(1, {"item": range(10)}))
+    monkeypatch.setattr(Member, "_check", lambda *_: None)  # as if it was acknowledged before there was a canary
+    a.apply_delta(scenes.stamped(1, {"item": range(10)}))
+    for store in (a, b):
+        for _ in range(2):  # as it came, and from the rows in the cluster
+            scenes.eventually(lambda store=store: item(store, 1, 5) == 1, "the delta", 60)
+            assert (store.model("ctr").lookup("item_id", [5], version=2) == 7.0).all()
+            scenes.eventually(lambda store=store: store.status("ctr")["models"]["ctr"]["overlays"] == 0, "folded", 60)
 
 
 @pytest.mark.parametrize("feature", ["label", "deactivate", "export"])

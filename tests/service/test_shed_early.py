@@ -23,10 +23,10 @@ from tierstore.kernels import reactor_refusals as refusals
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller, Shed, Waits
-from tierstore.service.limits.worker_pool import FULL, WorkerPool
+from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.service.server import ServerThread
 
-from .conftest import GRPC, settings_for
+from .conftest import GRPC, eventually, settings_for
 from .scenes import KEYS, write_snapshot
 
 PATH = "/v2/models/ctr/infer"
@@ -40,10 +40,17 @@ def test_a_call_waits_for_those_before_it_as_long_as_the_last_ones_took() -> Non
     assert waits.expected_s(pending=50, threads=2) == 0.0  # nothing is known yet
     for _ in range(1000):
         waits.ran(0.1)
-    assert [round(waits.expected_s(pending, 2), 6) for pending in (0, 1, 2, 3, 9)] == [0.0, 0.0, 0.05, 0.1, 0.4]
+    assert [round(waits.expected_s(pending, 2), 6) for pending in (0, 1, 2, 3, 9)] == [0.0, 0.0, 0.025, 0.075, 0.375]
     for _ in range(300):
         waits.ran(0.3)
-    assert waits.expected_s(9, 2) == pytest.approx(1.2, rel=0.05)
+    assert waits.expected_s(9, 2) == pytest.approx(1.125, rel=0.05)
+
+
+def test_a_call_that_fails_has_taken_its_time_too() -> None:
+    waits = Waits("lookup", Shed(), 60.0)
+    with pytest.raises(ZeroDivisionError):
+        waits.timed(lambda: 1 / 0)
+    assert waits.expected_s(3, 2) > 0
 
 
 @pytest.mark.parametrize(
@@ -74,12 +81,12 @@ def test_a_pool_refuses_what_would_wait_too_long_and_says_how_long_a_call_would_
             waits.ran(10.0)
         held = pool.run(gate.wait, 60)
         hasty, patient = Caller(0), Caller(0)
-        for caller, seconds in ((hasty, 15), (patient, 60)):
+        for caller, seconds in ((hasty, 8), (patient, 60)):
             caller.deadline_ns = time.perf_counter_ns() + seconds * 10**9
         with pytest.raises(Overloaded):
             pool.run(int, caller=hasty)
         later = pool.run(int, caller=patient)
-        assert word[0] == pytest.approx(20e9, rel=0.01)
+        assert word[0] == pytest.approx(15e9, rel=0.01)
         gate.set()
         await asyncio.gather(held, later)
         assert word[0] == 0
@@ -98,7 +105,7 @@ def test_a_full_pool_says_so() -> None:
 
     async def run() -> None:
         held = [pool.run(gate.wait, 60), pool.run(int)]
-        assert word[0] == FULL
+        assert word[0] == kernel.FULL
         gate.set()
         await asyncio.gather(*held)
         assert word[0] == 0
@@ -122,7 +129,11 @@ def test_a_full_pool_says_so() -> None:
         ('{"parameters":{"timeout":-1}}', refusals.UNTOLD),
         ('{"parameters":{"timeout":1234567890123456}}', refusals.UNTOLD),
         ('{"parameters":{"timeout":1},"more":{"timeout":2}}', refusals.UNTOLD),
-        ('{"inputs":[{"name":"timeout","shape":[1]}]}', refusals.UNTOLD),
+        ('{"inputs":[{"name":"timeout","shape":[1]}]}', 0),
+        ('{"inputs":[{"parameters":{"timeout":5}}],"parameters":{"x":"}\\"[","timeout":6}}', 6),
+        ('{"parameters":{"timeout":0},"more":{"timeout":2}}', refusals.UNTOLD),
+        ('{"timeout":3}', refusals.UNTOLD),
+        ('{"parameters":{"x":"timeout"}}', refusals.UNTOLD),
         ('{"parameters":{"timeout":12', refusals.UNTOLD),
         ('{"parameters":{"timeout"', refusals.UNTOLD),
     ],
@@ -135,12 +146,12 @@ def test_the_timeout_is_read_without_parsing_or_left_to_who_parses(text: str, ex
 # --- over HTTP
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, ServerThread]]:
     """A model that predicts, and one look-up thread."""
     pytest.importorskip("onnxruntime", reason="the extra `dense` is not installed")
     root = tmp_path_factory.mktemp("early")
-    settings = settings_for(root, grpc_port=GRPC, lookup_threads=1, max_queue_s=50)
+    settings = settings_for(root, grpc_port=GRPC, lookup_threads=1, max_queue_s=100, lookup_queue=4)
     with in_process(), Store(settings) as store:
         store.load_snapshot(write_snapshot(root, dense=om.linear(WEIGHTS, 0.5)))
         with ServerThread(store) as server:
@@ -148,26 +159,35 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Se
 
 
 @contextmanager
-def thread_held(server: ServerThread) -> Iterator[None]:
-    """The look-up thread is at work, on calls that take 20 s, as far as the queue knows."""
-    service, gate, begun = server.service, threading.Event(), Future[None]()
+def thread_held(server: ServerThread, calls: int = 1) -> Iterator[None]:
+    """The look-up thread is at work, on so many calls that take 40 s, as far as the queue knows."""
+    pool, gate, begun = server.service.lookup_pool, threading.Event(), Future[None]()
 
     def begin() -> None:
-        for _ in range(1000):
-            service.lookup_pool._waits.ran(20.0)
-        service.lookup_pool.run(gate.wait, 60)
+        try:
+            for _ in range(calls):
+                pool.run(gate.wait, 60)
+            for _ in range(1000):
+                pool._waits.ran(40.0)
+            pool._count(0)
+        except BaseException as error:
+            begun.set_exception(error)
+            raise
         begun.set_result(None)
 
-    server._http._loop.call_soon_threadsafe(begin)  # type: ignore[attr-defined]
+    server._http._loop.call_soon_threadsafe(begin)  # type: ignore[union-attr]
     begun.result(60)
     try:
         yield
     finally:
         gate.set()
-        service.lookup_pool._waits._call_s = 0.0
+        eventually(lambda: not pool.under_way(), "the thread is idle")
+        pool._waits._call_s = 0.0
 
 
-def prediction(parameters: dict[str, Any] | None = None, outputs: Any = None, keys: Any = KEYS[:4]) -> dict[str, Any]:
+def prediction(
+    parameters: dict[str, Any] | None = None, outputs: Any = None, keys: Any = KEYS[:4], request_id: str | None = None
+) -> dict[str, Any]:
     """Arguments for httpx: a prediction with its keys as binary data."""
     tensor = {
         "name": "item_id",
@@ -178,6 +198,8 @@ def prediction(parameters: dict[str, Any] | None = None, outputs: Any = None, ke
     document: dict[str, Any] = {"inputs": [tensor], "parameters": {"binary_data_output": True} | (parameters or {})}
     if outputs is not None:
         document["outputs"] = outputs
+    if request_id is not None:
+        document["id"] = request_id
     text = json.dumps(document).encode()
     headers = {"Inference-Header-Content-Length": str(len(text))}
     return {"content": text + np.asarray(keys, np.int64).tobytes(), "headers": headers}
@@ -185,7 +207,7 @@ def prediction(parameters: dict[str, Any] | None = None, outputs: Any = None, ke
 
 def refused_here(server: ServerThread) -> int:
     """Requests that reactors have refused."""
-    counts: int = server.service.plans.versions.words[:, :, kernel.REFUSALS].sum()
+    counts: int = server.service.plans.versions.words[:, :, [kernel.REFUSALS, kernel.FULL_REFUSALS]].sum()
     return counts
 
 
@@ -227,6 +249,20 @@ def test_a_reactor_refuses_as_python_does_and_all_is_counted(
     assert http.post(PATH, **prediction({"timeout": 30_000_000})).status_code == 200
 
 
+def test_a_full_queue_refuses_whatever_the_deadline_and_is_counted_as_such(
+    served: tuple[Store, ServerThread], http: httpx.Client
+) -> None:
+    _, server = served
+    names = ('tierstore_shed_total{reason="queue_full"}', "tierstore_lookup_rejected_total")
+    before, here = [metric(http, name) for name in names], refused_here(server)
+    with thread_held(server, calls=5):
+        answers = {http.post(PATH, **prediction()).status_code for _ in range(50)}
+        after = [metric(http, name) for name in names]
+    assert answers == {503}
+    assert refused_here(server) > here
+    assert [now - then for now, then in zip(after, before, strict=True)] == [50, 50]
+
+
 @pytest.mark.parametrize(
     ("parameters", "headers"),
     [({"timeout": 30_000_000}, {}), ({}, {"X-Request-Timeout-Ms": "30000"}), ({"timeout": 10**9}, {"x-envoy-expected-rq-timeout-ms": "30000"})],
@@ -243,17 +279,16 @@ def test_the_earliest_timeout_counts(
 
 
 def test_what_may_wait_is_queued_and_answered(served: tuple[Store, ServerThread], http: httpx.Client) -> None:
-    """There is one call before it, so it would wait 20 s."""
+    """There is one call before the first, which would wait 20 s, and the second 60 s."""
     _, server = served
     here, pool = refused_here(server), server.service.lookup_pool
     answers: list[httpx.Response] = []
     asking = []
     with thread_held(server):
-        for wanted in (prediction({"timeout": 60_000_000}), prediction()):
+        for wanted in (prediction({"timeout": 60_000_000}), prediction({"timeout": 200_000_000})):
             asking.append(threading.Thread(target=lambda wanted=wanted: answers.append(http.post(PATH, **wanted))))
             asking[-1].start()
-            while pool.waiting < len(asking):
-                pass
+            eventually(lambda: pool.waiting == len(asking), "it waits")
     for thread in asking:
         thread.join(60)
     assert [answer.status_code for answer in answers] == [200, 200]
@@ -271,6 +306,31 @@ def test_a_look_up_on_the_same_path_is_answered_while_predictions_are_refused(
         fresh = prediction(outputs=[{"name": "item_id"}], keys=KEYS[:5])
         answers = [http.post(PATH, **fresh).status_code for _ in range(300)]
     assert set(answers[answers.index(200) :]) == {200}  # once one of them was Python's, it has a plan
+
+
+@pytest.mark.parametrize("form", ["id", "timeout", "json", "string keys"])
+def test_look_ups_that_only_python_answers_are_answered_as_before(
+    served: tuple[Store, ServerThread], http: httpx.Client, form: str
+) -> None:
+    if form == "string keys":
+        text = b"\x05\0\0\0alice"
+        tensor = {"name": "user", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(text)}}
+        document: dict[str, Any] = {"inputs": [tensor], "outputs": [{"name": "user"}]}
+        document["parameters"] = {"binary_data_output": True}
+        data = json.dumps(document).encode()
+        wanted: dict[str, Any] = {
+            "content": data + text,
+            "headers": {"Inference-Header-Content-Length": str(len(data))},
+        }
+    else:
+        more = {"timeout": 60_000_000} if form == "timeout" else {"binary_data_output": False} if form == "json" else {}
+        wanted = prediction(more, outputs=[{"name": "item_id"}], request_id="one" if form == "id" else None)
+    assert http.post(PATH, **wanted).status_code == 200
+    here = refused_here(served[1])
+    with thread_held(served[1]):
+        assert {http.post(PATH, **wanted).status_code for _ in range(50)} == {200}
+        assert http.post(PATH, **prediction({"timeout": 30_000_000})).status_code == 503
+    assert refused_here(served[1]) == here
 
 
 def test_over_grpc_too(served: tuple[Store, ServerThread]) -> None:

@@ -19,6 +19,8 @@ from tierstore.kernels.reactor_words import (
     COUNT_WORDS,
     DRAIN,
     FOR_PYTHON,
+    FULL,
+    FULL_REFUSALS,
     MODE,
     MODELS_AT,
     MOST_WAIT_NS,
@@ -34,10 +36,11 @@ from tierstore.kernels.sysio import monotonic_ns
 QUEUED = -2  # TAIL_BYTES of a plan for all requests of a path
 MOST_TEXT_BYTES = 8192  # of JSON that is searched for a timeout
 UNTOLD = -1  # by `timeout_us`: to be told only by who parses the JSON
-_PASSED = 16  # one in so many is Python's all the same: of a look-up on the same path it makes a plan
+_PASSED = 16  # one in so many is Python's all the same: of a look-up on the same path it makes a plan, or notes that it cannot
 
 _TIMEOUT = int.from_bytes(b'"timeout', "little")
-_QUOTE, _COLON, _ZERO, _NINE = 34, 58, 48, 57
+_QUOTE, _BACKSLASH, _COLON, _COMMA, _ZERO, _NINE = 34, 92, 58, 44, 48, 57
+_OBJECT, _OBJECT_END, _LIST, _LIST_END = 123, 125, 91, 93
 _MOST_DIGITS = 15
 
 
@@ -50,23 +53,39 @@ def _skip_blanks(text, i, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def timeout_us(text, n):  # type: ignore[no-untyped-def]
-    """The microseconds that the only member "timeout" in `n` bytes of JSON names; 0 where there is none, or UNTOLD."""
-    found = 0
-    for begin in range(n - 8):
-        if load_u64(text + begin, 0) != nb.uint64(_TIMEOUT) or load_u8(text, begin + 8) != _QUOTE:
-            continue
-        i = _skip_blanks(text, begin + 9, n)
-        if found != 0 or i == n or load_u8(text, i) != _COLON:
-            return UNTOLD
-        i = first = _skip_blanks(text, i + 1, n)
-        while i < n and load_u8(text, i) >= _ZERO and load_u8(text, i) <= _NINE:
-            found = found * 10 + nb.int64(load_u8(text, i)) - _ZERO
+    """The microseconds that the member "timeout" of a request's parameters names, in `n` bytes of JSON; 0 where there is none, or UNTOLD.
+
+    It is a member of an object in the outermost one; a tensor's parameters are further in.
+    """
+    found, members, depth, i = 0, 0, 0, 0
+    while i < n:
+        byte = load_u8(text, i)
+        i += 1
+        if byte in (_OBJECT, _LIST):
+            depth += 1
+        elif byte in (_OBJECT_END, _LIST_END):
+            depth -= 1
+        elif byte == _QUOTE:
+            begin = i
+            while i < n and load_u8(text, i) != _QUOTE:
+                i += 2 if load_u8(text, i) == _BACKSLASH else 1
+            is_it = i - begin == 7 and load_u64(text + begin - 1, 0) == nb.uint64(_TIMEOUT)
             i += 1
-            if i - first > _MOST_DIGITS:
+            if not is_it or depth > 2:
+                continue
+            i = _skip_blanks(text, i, n)
+            members += 1
+            if members > 1 or depth != 2 or i >= n or load_u8(text, i) != _COLON:
                 return UNTOLD
-        end = _skip_blanks(text, i, n)
-        if i == first or end == n or (load_u8(text, end) != 44 and load_u8(text, end) != 125):  # a comma, or }
-            return UNTOLD
+            i = first = _skip_blanks(text, i + 1, n)
+            while i < n and load_u8(text, i) >= _ZERO and load_u8(text, i) <= _NINE:
+                found = found * 10 + nb.int64(load_u8(text, i)) - _ZERO
+                i += 1
+                if i - first > _MOST_DIGITS:
+                    return UNTOLD
+            end = _skip_blanks(text, i, n)
+            if i == first or end >= n or (load_u8(text, end) != _COMMA and load_u8(text, end) != _OBJECT_END):
+                return UNTOLD
     return found
 
 
@@ -88,7 +107,7 @@ def _may_wait_ns(me, fd, at, began):  # type: ignore[no-untyped-def]
         return most
     since = me.conns[fd, BEGAN_NS]
     remaining = timeout - (began - since if since > 0 else 0)
-    return min(most, max(remaining, 0) >> 1)
+    return min(most, remaining >> 1) if remaining > 0 else -1
 
 
 @nb.njit
@@ -107,6 +126,8 @@ def refuse(me, fd, at, last, began):  # type: ignore[no-untyped-def]
     served = acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
     if served == 0:
         return FOR_PYTHON
+    if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
+        return FOR_PYTHON
     dice = roll(me)
     variant, _ = lookupplan.choose(plan, served, dice)
     may_wait = _may_wait_ns(me, fd, at, began)
@@ -114,7 +135,7 @@ def refuse(me, fd, at, last, began):  # type: ignore[no-untyped-def]
         return FOR_PYTHON
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
     counts = me.counts + 8 * COUNT_WORDS * lookupplan.word(variant, lookupplan.COUNTS)
-    for which, more in ((REFUSALS, 1), (REFUSAL_NS, monotonic_ns() - began)):
+    for which, more in ((FULL_REFUSALS if wait == FULL else REFUSALS, 1), (REFUSAL_NS, monotonic_ns() - began)):
         store_u64(counts, which, load_u64(counts, which) + nb.uint64(more))
     send_answer(me, fd, variant, last and me.shared[MODE] == DRAIN, 0)
     return ANSWERED

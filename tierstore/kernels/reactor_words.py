@@ -31,6 +31,7 @@ MAY_READ, CLOSES, ENDED = 1, 2, 4
     WAIT_NS,
 ) = range(0, 12 * 8, 8)  # fmt: skip
 SHARED_WORDS = 12 * 8
+FULL = 1 << 62  # of WAIT_NS: the queue has no room
 # of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
 
@@ -52,9 +53,9 @@ ANSWER, COME_BACK, DROP, WAKE, BLOCK = range(
 )  # an answer in Python's memory, or in a block that becomes the reactor's
 MESSAGE_WORDS = 4
 
-# a version's counts, int64 words: of answers, of requests that would wait too long; then the buckets of answers' latencies
-SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS, REFUSALS, REFUSAL_NS = range(8)
-BUCKETS_FROM = 8
+# a version's counts, int64 words: of answers, of requests that would wait too long or found the queue full; then the buckets of answers' latencies
+SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS, REFUSALS, FULL_REFUSALS, REFUSAL_NS = range(9)
+BUCKETS_FROM = 9
 COUNT_WORDS = BUCKETS_FROM + BUCKETS
 TABLE_COUNT_WORDS = 8  # one a tier
 

@@ -146,21 +146,26 @@ class Service:
         if version is None:
             self.request_times.absorb("upstream", "ok", seconds)
             return
-        if refused := int(new[kernel.REFUSALS]):
-            self._absorb_refused(*version, refused, int(new[kernel.REFUSAL_NS]))
+        if new[kernel.REFUSALS] or new[kernel.FULL_REFUSALS]:
+            self._absorb_refused(*version, new)
         self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
         self.request_times.absorb("oip_http", "ok", seconds)
         spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
         spent.lookup_ns = spent.inference_ns
         self.inference_stats.absorb(*version, int(new[kernel.SUCCESSES]), seconds, spent, int(highest[kernel.LAST_MS]))
 
-    def _absorb_refused(self, model: str, version: int, count: int, took_ns: int) -> None:
-        """Count predictions that reactors have refused, as they would have waited too long."""
+    def _absorb_refused(self, model: str, version: int, new: Any) -> None:
+        """Count predictions that reactors have refused."""
+        waits, full, took_ns = (int(new[word]) for word in (kernel.REFUSALS, kernel.FULL_REFUSALS, kernel.REFUSAL_NS))
         seconds = Histogram(REQUEST_BOUNDS_S)
-        seconds.absorb([count, *[0] * len(REQUEST_BOUNDS_S)], took_ns / 1e9)  # none takes as much as the first bound
-        self.shed.count("queue_wait", count)
+        seconds.absorb(
+            [waits + full, *[0] * len(REQUEST_BOUNDS_S)], took_ns / 1e9
+        )  # none takes as much as the first bound
+        self.shed.count("queue_wait", waits)
+        self.shed.count("queue_full", full)
+        self.lookup_pool.rejected += full
         self.request_times.absorb("oip_http", "overloaded", seconds)
-        self.inference_stats.failed(model, version, took_ns, "overloaded", count)
+        self.inference_stats.failed(model, version, took_ns, "overloaded", waits + full)
 
     def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
         """Count a look-up that failed, for the version that was chosen for it, or else the active one. Any thread."""

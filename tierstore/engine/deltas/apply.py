@@ -9,9 +9,11 @@ After a crash: a delta that was acknowledged is in the log; the view is made aga
 
 from __future__ import annotations
 
+import logging
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -35,6 +37,8 @@ from tierstore.formats.regular import read_regular
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.background import in_background
 from tierstore.types import DeltaResult, TableSpec
+
+log = logging.getLogger(__name__)
 
 LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, which look-ups would wait for
 T = TypeVar("T")
@@ -63,18 +67,26 @@ class DeltaPath:
         self._dense, self._specs_of, self._observers = dense, specs_of, observers
         self.newest_event = NewestEvent(log)
 
-    def apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
+    def apply(
+        self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None, *, lenient: bool = False
+    ) -> DeltaResult:
         """Log a delta, then publish it. On return it is durable, and every request that starts sees it whole.
 
-        `data` is what `delta` was read from. `origin` is logged with it: a source finds there how far it has read.
+        `data` is what `delta` was read from. `origin` is logged with it: a source finds there how far it has read. lenient: it is
+        acknowledged already, so of what does not fit a version nothing is applied to that one, as in a catch-up.
         """
         if delta.dense is not None:  # the threads of a session would inherit the priority
-            return self._apply(delta, data, origin)
-        return _gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin))
+            return self._apply(delta, data, origin, lenient)
+        return _gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin, lenient))
 
-    def _apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None) -> DeltaResult:
+    def _apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None, lenient: bool) -> DeltaResult:
         model = self._live.model
-        sessions = self._sessions_ahead(delta)
+        try:
+            sessions = self._sessions_ahead(delta)
+        except DeltaError:
+            if not lenient:
+                raise
+            sessions = {}
         with self._live.write:
             served = self._live.served
             self._check_log(delta, served)
@@ -85,7 +97,10 @@ class DeltaPath:
             self._room.check_delta(len(data))
             # a canary's snapshot may reach beyond the log; then it holds the delta already
             views = [view for view in served.views if view.seq < delta.seq]
-            overlays = self._overlays(delta, views, served, sessions)
+            if lenient:
+                overlays = [self._fitting(delta, view, served, sessions) for view in views]
+            else:
+                overlays = self._overlays(delta, views, served, sessions)
             self._log_and_publish(delta, data, origin, views, overlays, served)
             self.newest_event.applied(delta.seq, delta.event_time)
         freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
@@ -94,10 +109,21 @@ class DeltaPath:
             observer.delta_visible(model, delta.seq, rows, freshness_s)
         return DeltaResult(model, delta.seq, applied=True)
 
-    def check(self, delta: Delta, view: View) -> Overlay:
-        """What a delta would put over a view that is served; DeltaError where it does not fit. Nothing is changed."""
-        (overlay,) = self._overlays(delta, [view], self._live.served, {})
-        return overlay
+    def check(self, delta: Delta, served: Routing) -> list[Overlay]:
+        """What a delta would put over the views that are served; DeltaError where it does not fit one. Nothing is changed."""
+        return self._overlays(delta, [view for view in served.views if view.seq < delta.seq], served, {})
+
+    def _fitting(self, delta: Delta, view: View, served: Routing, sessions: Sessions) -> Overlay:
+        """What of a delta fits one version."""
+        for part in (delta, replace(delta, dense=None)):
+            try:
+                return self._overlays(part, [view], served, sessions)[0]
+            except DeltaError as error:
+                log.warning(
+                    "model %s: version %d passes over what does not fit of delta %d: %s",
+                    self._live.model, view.version, delta.seq, error,
+                )  # fmt: skip
+        return Overlay(delta.seq, delta.seq, {})
 
     def _overlays(self, delta: Delta, views: Sequence[View], served: Routing, sessions: Sessions) -> list[Overlay]:
         """One overlay a view, checked: nothing is changed yet."""

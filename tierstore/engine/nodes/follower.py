@@ -20,8 +20,8 @@ from tierstore.engine.cluster.followed import Followed, LogEntry, Pointer
 from tierstore.engine.model import Model
 from tierstore.engine.nodes.version_copies import VersionCopies
 from tierstore.engine.serving.routing import Routing
-from tierstore.errors import Closed, Conflict, DeltaError, Overloaded, StorageError, TierstoreError
-from tierstore.formats.delta.reader import Delta, read_delta
+from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError
+from tierstore.formats.delta.reader import read_delta
 from tierstore.types import Progress
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class Follower:
         """Make a delta visible. False where there is no room for it in memory yet."""
         delta = read_delta(entry.data)
         try:
-            apply_leniently(self.model, delta, entry.data)
+            self.model.deltas.apply(delta, entry.data, lenient=True)
         except Overloaded:
             return False
         with self.changed:
@@ -329,16 +329,3 @@ class Follower:
         """No request here reads below it."""
         lowest = self.model.publisher.lowest_seq()
         return self.model.state.log.last if lowest is None else lowest
-
-
-def apply_leniently(model: Model, delta: Delta, data: bytes) -> None:
-    """Apply a delta that is acknowledged: of what does not fit the version that serves nothing is applied, as in a catch-up."""
-    try:
-        model.deltas.apply(delta, data)
-        return
-    except DeltaError as error:
-        log.warning("model %s passes over what does not fit of delta %d: %s", model.name, delta.seq, error)
-    try:
-        model.deltas.apply(replace(delta, dense=None), data)
-    except DeltaError:
-        model.deltas.apply(replace(delta, dense=None, tables={}), data)

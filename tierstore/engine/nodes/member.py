@@ -73,16 +73,16 @@ class Member:
 
     def _check(self, delta: Delta) -> None:
         """DeltaError for one that does not fit what is served: once it is in the log, every node passes over it."""
-        with self.model.view() as view:
-            overlay = self.model.deltas.check(delta, view)
+        with self.model.publisher.hold_all() as served:
+            overlays = self.model.deltas.check(delta, served)
             budget = self.model.state.shared.overlay_budget
-            if budget.used + overlay.nbytes > budget.total:
+            if budget.used + sum(overlay.nbytes for overlay in overlays) > budget.total:
                 raise Overloaded(
                     f"deltas come faster than the cluster takes them: {budget.used:,} of {budget.total:,} overlay bytes are in use; "
                     "send it again"
                 )
-        if overlay.colliding:
-            table = next(iter(overlay.colliding))
+        if colliding := [table for overlay in overlays for table in overlay.colliding]:
+            table = colliding[0]
             raise DeltaError(
                 f"delta {delta.seq}: two keys of table {table!r} have one hash, and a model in a cluster cannot keep them apart: "
                 "rename one of them"

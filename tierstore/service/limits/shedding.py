@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
@@ -19,9 +20,9 @@ from tierstore.service.stats import REQUEST_BOUNDS_S, Histogram
 # why: no room in a queue, too long in it, the deadline passed there, the client left, too many connections
 REASONS = ("queue_full", "queue_wait", "deadline", "gone", "connections")
 
-
+T = TypeVar("T")
 _RECENT = 64  # calls whose times tell how long the next ones take
-WAITS_TOO_LONG = "too many calls wait for a thread already, for as long as this one may wait; try again in a second"
+WAITS_TOO_LONG = "too many calls wait for a thread already; try again in a second"
 
 
 class Gone(Exception):
@@ -121,13 +122,22 @@ class Waits:
         self._pool, self.shed, self._limit_s = pool, shed, limit_s
         self._call_s = 0.0  # what a call takes; of two threads that note one at the same time one may be lost
 
+    def timed(self, call: Callable[..., T], *args: Any) -> T:
+        """Run a call, and note how long it has taken its thread, whatever comes of it."""
+        began_s = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self.ran(time.perf_counter() - began_s)
+
     def ran(self, took_s: float) -> None:
-        """Note how long a call has taken a thread."""
-        self._call_s += (took_s - self._call_s) / _RECENT
+        """Note how long a call has taken its thread."""
+        self._call_s += (took_s - self._call_s) / (_RECENT if self._call_s else 1)
 
     def expected_s(self, pending: int, threads: int) -> float:
         """How long a call that comes now would wait, with so many queued or running on `threads` threads."""
-        return max(0, pending - threads + 1) * self._call_s / threads
+        busy = pending >= threads  # those that run are half done, as a mean
+        return busy * (pending - threads + 0.5) * self._call_s / threads
 
     def admit(self, wait_s: float, remaining_s: float | None) -> None:
         """Called before a call is queued that would wait about `wait_s`; it has a deadline in `remaining_s`, or none.

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Closed, Overloaded
+from tierstore.kernels.reactor_words import FULL
 from tierstore.service.limits.shedding import Caller, Waits
 
 T = TypeVar("T")
 
-FULL = 1 << 62  # nanoseconds that nobody waits
 
 # loop, future, when it was queued, the caller, the function and its arguments
 _Item = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", int, Caller | None, Callable[..., Any], tuple[Any, ...]]
@@ -42,7 +42,7 @@ class WorkerPool:
         self.queue_limit = queue_limit
         self._waits = waits
         # written on the event loop alone
-        self.rejected = 0
+        self.rejected = 0  # by reactors too
         self._pending = 0
         self._wait_ns = np.zeros(1, np.int64)
         self._closed = False
@@ -119,10 +119,7 @@ class WorkerPool:
                 if not future.cancelled():
                     if self._waits is not None:
                         self._waits.check(queued_ns, caller)
-                    began_s = time.perf_counter()
-                    result = function(*args)
-                    if self._waits is not None:
-                        self._waits.ran(time.perf_counter() - began_s)
+                    result = function(*args) if self._waits is None else self._waits.timed(function, *args)
             except BaseException as caught:  # noqa: BLE001 - handed to whoever awaits the future
                 error = caught
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it

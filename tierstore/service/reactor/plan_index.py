@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,9 @@ class _Planned:
         self._bytes = np.frombuffer(path, np.uint8), np.frombuffer(text, np.uint8)
         at = [address_of(array) for array in self._bytes]
         one, other = (*(address_of(variant.words) for variant in variants), 0)[:2]
-        self.words = np.array([at[0], len(path), at[1], len(text), tail_bytes, model, wanted, one, other, 0], np.int64)
+        self.words = np.array(
+            [at[0], len(path), at[1], len(text), tail_bytes, model, wanted, one, other, time.monotonic_ns()], np.int64
+        )
 
     @property
     def last_used_ns(self) -> int:
@@ -93,6 +96,7 @@ class PlanIndex:
         self._lock = threading.Lock()
         # guarded by _lock
         self._planned: dict[Place, _Planned] = {}
+        self._mixed: set[Place] = set()  # paths of predictions, and of look-ups that only Python can answer
         self._index: Words = np.zeros(_SLOTS, np.int64)
         self._publish([], [])
 
@@ -120,17 +124,29 @@ class PlanIndex:
             return
         tail_bytes, slot = _tail_bytes(parsed, plan, answer), self._epochs.slot(model)
         if tail_bytes is None or slot is None or isinstance(version, str):
-            answer.learned_as = _NEVER
+            self._never(model, version, answer)
             return
         place = _path(model, version), bytes(text), tail_bytes
         with self._lock:
             if self._knows(place, token):
                 return
             new = answer.learned_as = self._variant(token, view, parsed, plan, answer, (model, plan.version))
-            if new is None:
-                answer.learned_as = _NEVER
-                return
-            self._keep(place, slot, _which(version), new)
+            if new is not None:
+                self._keep(place, slot, _which(version), new)
+        if new is None:
+            self._never(model, version, answer)
+
+    def _never(self, model: str, version: int | str | None, answer: ResponseLayout) -> None:
+        """Only Python can answer such a look-up, and may do so without a thread: nothing of its path is to be refused from now on."""
+        answer.learned_as = _NEVER
+        if isinstance(version, str):
+            return
+        place = _path(model, version), b"", QUEUED
+        with self._lock:
+            self._mixed.add(place)
+            queued = self._planned.pop(place, None)
+            if queued is not None:
+                self._publish([queued], queued.variants)
 
     def learn_queued(self, model: str, view: Any, version: int | str | None, number: int, refusal: bytes) -> None:
         """Keep that requests of `model`, whose path names `version`, wait for a thread under `view`, which is of version `number`.
@@ -142,7 +158,7 @@ class PlanIndex:
             return
         place = _path(model, version), b"", QUEUED
         with self._lock:
-            if self._knows(place, token):
+            if place in self._mixed or self._knows(place, token):
                 return
             rows = self._count_rows((model, number), [])
             if rows is None:

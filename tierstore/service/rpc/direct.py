@@ -194,9 +194,7 @@ class _DirectCall:
             self._check_waited_for()
             if answering is not None:
                 self._calls.waits.check(submitted_ns())
-                began_s = time.perf_counter()
-                answer = answering.completed()
-                self._calls.waits.ran(time.perf_counter() - began_s)
+                answer = self._calls.waits.timed(answering.completed)
             else:
                 assert run is not None
                 act_for(self._principal, self._caller)
