@@ -15,7 +15,7 @@ from tests.engine.scenes import eventually
 from tierstore.engine.data.budget import HostBudget, OverlayBudget, deal, deal_caches
 from tierstore.errors import Overloaded, TooLarge
 
-in_ci = settings(max_examples=200, deadline=None, derandomize=True)
+in_ci = settings(max_examples=200, derandomize=True)
 sizes = st.integers(0, 10_000)
 weights = st.floats(0, 1000).filter(lambda w: w == 0 or w > 1e-3)
 

@@ -15,9 +15,11 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.quick_build import in_process
 from tests.redis_cluster import RedisCluster, redis_cluster
+from tierstore import kernels
 from tierstore.engine.nodes import follower, ingester
 from tierstore.engine.nodes.member import Member
 from tierstore.engine.store import Store
+from tierstore.kernels import resp, ssd_cache
 from tierstore.tiers.remote.write import Writer
 
 
@@ -407,6 +409,22 @@ def test_rows_that_were_read_are_on_the_local_ssd_and_follow_deltas_and_switches
     again = open_node("b", host_budget=NO_HOST_TIER, ssd_cache="1MiB")
     assert cached(again)["rows"] == 0
     check(again, "item", range(1000), 7)
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_an_open_node_has_the_kernels_of_its_look_ups(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch, awaited: bool
+) -> None:
+    built = set()
+
+    def noted(entry: kernels.Entry) -> kernels.Entry:
+        return entry._replace(build=lambda: built.add(entry.dispatcher.py_func))
+
+    monkeypatch.setattr(kernels, "entries", [noted(entry) for entry in kernels.entries])
+    monkeypatch.setattr(kernels, "awaited", awaited)  # whether others compile those that look-ups do without
+    open_node(ssd_cache="1MiB")
+    assert {resp.exchange.py_func, resp.parse.py_func} <= built
+    assert (ssd_cache.find.py_func in built) == (ssd_cache.read.py_func in built) == (not awaited)
 
 
 def test_a_disk_that_fails_under_the_cache_fails_no_look_up(open_node: OpenNode, tmp_path: Path) -> None:

@@ -239,7 +239,5 @@ def test_two_nodes_do_as_dictionaries_do(cluster: RedisCluster) -> None:
     NodesAgainstDicts.cluster = cluster
     run_state_machine_as_test(
         NodesAgainstDicts,
-        settings=settings(
-            max_examples=longer or 8, stateful_step_count=12, deadline=None, derandomize=not longer, database=None
-        ),
+        settings=settings(max_examples=longer or 8, stateful_step_count=12, derandomize=not longer, database=None),
     )

@@ -288,7 +288,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(OPERATIONS)
 def test_any_deltas_over_versions_and_restarts_are_as_a_dict(
     tmp_path_factory: pytest.TempPathFactory, operations: list[Any]

@@ -85,7 +85,7 @@ class WithADevice(StoreAgainstDicts):
 def test_the_store_does_as_dictionaries_do_with_a_device_tier(gpus: list[ShimDevice]) -> None:
     run_state_machine_as_test(
         WithADevice,
-        settings=settings(max_examples=12, stateful_step_count=25, deadline=None, derandomize=True, database=None),
+        settings=settings(max_examples=12, stateful_step_count=25, derandomize=True, database=None),
     )
     launched = gpus[0].launched
     assert {"probe", "gather", "scatter", "pool", "update", "insert"} <= launched.keys()

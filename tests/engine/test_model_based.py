@@ -458,7 +458,5 @@ def test_the_store_does_as_dictionaries_do():
     longer = int(os.environ.get("STORE_MODEL_EXAMPLES", 0))
     run_state_machine_as_test(
         StoreAgainstDicts,
-        settings=settings(
-            max_examples=longer or 40, stateful_step_count=30, deadline=None, derandomize=not longer, database=None
-        ),
+        settings=settings(max_examples=longer or 40, stateful_step_count=30, derandomize=not longer, database=None),
     )

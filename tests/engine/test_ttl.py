@@ -157,7 +157,7 @@ OPERATIONS = st.lists(
 
 
 @given(operations=OPERATIONS)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_order_of_writes_searches_and_restarts(
     tmp_path_factory: pytest.TempPathFactory, days_later: Any, operations: list[tuple[str, set[int], int]]
 ) -> None:

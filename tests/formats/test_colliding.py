@@ -65,7 +65,7 @@ def test_very_many_are_found_as_well_as_few() -> None:
     assert codes_of(keys, ["x", *texts]) == [digest("x"), *range(len(texts))]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.sets(st.sampled_from(UNIVERSE)),
     st.lists(st.dictionaries(st.sampled_from(UNIVERSE), st.none() | st.integers(), min_size=1), max_size=8),

@@ -296,7 +296,7 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(["item", "user", "word", "raw"])
 DIMS = {"item": 2, "user": 3, "word": 2, "raw": 2}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(OPERATIONS, st.booleans())
 def test_a_written_delta_reads_as_a_dict_of_its_last_rows(operations: Any, half: bool) -> None:
     expected: dict[str, dict[Any, float | None]] = {}

@@ -239,7 +239,7 @@ def test_a_shard_without_a_checksum_is_taken(tmp_path: Path) -> None:
     open_snapshot(root).check_checksum("item", 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.data(), st.integers(0, 40), st.integers(1, 5), st.sampled_from(FORMATS), st.integers(1, 17), st.integers(1, 9)
 )

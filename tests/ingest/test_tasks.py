@@ -78,7 +78,7 @@ def merge(
 _codes = st.lists(st.integers(-1000, 1000), min_size=1, max_size=60, unique=True)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     codes=_codes,
     cut=st.integers(0, 60),
@@ -173,7 +173,7 @@ _weak = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     keys=_weak,
     cut=st.integers(0, 40),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.kernels import atomics
@@ -16,7 +16,6 @@ from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
 MASK = (1 << 64) - 1
-unhurried = settings(deadline=None)  # the first example waits for the compiler
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
@@ -92,13 +91,11 @@ def _bump(counters, way):
     return heat.get_heat(counters, 0, way)
 
 
-@unhurried
 @given(int64s)
 def test_mixing_is_as_published(key: int) -> None:
     assert int(_mix(np.int64(key))) == mix(key & MASK)
 
 
-@unhurried
 @given(int64s, st.integers(0, 6), st.integers(1, 1 << 20), st.floats(0, 1))
 def test_a_key_has_one_set_at_every_depth_and_cursor(key: int, depth: int, sets_per_region: int, part: float) -> None:
     hashed = mix(key & MASK)
@@ -120,7 +117,6 @@ def test_keys_spread_evenly_over_sets() -> None:
     assert counts.var() / counts.mean() == pytest.approx(1, abs=0.2)  # Poisson
 
 
-@unhurried
 @given(st.binary(min_size=48, max_size=48), st.integers(0, 16), st.integers(0, 255))
 def test_matching_32_bytes(data: bytes, at: int, value: int) -> None:
     array = np.frombuffer(data, np.uint8) & 7
@@ -128,21 +124,18 @@ def test_matching_32_bytes(data: bytes, at: int, value: int) -> None:
     assert int(_match(array, at, np.uint8(value & 7))) == expected
 
 
-@unhurried
 @given(st.lists(st.integers(0, 5), min_size=40, max_size=40), st.integers(0, 8))
 def test_matching_32_halfwords(values: list[int], at: int) -> None:
     array = np.array(values, np.uint16)
     assert int(_match(array, at, np.uint16(3))) == sum(1 << i for i in range(32) if array[at + i] == 3)
 
 
-@unhurried
 @given(st.lists(int64s, min_size=12, max_size=12), st.integers(0, 4), st.integers(0, 11))
 def test_matching_8_words(values: list[int], at: int, like: int) -> None:
     array = np.array(values, np.int64)
     assert int(_match8(array, at, array[like])) == sum(1 << i for i in range(8) if array[at + i] == array[like])
 
 
-@unhurried
 @given(st.integers(0, (1 << 32) - 1))
 def test_the_first_bit(word: int) -> None:
     assert _first_bit(np.uint32(word)) == ((word & -word).bit_length() - 1 if word else 32)
@@ -163,7 +156,6 @@ def test_atomic_words_and_copies() -> None:
     assert not target[67:].any()
 
 
-@unhurried
 @given(st.lists(st.tuples(st.integers(0, 31), st.integers(0, 3)), max_size=60))
 def test_heat_counters_are_apart(changes: list[tuple[int, int]]) -> None:
     counters, twin = np.zeros(8, np.uint8), [0] * 32

@@ -56,7 +56,7 @@ class Parser:
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_replies_in_pieces(sizes: list[int]) -> None:
     data, parser = MARK + reply() + MARK, Parser()
     at = 0
@@ -109,7 +109,7 @@ def test_what_was_not_asked_for_is_seen(data: bytes) -> None:
 
 
 @given(st.integers(0, 10**9), st.integers(1, 6))
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_spoiled_replies_write_nowhere_else(seed: int, spoiled: int) -> None:
     rng = np.random.default_rng(seed)
     data = np.frombuffer(MARK + reply() + MARK, np.uint8).copy()
@@ -124,7 +124,6 @@ def test_spoiled_replies_write_nowhere_else(seed: int, spoiled: int) -> None:
 
 
 @given(st.sets(st.integers(-20, 20)), st.sets(st.integers(-20, 20)))
-@settings(deadline=None)
 def test_places_of_keys_in_other_keys(ours: Any, theirs: Any) -> None:
     one, other = np.array(sorted(ours), np.int64), np.array(sorted(theirs), np.int64)
     where = np.full(len(one), -1, np.int64)

@@ -61,7 +61,7 @@ def exchange(
 
 
 @given(st.lists(st.integers(1, 60), max_size=12))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_an_answer_in_pieces(sizes: list[int]) -> None:
     whole, pieces = answer(headers=b"Date: today\r\nCONNECTION: Close\r\n"), []
     for size in sizes:
@@ -140,7 +140,7 @@ def test_what_is_no_answer_with_rows_stores_nothing(body: bytes) -> None:
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 20))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_places_by_the_node_to_ask(keys: int, nodes: int, partitions: int) -> None:
     rng = np.random.default_rng([keys, nodes, partitions])
     codes, node_of = rng.integers(-(1 << 63), (1 << 63) - 1, 300), rng.integers(-1, nodes, partitions)

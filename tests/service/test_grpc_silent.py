@@ -14,9 +14,11 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not insta
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 
+from tierstore.service import server as server_module  # noqa: E402
 from tierstore.service.limits import slow_clients  # noqa: E402
 from tierstore.service.oip import documents  # noqa: E402
 from tierstore.service.rpc import waiting  # noqa: E402
+from tierstore.service.rpc.methods import ENDS  # noqa: E402
 from tierstore.service.rpc.server import ADMIN_THREADS  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 
@@ -88,6 +90,53 @@ def test_a_message_has_a_deadline(
         assert call.code() == Code.DEADLINE_EXCEEDED
         assert "did not arrive" in call.details()
         assert channel.unary_unary(SERVICE + "ModelInfer")(keys_request(8), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("method", "ended"),
+    [
+        (CHECK, (Code.UNAVAILABLE, ENDS)),
+        (SERVICE + "ModelInfer", (Code.UNAVAILABLE, ENDS)),
+        (WATCH, (Code.CANCELLED, "CANCELLED")),
+    ],
+)
+def test_a_stop_does_not_wait_for_messages_that_do_not_come(
+    served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch, method: str, ended: tuple[Any, str]
+) -> None:
+    monkeypatch.setattr(server_module, "FINISH_S", 8)  # then all that is left is ended, with other words
+    monkeypatch.setattr(waiting, "EVICTED_AFTER_S", 0.2)
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        call = channel.stream_stream(method)(messages_of(silent, []), timeout=60)
+        eventually(lambda: received(served, method), "the call has come")
+        served.close()
+        assert (call.code(), call.details()) == ended
+
+
+def received(server: ServerThread, method: str) -> int:
+    """The calls without a message."""
+    rpc: Any = server.service.grpc
+    return len(rpc._health.late) if method == WATCH else sum(len(pool.receiving) for pool in rpc._pools)
+
+
+def test_a_stop_waits_for_a_message_that_is_on_its_way(
+    served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "EVICTED_AFTER_S", 3600.0)
+    method = SERVICE + "ModelInfer"
+
+    def messages() -> Iterator[bytes]:
+        yield from silent
+        yield keys_request(8)
+
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        call = channel.stream_unary(method).future(messages(), timeout=60)
+        eventually(lambda: received(served, method), "the call has come")
+        closing = threading.Thread(target=served.close)
+        closing.start()
+        eventually(lambda: served.service.grpc._direct.closing, "the server ends")  # type: ignore[union-attr]
+        silent.close()
+        assert call.result()
+        closing.join(60)
 
 
 def test_calls_without_a_message_make_room_for_look_ups(

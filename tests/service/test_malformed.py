@@ -447,7 +447,7 @@ documents = st.fixed_dictionaries(
         | json_values,
     },
 )
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @fuzz

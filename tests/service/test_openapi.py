@@ -37,7 +37,6 @@ def _try(operation: Any, url: str) -> None:
     @given(case=operation.as_strategy(generation_mode=modes[0]) | operation.as_strategy(generation_mode=modes[-1]))
     @settings(
         max_examples=EXAMPLES,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

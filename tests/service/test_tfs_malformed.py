@@ -16,7 +16,7 @@ from tierstore.service.server import ServerThread
 
 from .conftest import eventually
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 names = st.sampled_from(["item_id", "clicked", "clicked.offsets", "clicked.weights", "user", "big", "nope", "b64", ""])
 numbers = st.integers(-(1 << 65), 1 << 65) | st.integers(-1, 5) | st.floats()

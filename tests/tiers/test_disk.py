@@ -550,6 +550,4 @@ class SealedAgainstDict(DiskAgainstDict):
 
 TestDiskAgainstDict = DiskAgainstDict.TestCase
 TestSealedAgainstDict = SealedAgainstDict.TestCase
-TestDiskAgainstDict.settings = TestSealedAgainstDict.settings = settings(
-    max_examples=20, stateful_step_count=15, deadline=None
-)
+TestDiskAgainstDict.settings = TestSealedAgainstDict.settings = settings(max_examples=20, stateful_step_count=15)

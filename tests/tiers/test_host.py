@@ -330,7 +330,7 @@ class HostAgainstDict(RuleBasedStateMachine):
 
 
 TestHostAgainstDict = HostAgainstDict.TestCase
-TestHostAgainstDict.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHostAgainstDict.settings = settings(max_examples=60, stateful_step_count=40)
 
 assert SPEC.dim == DIM
 

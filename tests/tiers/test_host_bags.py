@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers.cache_contract import no_deletes
@@ -34,7 +34,6 @@ def tables() -> dict[tuple[int, StorageDtype], HostTable]:
     return {(dim, dtype): filled(dim, dtype, full=False) for dim in (1, 16, 19, 32) for dtype in StorageDtype}
 
 
-@settings(deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("combiner", list(Combiner))
 def test_a_bag_is_pooled_as_its_looked_up_rows_are_or_left(

@@ -184,7 +184,7 @@ def test_keys_that_do_not_ascend_are_refused_and_leave_no_file(tmp_path: Path, k
 _codes = st.integers(-300, 300) | st.sampled_from([LIMITS.min, LIMITS.max])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     held=st.sets(_codes, min_size=1, max_size=200),
     asked=st.sets(_codes, max_size=200),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from tierstore import kernels
 from tierstore.engine.data.disk_room import check_free
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.errors import ConfigError
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory, ModelDirectory
+from tierstore.kernels import ssd_cache
 from tierstore.tiers.ssd.cache import SsdCache
 
 
@@ -36,6 +38,8 @@ def open_ssd_cache(shared: Shared, root: DataDirectory) -> SsdCache | None:
     settings, where = shared.settings, root.root
     if not settings.ssd_cache:
         return None
+    if not kernels.awaited:  # else look-ups do without it, until its kernels are there
+        kernels.load(module=ssd_cache.__name__)
     return SsdCache(
         where, settings.ssd_cache, shared.readers,
         lambda nbytes: check_free(where, settings.disk_reserve, "the cache on SSD", nbytes),

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tierstore import kernels
 from tierstore.engine.cluster.base import RemoteBase
 from tierstore.engine.cluster.commands import ClusterCommands
 from tierstore.engine.cluster.shared_model import SharedModel, model_names
@@ -24,6 +25,7 @@ from tierstore.engine.nodes.upload import ClusterTarget
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import StorageError, TierstoreError, unknown_model
 from tierstore.formats.names import DataDirectory
+from tierstore.kernels import resp
 from tierstore.tiers.remote.cluster import connect
 from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
@@ -59,6 +61,7 @@ class Fleet:
 
     def start(self) -> None:
         """Serve every model that the cluster has. StorageError where that cannot be."""
+        kernels.load(module=resp.__name__)  # rather than within the time of the first look-up
         for name in model_names(self._commands):
             self.member(name)
         self._thread.start()

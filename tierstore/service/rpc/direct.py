@@ -24,7 +24,7 @@ import grpc
 
 from tierstore.access.roles import LOCAL
 from tierstore.access.rules import of_grpc
-from tierstore.errors import DeadlineExceeded, Forbidden
+from tierstore.errors import Closed, DeadlineExceeded, Forbidden
 from tierstore.service.context import Service
 from tierstore.service.error_status import Cancelled
 from tierstore.service.limits import slow_clients
@@ -40,7 +40,17 @@ from tierstore.service.rpc.grpc_core import (
     send,
 )
 from tierstore.service.rpc.lookup import REQUEST_ID, Answering, Receive
-from tierstore.service.rpc.methods import Accounts, Pools, RpcCaller, Servicer, Unary, act_for, peer_names, waits_of
+from tierstore.service.rpc.methods import (
+    ENDS,
+    Accounts,
+    Pools,
+    RpcCaller,
+    Servicer,
+    Unary,
+    act_for,
+    peer_names,
+    waits_of,
+)
 from tierstore.service.rpc.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -54,6 +64,7 @@ class DirectCalls:
         self.service, self.core = service, core
         self.waits = waits_of(service)
         self.unread: Waiting[_DirectCall] = Waiting(lambda call: call.cancel())  # their answers are not sent yet
+        self.closing = False
         self._pools = pools
         self._methods: list[Method] = []
 
@@ -74,6 +85,12 @@ class DirectCalls:
         """Called once the server has started."""
         for method in self._methods:
             self.expect(method)
+
+    def stop(self) -> None:
+        """The server ends: a message that is on its way is waited for, one that does not come holds nothing up. Any thread."""
+        self.closing = True
+        for pool in self._pools:
+            pool.receiving.hurry()
 
     def expect(self, method: Method) -> None:
         """Request the next call of a method from the core."""
@@ -142,8 +159,9 @@ class _DirectCall:
         return self, ()
 
     def end_late(self) -> None:
-        """The message has not come in time, or others need the room."""
-        error = DeadlineExceeded("the message did not arrive in time")
+        """The message has not come in time, or others need the room, or the server ends."""
+        late = DeadlineExceeded("the message did not arrive in time")
+        error = Closed(ENDS) if self._calls.closing else late
         self._send(*self._method.accounts.failed(self._caller, error, self._arrived_ns))
 
     def cancel(self) -> None:

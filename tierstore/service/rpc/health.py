@@ -80,7 +80,8 @@ class Health:
         threading.Thread(target=self._health.enter_graceful_shutdown, name="tierstore-grpc-drain", daemon=True).start()
 
     def end(self) -> None:
-        """End the calls that watch. Any thread."""
+        """End the calls that watch, or have not said what. Any thread."""
+        self.late.end_all()
         with self._lock:
             watchers = list(self._watchers)
         for context in watchers:

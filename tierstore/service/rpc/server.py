@@ -114,6 +114,8 @@ class GrpcServer:
         if self._ended is None:
             self._ended = self._server.stop(grace_s)
             self._calls.end_streams()
+            if self._direct is not None:
+                self._direct.stop()
             self._health.end()
 
     def close(self) -> None:

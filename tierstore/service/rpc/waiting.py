@@ -30,6 +30,7 @@ class Waiting(Generic[C]):
     def __init__(self, end: Callable[[C], None]) -> None:
         self._end = end
         self._since: dict[C, tuple[float, float]] = {}  # since when, until when
+        self._most_s = float("inf")
 
     def __len__(self) -> int:
         return len(self._since)
@@ -55,9 +56,14 @@ class Waiting(Generic[C]):
 
     def end_late(self, now: float) -> None:
         """End the calls whose deadline has passed."""
-        for call, (_, until) in self._since.copy().items():
-            if now >= until and self.remove(call):
+        for call, (since, until) in self._since.copy().items():
+            if now >= min(until, since + self._most_s) and self.remove(call):
                 self._end(call)
+
+    def hurry(self) -> None:
+        """From now on a call waits for EVICTED_AFTER_S at most; those that have waited longer end at once."""
+        self._most_s = EVICTED_AFTER_S
+        self.end_late(time.monotonic())
 
     def end_all(self) -> None:
         """End all of them."""
