@@ -221,6 +221,10 @@ FIRST, SOON, LAST = range(3)
 must_keep = False  # whether a kernel that cannot be kept is an error; else it is used all the same
 awaited = False  # whether other processes compile the kernels of SOON now; look-ups do without those meanwhile
 
+# options of a kernel that neither makes arrays nor returns any. Its caller holds those that it is called with, so references to
+# them need not be counted; numba else does so, with atomic instructions, wherever one function calls another
+BORROWS = {"_nrt": False}
+
 
 class Entry(NamedTuple):
     """A kernel that is called from Python, or through its address."""

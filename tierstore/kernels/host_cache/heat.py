@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import numba as nb
 
+from tierstore.kernels import BORROWS
 from tierstore.kernels.atomics import match32, trailing_zeros
 from tierstore.kernels.raw import load_u8, store_u8
 
@@ -98,7 +99,7 @@ def oldest_on_probation(policy, s):  # type: ignore[no-untyped-def]
     return nb.int64(policy[at]) - 1 if policy[at + PROBATION - 1] != 0 else -1
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def enter_probation(policy, s, way):  # type: ignore[no-untyped-def]
     """Put `way` at the end of the queue, if there is room."""
     at = s * POLICY_BYTES + QUEUE
@@ -108,7 +109,7 @@ def enter_probation(policy, s, way):  # type: ignore[no-untyped-def]
             return
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def remove_from_probation(policy, s, way):  # type: ignore[no-untyped-def]
     """Remove `way` from the queue, if it is there."""
     last = s * POLICY_BYTES + QUEUE + PROBATION - 1
@@ -120,7 +121,7 @@ def remove_from_probation(policy, s, way):  # type: ignore[no-untyped-def]
             return
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def rename_on_probation(policy, s, way, other):  # type: ignore[no-untyped-def]
     """The row at `way` now lies at `other`."""
     at = s * POLICY_BYTES + QUEUE

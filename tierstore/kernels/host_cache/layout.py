@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from tierstore.kernels.atomics import match8, trailing_zeros
+from tierstore.kernels.atomics import match8, prefetch_far, trailing_zeros
 
 LINE_BYTES = 64
 LINE_WAYS = 7
@@ -50,6 +50,7 @@ LINES_AN_ABSENT = 4  # that have one line of absent keys together
 ABSENTS = LINES // LINES_AN_ABSENT  # of a set
 CONTROL_BYTES = 128  # what follows begins at a multiple of it: two lines that processors like to fetch together
 
+_PREFETCH_BYTES = 512  # of a row; the hardware follows from there
 HEAT_AT, OCCUPIED_AT, AWAY_AT = 4, 6, 7  # byte offsets in a line
 GEOMETRY, EPOCH = 0, 1  # words of the control line
 
@@ -134,3 +135,12 @@ def find_absent(absent, absent_keys, a, key):  # type: ignore[no-untyped-def]
         if absent_keys[a * 8 + 1 + i] == key and (occupied >> i) & 1:
             return i
     return -1
+
+
+@nb.njit(inline="always")
+def prefetch_row(row, size):  # type: ignore[no-untyped-def]
+    """Ask for the row of `size` bytes at an address."""
+    at = row & ~63
+    while at < row + min(size, _PREFETCH_BYTES):
+        prefetch_far(at)
+        at += 64

@@ -46,6 +46,7 @@ from tierstore.kernels.host_cache.layout import (
     LINES_AN_ABSENT,
     OCCUPIED_AT,
     home_of,
+    prefetch_row,
     set_of,
 )
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
@@ -60,7 +61,6 @@ AHEAD = 16  # keys between the stages
 _RING = 64  # at least three stages and the key itself; a power of two
 RING_BYTES = 8 * _RING
 _TRIES = 64  # of a reader against a writer
-_PREFETCH_BYTES = 512  # of a row; the hardware follows from there
 SKIP, _ELSEWHERE = -1, 0  # instead of a row: not asked for, not in its home line
 
 _PENDING = int(Tier.PENDING)
@@ -96,14 +96,6 @@ def _place_in(line, key):  # type: ignore[no-untyped-def]
 @nb.njit(inline="always")
 def _row_of(where, line, place):  # type: ignore[no-untyped-def]
     return where[ROWS_AT] + ((line - where[LINES_AT]) // LINE_BYTES * LINE_WAYS + place) * where[ROW_BYTES]
-
-
-@nb.njit(inline="always")
-def _prefetch_row(row, size):  # type: ignore[no-untyped-def]
-    at = row & ~63
-    while at < row + size:
-        prefetch_far(at)
-        at += 64
 
 
 @nb.njit(inline="always")
@@ -204,7 +196,7 @@ def _find_in(where, line, key, at, rings):  # type: ignore[no-untyped-def]
     if place < 0:
         return False
     row = _row_of(where, line, place)
-    _prefetch_row(row, min(where[ROW_BYTES], _PREFETCH_BYTES))
+    prefetch_row(row, where[ROW_BYTES])
     store_u64(lines, at, nb.uint64(line | place))
     store_u64(rows, at, nb.uint64(row))
     store_u64(versions, at, nb.uint64(version))

@@ -10,7 +10,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import compiled
+from tierstore.kernels import BORROWS, compiled
 from tierstore.kernels.atomics import fence_acquire, load_acquire, load_relaxed, store_release
 from tierstore.kernels.hashing import mix
 from tierstore.kernels.host_cache.heat import POLICY_BYTES, PROBATION, QUEUE, enter_probation
@@ -53,7 +53,7 @@ RANKS = 8  # degrees of `rank_of`
 _POSITIONS = types.Array(types.int64, 1, "C")
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def _move_in(areas, low, key, heat, rank, source, counters):  # type: ignore[no-untyped-def]
     """Let set `low` hold a row of a set that goes, if there is room or a row of lower rank."""
     home = home_of(mix(key))
@@ -71,7 +71,7 @@ def _move_in(areas, low, key, heat, rank, source, counters):  # type: ignore[no-
     put(areas, low, make_home(areas, low, way, home), key, heat, source)
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def _clear(areas, s):  # type: ignore[no-untyped-def]
     for line in range(s * LINES, (s + 1) * LINES):
         version = open_version(areas.lines32, line)
@@ -84,7 +84,7 @@ def _clear(areas, s):  # type: ignore[no-untyped-def]
         close_version(areas.absent32, a, version)
 
 
-@compiled(types.void(AREAS, types.int64, types.int64, COUNTERS))
+@compiled(types.void(AREAS, types.int64, types.int64, COUNTERS), **BORROWS)
 def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     """Move sets half + [begin, end) onto [begin, end), where the hottest stay; then publish `end` as the cursor."""
     depth = areas.control[GEOMETRY] & 255
@@ -105,7 +105,7 @@ def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     store_release(areas.control, GEOMETRY, (end << 8) | depth)
 
 
-@compiled(types.void(AREAS, types.int64, types.int64, COUNTERS))
+@compiled(types.void(AREAS, types.int64, types.int64, COUNTERS), **BORROWS)
 def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     """Move what belongs to sets half + [begin, end) there from [begin, end); then publish `begin` as the cursor."""
     depth = areas.control[GEOMETRY] & 255
@@ -135,7 +135,7 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
     store_release(areas.control, GEOMETRY, (begin << 8) | depth)
 
 
-@compiled(types.void(AREAS, types.int64, types.int64, _POSITIONS))
+@compiled(types.void(AREAS, types.int64, types.int64, _POSITIONS), **BORROWS)
 def count_ranks(areas, first, last, counts):  # type: ignore[no-untyped-def]
     """Add to counts[rank], int64[8], the resident rows of each rank in the sets [first, last)."""
     for s in range(first, last):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numba as nb
 from numba import types
 
-from tierstore.kernels import compiled
+from tierstore.kernels import BORROWS, compiled
 from tierstore.kernels.atomics import copy_bytes, fence_release, prefetch, store_relaxed, store_release, trailing_zeros
 from tierstore.kernels.hashing import mix
 from tierstore.kernels.host_cache.heat import (
@@ -48,6 +48,7 @@ from tierstore.kernels.host_cache.layout import (
     find_absent,
     find_way,
     home_of,
+    prefetch_row,
     set_of,
 )
 
@@ -58,7 +59,7 @@ _FULL = (1 << LINE_WAYS) - 1
 COUNTERS = types.Array(types.int64, 1, "C")
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def open_version(words, line):  # type: ignore[no-untyped-def]
     """Make a line's version odd, before anything in it changes. Returns the version to close with."""
     version = words[line * 16]
@@ -67,12 +68,12 @@ def open_version(words, line):  # type: ignore[no-untyped-def]
     return nb.uint32(version + 2)
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def close_version(words, line, version):  # type: ignore[no-untyped-def]
     store_release(words, line * 16, version)
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def forget_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
     if areas.absent[a * ABSENT_BYTES + 4] == 0:
         return
@@ -84,7 +85,7 @@ def forget_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
         counters[ABSENT_KEYS] -= 1
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def mark_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
     """Clock: the first place from the hand that was not looked up since the hand last passed makes room."""
     if find_absent(areas.absent, areas.absent_keys, a, key) >= 0:
@@ -107,41 +108,41 @@ def mark_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
     return True
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def is_occupied(areas, s, way):  # type: ignore[no-untyped-def]
     occupied = nb.int64(areas.lines[(s * LINES + way // LINE_WAYS) * LINE_BYTES + OCCUPIED_AT])
     return (occupied >> (way % LINE_WAYS)) & 1 == 1
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def key_at(areas, s, way):  # type: ignore[no-untyped-def]
     return areas.lines64[(s * LINES + way // LINE_WAYS) * 8 + 1 + way % LINE_WAYS]
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def row_at(areas, s, way):  # type: ignore[no-untyped-def]
     """The address of the row that the key at `way` has."""
     return areas.rows + (s * WAYS + way) * areas.row_bytes
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def heat_at(areas, s, way):  # type: ignore[no-untyped-def]
     base = (s * LINES + way // LINE_WAYS) * LINE_BYTES + HEAT_AT
     return get_heat(areas.lines, base, way % LINE_WAYS)
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def set_heat_at(areas, s, way, heat):  # type: ignore[no-untyped-def]
     set_heat(areas.lines, (s * LINES + way // LINE_WAYS) * LINE_BYTES + HEAT_AT, way % LINE_WAYS, heat)
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
     """0..7: how much a row is worth keeping, by hits, then by queue."""
     return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s, way) else 1)
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def put(areas, s, way, key, heat, source):  # type: ignore[no-untyped-def]
     """Let `way` of set `s`, which is free, hold this key and the row at address `source`."""
     line, place = s * LINES + way // LINE_WAYS, way % LINE_WAYS
@@ -156,7 +157,7 @@ def put(areas, s, way, key, heat, source):  # type: ignore[no-untyped-def]
         areas.lines[(s * LINES + home) * LINE_BYTES + AWAY_AT] |= 1 << (way // LINE_WAYS)
 
 
-@nb.njit
+@nb.njit(inline="always")
 def remove(areas, s, way):  # type: ignore[no-untyped-def]
     """Free `way` of set `s`."""
     line, place = s * LINES + way // LINE_WAYS, way % LINE_WAYS
@@ -174,7 +175,7 @@ def remove(areas, s, way):  # type: ignore[no-untyped-def]
     areas.lines[(s * LINES + home) * LINE_BYTES + AWAY_AT] &= ~(1 << (way // LINE_WAYS))
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def free_way(areas, s, home):  # type: ignore[no-untyped-def]
     """A way of set `s` that is free, in line `home` if there is one; -1 if the set is full."""
     for i in range(LINES):
@@ -185,7 +186,7 @@ def free_way(areas, s, home):  # type: ignore[no-untyped-def]
     return -1
 
 
-@nb.njit
+@nb.njit(inline="always")
 def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
     """Which way a key that belongs to line `home` takes, when `way` of its set is free.
 
@@ -209,7 +210,7 @@ def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
     return guest
 
 
-@nb.njit
+@nb.njit(**BORROWS)
 def next_victim(areas, s):  # type: ignore[no-untyped-def]
     """The way of the main queue that is evicted next, from its hand on. Those passed over lose a hit."""
     at = s * POLICY_BYTES + MAIN_HAND
@@ -225,7 +226,7 @@ def next_victim(areas, s):  # type: ignore[no-untyped-def]
     return way
 
 
-@nb.njit
+@nb.njit(inline="always")
 def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
     """Evict a row from the full set `s`, by the rules of `heat.py`. Returns (its way, whether the new key is on probation)."""
     had_ghost = remove_ghost(areas.policy16, s, hashed)
@@ -240,7 +241,31 @@ def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
     return way, not had_ghost
 
 
-@compiled(types.int64(AREAS, KEYS, types.int64, types.boolean, COUNTERS))
+@nb.njit(inline="always")
+def _prefetch_set(areas, geometry, key):  # type: ignore[no-untyped-def]
+    """Ask for all that says which way of its set a key takes."""
+    hashed = mix(key)
+    s = set_of(hashed, geometry, areas.sets_per_region)
+    for line in range(s * LINES, (s + 1) * LINES):
+        prefetch(areas.lines.ctypes.data + line * LINE_BYTES)
+    for at in range(s * POLICY_BYTES, (s + 1) * POLICY_BYTES, 64):
+        prefetch(areas.policy.ctypes.data + at)
+    prefetch(areas.absent.ctypes.data + (s * LINES + home_of(hashed)) // LINES_AN_ABSENT * ABSENT_BYTES)
+
+
+@nb.njit(inline="always")
+def _prefetch_room(areas, geometry, key):  # type: ignore[no-untyped-def]
+    """Ask for the row that a key is likely to be written over: most keys put out leave from probation."""
+    hashed = mix(key)
+    s = set_of(hashed, geometry, areas.sets_per_region)
+    way = free_way(areas, s, home_of(hashed))
+    if way < 0:
+        way = oldest_on_probation(areas.policy, s)
+    if way >= 0:
+        prefetch_row(row_at(areas, s, way), areas.row_bytes)
+
+
+@compiled(types.int64(AREAS, KEYS, types.int64, types.boolean, COUNTERS), **BORROWS)
 def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
     """Let in distinct keys with the rows at address `rows`. Returns how many were let in.
 
@@ -248,21 +273,19 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
     only free ways are filled, and nobody is on probation, because such keys come hottest first.
     """
     geometry = areas.control[GEOMETRY]
-    lines = areas.lines
     admitted = 0
-    for i in range(keys.size):
-        if i + _AHEAD < keys.size:
-            hashed = mix(keys[i + _AHEAD])
-            ahead = set_of(hashed, geometry, areas.sets_per_region)
-            line = ahead * LINES + home_of(hashed)
-            prefetch(lines.ctypes.data + line * LINE_BYTES)
-            prefetch(areas.policy.ctypes.data + ahead * POLICY_BYTES)
-            prefetch(areas.absent.ctypes.data + line // LINES_AN_ABSENT * ABSENT_BYTES)
+    for i in range(-2 * _AHEAD, keys.size):  # three stages, so that memory loads while other keys are worked on
+        if i + 2 * _AHEAD < keys.size:
+            _prefetch_set(areas, geometry, keys[i + 2 * _AHEAD])
+        if 0 <= i + _AHEAD < keys.size:
+            _prefetch_room(areas, geometry, keys[i + _AHEAD])
+        if i < 0:
+            continue
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
         home = home_of(hashed)
-        if find_way(lines, areas.lines64, s, home, key) >= 0:
+        if find_way(areas.lines, areas.lines64, s, home, key) >= 0:
             continue
         way, probation = free_way(areas, s, home), evict
         if way >= 0:
@@ -282,7 +305,7 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
     return admitted
 
 
-@compiled(types.int64(AREAS, KEYS, COUNTERS))
+@compiled(types.int64(AREAS, KEYS, COUNTERS), **BORROWS)
 def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
     """Remember distinct keys as not existing. Returns how many are new."""
     geometry = areas.control[GEOMETRY]
@@ -297,7 +320,7 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
     return marked
 
 
-@compiled(types.void(AREAS, KEYS, types.int64, BOOLS, types.int64, types.int64, COUNTERS))
+@compiled(types.void(AREAS, KEYS, types.int64, BOOLS, types.int64, types.int64, COUNTERS), **BORROWS)
 def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no-untyped-def]
     """Bring what is held of keys[begin:end] up to a delta: overwrite or erase rows, set and clear absent marks."""
     geometry = areas.control[GEOMETRY]
