@@ -1,6 +1,6 @@
 """For all tests: kernels are compiled before processes share them, helper processes are kept, long files come first.
 
-`make test` runs the files of tests in two processes (pytest-xdist); plain `pytest` runs in one.
+`make test` runs the files of tests in several processes (pytest-xdist); plain `pytest` runs in one.
 """
 
 from __future__ import annotations
