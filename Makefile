@@ -23,8 +23,9 @@ STAMP  := $(VENV)/.installed
 BENCH  ?=
 FUZZ   ?= --count 20000
 FUZZ_REACTOR ?= --count 10000
-# Files of tests go to so many processes; TESTS="tests/engine -x" runs some of them.
-TEST_PROCESSES ?= 2
+# Files of tests go to so many processes, of 0.7 GB each: more than cores, as many tests wait for processes of their own.
+# TESTS="tests/engine -x" runs some of them.
+TEST_PROCESSES ?= 4
 TESTS  ?=
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)

@@ -3,6 +3,8 @@
 What a load does is unchanged: the helper is `tierstore.ingest.worker`, told of a new snapshot. Tests that are about
 helpers have the fixture `own_helpers`. A helper that was cut off in a task, or has failed in one for another reason than the
 snapshot, is ended; so is one that was started with other variables of the environment, which say where an object storage is.
+
+They have the priority of all else, and all processors: with the lowest they would wait for the tests of other processes.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tierstore.ingest import helpers
 _MOST = 4
 
 _start, _Helper = helpers.start, helpers._Helper
+_lower_priority, _use_half_of_processors = helpers._lower_priority, helpers._use_half_of_processors
 _lock = threading.Lock()
 _idle: list[subprocess.Popen[bytes]] = []
 _environments: dict[int, dict[str, str]] = {}  # of helpers, by process id
@@ -82,6 +85,8 @@ def kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(helpers, "start", _take)
         patch.setattr(helpers, "_Helper", _Kept)
+        patch.setattr(helpers, "_lower_priority", lambda _: None)
+        patch.setattr(helpers, "_use_half_of_processors", lambda _: None)
         yield
 
 
@@ -91,4 +96,6 @@ def not_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(helpers, "start", _start)
         patch.setattr(helpers, "_Helper", _Helper)
+        patch.setattr(helpers, "_lower_priority", _lower_priority)
+        patch.setattr(helpers, "_use_half_of_processors", _use_half_of_processors)
         yield

@@ -98,8 +98,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool], deadline_s: float = 30) -> None:
-    end = time.monotonic() + deadline_s
+def until(condition: Callable[[], bool], deadline_s: float = 120) -> None:
+    end = time.monotonic() + deadline_s  # what has the lowest priority may wait long on a busy machine
     while not condition():
         assert time.monotonic() < end, "took too long"
         threading.Event().wait(0.02)
