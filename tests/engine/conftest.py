@@ -1,4 +1,4 @@
-"""Stores that close themselves."""
+"""Stores that close themselves, on this machine and over a real cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 import tierstore
 from tests.engine.ttl_scenes import DAY, NOW
+from tests.redis_cluster import RedisCluster, redis_cluster
 from tierstore.engine.lifecycle import expiry
 from tierstore.engine.store import Store
 
@@ -45,3 +46,40 @@ def days_later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     set_(0)
     return set_
+
+
+# --- nodes over a real cluster
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[RedisCluster]:
+    with redis_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(servers: RedisCluster) -> RedisCluster:
+    servers.flush()
+    return servers
+
+
+@pytest.fixture
+def open_node(cluster: RedisCluster, tmp_path: Path) -> Iterator[Callable[..., Store]]:
+    """Opens a node by its name, with a data directory of its own. Closes what is left open."""
+    opened: list[Store] = []
+
+    def open_(name: str = "a", **settings: object) -> Store:
+        options = {
+            "host_budget": "4MiB",
+            "load_workers": 1,
+            "disk_threads": 2,
+            "fold_grace_s": 0.0,
+            "remote_timeout_s": 20.0,
+            "remote_lease_s": 2.0,
+        }
+        opened.append(tierstore.open(tmp_path / name, remote=cluster.url, **(options | settings)))
+        return opened[-1]
+
+    yield open_
+    for store in opened:
+        store.close()

@@ -39,6 +39,9 @@ class Clock:
     def perf_counter_ns(self) -> int:
         return self.now_ns if self.ahead_ns is None else time.perf_counter_ns() + self.ahead_ns
 
+    def perf_counter(self) -> float:
+        return self.perf_counter_ns() / 1e9
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:

@@ -344,7 +344,7 @@ def test_over_grpc_too(served: tuple[Store, ServerThread]) -> None:
         waits, pool = calls._direct.waits, calls.lookup_pool
         gate = threading.Event()
         for _ in range(1000):
-            waits.ran(20.0)
+            waits.ran(40.0)
         held = [pool.submit(gate.wait, 60) for _ in range(pool.threads)]
         try:
             with pytest.raises(Exception, match="too many calls wait for a thread"):

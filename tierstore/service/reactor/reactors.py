@@ -354,7 +354,9 @@ class Reactors:
     def families(self) -> Iterator[Metric]:
         """For Prometheus."""
         answers = CounterMetricFamily(
-            "tierstore_reactor_answers", "Requests that a reactor answered or refused without the interpreter.", labels=["reactor"]
+            "tierstore_reactor_answers",
+            "Requests that a reactor answered or refused without the interpreter.",
+            labels=["reactor"],
         )
         handed = CounterMetricFamily(
             "tierstore_reactor_handed_on", "Requests and connections that it handed to Python.", labels=["reactor"]
