@@ -262,6 +262,24 @@ def send_answer(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def find_plan(me, at, text, text_bytes, tail_bytes):  # type: ignore[no-untyped-def]
+    """(plan, what its model serves) of the request at `at`, whose head is in `found`; the second is 0 where there is none."""
+    plan = lookupplan.find_plan(
+        acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + me.found[httphead.PATH_AT],
+        me.found[httphead.PATH_BYTES], text, text_bytes, tail_bytes,
+    )  # fmt: skip
+    if plan == 0:
+        return 0, 0
+    return plan, acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
+
+
+@nb.njit
+def is_routed(found, served):  # type: ignore[no-untyped-def]
+    """Whether the request's id says who answers: it has one, and there is a canary."""
+    return found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0
+
+
+@nb.njit
 def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     """Answer the look-up of `whole` bytes at `at`, whose head is in `found`, if a plan is known. `last`: nothing came behind it.
 
@@ -274,16 +292,8 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     tail_bytes = found[httphead.BODY_BYTES] - text_bytes
     if text_bytes <= 0 or tail_bytes < 0 or not may_answer(me, fd, at, began):
         return FOR_PYTHON
-    plan = lookupplan.find_plan(
-        acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
-        found[httphead.PATH_BYTES], at + head, text_bytes, tail_bytes,
-    )  # fmt: skip
-    if plan == 0:
-        return FOR_PYTHON
-    served = acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
-    if served == 0:
-        return FOR_PYTHON
-    if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
+    plan, served = find_plan(me, at, at + head, text_bytes, tail_bytes)
+    if served == 0 or is_routed(found, served):
         return FOR_PYTHON
     variant, view = lookupplan.choose(plan, served, roll(me))
     if variant == 0:
@@ -315,13 +325,7 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     n = (size - front_rows.REQUEST_HEAD_BYTES) >> 3
     if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS or not may_answer(me, fd, at, began):
         return FOR_PYTHON
-    plan = lookupplan.find_plan(
-        acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + found[httphead.PATH_AT],
-        found[httphead.PATH_BYTES], body, front_rows.LINE_BYTES, front_rows.ANY_SIZE,
-    )  # fmt: skip
-    if plan == 0:
-        return FOR_PYTHON
-    served = acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
+    plan, served = find_plan(me, at, body, front_rows.LINE_BYTES, front_rows.ANY_SIZE)
     if served == 0:
         return FOR_PYTHON
     variant, view = lookupplan.choose(plan, served, 0)

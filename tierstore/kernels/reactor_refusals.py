@@ -10,9 +10,9 @@ from __future__ import annotations
 import numba as nb
 
 from tierstore.kernels import httphead, lookupplan
-from tierstore.kernels.atomics import acquire_i64, relaxed_i64
+from tierstore.kernels.atomics import relaxed_i64
 from tierstore.kernels.raw import load_u8, load_u64, store_u64
-from tierstore.kernels.reactor_answers import may_answer, roll, send_answer
+from tierstore.kernels.reactor_answers import find_plan, is_routed, may_answer, roll, send_answer
 from tierstore.kernels.reactor_words import (
     ANSWERED,
     BEGAN_NS,
@@ -22,10 +22,7 @@ from tierstore.kernels.reactor_words import (
     FULL,
     FULL_REFUSALS,
     MODE,
-    MODELS_AT,
     MOST_WAIT_NS,
-    PLAN_SLOTS,
-    PLANS_AT,
     REFUSAL_NS,
     REFUSALS,
     WAIT_NS,
@@ -116,17 +113,8 @@ def refuse(me, fd, at, last, began):  # type: ignore[no-untyped-def]
     wait = relaxed_i64(shared_at(me, WAIT_NS))
     if wait == 0 or not may_answer(me, fd, at, began):
         return FOR_PYTHON
-    found = me.found
-    path = at + found[httphead.PATH_AT]
-    plan = lookupplan.find_plan(
-        acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], path, found[httphead.PATH_BYTES], path, 0, QUEUED
-    )
-    if plan == 0:
-        return FOR_PYTHON
-    served = acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
-    if served == 0:
-        return FOR_PYTHON
-    if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
+    plan, served = find_plan(me, at, at, 0, QUEUED)
+    if served == 0 or is_routed(me.found, served):
         return FOR_PYTHON
     dice = roll(me)
     variant, _ = lookupplan.choose(plan, served, dice)

@@ -12,8 +12,8 @@ class Pointer:
     """What holds of a model at one moment. `generation` moves with each change of it but those of `seq` and `marks`.
 
     `current` is the version that serves, `previous` the one before it, `canary` one that gets `share` (0 to 1) of the requests,
-    `wanted` one that all nodes are to make ready. `seq` is the newest delta of the log. `marks`: by version, the seq that every one of its rows has reached. `line` is of the current
-    version: it changes where its rows are replaced by others that no delta brings.
+    `wanted` one that all nodes are to make ready. `seq` is the newest delta of the log. `marks`: by version, the seq that every one
+    of its rows has reached. `line` is of the current version: it changes where its rows are replaced by others that no delta brings.
     """
 
     generation: int = 0

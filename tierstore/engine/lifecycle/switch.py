@@ -240,8 +240,8 @@ class Switcher:
     def follow(self, number: int, ready: Callable[[], float | None], *, start: bool, progress: ProgressFn) -> None:
         """Serve a version as the cluster's pointer says: it is made warm, `ready` waits for its moment, then it is published.
 
-        `ready` gives the share that it has as the canary, None where it is to be active. What `ready` or `progress` raises ends it, and nothing has changed. Also for the active version, opened anew: for a node that missed
-        deltas. At a `start` it is warmed while it serves.
+        `ready` gives the share that it has as the canary, None where it is to be active. What `ready` or `progress` raises ends it, and
+        nothing has changed. Also for the active version, opened anew: for a node that missed deltas. At a `start` it is warmed while it serves.
         """
         with self._state.switch:
             info, old = self._catalogue.info(number), self._live.active_version
