@@ -31,15 +31,15 @@ def test_a_line_says_who_changed_what_when_and_how_it_ended(tmp_path: Path) -> N
 
 def test_what_looks_like_a_secret_is_cut_out_wherever_it_is(tmp_path: Path) -> None:
     token, secret = TokenFile(tmp_path / "tokens.json").create(Role.ADMIN)
-    random = secret.rpartition("_")[2]
+    random = secret.split("_", 2)[2]
     audit = Audit(tmp_path)
     audit.change("load", f"somebody (id {secret})", "done", source=Path(f"/data/{secret}"), before={"note": secret})
     audit.refused(
-        "POST /x", "somebody", Forbidden(f"Authorization: Bearer {secret[10:]}, Basic dXNlcjpwYXNz; bearer abc")
+        "POST /x", "somebody", Forbidden(f"Authorization: Bearer {secret[10:]}, Basic dXNlcjpwYXNz; bearer opaque")
     )
     text = audit.path.read_text()
     assert token.id in text
-    for part in (random, random[:12], "dXNlcjpwYXNz", "abc"):
+    for part in (random, random[:12], "dXNlcjpwYXNz", "opaque"):
         assert part not in text
 
 

@@ -68,7 +68,7 @@ def test_changes_over_http_name_the_token_and_have_before_and_after(tmp_path: Pa
     assert f"token {reader.id} at" in refused[0]["who"]
     text = (settings.data / "audit/audit.jsonl").read_text()
     for token in (secret, writing, reading):
-        assert token.rpartition("_")[2] not in text
+        assert token.split("_", 2)[2] not in text
     assert "Bearer" not in text.replace("`Authorization: Bearer", "")
 
 
@@ -119,7 +119,7 @@ def test_the_command_line_and_housekeeping_are_in_it_too(tmp_path: Path) -> None
     user = f"user {getpass.getuser()} (command line)"
     assert [line["version"] for line in lines(data, what="load", who=user)] == [1, 2, 3]
     assert [line["token"]["id"] for line in lines(data, who=user) if "token" in line["what"]] == [token["id"]] * 2
-    assert token["token"].rpartition("_")[2] not in (data / "audit/audit.jsonl").read_text()
+    assert token["token"].split("_", 2)[2] not in (data / "audit/audit.jsonl").read_text()
     with Store(settings_for(tmp_path)) as store:
         store.model("ctr").housekeeping._due.set()
         eventually(lambda: lines(data, what="drop"), "housekeeping to drop the oldest version")

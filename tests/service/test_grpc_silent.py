@@ -92,24 +92,22 @@ def test_a_message_has_a_deadline(
         assert channel.unary_unary(SERVICE + "ModelInfer")(keys_request(8), timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("method", "ended"),
-    [
-        (CHECK, (Code.UNAVAILABLE, ENDS)),
-        (SERVICE + "ModelInfer", (Code.UNAVAILABLE, ENDS)),
-        (WATCH, (Code.CANCELLED, "CANCELLED")),
-    ],
-)
+@pytest.mark.parametrize("method", [CHECK, SERVICE + "ModelInfer", WATCH])
 def test_a_stop_does_not_wait_for_messages_that_do_not_come(
-    served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch, method: str, ended: tuple[Any, str]
+    served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(server_module, "FINISH_S", 8)  # then all that is left is ended, with other words
+    monkeypatch.setattr(server_module, "FINISH_S", 30)  # then all that is left is ended
     monkeypatch.setattr(waiting, "EVICTED_AFTER_S", 0.2)
     with grpc.insecure_channel(served.grpc_target) as channel:
         call = channel.stream_stream(method)(messages_of(silent, []), timeout=60)
         eventually(lambda: received(served, method), "the call has come")
+        began = time.monotonic()
         served.close()
-        assert (call.code(), call.details()) == ended
+        assert time.monotonic() - began < 20
+        if method == WATCH:  # the connection may end before the call's own end has come
+            assert call.code() in {Code.CANCELLED, Code.UNAVAILABLE}
+        else:
+            assert (call.code(), call.details()) == (Code.UNAVAILABLE, ENDS)
 
 
 def received(server: ServerThread, method: str) -> int:
