@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import httpx
 import numpy as np
@@ -343,6 +345,93 @@ def test_look_ups_that_only_python_answers_are_answered_as_before(
         assert {http.post(PATH, **wanted).status_code for _ in range(50)} == {200}
         assert http.post(PATH, **prediction({"timeout": 30_000_000})).status_code == 503
     assert refused_here(served[1]) == here
+
+
+def raw(wanted: dict[str, Any], *more: str) -> bytes:
+    """A prediction as it goes over the wire."""
+    lines = [f"POST {PATH} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(wanted['content'])}", *more]
+    lines += [f"{name}: {value}" for name, value in wanted["headers"].items()]
+    return "\r\n".join([*lines, "", ""]).encode() + wanted["content"]
+
+
+def read_answer(stream: BinaryIO) -> tuple[int, dict[str, str]]:
+    """The status of the next answer, and its headers."""
+    status = int(stream.readline().split()[1])
+    headers = dict(iter(lambda: stream.readline().decode().rstrip().lower().partition(": ")[::2], ("", "")))
+    stream.read(int(headers["content-length"]))
+    return status, headers
+
+
+def test_requests_sent_together_are_answered_in_their_order(
+    served: tuple[Store, ServerThread], http: httpx.Client
+) -> None:
+    _, server = served
+    rows = prediction(outputs=[{"name": "item_id"}])
+    in_memory(server, http, rows)
+    hasty, here = prediction({"timeout": 30_000_000}), refused_here(server)
+    with (
+        thread_held(server),
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as client,
+        client.makefile("rb") as answers,
+    ):
+        client.sendall((raw(hasty) * 2 + raw(rows)) * 20)
+        assert [read_answer(answers)[0] for _ in range(60)] == [503, 503, 200] * 20
+    assert refused_here(server) > here
+
+
+def test_a_refusal_while_the_service_drains_ends_its_connection(
+    served: tuple[Store, ServerThread], http: httpx.Client
+) -> None:
+    _, server = served
+    hasty, here = raw(prediction({"timeout": 30_000_000})), refused_here(server)
+    with thread_held(server), ExitStack() as open_:
+        clients = [
+            open_.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)) for _ in range(50)
+        ]
+        for client in clients:  # that they are connected
+            client.sendall(hasty)
+            assert client.recv(1000).startswith(b"HTTP/1.1 503")
+        server._http.stop(60)
+        eventually(lambda: server.service.draining, "it drains")
+        for client in clients:
+            client.sendall(hasty)
+            with client.makefile("rb") as answers:
+                status, headers = read_answer(answers)
+                assert (status, headers["connection"], answers.read()) == (503, "close", b"")
+    assert refused_here(server) > here
+
+
+def test_who_is_routed_by_an_id_is_left_to_python(
+    served: tuple[Store, ServerThread], http: httpx.Client, tmp_path: Path
+) -> None:
+    store, server = served
+    store.load_snapshot(write_snapshot(tmp_path, 2, dense=om.linear(WEIGHTS, 0.5)), activate=False)
+    store.canary("ctr", 2, 0.5)
+    hasty = prediction({"timeout": 30_000_000})
+    routed = hasty | {"headers": hasty["headers"] | {"X-Request-Id": "somebody"}}
+    assert {http.post(PATH, **hasty).status_code for _ in range(20)} == {200}  # both versions
+    here = refused_here(server)
+    with thread_held(server):
+        assert {http.post(PATH, **routed).status_code for _ in range(50)} == {503}
+        assert refused_here(server) == here
+        assert {http.post(PATH, **hasty).status_code for _ in range(50)} == {503}
+    assert refused_here(server) > here
+
+
+def test_a_deadline_that_has_passed_while_the_body_came_is_told_as_such(
+    served: tuple[Store, ServerThread], http: httpx.Client
+) -> None:
+    _, server = served
+    wanted, here = raw(prediction(), "X-Request-Timeout-Ms: 50"), refused_here(server)
+    with thread_held(server):
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+                client.sendall(wanted[:-8])
+                time.sleep(0.2)
+                client.sendall(wanted[-8:])
+                with client.makefile("rb") as answers:
+                    assert read_answer(answers)[0] == 504
+    assert refused_here(server) == here
 
 
 def test_over_grpc_too(served: tuple[Store, ServerThread]) -> None:
