@@ -10,10 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 import tierstore
+from tests.engine.quick_build import in_process
 from tests.engine.ttl_scenes import DAY, NOW
 from tests.redis_cluster import RedisCluster, redis_cluster
 from tierstore.engine.lifecycle import expiry
 from tierstore.engine.store import Store
+
+
+@pytest.fixture(scope="module")
+def quick_loads() -> Iterator[None]:
+    """Loads build in this process."""
+    with in_process():
+        yield
 
 
 @pytest.fixture

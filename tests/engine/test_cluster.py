@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
-from tests.engine.quick_build import in_process
 from tests.redis_cluster import RedisCluster
 from tierstore import kernels
 from tierstore.engine.nodes import follower, ingester
@@ -22,12 +21,7 @@ from tierstore.engine.store import Store
 from tierstore.kernels import resp, ssd_cache
 from tierstore.tiers.remote.write import Writer
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads() -> Iterator[None]:
-    with in_process():
-        yield
-
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 OpenNode = Callable[..., Store]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,12 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
-from tests.engine.quick_build import in_process
 from tierstore.engine.nodes.member import Member
 from tierstore.engine.store import Store
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 OpenNode = Callable[..., Store]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads() -> Iterator[None]:
-    with in_process():
-        yield
 
 
 def served(store: Store) -> tuple[tuple[int, ...], float]:

@@ -17,16 +17,11 @@ from tierstore.errors import DeltaError, InvalidInput, MissingExtra, NotReady, S
 from tierstore.predict import runtime
 
 from . import scenes
-from .quick_build import in_process
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 DIMS = {"user_id": 4, "item_id": 8, "clicked": 8}
 TELLTALE = {"user_id": 4, "clicked": 8}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads():
-    with in_process():
-        yield
 
 
 def folded(store) -> None:

@@ -7,7 +7,7 @@ Version 1 has the feature `user_id` alone and accepts a graph that takes `city` 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +20,12 @@ from tierstore.errors import StorageError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
 
-from .quick_build import in_process
 from .test_dense import state
 from .test_dense_kept import CITY, DIM, OLD, rows, snapshot
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 Open = Callable[..., tierstore.Store]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads() -> Iterator[None]:
-    with in_process():
-        yield
 
 
 def unfolded(open_store: Open) -> tierstore.Store:

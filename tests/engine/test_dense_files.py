@@ -18,15 +18,9 @@ from tierstore.errors import DeltaError, InvalidInput, MissingExtra, SnapshotErr
 from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.onnx_file import read_onnx
 
-from .quick_build import in_process
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 WEIGHTS = np.arange(2048, dtype=np.float32).reshape(2, 1024)  # onnx leaves smaller ones where they are
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads():
-    with in_process():
-        yield
 
 
 def save(where: Path, times: float = 1.0) -> Path:

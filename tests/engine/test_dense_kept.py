@@ -18,18 +18,13 @@ from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.files import FileSystem
 
 from . import scenes
-from .quick_build import in_process
 from .test_dense import state
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 DIM = 4
 OLD = om.linear({"user_id": np.ones(DIM)})
 CITY = {"user_id": np.ones(DIM), "city": np.ones(DIM)}  # of a version with the feature `city`
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads():
-    with in_process():
-        yield
 
 
 def snapshot(root: Path, version: int, features: dict[str, str | None], dense: bytes, *, delta_seq: int = 0) -> Path:

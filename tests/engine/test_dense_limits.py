@@ -12,17 +12,12 @@ from tests.predict import onnx_models as om
 from tierstore.errors import DeltaError, Overloaded, RunLimit, SnapshotError, TierstoreError
 
 from . import scenes
-from .quick_build import in_process
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 ENDLESS = {"user_id": np.array([1])}
 GOOD = om.linear({"user_id": np.ones(4)})
 BAD = [(om.looping(), "longer than the 0.5 s"), (om.swelling(800_000_000), "no memory")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads():
-    with in_process():
-        yield
 
 
 def limited(open_store, **settings):

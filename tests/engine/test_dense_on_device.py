@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from tests.engine import scenes
-from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine.store import Store
@@ -27,6 +26,8 @@ from tierstore.service.dataplane.inference import DataPlane, Request
 from tierstore.service.dataplane.tensors import TensorSpec
 from tierstore.tiers.device import devices
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 WEIGHTS = {
     "user_id": np.linspace(-1, 1, 4),
     "item_id": np.linspace(0, 2, 8),
@@ -36,12 +37,6 @@ WEIGHTS = {
 OFFSETS = np.arange(0, 1200, 4)
 USERS, ITEMS, CLICKED = np.arange(300), np.arange(0, 900, 3), np.arange(1200) % 1100
 HOUR = np.linspace(0, 1, 900, dtype=np.float32).reshape(300, 3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads():
-    with in_process():
-        yield
 
 
 class Bound:

@@ -13,7 +13,8 @@ from tierstore.errors import Conflict, DiskFull
 from tierstore.formats import files
 
 from . import scenes
-from .quick_build import in_process
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 MIB = 1 << 20
 
@@ -22,12 +23,6 @@ def snapshot(root, version: int, *, delta_seq: int = 0):
     """The directory of a snapshot, made once."""
     where = root / f"ctr-{version}"
     return where if where.exists() else scenes.write_snapshot(root, version, delta_seq=delta_seq)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_loads():
-    with in_process():
-        yield
 
 
 def rows(seq: int, n: int = 100) -> bytes:
