@@ -70,10 +70,8 @@ def test_a_node_that_starts_on_a_full_disk_serves_and_goes_on_when_there_is_room
         assert same(rows_of(store), expected)
         store.close()
     store = open_store(base=base)
-    publisher = store.model("ctr").publisher
     housekeeping = store.model("ctr").housekeeping
-    with publisher.changed:
-        publisher.changed.wait_for(lambda: housekeeping.problem is not None, timeout=20)
+    scenes.eventually(lambda: housekeeping.problem is not None, "housekeeping finds no room")
     assert FULL in (store.model("ctr").problem or "")
     assert same(rows_of(store), expected)
     disk.full = False
