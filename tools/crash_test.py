@@ -70,15 +70,16 @@ class CrashTest:
     def __exit__(self, *_: object) -> None:
         self._nursery.__exit__()
 
-    def round(self, points: int = 0) -> str:
+    def round(self, points: int = 0, favour: str | None = None) -> str:
         """Start a child, kill it, open what it leaves, and what it would have left at `points` moments before.
 
+        It is killed within a step of the kind `favour`, if it gets there, or with "" after some steps; None: one by chance.
         Returns the step that was under way when it was killed. Raises Wrong.
         """
         before = copy.deepcopy(self.acknowledged)
         self._journal.write_bytes(b"")
         disk = Disk(self.root / "disk") if points else None
-        history = self._run_child(traced=points > 0)
+        history = self._run_child(self._choose_kind() if favour is None else favour, traced=points > 0)
         self.operations += len(history)
         self.acknowledged.read(self._journal.read_text().splitlines())
         under_way = " ".join(self.acknowledged.unfinished) or "nothing"
@@ -88,9 +89,11 @@ class CrashTest:
             self._replay(before, disk, history, points)
         return under_way
 
-    def _run_child(self, *, traced: bool) -> list[Operation]:
+    def _choose_kind(self) -> str:
         # where there is nothing yet, mostly wait until there is: a load takes a second or more
-        favour = self._rng.choice(STEPS) if self.acknowledged.versions or self._rng.random() < 0.2 else ""
+        return self._rng.choice(STEPS) if self.acknowledged.versions or self._rng.random() < 0.2 else ""
+
+    def _run_child(self, favour: str, *, traced: bool) -> list[Operation]:
         shuffle = self._rng.getrandbits(32)
         self._nursery.start(traced=traced, seed=self.acknowledged.seed, shuffle=shuffle, favour=favour)
         self._await_the_moment(favour)

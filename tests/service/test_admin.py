@@ -352,9 +352,9 @@ def test_a_delta_waits_for_no_version_of_another_model_that_is_being_warmed(
     assert warming.wait(20)
     eventually(lambda: server.service.switch_pool.waiting >= ADMIN_THREADS, "all of them wait")
     try:
-        answer = http.post("/admin/models/ctr/deltas", content=delta(1, {1: 50.0}), headers=ARROW, timeout=5)
+        answer = http.post("/admin/models/ctr/deltas", content=delta(1, {1: 50.0}), headers=ARROW, timeout=15)
         assert answer.json() == {"seq": 1, "applied": True}
-        assert http.get("/metrics", timeout=5).status_code == 200
+        assert http.get("/metrics", timeout=15).status_code == 200
     finally:
         go_on.set()
         for thread in threads:
