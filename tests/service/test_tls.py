@@ -394,6 +394,15 @@ def test_a_broken_new_certificate_changes_nothing_and_is_a_problem_in_the_status
     with Client(server.url, ca=authority.ca) as client:
         assert client.status()["service"]["problems"] == []
         other = authority.issue("third")
+        pair = own.cert.read_bytes()
+        own.cert.unlink()
+        os.mkfifo(own.cert)  # which nobody writes to
+        eventually(lambda: client.status()["service"]["problems"], "the problem")
+        assert "expected a regular file, found a named pipe" in client.status()["service"]["problems"][0]
+        own.cert.unlink()
+        own.cert.write_bytes(pair)
+        eventually(lambda: not client.status()["service"]["problems"], "the first pair")
+        caplog.clear()
         shutil.copy(other.cert, own.cert)  # and not its key
         eventually(lambda: client.status()["service"]["problems"], "the problem")
         (problem,) = client.status()["service"]["problems"]

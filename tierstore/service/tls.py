@@ -17,8 +17,11 @@ from typing import Any
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
+from tierstore.formats.regular import read_regular
 
 logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 4 << 20  # all authorities of a system take a quarter of a MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ def names_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 def _bytes_of(setting: str, file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_regular(file, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {file}: {error.strerror or error}") from error
 
