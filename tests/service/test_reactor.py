@@ -263,6 +263,20 @@ def reactor_answers(server: ServerThread) -> int:
     return int(server.service.reactors.answers)
 
 
+def test_look_ups_of_our_own_client_are_answered_without_python(ctr: Own) -> None:
+    _, server, _ = ctr
+    keys = np.array(KEYS[OIP]["inputs"][0]["data"])
+    with tierstore.Client(server.url) as client:
+        feature = KEYS[OIP]["inputs"][0]["name"]
+        eventually(
+            lambda: client.lookup("ctr", feature, keys) is not None and reactor_answers(server), "a reactor answers"
+        )
+        before = reactor_answers(server)
+        for _ in range(10):
+            client.lookup("ctr", feature, keys, timeout_s=20)
+        assert reactor_answers(server) == before + 10
+
+
 @pytest.fixture
 def learned(ctr: Own) -> tuple[socket.socket, bytes, ServerThread]:
     """A connection, a look-up of four keys in memory that the reactors know how to answer, and their server."""

@@ -141,7 +141,7 @@ def header_lines(address: Address, token: str | None, *, allow_insecure_token: b
     InvalidInput for a token that no header can carry, and, unless `allow_insecure_token`, for one that would leave this machine
     unencrypted.
     """
-    lines = f"Host: {address.authority}\r\nUser-Agent: tierstore/{__version__}\r\nAccept-Encoding: identity\r\n"
+    lines = f"Host: {address.authority}\r\nUser-Agent: tierstore/{__version__}\r\n"
     if token is None:
         return lines
     if not (token.isascii() and token.isprintable()):
