@@ -204,6 +204,20 @@ def test_a_service_never_becomes_open_when_the_file_is_harmed(path: Path, harm: 
             tokens.principal(bearer(secret))
 
 
+def test_a_first_file_that_cannot_be_read_lets_nobody_in(path: Path) -> None:
+    clock = Clock()
+    tokens = Tokens(path, clock)
+    before = tokens.generation
+    path.parent.mkdir()
+    path.write_text("{")
+    clock.now_s += 1.0
+    assert tokens.required
+    assert tokens.generation > before, "whoever let everybody in looks again"
+    assert "not JSON" in str(tokens.problem)
+    with pytest.raises(Unauthorized):
+        tokens.principal(None)
+
+
 @pytest.mark.parametrize(
     "entry", [{}, {"id": "x"}, None, {"role": "king"}, {"models": ["../x"]}, {"created_at": "2020-01-01T00:00:00"}]
 )

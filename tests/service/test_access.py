@@ -22,7 +22,7 @@ from tierstore.access.rules import GRPC, HTTP, of_grpc, of_http
 from tierstore.access.tokens import TokenFile
 from tierstore.client import Client
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, Forbidden, Unauthorized
+from tierstore.errors import ConfigError, Forbidden, NotFound, Unauthorized
 from tierstore.service.server import ServerThread, check_settings, has_grpc
 
 from .conftest import GRPC as GRPC_PORT
@@ -272,6 +272,39 @@ def test_with_tokens_other_hosts_may_be_listened_on_if_their_names_are_said(tmp_
         check_settings(settings)
     TokenFile(settings.data / "tokens.json").create(Role.ADMIN)
     check_settings(settings_for(tmp_path, host="0.0.0.0", allowed_host=["embeddings.example"]))
+
+
+def test_no_start_without_a_file_of_tokens_that_was_named_or_was_there_once(tmp_path: Path) -> None:
+    named = settings_for(tmp_path, tokens=tmp_path / "typo.json")
+    with pytest.raises(
+        ConfigError, match=r"expected a file at .*typo\.json.* token create --role admin --tokens .*typo"
+    ):
+        check_settings(named)
+    TokenFile(tmp_path / "typo.json").create(Role.READER)
+    check_settings(named)
+
+    held = TokenFile(settings_for(tmp_path).data / "tokens.json")
+    with pytest.raises(NotFound):
+        held.revoke("0" * 12)
+    check_settings(settings_for(tmp_path))  # there never was one
+    held.create(Role.READER)
+    held.path.unlink()
+    with pytest.raises(
+        ConfigError, match=r"tokens\.json is gone: there were tokens, as tokens\.json\.lock beside it says"
+    ):
+        check_settings(settings_for(tmp_path))
+    held.path.with_name("tokens.json.lock").unlink()
+    check_settings(settings_for(tmp_path))
+
+
+def test_every_start_that_is_open_beyond_loopback_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_settings(settings_for(tmp_path))
+    assert caplog.records == []
+    check_settings(settings_for(tmp_path, host="0.0.0.0", allow_open_network=True))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "whoever reaches the port may do everything" in caplog.text
 
 
 def test_a_name_that_was_not_said_is_refused_with_the_right_token_too(scene: Scene) -> None:

@@ -8,7 +8,8 @@ file is replaced whole.
 
 `TokenFile` is for the command line, any process. `Tokens` is for a service: it reads the file again when it has changed,
 which it looks for once a second at most, so that a token that was revoked is refused within a second. Once there has been
-a file, tokens are needed, even if it is empty or gone: a service never becomes open while it runs. Any thread.
+a file, tokens are needed, even if it is empty, gone, or not to be read: a service never becomes open while it runs. That
+there was a file is known at a start by the lock beside it, which stays. Any thread.
 """
 
 from __future__ import annotations
@@ -212,6 +213,7 @@ class TokenFile:
 
     def revoke(self, token_id: str) -> Token:
         """Forget a token. NotFound if there is none of that id."""
+        self.tokens()  # where there is no file, no lock says that there was one
         with self._changing() as tokens:
             token = tokens.pop(token_id, None)
             if token is None:
@@ -225,7 +227,7 @@ class TokenFile:
         """The tokens, to be changed; kept at the end of the block unless it fails. One process at a time."""
         files.make_dir(self.path.parent)
         try:
-            lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(lock_of(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StorageError(f"cannot change {self.path}: {error.strerror or error}") from error
         try:
@@ -240,6 +242,11 @@ class TokenFile:
             )
         finally:
             os.close(lock)
+
+
+def lock_of(path: Path) -> Path:
+    """The lock of a file of tokens. Where it is and the file is not, there were tokens."""
+    return path.with_name(f"{path.name}.lock")
 
 
 def _read(path: Path) -> dict[str, Token]:
@@ -333,6 +340,9 @@ class Tokens:
             stamp = _stamp(self.path)
             if stamp == self._stamp:
                 return
+            if stamp is not None and not self._required:  # before it is read: one that cannot be keeps everybody out
+                self._required = True
+                self.generation += 1
             tokens = {} if stamp is None else _read(self.path)
         except TierstoreError as error:
             if raising:
@@ -345,7 +355,6 @@ class Tokens:
             log.error("%s is gone: all tokens are refused", self.path)
         self._stamp, self._tokens, self._ends, self.problem = stamp, tokens, _next_end(tokens), None
         self._certificates = {one.certificate: one for one in tokens.values() if one.certificate is not None}
-        self._required = self._required or stamp is not None
         self.generation += 1
 
 
