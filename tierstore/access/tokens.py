@@ -35,6 +35,7 @@ from typing import Any
 from tierstore.access.roles import NO_LIMITS, Principal, Rates, Role
 from tierstore.errors import Corruption, InvalidInput, NotFound, StorageError, TierstoreError, Unauthorized
 from tierstore.formats import files
+from tierstore.formats.private import make_private
 from tierstore.types import check_name
 
 log = logging.getLogger(__name__)
@@ -226,10 +227,7 @@ class TokenFile:
     def _changing(self) -> Iterator[dict[str, Token]]:
         """The tokens, to be changed; kept at the end of the block unless it fails. One process at a time."""
         files.make_dir(self.path.parent)
-        try:
-            lock = os.open(lock_of(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StorageError(f"cannot change {self.path}: {error.strerror or error}") from error
+        lock = self._open_lock()
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
@@ -237,11 +235,23 @@ class TokenFile:
             except NotFound:
                 tokens = {}
             yield tokens
-            files.publish_record(
-                self.path, {"format": FORMAT, "tokens": [token.document() for token in tokens.values()]}
-            )
+            document = {"format": FORMAT, "tokens": [token.document() for token in tokens.values()]}
+            files.publish_record(self.path, document, private=True)
         finally:
             os.close(lock)
+
+    def _open_lock(self) -> int:
+        path = lock_of(self.path)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                make_private(lock, self.path)  # root may have made it: the owner of the file has to open it too
+            except BaseException:
+                os.close(lock)
+                raise
+        except OSError as error:
+            raise StorageError(f"cannot change {self.path}: {error.strerror or error}") from error
+        return lock
 
 
 def lock_of(path: Path) -> Path:
