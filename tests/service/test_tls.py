@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,6 +128,59 @@ def test_without_a_certificate_or_with_one_of_another_authority_nobody_gets_in(s
         client.lookup("ctr", "item_id", KEYS)
     with Client(scene.server.url, retries=0) as client, pytest.raises(Unreachable, match="certificate"):
         client.ready()
+
+
+VERSIONS = [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3]
+
+
+def _session(scene: Scene, port: int, context: ssl.SSLContext, before: ssl.SSLSession | None = None) -> Any:
+    """(what is answered to a request, or to the preface of HTTP/2; the session; whether it is the one `before`)."""
+    request = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    if port != scene.server.port:
+        request = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    with (
+        socket.create_connection(("127.0.0.1", port), 30) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1", session=before) as sock,
+    ):
+        sock.sendall(request)
+        try:
+            return sock.recv(4096), sock.session, sock.session_reused
+        except ConnectionResetError:
+            return b"", sock.session, sock.session_reused
+
+
+def _client_context(scene: Scene, name: str, version: ssl.TLSVersion) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(scene.authority.ca))
+    context.load_cert_chain(*scene.files[name])
+    context.maximum_version = version
+    return context
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_session_that_is_resumed_does_not_outlive_its_certificate(
+    scene: Scene, version: ssl.TLSVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL looks at a certificate in whole handshakes alone."""
+    context = _client_context(scene, "trainer", version)
+    _, session, _ = _session(scene, scene.server.port, context)
+    answer, session, resumed = _session(scene, scene.server.port, context, session)
+    assert (answer[:15], resumed) == (b"HTTP/1.1 200 OK", True)
+    later = time.time() + 3 * 86400  # certificates of the tests are good for two days
+    monkeypatch.setattr("tierstore.service.tls.time", SimpleNamespace(time=lambda: later))
+    answer, _, resumed = _session(scene, scene.server.port, context, session)
+    assert (answer, resumed) == (b"", True)
+    eventually(lambda: scene.server.service.connection_limit.open == 0, "the connections to be counted off")
+
+
+@needs_grpc
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_session_is_resumed_over_grpc(scene: Scene, version: ssl.TLSVersion) -> None:
+    context = _client_context(scene, "trainer", version)
+    context.set_alpn_protocols(["h2"])
+    answer, session, _ = _session(scene, scene.server.grpc_port, context)
+    assert answer
+    answer, _, resumed = _session(scene, scene.server.grpc_port, context, session)
+    assert (answer != b"", resumed) == (True, False)
 
 
 def test_what_is_no_tls_ends_its_connection_alone_and_writes_no_traceback(

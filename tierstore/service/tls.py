@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,15 @@ def tls_of(settings: Settings) -> Tls | None:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key: without TLS no client shows a certificate")
         return None
     return Tls(settings)
+
+
+def has_ended(certificate: Mapping[str, Any] | None) -> bool:
+    """Whether a client's certificate has expired: a handshake that resumes a session does not look."""
+    return (
+        certificate is not None
+        and "notAfter" in certificate
+        and ssl.cert_time_to_seconds(certificate["notAfter"]) < time.time()
+    )
 
 
 def names_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
