@@ -59,8 +59,9 @@ def scene(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Ite
     own = authority.issue("service", "IP:127.0.0.1,DNS:localhost")
     files = {
         "trainer": authority.issue("trainer", f"URI:{TRAINER},DNS:trainer.example"),
-        "ranker": authority.issue("ranker", "DNS:ranker.example"),
+        "ranker": authority.issue("ranker", ""),
         "other": authority.issue("other", "DNS:other.example"),
+        "posing": authority.issue(TRAINER, "IP:127.0.0.1", into="posing"),
     }
     settings = settings_for(
         root, grpc_port=GRPC, tls_cert=own.cert, tls_key=own.key, tls_client_ca=authority.ca, allow_client_shm=True
@@ -108,8 +109,10 @@ def test_a_certificate_has_the_role_of_its_entry_and_no_other(scene: Scene) -> N
             client.lookup("third", "item_id", KEYS)
     with (
         scene.client("other") as client,
-        pytest.raises(Unauthorized, match="'other' has no role here"),
+        pytest.raises(Unauthorized, match=r"'other\.example' has no role here"),
     ):
+        client.lookup("ctr", "item_id", KEYS)
+    with scene.client("posing") as client, pytest.raises(Unauthorized, match="takes a token"):
         client.lookup("ctr", "item_id", KEYS)
     with scene.client("other", token=scene.secret) as client:  # a token counts more than a certificate
         client.lookup("ctr", "item_id", KEYS)
@@ -273,8 +276,9 @@ def test_the_same_over_grpc(scene: Scene) -> None:
         rows, refused = called(name, secret)
         np.testing.assert_array_equal(rows, items(KEYS))
         assert refused == status, name
-    with pytest.raises(Exception, match="has no role here"):
-        called("other")
+    for name, words in (("other", "has no role here"), ("posing", "takes a token")):
+        with pytest.raises(Exception, match=words):
+            called(name)
     trusted = grpc.ssl_channel_credentials(scene.authority.ca.read_bytes())
     with grpc.secure_channel(scene.server.grpc_target, trusted) as channel, pytest.raises(grpc.RpcError):
         channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=30)
@@ -312,7 +316,10 @@ def test_callers_are_the_same_without_the_layer_below_grpcio(
     import tritonclient.grpc as triton
 
     monkeypatch.setattr("tierstore.service.rpc.server.core_of", lambda _: None)
-    own, ranker, other = (authority.issue(name, into=f"{name}-above") for name in ("service", "ranker", "other"))
+    own, ranker, other = (
+        authority.issue(name, others, into=f"{name}-above")
+        for name, others in (("service", "IP:127.0.0.1"), ("ranker", ""), ("other", "DNS:other.example"))
+    )
     settings = settings_for(tmp_path, grpc_port=GRPC, tls_cert=own.cert, tls_key=own.key, tls_client_ca=authority.ca)
     TokenFile(settings.data / "tokens.json").admit("ranker", Role.READER, ["ctr"])
     keys = triton.InferInput("item_id", [len(KEYS)], "INT64")
@@ -420,7 +427,8 @@ def _shown(port: int, authority: Authority) -> str:
         socket.create_connection(("127.0.0.1", port), 30) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
     ):
-        return names_of(sock.getpeercert())[-1]
+        (((_, name),),) = sock.getpeercert()["subject"]
+        return str(name)
 
 
 def test_new_connections_get_a_new_certificate_and_old_ones_go_on(
@@ -497,5 +505,7 @@ def test_names_of_a_certificate_are_in_order() -> None:
         "subject": ((("countryName", "XX"),), (("commonName", "c"),)),
         "subjectAltName": (("DNS", "d"), ("email", "e@f"), ("URI", "u"), ("IP Address", "10.0.0.1")),
     }
-    assert names_of(certificate) == ("u", "d", "c")
+    assert names_of(certificate) == ("u", "d")
+    assert names_of({**certificate, "subjectAltName": (("IP Address", "10.0.0.1"),)}) == ()
+    assert names_of({"subject": certificate["subject"]}) == ("c",)
     assert names_of(None) == names_of({}) == ()

@@ -61,7 +61,7 @@ class Token:
     expires_at: datetime | None
     note: str
     digest: str | None = None
-    certificate: str | None = None  # its URI, DNS name or common name
+    certificate: str | None = None  # a name that it has
     rates: Rates = NO_LIMITS
 
     @property
@@ -190,7 +190,7 @@ class TokenFile:
         note: str = "",
         rates: Rates = NO_LIMITS,
     ) -> Token:
-        """Let callers in by a client certificate that has `certificate` as a URI, a DNS name or its common name."""
+        """Let callers in by a client certificate that has `certificate` as a URI or a DNS name, or without either as its common name."""
         if not _is_name(certificate):
             raise InvalidInput(
                 f"expected the name of a certificate, 1 to {_MOST_NAME} characters, got {certificate[:80]!r}"

@@ -109,16 +109,17 @@ def has_ended(certificate: Mapping[str, Any] | None) -> bool:
 
 
 def names_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The names of a client's certificate, in the form of `ssl.SSLSocket.getpeercert`: URIs, DNS names, the common name."""
+    """The names of a client's certificate, in the form of `ssl.SSLSocket.getpeercert`: URIs and DNS names.
+
+    The common name where it has no alternative names of any kind: authorities check what they write there less, and it may
+    spell a URI.
+    """
     if not certificate:
         return ()
     others = certificate.get("subjectAltName", ())
-    common = (value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName")
-    return (
-        *(name for kind, name in others if kind == "URI"),
-        *(name for kind, name in others if kind == "DNS"),
-        *common,
-    )
+    if not others:
+        return tuple(value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName")
+    return tuple(name for wanted in ("URI", "DNS") for kind, name in others if kind == wanted)
 
 
 def _bytes_of(setting: str, file: Path) -> bytes:
