@@ -361,7 +361,7 @@ class Tokens:
                 log.error("tokens are not read again, those read before go on: %s", error)
             self.problem = str(error)
             return
-        if stamp is None and self._required:  # gone: nobody gets in until it is back, or the service is started anew
+        if stamp is None and self._required:  # gone: nobody gets in until it is back
             log.error("%s is gone: all tokens are refused", self.path)
         self._stamp, self._tokens, self._ends, self.problem = stamp, tokens, _next_end(tokens), None
         self._certificates = {one.certificate: one for one in tokens.values() if one.certificate is not None}
