@@ -98,6 +98,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "strings": 0,
         "times": 0,
         "colliding": 0,
+        "private": 0,
         "objects": 1,
         "regular": 2,
         "files": 3,

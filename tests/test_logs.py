@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.service.conftest import settings_for
+from tests.service.fake_store import FakeStore
 from tierstore.config import ENV_PREFIX
 from tierstore.log_limits import BURST, Limited
-from tierstore.logs import configure
+from tierstore.logs import LogFormat, configure
+from tierstore.service.server import ServerThread
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,6 +67,39 @@ def test_lines_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     lines = logged(capsys)
     assert lines[0].endswith("INFO tierstore.some: loaded 5 rows of “ü”")
     assert lines[-1] == "ValueError: no such row"
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_looks_like_a_secret_is_cut_out_wherever_it_is(
+    form: LogFormat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a service logs what its clients send: in a path, in the request's id, in a body, in an error."""
+    configure(form, "debug")
+    random, settings = "Q" * 43, settings_for(tmp_path, access_log=True)
+    token = f"tierstore_0123456789ab_{random}"
+    with ServerThread(FakeStore(settings)) as server, httpx.Client(base_url=server.url) as http:  # type: ignore[arg-type]
+        for method, path in (("GET", f"/v2/models/{token}"), ("PUT", f"/admin/models/ctr/labels/{token}")):
+            http.request(method, path, headers={"X-Request-Id": token})
+        http.post("/admin/models/ctr/snapshots", json={"source": "https://me:p@ss-word@host/x"})
+    try:
+        raise ValueError(f'"Basic dXNlcjpwYXNz" and redis://me:{random}@host:6379')
+    except ValueError:
+        logging.getLogger("tierstore.some").exception("Authorization: Bearer opaque")
+    text = capsys.readouterr().err
+    assert text.count("tierstore_0123456789ab_…") >= 4
+    assert "https://me:…@host/x" in text
+    assert "redis://me:…@host:6379" in text
+    for part in (random[:9], "ss-word", "dXNlcjpwYXNz", "opaque"):
+        assert part not in text
+    if form == "json":
+        assert all(json.loads(line) for line in text.splitlines())
+
+
+def test_addresses_without_a_password_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("text", "info")
+    address = "http://127.0.0.1:8000/a@b and user@host:1 and redis://me@h:6379"
+    logging.getLogger("tierstore.some").info(address)
+    assert address in capsys.readouterr().err
 
 
 def test_less_than_the_level_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:

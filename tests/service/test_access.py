@@ -17,19 +17,21 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.engine import quick_build
 from tierstore.access.roles import Action, Principal, Role
 from tierstore.access.rules import GRPC, HTTP, of_grpc, of_http
 from tierstore.access.tokens import TokenFile
 from tierstore.client import Client
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, Forbidden, Unauthorized
+from tierstore.errors import ConfigError, Forbidden, NotFound, Unauthorized
 from tierstore.service.server import ServerThread, check_settings, has_grpc
 
 from .conftest import GRPC as GRPC_PORT
 from .conftest import eventually, settings_for
-from .scenes import KEYS, items, write_snapshot
+from .scenes import KEYS, items, write_small, write_snapshot
 from .test_page import CHROMIUM, in_browser
 
+JOB = "/admin/jobs/job"
 OTHER = "elsewhere"  # a model that there is not: whatever is allowed changes nothing
 V2 = [
     ("GET", "/v2"),
@@ -121,7 +123,9 @@ def test_every_endpoint_over_http_with_every_token(scene: Scene) -> None:
             for name, principal in scene.principals.items():
                 status = http.request(method, path, headers=scene.headers(name), json={}).status_code
                 refused = status if status in (401, 403) else None
-                if refused != expected(principal, action, model):
+                if path == JOB and principal is not None and principal.role is Role.ADMIN:
+                    assert status == 404, "of which model it is says the job"
+                elif refused != expected(principal, action, model):
                     problems.append(
                         f"{method} {path} with token {name}: {status}, expected {expected(principal, action, model)}"
                     )
@@ -235,6 +239,29 @@ def test_rows_for_whoever_has_a_token_and_for_nobody_else_however_often_they_wer
         other.lookup("ctr", "item_id", KEYS)
 
 
+def test_an_admin_of_some_models_follows_their_loads_and_knows_of_no_others(scene: Scene) -> None:
+    (root,) = scene.server.service.settings.source_root
+    third, fourth = (write_small(root, name, "item") for name in ("third", "fourth"))
+    with (
+        quick_build.in_process(),
+        Client(scene.server.url, token=scene.secrets[Role.ADMIN]) as admin,
+        Client(scene.server.url, token=scene.secrets["of another model"]) as limited,
+    ):
+        limited.load_snapshot(third)
+        with pytest.raises(Forbidden, match="third alone: not for 'fourth'"):
+            limited.load_snapshot(fourth)
+        job = admin.start_load(fourth, model="fourth")
+        for asked in (limited.job, limited.cancel):
+            with pytest.raises(NotFound, match=f"no job '{job}'"):
+                asked(job)
+        assert eventually(lambda: admin.job(job)["finished_at"], "the load to end")
+        with (
+            Client(scene.server.url, token=scene.secrets[Role.READER]) as reader,
+            pytest.raises(Forbidden, match="has the role reader"),
+        ):
+            reader.job(job)
+
+
 def test_a_token_that_is_revoked_while_a_connection_is_busy_is_refused_within_seconds(scene: Scene) -> None:
     token, secret = scene.held.create(Role.READER)
     with Client(scene.server.url, token=secret) as client:
@@ -276,6 +303,39 @@ def test_with_tokens_other_hosts_may_be_listened_on_if_their_names_are_said(tmp_
         check_settings(settings)
     TokenFile(settings.data / "tokens.json").create(Role.ADMIN)
     check_settings(settings_for(tmp_path, host="0.0.0.0", allowed_host=["embeddings.example"]))
+
+
+def test_no_start_without_a_file_of_tokens_that_was_named_or_was_there_once(tmp_path: Path) -> None:
+    named = settings_for(tmp_path, tokens=tmp_path / "typo.json")
+    with pytest.raises(
+        ConfigError, match=r"expected a file at .*typo\.json.* token create --role admin --tokens .*typo"
+    ):
+        check_settings(named)
+    TokenFile(tmp_path / "typo.json").create(Role.READER)
+    check_settings(named)
+
+    held = TokenFile(settings_for(tmp_path).data / "tokens.json")
+    with pytest.raises(NotFound):
+        held.revoke("0" * 12)
+    check_settings(settings_for(tmp_path))  # there never was one
+    held.create(Role.READER)
+    held.path.unlink()
+    with pytest.raises(
+        ConfigError, match=r"tokens\.json is gone: there were tokens, as tokens\.json\.lock beside it says"
+    ):
+        check_settings(settings_for(tmp_path))
+    held.path.with_name("tokens.json.lock").unlink()
+    check_settings(settings_for(tmp_path))
+
+
+def test_every_start_that_is_open_beyond_loopback_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_settings(settings_for(tmp_path))
+    assert caplog.records == []
+    check_settings(settings_for(tmp_path, host="0.0.0.0", allow_open_network=True))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "whoever reaches the port may do everything" in caplog.text
 
 
 def test_a_name_that_was_not_said_is_refused_with_the_right_token_too(scene: Scene) -> None:

@@ -39,6 +39,11 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/admin/models/{model}", Action.READ),
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),
     ("GET POST PUT DELETE", "/admin/models/{model}/*", Action.ADMIN),
+    (
+        "GET DELETE",
+        "/admin/jobs/{job}",
+        Action.ADMIN,
+    ),  # of which model is known where the job is: service/admin/routes.py
     ("GET POST", "/admin/parked/*", Action.ADMIN),
 )
 

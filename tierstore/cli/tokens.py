@@ -94,7 +94,7 @@ def create(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Make no secret: callers with a client certificate of this URI, DNS name or common name have the role.",
+            help="Make no secret: callers with a client certificate of this URI or DNS name (or, without such names, common name) have the role.",
             show_default=False,
         ),
     ] = None,

@@ -26,7 +26,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import MissingExtra, TierstoreError
 from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
-from tierstore.service.access import check_listen_address
+from tierstore.service.access import check_access
 from tierstore.service.addresses import bind_admin, bind_http, grpc_port_in_use, host_port, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
@@ -61,7 +61,7 @@ def check_settings(settings: Settings) -> None:
             "grpc_port: the extra `grpc` is not installed: pip install 'tierstore[grpc]', or use the HTTP port, which speaks the same protocol"
         )
     tls_of(settings)
-    check_listen_address(settings)
+    check_access(settings)
     check_sources(settings)
 
 

@@ -116,8 +116,9 @@ def check_waited_for(context: Context) -> None:
 
 
 def peer_names(auth: Mapping[str, Sequence[bytes]]) -> list[str]:
-    """The names of a client's certificate, as grpcio has them: URIs, DNS names, the common name."""
-    values = (value for kind in ("peer_uri", "peer_dns", "x509_common_name") for value in auth.get(kind, ()))
+    """The names of a client's certificate, as grpcio has them: those of `tls.names_of`."""
+    kinds = ("peer_uri", "peer_dns") if auth.get("x509_subject_alternative_name") else ("x509_common_name",)
+    values = (value for kind in kinds for value in auth.get(kind, ()))
     return [value.decode(errors="replace") for value in values]
 
 
