@@ -37,6 +37,7 @@ def bearer(secret: str) -> str:
     [
         (Role.METRICS, {Action.OPEN, Action.ANY, Action.METRICS}),
         (Role.READER, {Action.OPEN, Action.ANY, Action.READ}),
+        (Role.FRONT, {Action.OPEN, Action.ANY, Action.READ, Action.FRONT}),
         (Role.WRITER, {Action.OPEN, Action.ANY, Action.READ, Action.WRITE}),
         (Role.ADMIN, set(Action)),
     ],

@@ -377,7 +377,7 @@ def test_a_node_that_hangs_is_left_for_its_copy(scene: Scene) -> None:
 def test_a_token_is_needed_where_the_nodes_have_tokens(scene: Scene) -> None:
     node = scene.node()
     node.load(1, 0)
-    _, secret = TokenFile(node.data / "tokens.json").create(Role.READER)
+    _, secret = TokenFile(node.data / "tokens.json").create(Role.FRONT)
     node.stop()
     node.start()
     without, with_token = scene.front(), scene.front(upstream_token=secret)

@@ -31,9 +31,9 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     # TensorFlow Serving
     ("GET POST", "/v1/models/{model}/*", Action.READ),
     # nodes in front
-    ("GET", "/upstream/models", Action.READ),
-    ("GET", "/upstream/models/{model}/*", Action.READ),
-    ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows", Action.READ),
+    ("GET", "/upstream/models", Action.FRONT),
+    ("GET", "/upstream/models/{model}/*", Action.FRONT),
+    ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows", Action.FRONT),
     # admin
     ("GET", "/admin/models", Action.READ),
     ("GET", "/admin/models/{model}", Action.READ),

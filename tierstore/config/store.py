@@ -141,7 +141,7 @@ class StoreSettings(BaseModel):
     upstream_token: str | None = Field(
         None,
         repr=False,
-        description="token (role `reader`) for these nodes; better in the environment, which keeps it out of lists of processes",
+        description="token (role `front`) for these nodes; better in the environment, which keeps it out of lists of processes",
     )
     upstream_ca: Path | None = Field(
         None,
