@@ -135,6 +135,14 @@ def test_every_endpoint_over_http_with_every_token(scene: Scene) -> None:
         assert unused == ["/v2/models/{model}/trace/setting"], "a rule that no endpoint here meets"
 
 
+def test_a_token_for_metrics_is_for_metrics_alone(scene: Scene) -> None:
+    with httpx.Client(base_url=scene.server.url, headers=scene.headers(Role.METRICS), timeout=60) as http:
+        assert http.get("/metrics").status_code == 200
+        for path in ("/v2", "/v2/systemsharedmemory/status", "/v2/models/stats", "/upstream/models", "/admin/models"):
+            refused = http.get(path)
+            assert (refused.status_code, "has the role metrics" in refused.text) == (403, True), path
+
+
 @pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
 def test_every_method_over_grpc_with_every_token(scene: Scene) -> None:
     import grpc

@@ -27,7 +27,7 @@ class Action(StrEnum):
     """What a request does, as far as access goes."""
 
     OPEN = "open"  # for everybody, without a token: health, pages without data
-    ANY = "any"  # for everybody with a token: what says nothing of a model
+    ANY = "any"  # for every token but one for metrics: what says nothing of a model
     METRICS = "metrics"
     READ = "read"  # look-ups, predictions, metadata, status
     FRONT = "front"  # what a node in front asks: what is served, rows as stored, deltas of the log, files of versions
@@ -38,7 +38,7 @@ class Action(StrEnum):
 CHANGES = frozenset({Action.WRITE, Action.ADMIN})  # what the audit is about
 
 _MAY: dict[Role, frozenset[Action]] = {
-    Role.METRICS: frozenset({Action.OPEN, Action.ANY, Action.METRICS}),
+    Role.METRICS: frozenset({Action.OPEN, Action.METRICS}),
     Role.READER: frozenset({Action.OPEN, Action.ANY, Action.READ}),
     Role.FRONT: frozenset({Action.OPEN, Action.ANY, Action.READ, Action.FRONT}),
     Role.WRITER: frozenset({Action.OPEN, Action.ANY, Action.READ, Action.WRITE}),
