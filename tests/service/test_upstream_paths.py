@@ -11,15 +11,16 @@ import pytest
 
 from tests.certificates import Authority
 from tests.engine import scenes
-from tierstore.access.roles import Role
+from tierstore.access.roles import NO_LIMITS, Rates, Role
 from tierstore.access.tokens import TokenFile
 from tierstore.errors import ClusterUnavailable, NotFound
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
+from tierstore.service.http import fronts
 from tierstore.service.server import ServerThread
 from tierstore.tiers.upstream import wire
 
 from .conftest import settings_for
-from .test_rates import statuses
+from .test_rates import SLOW, statuses
 from .test_reactor import reactor_answers
 from .upstream_scenes import KEYS, NO_CACHE, Scene, Upstream, await_watermark, check, of_share
 
@@ -145,6 +146,30 @@ def test_what_fronts_ask_is_for_fronts_alone_whoever_has_asked_before(scene: Sce
             )
         ghost = front.http.get("/upstream/models", params={"front": "ghost", "serves": '{"ctr": [1, 0]}'})
         assert ghost.status_code == 403
+
+
+def test_requests_for_rows_count_however_they_are_answered(scene: Scene) -> None:
+    """By those who ask, and by models; a request for many rows goes another way than one for few."""
+    tokens = TokenFile(scene.root / "node-0/tokens.json")
+    rates = {"free": NO_LIMITS, "asks": Rates(requests=SLOW), "keys": Rates(keys=SLOW), "bytes": Rates(nbytes=SLOW)}
+    secrets = {name: tokens.create(Role.FRONT, rates=of)[1] for name, of in rates.items()}
+    node = scene.node()
+    node.load(1, 0)
+    many = range(fronts.DIRECT_KEYS + 1)
+    for name, secret in secrets.items():
+        ask = Asker(node, secret)
+        expected = [200] * 4 if name == "free" else [200] + [429] * 3
+        assert [ask(KEYS).status_code for _ in range(4)] == expected, name
+        refused = ask(many)
+        assert refused.status_code == expected[-1], name
+        assert name == "free" or int(refused.headers["retry-after"]) > 60
+    for codes in ([5], many):
+        limited = scene.node(quotas={"ctr": {"keys_per_second": SLOW}})
+        limited.load(1, 0)
+        warm(limited, np.array(codes))
+        ask = Asker(limited)
+        assert [ask(codes).status_code for _ in range(4)] == [200] + [429] * 3
+        assert reactor_answers(limited.server) == 0
 
 
 def tokens_name(tokens: TokenFile, role: Role) -> str:
