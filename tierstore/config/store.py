@@ -143,6 +143,10 @@ class StoreSettings(BaseModel):
         repr=False,
         description="token (role `front`) for these nodes; better in the environment, which keeps it out of lists of processes",
     )
+    upstream_allow_insecure_token: bool = Field(
+        False,
+        description="send `upstream_token` to other machines without TLS, where something else encrypts, such as a mesh",
+    )
     upstream_ca: Path | None = Field(
         None,
         description="file with authorities (PEM) for the certificates of these nodes; default: those of the system",
