@@ -14,9 +14,11 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from tierstore.access.roles import LOCAL
+from tierstore.access.rules import is_listed
 from tierstore.engine.operations.fronts import StoredRead
 from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.context import Service
+from tierstore.service.dataplane.tensors import shown
 from tierstore.service.error_status import HttpError, http_outcome
 from tierstore.service.http.application import allow
 from tierstore.service.http.messages import (
@@ -186,9 +188,9 @@ class FrontsHttp:
 def _parse(path: str) -> tuple[str, list[str]]:
     """(what is asked, the words in the path)."""
     for kind, pattern in _PATHS:
-        if (match := pattern.fullmatch(path)) is not None:
+        if (match := pattern.fullmatch(path)) is not None and is_listed(path):
             return kind, list(match.groups())
-    raise NotFound(f"no {path[:80]}")
+    raise NotFound(f"no such path: {shown(path)}")
 
 
 def _decode(body: memoryview) -> wire.RowsRequest:
