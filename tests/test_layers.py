@@ -22,6 +22,7 @@ PACKAGE = "tierstore"
 
 # A unit is the first name below the package: a folder or a module.
 FLOORS = {
+    "addresses": 0,
     "errors": 0,
     "types": 0,
     "config": 0,

@@ -37,8 +37,9 @@ def bearer(secret: str) -> str:
 @pytest.mark.parametrize(
     ("role", "allowed"),
     [
-        (Role.METRICS, {Action.OPEN, Action.ANY, Action.METRICS}),
+        (Role.METRICS, {Action.OPEN, Action.METRICS}),
         (Role.READER, {Action.OPEN, Action.ANY, Action.READ}),
+        (Role.FRONT, {Action.OPEN, Action.ANY, Action.READ, Action.FRONT}),
         (Role.WRITER, {Action.OPEN, Action.ANY, Action.READ, Action.WRITE}),
         (Role.ADMIN, set(Action)),
     ],

@@ -1,7 +1,7 @@
 """Access with tokens: every endpoint of every protocol, with no token, a wrong, a revoked, a lesser and a right one.
 
-The endpoints are not listed here where the service can name them itself: the admin interface's by `/openapi.json`, gRPC's
-by reflection. So a new one is asked too, and is for admins unless `access/rules.py` says otherwise.
+The endpoints are not listed here. Over HTTP they are those of `access/rules.py`: the data plane serves no other path, and what the
+admin interface serves is compared by `/openapi.json`. gRPC names its own by reflection. So a new one is asked too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import numpy as np
 import pytest
 
 from tests.engine import quick_build
+from tierstore.access import rules
 from tierstore.access.roles import Action, Principal, Role
-from tierstore.access.rules import GRPC, HTTP, of_grpc, of_http
+from tierstore.access.rules import GRPC, HTTP, is_listed, of_grpc, of_http
 from tierstore.access.tokens import TokenFile
 from tierstore.client import Client
 from tierstore.engine.store import Store
@@ -33,32 +35,22 @@ from .test_page import CHROMIUM, in_browser
 
 JOB = "/admin/jobs/job"
 OTHER = "elsewhere"  # a model that there is not: whatever is allowed changes nothing
-V2 = [
-    ("GET", "/v2"),
-    ("GET", "/v2/health/live"),
-    ("GET", "/v2/health/ready"),
-    ("GET", "/v2/models/stats"),
-    ("GET", f"/v2/models/{OTHER}"),
-    ("GET", f"/v2/models/{OTHER}/ready"),
-    ("GET", f"/v2/models/{OTHER}/versions/1/config"),
-    ("POST", f"/v2/models/{OTHER}/infer"),
-    ("POST", f"/v2/models/{OTHER}/versions/1/infer"),
-    ("POST", "/v2/repository/index"),
-    ("POST", f"/v2/repository/models/{OTHER}/load"),
-    ("POST", f"/v2/repository/models/{OTHER}/unload"),
-    ("GET", "/v2/systemsharedmemory/status"),
-    ("POST", "/v2/systemsharedmemory/region/x/register"),
-    ("POST", "/v2/cudasharedmemory/region/x/unregister"),
-    ("GET", "/v2/logging"),
-    ("GET", "/v2/nowhere"),
-]
-UPSTREAM = [
-    ("GET", "/upstream/models"),
-    ("GET", f"/upstream/models/{OTHER}/versions/1"),
-    ("POST", f"/upstream/models/{OTHER}/versions/1/tables/item/rows"),
-]
-V1 = [("GET", f"/v1/models/{OTHER}"), ("GET", f"/v1/models/{OTHER}/metadata"), ("POST", f"/v1/models/{OTHER}:predict")]
-PAGES = [("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/metrics"), ("GET", "/nowhere")]
+DATA_PLANE = ("/v2", "/v1", "/upstream")
+
+
+def filled(path: str) -> str:
+    """A path that a pattern of `access/rules.py` stands for."""
+    path = re.sub(r"\{(\w+)[^}]*\}", lambda name: {"model": OTHER, "version": "1"}.get(name[1], name[1]), path)
+    return re.sub("/(predict|classify|regress)$", r":\1", path) if path.startswith("/v1/") else path
+
+
+def rules_one_by_one() -> list[tuple[str, str]]:
+    """(method, pattern) of each rule, one of `a|b` and of several methods."""
+    found = []
+    for methods, pattern, _ in HTTP:
+        paths = product(*(part.split("|") for part in pattern.split("/")))
+        found += [(method, "/".join(path)) for method, path in product(methods.split(), paths)]
+    return found
 
 
 @dataclass
@@ -106,19 +98,15 @@ def expected(principal: Principal | None, action: Action, model: str | None) -> 
 
 
 def test_every_endpoint_over_http_with_every_token(scene: Scene) -> None:
+    endpoints = [(method, filled(pattern)) for method, pattern in rules_one_by_one()]
     with httpx.Client(base_url=scene.server.url, timeout=60) as http:
-        document = http.get("/openapi.json").json()
-        admin = [
-            (
-                method.upper(),
-                re.sub(r"\{model\}", OTHER, re.sub(r"\{(version)\}", "1", path)).replace("{", "").replace("}", ""),
-            )
-            for path, methods in document["paths"].items()
-            for method in methods
-        ]
-        assert len(admin) > 12
         problems = []
-        for method, path in [*PAGES, *V2, *V1, *UPSTREAM, *admin]:
+        for method, path in [
+            *endpoints,
+            ("GET", "/nowhere"),
+            ("GET", "/v2/nowhere"),
+            ("DELETE", f"/v2/models/{OTHER}"),
+        ]:
             action, model = of_http(method, path)
             for name, principal in scene.principals.items():
                 status = http.request(method, path, headers=scene.headers(name), json={}).status_code
@@ -130,13 +118,41 @@ def test_every_endpoint_over_http_with_every_token(scene: Scene) -> None:
                         f"{method} {path} with token {name}: {status}, expected {expected(principal, action, model)}"
                     )
         assert problems == []
-        paths = {path for _, path in [*PAGES, *V2, *V1, *UPSTREAM, *admin]}
-        unused = [
-            pattern
-            for _, pattern, _ in HTTP
-            if not any(re.fullmatch(re.sub(r"\{[^}]*\}", "[^/]+", pattern).replace("/*", ".*"), path) for path in paths)
-        ]
-        assert unused == ["/v2/models/{model}/trace/setting"], "a rule that no endpoint here meets"
+
+
+def test_what_the_admin_interface_serves_is_what_the_rules_list(scene: Scene) -> None:
+    paths = httpx.get(f"{scene.server.url}/openapi.json", timeout=60).json()["paths"]
+    served = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert served == {rule for rule in rules_one_by_one() if rule[1].startswith("/admin/")}
+
+
+def test_the_data_plane_serves_what_the_rules_list_and_nothing_else(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a path that nobody has decided about is there for nobody."""
+    listed = [(method, filled(path)) for method, path in rules_one_by_one() if path.startswith(DATA_PLANE)]
+    assert len(listed) > 40
+    with httpx.Client(base_url=scene.server.url, headers=scene.headers(Role.ADMIN), timeout=60) as http:
+
+        def missing() -> list[tuple[str, str]]:
+            return [one for one in listed if "no such path" in http.request(*one, json={}).text]
+
+        assert missing() == []
+        monkeypatch.setattr(rules, "_PATTERNS", ())
+        is_listed.cache_clear()
+        try:
+            assert missing() == listed
+        finally:
+            is_listed.cache_clear()
+            of_http.cache_clear()
+
+
+def test_a_token_for_metrics_is_for_metrics_alone(scene: Scene) -> None:
+    with httpx.Client(base_url=scene.server.url, headers=scene.headers(Role.METRICS), timeout=60) as http:
+        assert http.get("/metrics").status_code == 200
+        for path in ("/v2", "/v2/systemsharedmemory/status", "/v2/models/stats", "/upstream/models", "/admin/models"):
+            refused = http.get(path)
+            assert (refused.status_code, "has the role metrics" in refused.text) == (403, True), path
 
 
 @pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")

@@ -78,7 +78,7 @@ def create(
     role: Annotated[
         Role,
         typer.Option(
-            help="metrics: read metrics; reader: look rows up, predict, read status; writer: send deltas as well; admin: everything.",
+            help="metrics: read metrics; reader: look rows up, predict, read status; front: be a node in front of this one as well; writer: send deltas as well; admin: everything.",
             show_default=False,
         ),
     ],

@@ -15,11 +15,12 @@ from typing import Any
 
 from tierstore.access.roles import LOCAL, Action, Principal
 from tierstore.access.tokens import Tokens, lock_of
+from tierstore.addresses import is_loopback
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, Forbidden
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
-from tierstore.service.addresses import is_address, is_loopback, parse_listen
+from tierstore.service.addresses import is_address, parse_listen
 
 logger = logging.getLogger(__name__)
 AUTHORIZATION = "authorization"

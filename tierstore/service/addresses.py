@@ -18,16 +18,6 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host`, without port or brackets, is a loopback address or `localhost`."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def is_address(host: str) -> bool:
     """Whether `host`, without port or brackets, is an IP address: no name, so that nobody can have it resolve to another one."""
     try:

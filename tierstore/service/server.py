@@ -106,7 +106,7 @@ class HttpService:
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)
-        root = make_root(self.service, self._admin, reactors.allowed.add)
+        root = make_root(self.service, self._admin, reactors.allow)
         self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
         self._listeners = self._make_listeners()
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
@@ -262,7 +262,7 @@ class HttpService:
             tokens.refresh()
             if tokens.generation != before:
                 before = tokens.generation
-                self._reactors.allowed.clear()
+                self._reactors.forget_allowed()
 
     async def _finish(self) -> None:
         """Wait until the reactors have answered the requests in progress."""

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from tierstore.access.roles import LOCAL
+from tierstore.access.rules import is_listed
 from tierstore.errors import InvalidInput, NotFound, Overloaded
 from tierstore.service.context import PlanIndex
 from tierstore.service.dataplane.inference import AnyRequest, Inference
@@ -214,6 +215,8 @@ class OipHttp(ProtocolApplication):
     PROTOCOL = "oip_http"
 
     def _call(self, scope: Scope, headers: Headers, holding: Reservation, began_ns: int) -> HttpCall[Any] | None:
+        if not is_listed(scope["path"]):
+            raise NotFound(f"no such path: {shown(scope['path'])}")
         parts = scope["path"].split("/")[2:]
         if len(parts) < 3 or parts[0] != "models" or parts[-1] != "infer":
             return None
