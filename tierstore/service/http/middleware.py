@@ -65,9 +65,9 @@ class DataApp(Protocol):
 
 
 class Allow(Protocol):
-    """What is told of a `Host` and an `Authorization` header that look-ups of all models pass with."""
+    """What is told of a `Host` and an `Authorization` header that look-ups of all models pass with, and whose they are."""
 
-    def __call__(self, host: bytes, authorization: bytes) -> None: ...
+    def __call__(self, host: bytes, authorization: bytes, caller: str) -> None: ...
 
 
 class AccessCheck:
@@ -126,13 +126,13 @@ class AccessCheck:
                 )
         peer = scope.get(PEER, UNNAMED)
         if not self._access.required and not self._access.admin_apart:
-            self._allow(host, b"")
+            self._allow(host, b"", LOCAL.name)
             return
         action, model = of_http(scope["method"], scope["path"])
         if action is Action.ADMIN or scope["path"].lower().startswith(_ADMIN_PATHS):
             self._access.check_listener(peer.admin)
         if not self._access.required:
-            self._allow(host, b"")
+            self._allow(host, b"", LOCAL.name)
             return
         if action is Action.OPEN:
             return
@@ -149,7 +149,7 @@ class AccessCheck:
             and principal.may(Action.READ)
             and not principal.rates
         ):
-            self._allow(host, authorization)
+            self._allow(host, authorization, principal.name)
 
 
 def _is_same_origin(origin: str, host: str) -> bool:

@@ -156,7 +156,7 @@ class Reactors:
         self.sending: dict[
             tuple[int, int], tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
         ] = {}
-        self.allowed = Allowed(self.words)
+        self.allowed = Allowed(self.words, epochs)
         self.lanes = Lanes(self._serve_message)
         self._receiver: HandoffReceiver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
