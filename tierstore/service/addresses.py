@@ -23,9 +23,19 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def is_on_host(connection: socket.socket) -> bool:
+    """Whether who is at the other side of `connection` is on this machine for sure. Not where that side has gone already."""
+    try:
+        peer = connection.getpeername()
+    except OSError:
+        return False
+    return connection.family == socket.AF_UNIX or is_loopback(peer[0])
 
 
 def is_address(host: str) -> bool:
