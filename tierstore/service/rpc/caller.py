@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from urllib.parse import unquote
 
+from tierstore.access.audit import ATTEMPT, Attempt
 from tierstore.access.roles import LOCAL, Principal
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.service.access import CALLER
@@ -17,11 +18,12 @@ from tierstore.service.rpc.lookup import Metadata, request_id
 class RpcCaller:
     """A caller, for the log; `peer` gives the client's address in grpcio's form."""
 
-    __slots__ = ("_peer", "principal", "request_id")
+    __slots__ = ("_peer", "attempt", "principal", "request_id")
 
     def __init__(self, metadata: Metadata, peer: Callable[[], str | bytes]) -> None:
         self.request_id = request_id(metadata)
         self.principal = LOCAL  # until it is known
+        self.attempt = Attempt()
         self._peer = peer
 
     @property
@@ -53,3 +55,4 @@ def act_for(principal: Principal, caller: RpcCaller) -> None:
     CALLER.set(principal)
     REQUESTER.set(caller.who)
     CALL_OF.set(caller)
+    ATTEMPT.set(caller.attempt)

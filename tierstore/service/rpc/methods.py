@@ -148,12 +148,14 @@ class Accounts:
             self._note(caller, 200, "OK", began_ns, spent=spent)
 
     def failed(self, caller: RpcCaller, error: Exception, began_ns: int) -> tuple[Any, str]:
-        """Count a call that failed; the audit notes it where it would have changed something and was refused.
+        """Count a call that failed; the audit notes it where it would have changed something and has no line yet.
 
         Returns its status and the text for its client.
         """
         if self._audit is not None and isinstance(error, Forbidden):
             self._audit.refused(self._path, caller.who, error)
+        elif self._audit is not None and not caller.attempt.has_line:
+            self._audit.change(self._path, caller.who, "failed", flush=False, error=message_of(error))
         if isinstance(error, (DeadlineExceeded, Cancelled)):
             self._shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
         code = grpc_status(error)
