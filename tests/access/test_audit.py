@@ -34,12 +34,13 @@ def test_what_looks_like_a_secret_is_cut_out_wherever_it_is(tmp_path: Path) -> N
     random = secret.split("_", 2)[2]
     audit = Audit(tmp_path)
     audit.change("load", f"somebody (id {secret})", "done", source=Path(f"/data/{secret}"), before={"note": secret})
+    audit.change("load", "somebody", "done", source="https://somebody:pa55word@host/x")
     audit.refused(
         "POST /x", "somebody", Forbidden(f"Authorization: Bearer {secret[10:]}, Basic dXNlcjpwYXNz; bearer opaque")
     )
     text = audit.path.read_text()
     assert token.id in text
-    for part in (random, random[:12], "dXNlcjpwYXNz", "opaque"):
+    for part in (random, random[:12], "dXNlcjpwYXNz", "opaque", "pa55word"):
         assert part not in text
 
 

@@ -5,7 +5,7 @@
 
 A line of a change is written before the change is answered, and flushed to the drive, except those of deltas: the delta log holds
 them anyway, so they are flushed once a second. Where the disk is full, or fails, changes go on: lines wait in memory, at most
-`MOST_WAITING`, and are written with the next line that can be; how many were lost is said then. What looks like a token is
+`MOST_WAITING`, and are written with the next line that can be; how many were lost is said then. What looks like a secret is
 cut out of every line.
 
 Any thread; several processes may add to one file, each with a whole line at once. After a crash the last line may be cut:
@@ -33,6 +33,7 @@ from tierstore.errors import StorageError, explained
 from tierstore.formats import files
 from tierstore.formats.names import AUDIT, AUDIT_FILE, DELTAS_FILE
 from tierstore.log_limits import LineLimit
+from tierstore.logs import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ _REFUSED_BURST, _REFUSED_EVERY_S = 100, 1.0
 _LONGEST = 2000  # characters of a text in a line
 # of `who`: the principal, whose lines are limited for themselves; all others, whose `who` begins with an address, are one
 _PRINCIPAL = re.compile(r"(?:job \w+ of )?((?:token|certificate) .*?) at ")
-_SECRET = re.compile(r"(tierstore_[0-9a-f]{12}_)[A-Za-z0-9_-]+|(?i:(bearer|basic)\s+)[^\s\"',;]+")
 
 
 class Attempt:
@@ -220,5 +220,5 @@ def _clean(value: Any) -> Any:
         return {str(name): _clean(one) for name, one in value.items()}
     if not isinstance(value, (str, Path)):
         return value
-    text = _SECRET.sub(lambda match: f"{match[1] or match[2]}…", str(value))
+    text = without_secrets(str(value))
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
