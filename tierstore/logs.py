@@ -1,6 +1,6 @@
 """The log on standard error: lines for people, or one JSON object a line for log collectors. Any thread may log.
 
-What looks like a secret is cut out of each line: clients put tokens, and passwords in addresses, where they do not belong.
+What looks like a secret is cut out of every line: clients put theirs into paths, ids and sources, and errors repeat them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ from tierstore.log_limits import Limited
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-# tokens of ours, credentials as headers have them, and the password of an address
-_SECRET = re.compile(
-    r"(tierstore_[0-9a-f]{12}_)[A-Za-z0-9_-]+|((?i:bearer|basic)\s+)[^\s\"',;]+|(://[^\s/:@\"']*:)[^\s/\"']*(?=@)"
-)
+# a token, credentials of an Authorization header, and what stands before the host of a URL
+_SECRET = re.compile(r"(tierstore_[0-9a-f]{12}_)[A-Za-z0-9_-]+|((?i:bearer|basic)\s+)[^\s\"',;]+|(://)[^\s\"'/]+(?=@)")
 
 
 def without_secrets(text: str) -> str:
-    """`text` without what looks like a secret."""
-    return _SECRET.sub(lambda match: f"{match[1] or match[2] or match[3]}…", text)
+    """`text` with `…` in place of tokens, of what follows `Bearer` or `Basic`, and of users and passwords in URLs."""
+    return _SECRET.sub(lambda match: f"{match[match.lastindex or 0]}…", text)
 
 
 class _AsText(logging.Formatter):

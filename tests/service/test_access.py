@@ -7,6 +7,7 @@ admin interface serves is compared by `/openapi.json`. gRPC names its own by ref
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,12 +27,14 @@ from tierstore.access.tokens import TokenFile
 from tierstore.client import Client
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, Forbidden, NotFound, Unauthorized
+from tierstore.service.reactor.allowed import MOST
 from tierstore.service.server import ServerThread, check_settings, has_grpc
 
 from .conftest import GRPC as GRPC_PORT
 from .conftest import eventually, settings_for
 from .scenes import KEYS, items, write_small, write_snapshot
 from .test_page import CHROMIUM, in_browser
+from .test_reactor import answer, planned
 
 JOB = "/admin/jobs/job"
 OTHER = "elsewhere"  # a model that there is not: whatever is allowed changes nothing
@@ -276,6 +279,25 @@ def test_an_admin_of_some_models_follows_their_loads_and_knows_of_no_others(scen
             pytest.raises(Forbidden, match="has the role reader"),
         ):
             reader.job(job)
+
+
+def test_a_caller_with_many_names_for_the_service_takes_the_reactors_from_nobody(scene: Scene) -> None:
+    reactors = scene.server.service.reactors
+    with httpx.Client(base_url=scene.server.url, timeout=60) as http:
+        for port in range(1, MOST + 10):
+            for name in (Role.READER, "of another model"):
+                headers = {**scene.headers(name), "host": f"127.0.0.1:{port}"}
+                assert http.get("/v2", headers=headers).status_code == 200
+    head, keys = planned(len(KEYS), **scene.headers(Role.WRITER))
+    with socket.create_connection(("127.0.0.1", scene.server.port), timeout=60) as made:
+
+        def by_reactor() -> bool:
+            before = reactors.answers
+            made.sendall(head + keys)
+            assert answer(made)[0].startswith(b"HTTP/1.1 200")
+            return bool(reactors.answers > before)
+
+        eventually(by_reactor, "reactors to answer another caller")
 
 
 def test_a_token_that_is_revoked_while_a_connection_is_busy_is_refused_within_seconds(scene: Scene) -> None:

@@ -9,6 +9,7 @@ import socket
 import stat
 from pathlib import Path
 
+from tierstore.addresses import is_loopback
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
 
@@ -16,6 +17,15 @@ from tierstore.errors import ConfigError
 def host_port(host: str, port: int) -> str:
     """`host:port`, or `[host]:port` for an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_on_host(connection: socket.socket) -> bool:
+    """Whether who is at the other side of `connection` is on this machine for sure. Not where that side has gone already."""
+    try:
+        peer = connection.getpeername()
+    except OSError:
+        return False
+    return connection.family == socket.AF_UNIX or is_loopback(peer[0])
 
 
 def is_address(host: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tierstore.service.addresses import is_on_host
 from tierstore.service.http.connection_limit import REFUSED_S, ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.http.messages import CONNECTION, PEER, UNNAMED, Peer
@@ -117,7 +118,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
         certificate = transport.get_extra_info("peercert")
-        self._peer = Peer(self._admin, names_of(certificate))
+        self._peer = Peer(self._admin, names_of(certificate), is_on_host(transport.get_extra_info("socket")))
         if self._limit is not None:
             self._served = self._limit.acquire(refused=self._refused)
             if self._served is None:

@@ -156,8 +156,8 @@ class Reactors:
         self.sending: dict[
             tuple[int, int], tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
         ] = {}
-        at_fronts = kernel.ALLOWED_FRONTS_AT - kernel.ALLOWED_AT  # the second table is where fronts' is read
-        self._allowed = Allowed(self.words), Allowed(self.words[at_fronts:])
+        tables = kernel.ALLOWED_AT, kernel.ALLOWED_FRONTS_AT
+        self._allowed = tuple(Allowed(address_of(self.words) + 8 * at, epochs) for at in tables)
         self.lanes = Lanes(self._serve_message)
         self._receiver: HandoffReceiver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -246,10 +246,10 @@ class Reactors:
                     if what & 255 == kernel.COME_BACK:
                         os.close(what >> 8)
 
-    def allow(self, host: bytes, authorization: bytes, *, fronts: bool) -> None:
+    def allow(self, host: bytes, authorization: bytes, caller: str, *, fronts: bool) -> None:
         """Answer look-ups with these headers, and with `fronts` what fronts ask; see `Allowed.add`. Event loop only."""
         for table in self._allowed[: 1 + fronts]:
-            table.add(host, authorization)
+            table.add(host, authorization, caller)
 
     def forget_allowed(self) -> None:
         """Answer nothing until `allow` is called again. Event loop only."""
