@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.predict import onnx_models as om
-from tierstore.errors import DeltaError, Overloaded, RunLimit, SnapshotError, TierstoreError
+from tierstore.errors import DeltaError, LoadCancelled, Overloaded, RunLimit, SnapshotError, TierstoreError
+from tierstore.predict import limits
 
 from . import scenes
 
@@ -40,6 +41,34 @@ def test_a_delta_with_such_a_graph_is_refused(open_store, tmp_path, model, reaso
     with pytest.raises(DeltaError, match=f"within its limits: .*{reason}"):
         store.apply_delta(scenes.delta(1, dense=model))
     assert store.apply_delta(scenes.delta(1, dense=GOOD)).applied
+
+
+def test_a_graph_that_explodes_is_refused_and_holds_nobody_up(open_store, tmp_path):
+    """40 local functions, each calling the one before twice: ONNX Runtime would never be done with it."""
+    store = limited(open_store)
+    with pytest.raises(SnapshotError, match="nodes, with each call of a local function replaced"):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, 1, dense=om.laughing(40)))
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2, dense=GOOD))
+    with pytest.raises(DeltaError, match="nodes, with each call of a local function replaced"):
+        store.apply_delta(scenes.delta(1, dense=om.laughing(40)))
+    assert store.apply_delta(scenes.delta(1, dense=GOOD)).applied
+
+
+class CancelledWhileItWaits(threading.Event):
+    """Set once it has been looked at a few times: then the load waits for its session."""
+
+    looks = 0
+
+    def is_set(self) -> bool:
+        self.looks += 1
+        return self.looks > 4
+
+
+def test_a_load_that_waits_for_another_ones_session_can_be_cancelled(open_store, tmp_path):
+    store = limited(open_store)
+    snapshot = scenes.write_snapshot(tmp_path, 1, dense=GOOD)
+    with limits._creating, pytest.raises(LoadCancelled):
+        store.load_snapshot(snapshot, cancelled=CancelledWhileItWaits())
 
 
 def rows_of(value: float) -> bytes:

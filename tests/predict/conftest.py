@@ -29,7 +29,13 @@ FEATURES = {
 def load(tmp_path: Any) -> Callable[..., DenseSession]:
     """A session of ONNX bytes over the features above; settings by keyword."""
 
-    def make(model: bytes, counts: DenseCounts | None = None, **settings: Any) -> DenseSession:
-        return Runtime(load_settings(None, **settings)).load(model, FEATURES, TABLES, counts or DenseCounts())
+    def make(
+        model: bytes,
+        counts: DenseCounts | None = None,
+        may_go_on: Callable[[], None] = lambda: None,
+        **settings: Any,
+    ) -> DenseSession:
+        runtime = Runtime(load_settings(None, **settings))
+        return runtime.load(model, FEATURES, TABLES, counts or DenseCounts(), may_go_on=may_go_on)
 
     return make

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from tierstore.errors import Closed, RunLimit, TooLarge
+from tierstore.errors import Closed, Overloaded, RunLimit, TooLarge
 
 CREATE_S = 60.0  # to make a graph ready; after that ONNX Runtime stops before its next pass over the graph
+_TICK_S = 0.1
 _SMALLEST_FOLDED = 1 << 20
 _FOLDED_RATIO = 4  # 8-bit weights become 32-bit ones
 _creating = threading.Lock()  # what is registered counts for the whole process
@@ -48,6 +49,7 @@ class RunLimits:
         # guarded by _changed
         self._running: dict[LimitedRun, None] = {}  # in the order of their beginning
         self._thread: threading.Thread | None = None
+        self._ends = 0  # how often all that runs was ended
         self._waits = False  # the thread waits for a run, whichever comes; else it looks again at the oldest one's end
         self._closed = False
 
@@ -80,9 +82,23 @@ class RunLimits:
             with self._changed:
                 self._running.pop(run, None)
 
+    def going_on(self, may_go_on: Callable[[], None]) -> Callable[[], None]:
+        """`may_go_on` for what is no run: it raises Closed as well once all that runs is ended."""
+        ends = self._ends
+
+        def check() -> None:
+            may_go_on()
+            if self._closed:
+                raise Closed("the store was closed")
+            if self._ends != ends:
+                raise Closed("the service stops: the dense part was not made ready")
+
+        return check
+
     def end_all(self, why: str = "the run was ended because the service stops") -> None:
         """End what runs now."""
         with self._changed:
+            self._ends += 1
             for run in self._running:
                 run.end(why)
 
@@ -132,14 +148,22 @@ class SessionLimits:
             raise TooLarge(f"{what} of shape {list(shape)} takes {nbytes} bytes, dense_memory is {self.memory_bytes}")
 
 
-def make_session(onnxruntime: Any, model: bytes, options: Any, providers: list[Any], memory_bytes: int | None) -> Any:
+def make_session(
+    onnxruntime: Any,
+    model: bytes,
+    options: Any,
+    providers: list[Any],
+    memory_bytes: int | None,
+    may_go_on: Callable[[], None] = lambda: None,
+) -> Any:
     """A session whose tensors use at most `memory_bytes` of CPU memory, all its runs together; None: no limit.
 
-    Its weights do not count. Constants are computed ahead only where the result is of a size that weights may have.
+    Its weights do not count. Constants are computed ahead only where the result is of a size that weights may have. While
+    another session is being made `may_go_on` is called, which may raise; Overloaded where that one takes too long.
     """
     folded = max(_SMALLEST_FOLDED, _FOLDED_RATIO * len(model))
     options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(folded))
-    with _creating:
+    with _turn(may_go_on):
         if memory_bytes is not None:
             options.add_session_config_entry("session.use_env_allocators", "1")
             options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
@@ -154,6 +178,21 @@ def make_session(onnxruntime: Any, model: bytes, options: Any, providers: list[A
             return onnxruntime.InferenceSession(model, options, providers=providers)
         finally:
             timer.cancel()
+
+
+@contextmanager
+def _turn(may_go_on: Callable[[], None]) -> Iterator[None]:
+    until_s = time.monotonic() + CREATE_S
+    while not _creating.acquire(timeout=_TICK_S):
+        may_go_on()
+        if time.monotonic() > until_s:
+            raise Overloaded(
+                f"another dense part has been made ready for more than {CREATE_S:g} s, and this one waits for it; try again later"
+            )
+    try:
+        yield
+    finally:
+        _creating.release()
 
 
 def _register_arena(onnxruntime: Any, memory_bytes: int) -> None:

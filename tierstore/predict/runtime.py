@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierstore.config import Settings
-from tierstore.errors import ConfigError, InvalidInput, MissingExtra
-from tierstore.formats.onnx_file import tensors_of
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, TierstoreError
 from tierstore.predict.binding import wire
+from tierstore.predict.graphs import inspect
 from tierstore.predict.limits import RunLimits, SessionLimits, make_session
 from tierstore.predict.placement import CPU_PROVIDER, check_installed, check_made, placement_of
 from tierstore.predict.session import DenseCounts, DenseSession
@@ -81,24 +81,34 @@ class Runtime:
             return self._missing[0]
 
     def load(
-        self, model: bytes, features: Mapping[str, FeatureSpec], tables: Mapping[str, TableSpec], counts: DenseCounts
+        self,
+        model: bytes,
+        features: Mapping[str, FeatureSpec],
+        tables: Mapping[str, TableSpec],
+        counts: DenseCounts,
+        *,
+        may_go_on: Callable[[], None] = lambda: None,
     ) -> DenseSession:
         """A session of an ONNX model, bound to a model's features.
 
-        Raises InvalidInput for one that ONNX Runtime refuses or that does not fit the features, MissingExtra without
-        the extra.
+        `may_go_on` is called from time to time; what it raises ends the work. Raises InvalidInput for one that ONNX Runtime refuses
+        or that does not fit the features, MissingExtra without the extra, Overloaded where others hold it up for too long.
         """
         if (why := self.missing) is not None:
             raise MissingExtra(f"the dense part cannot be served: {why}")
         import onnxruntime
 
-        scalars = _inspect(model)
+        graph = inspect(model)
+        may_go_on = self.limits.going_on(may_go_on)
+        may_go_on()
         try:
-            session = self._session(onnxruntime, model)
+            session = self._session(onnxruntime, model, may_go_on)
+        except TierstoreError:
+            raise
         except Exception as error:  # ONNX Runtime has a class a status, and some are none of its own
             raise InvalidInput(f"ONNX Runtime refuses the model: {brief(error)}") from error
         check_made(session, self.placement)
-        bindings = wire(_signature(session, scalars), features, tables)
+        bindings = wire(_signature(session, graph.scalars), features, tables)
         return DenseSession(
             session,
             bindings,
@@ -112,11 +122,11 @@ class Runtime:
             self.placement,
         )
 
-    def _session(self, onnxruntime: Any, model: bytes) -> Any:
+    def _session(self, onnxruntime: Any, model: bytes, may_go_on: Callable[[], None] = lambda: None) -> Any:
         on_cpu = self.placement.provider == CPU_PROVIDER
         memory_bytes = int(self._settings.dense_memory) if on_cpu else None
         options = self._options(onnxruntime)
-        session = make_session(onnxruntime, model, options, self.placement.providers, memory_bytes)
+        session = make_session(onnxruntime, model, options, self.placement.providers, memory_bytes, may_go_on)
         session.disable_fallback()  # else ONNX Runtime would use the CPU for good after one failed run
         return session
 
@@ -162,24 +172,6 @@ def brief(error: BaseException) -> str:
     if text.startswith("[ONNXRuntimeError]"):
         text = text.split(" : ", 3)[-1]
     return text if len(text) <= 300 else text[:299] + "…"
-
-
-def _inspect(model: bytes) -> frozenset[str]:
-    """Refuse what ONNX Runtime would read from files beside the model. Returns the names of inputs without dimensions."""
-    import onnx
-
-    try:
-        proto = onnx.ModelProto.FromString(model)
-    except Exception as error:  # protobuf's error, which we do not import
-        raise InvalidInput("the dense part is not an ONNX model: its bytes are no ModelProto") from error
-    for tensor in tensors_of(proto):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
-            raise InvalidInput(
-                f"the weights {tensor.name!r} lie in a file of their own; give the path of the model, or save it as one: "
-                "torch.onnx.export(…, external_data=False), onnx.save_model(…, save_as_external_data=False)"
-            )
-    types = {value.name: value.type.tensor_type for value in proto.graph.input}
-    return frozenset(name for name, kind in types.items() if kind.HasField("shape") and not kind.shape.dim)
 
 
 def _signature(session: Any, scalars: frozenset[str]) -> Signature:
