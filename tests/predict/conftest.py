@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tierstore.config import load_settings
+from tierstore.predict import trials
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import DenseCounts, DenseSession
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec
@@ -26,8 +27,14 @@ FEATURES = {
 
 
 @pytest.fixture
-def load(tmp_path: Any) -> Callable[..., DenseSession]:
-    """A session of ONNX bytes over the features above; settings by keyword."""
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are not tried in a process of their own."""
+    monkeypatch.setattr(trials, "try_graph", lambda *_: None)
+
+
+@pytest.fixture
+def load(untried: None) -> Callable[..., DenseSession]:
+    """A session of ONNX bytes over the features above, not tried before; settings by keyword."""
 
     def make(
         model: bytes,

@@ -128,6 +128,27 @@ def laughing(depth: int) -> bytes:
     return model
 
 
+def folding(times: int, size: int, seed: int = 0) -> bytes:
+    """score [batch, 4] = user_id, by way of so many products of constant matrices, which ONNX Runtime computes ahead."""
+    nodes = [node("MatMul", f"m{number} m0", f"m{number + 1}") for number in range(times)]
+    nodes += [node("ReduceSum", f"m{times}", "sum", keepdims=0), node("Mul", "sum zero", "nothing")]
+    matrix = np.random.default_rng(seed).standard_normal((size, size), np.float32) / np.float32(size)
+    constants = {"m0": matrix, "zero": np.float32(0)}
+    nodes.append(node("Add", "user_id nothing", "score"))
+    return build(nodes, {"user_id": (FLOAT, ["batch", 4])}, {"score": (FLOAT, ["batch", 4])}, constants)
+
+
+def concatenating(times: int) -> bytes:
+    """score [batch, 4] = user_id, by way of a constant string that is joined with itself so many times: 16 << times bytes."""
+    nodes = [node("StringConcat", f"t{number} t{number}", f"t{number + 1}") for number in range(times)]
+    nodes.append(node("StringSplit", f"t{times}", "parts count", delimiter="-"))
+    nodes += [node("Cast", "count", "number", to=FLOAT), node("ReduceSum", "number", "sum", keepdims=0)]
+    nodes += [node("Mul", "sum zero", "nothing"), node("Add", "user_id nothing", "score")]
+    constants = {"t0": np.array(["0123456789abcdef"], object), "zero": np.float32(0)}
+    model = build(nodes, {"user_id": (FLOAT, ["batch", 4])}, {"score": (FLOAT, ["batch", 4])}, constants)
+    return changed(model, lambda proto: setattr(proto.opset_import[0], "version", 20))
+
+
 def changed(model: bytes, change: Callable[[Any], object]) -> bytes:
     """A model after a change to its ModelProto."""
     proto = ModelProto.FromString(model)

@@ -11,7 +11,7 @@ import pytest
 
 from tierstore.config import load_settings
 from tierstore.errors import Closed, LoadCancelled, Overloaded, RunLimit, TooLarge
-from tierstore.predict import limits
+from tierstore.predict import making
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import DenseCounts
 from tierstore.predict.warmup import warm
@@ -165,10 +165,10 @@ def test_who_waits_for_another_session_to_be_made_may_stop_waiting(load, monkeyp
     def cancelled() -> None:
         raise LoadCancelled("the load was cancelled")
 
-    with limits._creating:
+    with making._creating:
         with pytest.raises(LoadCancelled):
             load(om.linear({"user_id": np.ones(4)}), may_go_on=cancelled)
-        monkeypatch.setattr(limits, "CREATE_S", 0.0)
+        monkeypatch.setattr(making, "CREATE_S", 0.0)
         with pytest.raises(Overloaded, match="another dense part has been made ready for more than 0 s"):
             load(om.linear({"user_id": np.ones(4)}))
 
@@ -184,7 +184,7 @@ def test_who_waits_for_another_session_is_told_of_a_stop(runtime, end):
         except BaseException as error:  # noqa: BLE001 - looked at below
             errors.append(error)
 
-    with limits._creating:
+    with making._creating:
         thread = threading.Thread(target=make)
         thread.start()
         assert started.wait(60)
