@@ -88,3 +88,64 @@ def test_a_function_may_have_no_tensor_and_no_graph_as_a_default(default):
     inspect(
         om.changed(om.laughing(2), lambda p: p.functions[0].attribute_proto.append(om.helper.make_attribute("n", 1)))
     )
+
+
+def with_body(repeats: str, inner: str, **attributes) -> bytes:
+    """score = user_id, beside a string that goes through a node with a body of one node."""
+    value = om.helper.make_tensor_value_info
+    ports = [value("round", om.INT64, []), value("go", om.BOOL, []), value("was", om.STRING, None)]
+    outs = [value("goes_on", om.BOOL, []), value("is", om.STRING, None)]
+    given = "was was" if inner == "StringConcat" else "was"
+    body = om.helper.make_graph(
+        [om.node("Identity", "go", "goes_on"), om.node(inner, given, "is")], "body", ports, outs
+    )
+    if repeats == "Scan":
+        body = om.helper.make_graph([om.node(inner, given, "is")], "body", ports[2:], outs[1:])
+        attributes = {"num_scan_inputs": 1}
+        repeat = om.helper.make_node("Scan", ["text"], ["texts"], body=body, **attributes)
+    else:
+        repeat = om.helper.make_node("Loop", ["times", "", "text"], ["texts"], body=body)
+    constants = {"times": np.int64(3), "text": np.array(["a"], object)}
+    return om.build([repeat, om.node("Identity", "user_id", "score")], PORTS, SCORE, constants)
+
+
+@pytest.mark.parametrize("repeats", ["Loop", "Scan"])
+def test_strings_may_not_grow_from_round_to_round(repeats):
+    inspect(with_body(repeats, "Identity"))
+    with pytest.raises(InvalidInput, match=f"StringConcat within {repeats}: its strings could grow in each round"):
+        inspect(with_body(repeats, "StringConcat"))
+
+
+def test_a_string_is_joined_from_some_strings_only(load):
+    assert load(om.concatenating(8)).signature.inputs[0].name == "user_id"
+    with pytest.raises(InvalidInput, match="is joined from 512 strings; expected at most 256"):
+        load(om.concatenating(9))
+    many = [om.node("StringConcat", f"t{number} t0", f"t{number + 1}") for number in range(255)]
+    constants = {"t0": np.array(["a"], object)}
+    inspect(om.build([*many, om.node("Identity", "user_id", "score")], PORTS, SCORE, constants))
+    many.append(om.node("StringConcat", "t255 t0", "t256"))
+    with pytest.raises(InvalidInput, match="from 257 strings"):
+        inspect(om.build([*many, om.node("Identity", "user_id", "score")], PORTS, SCORE, constants))
+
+
+def test_strings_that_functions_and_branches_join_are_counted():
+    def doubling(proto):
+        proto.functions[0].node[0].CopyFrom(om.node("StringConcat", "a a", "b"))
+
+    inspect(om.changed(om.laughing(3), doubling))  # 2^(2^3)
+    with pytest.raises(InvalidInput, match="strings; expected at most 256"):
+        inspect(om.changed(om.laughing(4), doubling))
+
+    def branch(inner: str) -> bytes:
+        made = om.helper.make_tensor_value_info("o", om.STRING, None)
+        nodes = [om.node("StringConcat", f"{inner} {inner}", "o")]
+        graph = om.helper.make_graph(nodes, "branch", [], [made])
+        chosen = om.helper.make_node("If", ["always"], ["chosen"], then_branch=graph, else_branch=graph)
+        ends = [om.node("StringConcat", "chosen chosen", "end"), om.node("Identity", "user_id", "score")]
+        constants = {"t0": np.array(["a"], object), "always": np.array(True)}
+        chain = [om.node("StringConcat", f"t{number} t{number}", f"t{number + 1}") for number in range(7)]
+        return om.build([*chain, chosen, *ends], PORTS, SCORE, constants)
+
+    inspect(branch("t6"))
+    with pytest.raises(InvalidInput, match="from 512 strings"):
+        inspect(branch("t7"))

@@ -6,6 +6,7 @@ Pure functions; any thread may use them.
 from __future__ import annotations
 
 import hashlib
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -14,10 +15,14 @@ from typing import Any
 from tierstore.errors import InvalidInput
 from tierstore.formats.onnx_file import tensors_of
 
+MAX_JOINED = 256  # strings in one string: the bytes of strings are not among those that a session limits
 MAX_NODES = 100_000  # ONNX Runtime's time to optimize grows faster than their number
 
 # Types of tensors whose values are no sizes: numbers of TensorProto.DataType
 _WEIGHTS = frozenset({1, 2, 3, 10, 11, 16, 17, 18, 19, 20, 21, 22, 23})  # floats, and integers of 8 bits or less
+
+_JOIN = "StringConcat"
+_REPEATING = frozenset({"Loop", "Scan"})
 
 _Name = tuple[str, str, str]  # of an operator: domain, type, overload
 
@@ -42,6 +47,7 @@ def inspect(model: bytes) -> Graph:
     except Exception as error:  # protobuf's error, which we do not import
         raise InvalidInput("the dense part is not an ONNX model: its bytes are no ModelProto") from error
     _check_nodes(proto)
+    _check_strings(proto)
     for tensor in tensors_of(proto):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             raise InvalidInput(
@@ -76,6 +82,40 @@ def _check_nodes(proto: Any) -> None:
         nodes[name] = _count(function.node, nodes)
     if (count := _count(proto.graph.node, nodes)) > MAX_NODES:
         raise _too_many(count)
+
+
+def _check_strings(proto: Any) -> None:
+    """InvalidInput where `StringConcat` may make strings of any length."""
+    bodies = [proto.graph.node, *(function.node for function in proto.functions)]
+    if not any(node.op_type == _JOIN for body in bodies for node in _nested(body)):
+        return
+    joined: dict[_Name, int] = {}  # of a local function, as `_joined` has it
+    for name, function in _in_order(proto.functions):
+        joined[name] = _joined(function.node, joined, ChainMap())
+    if (count := _joined(proto.graph.node, joined, ChainMap())) > MAX_JOINED:
+        raise InvalidInput(f"a string of the graph is joined from {count} strings; expected at most {MAX_JOINED}")
+
+
+def _joined(nodes: Iterable[Any], functions: Mapping[_Name, int], outer: ChainMap[str, int]) -> int:
+    """From how many strings the longest one is joined that these nodes make. `outer`: the same for what has a name around them."""
+    counts = outer.new_child()
+    for node in nodes:
+        given = [counts.get(name, 1) for name in node.input if name]
+        graphs = _subgraphs(node)
+        if node.op_type in _REPEATING or _called(node) in functions:
+            _check_repeated(node, graphs, functions)
+        inside = [_joined(graph.node, functions, counts) for graph in graphs]
+        made = sum(given) if node.op_type == _JOIN else max(given, default=1) * functions.get(_called(node), 1)
+        counts.update(dict.fromkeys(node.output, min(max(made, *inside, 1), MAX_JOINED**2)))
+    return max(counts.maps[0].values(), default=1)
+
+
+def _check_repeated(node: Any, graphs: Iterable[Any], functions: Mapping[_Name, int]) -> None:
+    for graph in graphs:
+        if any(inner.op_type == _JOIN or functions.get(_called(inner), 1) > 1 for inner in _nested(graph.node)):
+            raise InvalidInput(
+                f"{_JOIN} within {node.op_type}: its strings could grow in each round, which dense_memory does not limit; join them outside"
+            )
 
 
 def _check_defaults(function: Any) -> None:
