@@ -10,6 +10,9 @@ Contenders, in alternation on the same rows, which are all in memory:
 And what two threads at once get from one session, by the threads that ONNX Runtime has for a run: predictions a
 second, and processor time of each (on a busy machine the one that has more threads gets more of it, so the first
 figure alone misleads).
+
+And what a dense part costs until it can run: the first of its structure, with and without a trial in a process of its own, and
+the next ones, which have other weights.
 """
 
 from __future__ import annotations
@@ -36,19 +39,21 @@ except ImportError:
 import tierstore
 from benchmarks import report
 from benchmarks.machine import describe
-from tierstore.predict.session import DenseSession
+from tierstore.config import load_settings
+from tierstore.predict.runtime import Runtime
+from tierstore.predict.session import DenseCounts, DenseSession
 
 DIM, HIDDEN = 32, 128
 FEATURES = ("user_id", "item_id", "seller_id", "city_id")
 
 
-def model(seed: int = 1) -> bytes:
+def model(seed: int = 1, hidden: int = HIDDEN) -> bytes:
     """A perceptron of one hidden layer over the rows of all features."""
     draw = np.random.default_rng(seed)
     width = DIM * len(FEATURES)
     constants = {
-        "w1": (draw.standard_normal((width, HIDDEN)) / np.sqrt(width)).astype(np.float32),
-        "w2": (draw.standard_normal((HIDDEN, 1)) / np.sqrt(HIDDEN)).astype(np.float32),
+        "w1": (draw.standard_normal((width, hidden)) / np.sqrt(width)).astype(np.float32),
+        "w2": (draw.standard_normal((hidden, 1)) / np.sqrt(hidden)).astype(np.float32),
     }
     nodes = [
         helper.make_node("Concat", list(FEATURES), ["rows"], axis=1),
@@ -119,6 +124,20 @@ def batches(store: Any, sizes: list[int], rows: int, rounds: int) -> list[dict[s
     return results
 
 
+def until_ready(hidden: int, rounds: int) -> dict[str, float]:
+    """Median milliseconds until a dense part can run."""
+    times: dict[str, list[float]] = {"accepted": [], "first": [], "next": []}
+    first, following = model(1, hidden), model(2, hidden)
+    for _ in range(rounds):
+        for name in times:
+            if name != "next":
+                runtime = Runtime(load_settings(None))
+            began = time.perf_counter()
+            runtime.load(following if name == "next" else first, {}, {}, DenseCounts(), accepted=name == "accepted")
+            times[name].append((time.perf_counter() - began) * 1e3)
+    return {"bytes": len(first)} | {name: float(np.median(of)) for name, of in times.items()}
+
+
 def _options(threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
@@ -185,14 +204,27 @@ def main() -> None:
             sizes = [64] if given.tiny else [1, 64, 512, 4096]
             results = batches(store, sizes, rows, 2 if given.tiny else 40)
             rates = threads_of_a_run(store, 512, rows, 0.05 if given.tiny else 1.0, root)
+    ready = [until_ready(hidden, 1 if given.tiny else 7) for hidden in ([8] if given.tiny else [128, 12_800, 128_000])]
     print(f"{'batch':>6} {'predict':>9} {'copied':>9} {'lookup':>9} {'graph':>9}   own share   (microseconds)")
     for result in results:
         result["own_share"] = 1 - (result["lookup"] + result["graph"]) / result["predict"]
         figures = " ".join(f"{result[name]:>9.0f}" for name in ("predict", "copied", "lookup", "graph"))
         print(f"{result['batch']:>6} {figures}   {result['own_share']:.0%}")
     print("predictions of 512, two threads: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()))
+    print("until a dense part can run, ms:")
+    for part in ready:
+        print(
+            f"  {part['bytes'] >> 10} KiB: accepted before {part['accepted']:.1f}, the first of its structure {part['first']:.1f}, "
+            f"the next {part['next']:.1f}"
+        )
     if given.json:
-        document = {"benchmark": "dense_predict", "machine": describe(), "results": results, "runs_per_s": rates}
+        document = {
+            "benchmark": "dense_predict",
+            "machine": describe(),
+            "results": results,
+            "runs_per_s": rates,
+            "ready": ready,
+        }
         report.write(given.json, document)
 
 

@@ -20,6 +20,7 @@ from tierstore.ingest.results import BaseBuild, TableBuild
 from tierstore.ingest.tasks import Ingest
 from tierstore.kernels import codec
 from tierstore.kernels.digest import digest_rows
+from tierstore.predict import trials
 from tierstore.tiers.disk.sealed_file import write_sealed
 from tierstore.tiers.disk.sst import times_id, write_sst
 from tierstore.types import BaseKind, Progress
@@ -84,7 +85,8 @@ def build(snapshot: Snapshot, out_dir: Path, base: BaseKind, progress: Any, *, k
 
 @contextmanager
 def in_process() -> Iterator[None]:
-    """Within the block, loads build in this process."""
+    """Within the block, loads build in this process, and graphs are not tried in one of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "BulkLoad", QuickLoad)
+        patch.setattr(trials, "try_graph", lambda *_: None)
         yield

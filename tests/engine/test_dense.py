@@ -256,10 +256,10 @@ def test_a_new_dense_part_is_ready_before_the_delta_is_logged(store, tmp_path, m
     model, started, go_on = store.model("ctr"), threading.Event(), threading.Event()
     load = type(store.shared.dense).load
 
-    def slow(*args):
+    def slow(*args, **options):
         started.set()
         assert go_on.wait(60)
-        return load(*args)
+        return load(*args, **options)
 
     monkeypatch.setattr(type(store.shared.dense), "load", slow)
     producer = threading.Thread(target=store.apply_delta, args=(served(2, seq=2),))

@@ -252,10 +252,10 @@ def test_what_was_accepted_by_the_version_that_served_is_not_passed_over_at_a_st
     store.close()
     load = type(store.shared.dense).load
 
-    def choosy(self, model, *args):
+    def choosy(self, model, *args, **options):
         if model != OLD:
             raise InvalidInput("another release of the runtime refuses it")
-        return load(self, model, *args)
+        return load(self, model, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr("tierstore.predict.runtime.Runtime.load", choosy)

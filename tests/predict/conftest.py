@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tierstore.config import load_settings
+from tierstore.predict import trials
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import DenseCounts, DenseSession
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec
@@ -26,10 +27,22 @@ FEATURES = {
 
 
 @pytest.fixture
-def load(tmp_path: Any) -> Callable[..., DenseSession]:
-    """A session of ONNX bytes over the features above; settings by keyword."""
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are not tried in a process of their own."""
+    monkeypatch.setattr(trials, "try_graph", lambda *_: None)
 
-    def make(model: bytes, counts: DenseCounts | None = None, **settings: Any) -> DenseSession:
-        return Runtime(load_settings(None, **settings)).load(model, FEATURES, TABLES, counts or DenseCounts())
+
+@pytest.fixture
+def load(untried: None) -> Callable[..., DenseSession]:
+    """A session of ONNX bytes over the features above, not tried before; settings by keyword."""
+
+    def make(
+        model: bytes,
+        counts: DenseCounts | None = None,
+        may_go_on: Callable[[], None] = lambda: None,
+        **settings: Any,
+    ) -> DenseSession:
+        runtime = Runtime(load_settings(None, **settings))
+        return runtime.load(model, FEATURES, TABLES, counts or DenseCounts(), may_go_on=may_go_on)
 
     return make

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # as `tierstore.predict.run
 pytest.importorskip("onnx", reason="needs the extra `dense`")
 pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
 
-from onnx import TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 FLOAT, HALF, DOUBLE = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE
 INT64, STRING, BOOL = TensorProto.INT64, TensorProto.STRING, TensorProto.BOOL
@@ -106,3 +106,52 @@ def swelling(elements: int, *, ahead: bool = False) -> bytes:
     ]
     constants = {"size": np.array([elements], np.int64), "zero": np.float32(0)}
     return build(nodes, {"user_id": (FLOAT, ["batch", 4])}, {"score": (FLOAT, ["batch", 4])}, constants)
+
+
+def laughing(depth: int) -> bytes:
+    """score [batch, 4] = user_id, by way of local functions that each call the one before twice: 2^depth nodes in all."""
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("local", 1)]
+
+    def function(level: int, nodes: Sequence[Any]) -> Any:
+        return helper.make_function("local", f"level{level}", ["a"], ["b"], nodes, opsets)
+
+    functions = [function(0, [node("Neg", "a", "b")])]
+    for level in range(1, depth + 1):
+        twice = [
+            node(f"level{level - 1}", "a", "c", domain="local"),
+            node(f"level{level - 1}", "c", "b", domain="local"),
+        ]
+        functions.append(function(level, twice))
+    ports = [helper.make_tensor_value_info(name, FLOAT, ["batch", 4]) for name in ("user_id", "score")]
+    graph = helper.make_graph([node(f"level{depth}", "user_id", "score", domain="local")], "test", ports[:1], ports[1:])
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=9, functions=functions).SerializeToString()
+    return model
+
+
+def folding(times: int, size: int, seed: int = 0) -> bytes:
+    """score [batch, 4] = user_id, by way of so many products of constant matrices, which ONNX Runtime computes ahead."""
+    nodes = [node("MatMul", f"m{number} m0", f"m{number + 1}") for number in range(times)]
+    nodes += [node("ReduceSum", f"m{times}", "sum", keepdims=0), node("Mul", "sum zero", "nothing")]
+    matrix = np.random.default_rng(seed).standard_normal((size, size), np.float32) / np.float32(size)
+    constants = {"m0": matrix, "zero": np.float32(0)}
+    nodes.append(node("Add", "user_id nothing", "score"))
+    return build(nodes, {"user_id": (FLOAT, ["batch", 4])}, {"score": (FLOAT, ["batch", 4])}, constants)
+
+
+def concatenating(times: int) -> bytes:
+    """score [batch, 4] = user_id, by way of a constant string that is joined with itself so many times: 16 << times bytes."""
+    nodes = [node("StringConcat", f"t{number} t{number}", f"t{number + 1}") for number in range(times)]
+    nodes.append(node("StringSplit", f"t{times}", "parts count", delimiter="-"))
+    nodes += [node("Cast", "count", "number", to=FLOAT), node("ReduceSum", "number", "sum", keepdims=0)]
+    nodes += [node("Mul", "sum zero", "nothing"), node("Add", "user_id nothing", "score")]
+    constants = {"t0": np.array(["0123456789abcdef"], object), "zero": np.float32(0)}
+    model = build(nodes, {"user_id": (FLOAT, ["batch", 4])}, {"score": (FLOAT, ["batch", 4])}, constants)
+    return changed(model, lambda proto: setattr(proto.opset_import[0], "version", 20))
+
+
+def changed(model: bytes, change: Callable[[Any], object]) -> bytes:
+    """A model after a change to its ModelProto."""
+    proto = ModelProto.FromString(model)
+    change(proto)
+    result: bytes = proto.SerializeToString()
+    return result

@@ -9,10 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierstore.errors import Closed, Overloaded, RunLimit, TooLarge
+from tierstore.config import load_settings
+from tierstore.errors import Closed, LoadCancelled, Overloaded, RunLimit, TooLarge
+from tierstore.predict import making
+from tierstore.predict.runtime import Runtime
+from tierstore.predict.session import DenseCounts
 from tierstore.predict.warmup import warm
 
 from . import onnx_models as om
+from .conftest import FEATURES, TABLES
 from .test_session import run
 
 MIB = 1 << 20
@@ -23,6 +28,11 @@ def peak_mib() -> int:
     """The most memory that this process has had."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) >> 10
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return Runtime(load_settings(None))
 
 
 def score(session, rows=ROWS):
@@ -147,3 +157,37 @@ def test_a_graph_whose_inputs_or_outputs_can_never_fit_is_refused_before_they_ar
     ):
         with pytest.raises((TooLarge, Overloaded)):
             warm(load(model), lambda feature, lead: np.zeros((*lead, feature.dim), np.float32), lambda: None)
+
+
+def test_who_waits_for_another_session_to_be_made_may_stop_waiting(load, monkeypatch):
+    """And none waits for good: that one may never be made."""
+
+    def cancelled() -> None:
+        raise LoadCancelled("the load was cancelled")
+
+    with making._creating:
+        with pytest.raises(LoadCancelled):
+            load(om.linear({"user_id": np.ones(4)}), may_go_on=cancelled)
+        monkeypatch.setattr(making, "CREATE_S", 0.0)
+        with pytest.raises(Overloaded, match="another dense part has been made ready for more than 0 s"):
+            load(om.linear({"user_id": np.ones(4)}))
+
+
+@pytest.mark.parametrize("end", ["end_all", "close"])
+def test_who_waits_for_another_session_is_told_of_a_stop(runtime, end):
+    started = threading.Event()
+    errors: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            runtime.load(om.linear({"user_id": np.ones(4)}), FEATURES, TABLES, DenseCounts(), may_go_on=started.set)
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            errors.append(error)
+
+    with making._creating:
+        thread = threading.Thread(target=make)
+        thread.start()
+        assert started.wait(60)
+        getattr(runtime.limits, end)()
+        thread.join(60)
+    assert [type(error) for error in errors] == [Closed]

@@ -1,10 +1,10 @@
-"""Limits of a dense part: the seconds of one run, the bytes of its tensors, and what its graph may become when it is made ready.
+"""Limits of a dense part: the seconds of one run, and the bytes of its tensors.
 
 A graph comes from outside, so it may hold a loop without an end, or make a tensor of any size. ONNX Runtime looks at the
 flag `terminate` of a run before each node and in each round of a loop; a thread sets it. An arena of a session's own bounds
 its tensors. What cannot be ended is one node at work, which the bound of bytes keeps short.
 
-`RunLimits`: any thread. `make_session`: any thread, one session at a time.
+Any thread may use them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from tierstore.errors import Closed, RunLimit, TooLarge
-
-CREATE_S = 60.0  # to make a graph ready; after that ONNX Runtime stops before its next pass over the graph
-_SMALLEST_FOLDED = 1 << 20
-_FOLDED_RATIO = 4  # 8-bit weights become 32-bit ones
-_creating = threading.Lock()  # what is registered counts for the whole process
 
 
 class LimitedRun:
@@ -48,6 +43,7 @@ class RunLimits:
         # guarded by _changed
         self._running: dict[LimitedRun, None] = {}  # in the order of their beginning
         self._thread: threading.Thread | None = None
+        self._ends = 0  # how often all that runs was ended
         self._waits = False  # the thread waits for a run, whichever comes; else it looks again at the oldest one's end
         self._closed = False
 
@@ -80,9 +76,23 @@ class RunLimits:
             with self._changed:
                 self._running.pop(run, None)
 
+    def going_on(self, may_go_on: Callable[[], None]) -> Callable[[], None]:
+        """`may_go_on` for what is no run: it raises Closed as well once all that runs is ended."""
+        ends = self._ends
+
+        def check() -> None:
+            may_go_on()
+            if self._closed:
+                raise Closed("the store was closed")
+            if self._ends != ends:
+                raise Closed("the service stops: the dense part was not made ready")
+
+        return check
+
     def end_all(self, why: str = "the run was ended because the service stops") -> None:
         """End what runs now."""
         with self._changed:
+            self._ends += 1
             for run in self._running:
                 run.end(why)
 
@@ -130,34 +140,3 @@ class SessionLimits:
         """TooLarge for a tensor of that shape that cannot be."""
         if (nbytes := math.prod(shape) * itemsize) > self.memory_bytes:
             raise TooLarge(f"{what} of shape {list(shape)} takes {nbytes} bytes, dense_memory is {self.memory_bytes}")
-
-
-def make_session(onnxruntime: Any, model: bytes, options: Any, providers: list[Any], memory_bytes: int | None) -> Any:
-    """A session whose tensors use at most `memory_bytes` of CPU memory, all its runs together; None: no limit.
-
-    Its weights do not count. Constants are computed ahead only where the result is of a size that weights may have.
-    """
-    folded = max(_SMALLEST_FOLDED, _FOLDED_RATIO * len(model))
-    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(folded))
-    with _creating:
-        if memory_bytes is not None:
-            options.add_session_config_entry("session.use_env_allocators", "1")
-            options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-            # each session gets the arena that was registered last. Releases that register one only once refuse another:
-            # then all sessions share the first one, and its limit
-            with suppress(Exception):
-                _register_arena(onnxruntime, memory_bytes)
-        timer = threading.Timer(CREATE_S, lambda: options.set_load_cancellation_flag(True))
-        timer.daemon = True
-        timer.start()
-        try:
-            return onnxruntime.InferenceSession(model, options, providers=providers)
-        finally:
-            timer.cancel()
-
-
-def _register_arena(onnxruntime: Any, memory_bytes: int) -> None:
-    info = onnxruntime.OrtMemoryInfo(
-        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
-    )
-    onnxruntime.create_and_register_allocator(info, onnxruntime.OrtArenaCfg({"max_mem": memory_bytes}))

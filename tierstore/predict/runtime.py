@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierstore.config import Settings
-from tierstore.errors import ConfigError, InvalidInput, MissingExtra
-from tierstore.formats.onnx_file import tensors_of
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, TierstoreError
 from tierstore.predict.binding import wire
-from tierstore.predict.limits import RunLimits, SessionLimits, make_session
-from tierstore.predict.placement import CPU_PROVIDER, check_installed, check_made, placement_of
+from tierstore.predict.graphs import inspect
+from tierstore.predict.limits import RunLimits, SessionLimits
+from tierstore.predict.making import SessionPlan, brief, make_session
+from tierstore.predict.placement import CPU_PROVIDER, Placement, check_installed, check_made, placement_of
 from tierstore.predict.session import DenseCounts, DenseSession
 from tierstore.predict.signature import Signature, Tensor, datatype_of
+from tierstore.predict.trials import Trials
 from tierstore.types import FeatureSpec, TableSpec
 
 INSTALL = "install tierstore[dense]"
 _LEVELS = {"off": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED", "all": "ORT_ENABLE_ALL"}  # fmt: skip
-_FATAL = 4  # of ONNX Runtime's log levels: errors are raised, and logged by us
 
 
 def missing_extra() -> str | None:
@@ -44,6 +45,8 @@ class Runtime:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.placement = placement_of(settings)
+        self._plan = _plan(settings, self.placement)
+        self.trials = Trials(self._plan, int(settings.dense_memory))
         self._lock = threading.Lock()
         self._missing: list[str | None] = []  # set at the first dense part; guarded by _lock
         self.limits = RunLimits(settings.dense_timeout_s, _run_options)
@@ -81,24 +84,41 @@ class Runtime:
             return self._missing[0]
 
     def load(
-        self, model: bytes, features: Mapping[str, FeatureSpec], tables: Mapping[str, TableSpec], counts: DenseCounts
+        self,
+        model: bytes,
+        features: Mapping[str, FeatureSpec],
+        tables: Mapping[str, TableSpec],
+        counts: DenseCounts,
+        *,
+        accepted: bool = False,
+        waits: bool = True,
+        may_go_on: Callable[[], None] = lambda: None,
     ) -> DenseSession:
-        """A session of an ONNX model, bound to a model's features.
+        """A session of an ONNX model, bound to a model's features. One of a new structure is tried first, unless it was `accepted` before.
 
-        Raises InvalidInput for one that ONNX Runtime refuses or that does not fit the features, MissingExtra without
-        the extra.
+        `may_go_on` is called from time to time; what it raises ends the work. Raises InvalidInput for one that ONNX Runtime refuses
+        or that does not fit the features, MissingExtra without the extra, Overloaded where others hold it up for too long, or at
+        all unless it `waits`.
         """
         if (why := self.missing) is not None:
             raise MissingExtra(f"the dense part cannot be served: {why}")
         import onnxruntime
 
-        scalars = _inspect(model)
+        graph = inspect(model)
+        may_go_on = self.limits.going_on(may_go_on)
+        may_go_on()
+        if accepted:
+            self.trials.add(graph.structure)
+        else:
+            self.trials.check(model, graph.structure, may_go_on, waits=waits)
         try:
-            session = self._session(onnxruntime, model)
+            session = self._session(onnxruntime, model, may_go_on)
+        except TierstoreError:
+            raise
         except Exception as error:  # ONNX Runtime has a class a status, and some are none of its own
             raise InvalidInput(f"ONNX Runtime refuses the model: {brief(error)}") from error
         check_made(session, self.placement)
-        bindings = wire(_signature(session, scalars), features, tables)
+        bindings = wire(_signature(session, graph.scalars), features, tables)
         return DenseSession(
             session,
             bindings,
@@ -112,39 +132,28 @@ class Runtime:
             self.placement,
         )
 
-    def _session(self, onnxruntime: Any, model: bytes) -> Any:
-        on_cpu = self.placement.provider == CPU_PROVIDER
-        memory_bytes = int(self._settings.dense_memory) if on_cpu else None
-        options = self._options(onnxruntime)
-        session = make_session(onnxruntime, model, options, self.placement.providers, memory_bytes)
+    def _session(self, onnxruntime: Any, model: bytes, may_go_on: Callable[[], None] = lambda: None) -> Any:
+        session = make_session(onnxruntime, model, self._plan, may_go_on)
         session.disable_fallback()  # else ONNX Runtime would use the CPU for good after one failed run
         return session
 
-    def _options(self, onnxruntime: Any) -> Any:
-        settings = self._settings
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = _FATAL
-        options.intra_op_num_threads = settings.dense_intra_threads
-        options.inter_op_num_threads = settings.dense_inter_threads
-        if settings.dense_inter_threads > 1:
-            options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
-        options.graph_optimization_level = getattr(
-            onnxruntime.GraphOptimizationLevel, _LEVELS[settings.dense_graph_optimization]
-        )
+
+def _plan(settings: Settings, placement: Placement) -> SessionPlan:
+    on_cpu = placement.provider == CPU_PROVIDER
+    spinning = "1" if settings.dense_spinning else "0"
+    entries = {"session.intra_op.allow_spinning": spinning, "session.inter_op.allow_spinning": spinning}
+    if settings.dense_affinity:
+        entries["session.intra_op_thread_affinities"] = settings.dense_affinity
+    return SessionPlan(
+        providers=placement.providers,
+        memory_bytes=int(settings.dense_memory) if on_cpu else None,
+        intra_threads=settings.dense_intra_threads,
+        inter_threads=settings.dense_inter_threads,
+        optimization=_LEVELS[settings.dense_graph_optimization],
         # with a limit there is an arena in any case; without `dense_arena` each run gives its memory back
-        options.enable_cpu_mem_arena = settings.dense_arena or self.placement.provider == CPU_PROVIDER
-        # it keeps a pattern for every combination of input shapes, without limit: batches have many sizes
-        options.enable_mem_pattern = False
-        spinning = "1" if settings.dense_spinning else "0"
-        entries = {"session.intra_op.allow_spinning": spinning, "session.inter_op.allow_spinning": spinning}
-        if settings.dense_affinity:
-            entries["session.intra_op_thread_affinities"] = settings.dense_affinity
-        for key, value in {**entries, **settings.dense_options}.items():
-            try:
-                options.add_session_config_entry(key, value)
-            except Exception as error:
-                raise ConfigError(f"dense_options: ONNX Runtime refuses {key}={value!r}: {brief(error)}") from error
-        return options
+        arena=settings.dense_arena or on_cpu,
+        entries=entries | settings.dense_options,
+    )
 
 
 def _run_options() -> Any:
@@ -154,32 +163,6 @@ def _run_options() -> Any:
     # no graph of a GPU is captured; where nothing says so ONNX Runtime's Python part raises and catches an error, 60 µs a run
     options.add_run_config_entry("gpu_graph_id", "-1")
     return options
-
-
-def brief(error: BaseException) -> str:
-    """ONNX Runtime's message, without its prefix, on one line of bounded length."""
-    text = " ".join(str(error).split())
-    if text.startswith("[ONNXRuntimeError]"):
-        text = text.split(" : ", 3)[-1]
-    return text if len(text) <= 300 else text[:299] + "…"
-
-
-def _inspect(model: bytes) -> frozenset[str]:
-    """Refuse what ONNX Runtime would read from files beside the model. Returns the names of inputs without dimensions."""
-    import onnx
-
-    try:
-        proto = onnx.ModelProto.FromString(model)
-    except Exception as error:  # protobuf's error, which we do not import
-        raise InvalidInput("the dense part is not an ONNX model: its bytes are no ModelProto") from error
-    for tensor in tensors_of(proto):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
-            raise InvalidInput(
-                f"the weights {tensor.name!r} lie in a file of their own; give the path of the model, or save it as one: "
-                "torch.onnx.export(…, external_data=False), onnx.save_model(…, save_as_external_data=False)"
-            )
-    types = {value.name: value.type.tensor_type for value in proto.graph.input}
-    return frozenset(name for name, kind in types.items() if kind.HasField("shape") and not kind.shape.dim)
 
 
 def _signature(session: Any, scalars: frozenset[str]) -> Signature:

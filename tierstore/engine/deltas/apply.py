@@ -184,7 +184,7 @@ class DeltaPath:
     def _session(self, delta: Delta, view: View, served: Routing) -> DenseSession | None:
         assert delta.dense is not None
         with _naming_the_canary(view, served):
-            return self._dense.of_delta(delta, delta.dense, view)
+            return self._dense.of_delta(delta, delta.dense, view, waits=False)
 
     def _sessions_ahead(self, delta: Delta) -> Sessions:
         """Sessions of a delta's dense part, made before `write` is held, so that no other producer waits for them.

@@ -85,7 +85,7 @@ class DenseParts:
         check_dense(info, model)
         try:
             yield_to_requests()
-            session = self._runtime.load(model, info.features, info.specs, self.counts)
+            session = self._runtime.load(model, info.features, info.specs, self.counts, accepted=True)
             self._warm(session, View(version, (), version.watermark))
             version.predictor = session
         except (InvalidInput, InferenceError) as error:
@@ -96,9 +96,12 @@ class DenseParts:
             version.unserved = str(error)
             log.error("model %s: the dense part of version %d is not served: %s", self._model, info.number, error)
 
-    def of_delta(self, delta: Delta, model: bytes, view: View) -> DenseSession | None:
+    def of_delta(
+        self, delta: Delta, model: bytes, view: View, *, accepted: bool = False, waits: bool = True
+    ) -> DenseSession | None:
         """The session of its new dense part, run on `view`, which the caller holds. None without the extra. DeltaError.
 
+        For `accepted` and `waits` see `Runtime.load`.
         Of a delta that is for every version, an input that is a feature of the active version must be one here as well:
         else requests that suit that one would make no sense to this one.
         """
@@ -107,7 +110,9 @@ class DenseParts:
         version = view.open_version
         try:
             yield_to_requests()
-            session = self._runtime.load(model, version.features, version.specs, self.counts)
+            session = self._runtime.load(
+                model, version.features, version.specs, self.counts, accepted=accepted, waits=waits
+            )
             if delta.base_version is None and (active := self._active()) is not None:
                 _check_meaning(session, view, active)
             self._warm(session, view)

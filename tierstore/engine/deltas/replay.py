@@ -127,7 +127,9 @@ def _add_dense(
         accepted = delta.seq <= version.info.dense_accepted_upto
         try:
             if serve or not accepted:
-                overlay.predictor = dense.of_delta(delta, model, View(version, (), version.watermark))
+                overlay.predictor = dense.of_delta(
+                    delta, model, View(version, (), version.watermark), accepted=accepted
+                )
         except DeltaError as error:
             if not accepted:
                 overlay.passed_over = overlay.passed_over or str(error)

@@ -173,6 +173,14 @@ def _check_dense(snapshot: Snapshot, shared: Shared, may_go_on: Callable[[], Non
     name = snapshot.manifest.dense.path
     yield_to_requests()
     try:
-        shared.dense.load(model, snapshot.manifest.feature_specs(), snapshot.manifest.table_specs(), DenseCounts())
+        shared.dense.load(
+            model,
+            snapshot.manifest.feature_specs(),
+            snapshot.manifest.table_specs(),
+            DenseCounts(),
+            may_go_on=may_go_on,
+        )
+    except LoadCancelled:
+        raise
     except InvalidInput as error:
         raise SnapshotError(str(error), file=name) from error
