@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -175,6 +176,15 @@ def test_a_process_that_ends_without_an_answer_is_an_error_that_says_how(monkeyp
 def test_a_process_that_cannot_be_started_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(StorageError, match=r"cannot start a process \(/nonexistent/python\): No such file"):
+        load(runtime(), linear(1.0))
+
+
+def test_a_file_in_memory_that_cannot_be_made_is_an_error_that_says_so(monkeypatch):
+    def fail(name: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with pytest.raises(StorageError, match="cannot make a file in memory for a graph: Too many open files"):
         load(runtime(), linear(1.0))
 
 

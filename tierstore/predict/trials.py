@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from tierstore.errors import InvalidInput, Overloaded, StorageError
 from tierstore.kernels import child_environment
@@ -84,7 +85,7 @@ class Trials:
 def try_graph(model: bytes, plan: SessionPlan, limit_bytes: int, may_go_on: Callable[[], None]) -> None:
     """Make a session in a process of its own, which has ended on return. Raises as `Trials.check`."""
     with contextlib.ExitStack() as stack:
-        graph, said = (stack.enter_context(os.fdopen(os.memfd_create(name), "w+b")) for name in ("graph", "said"))
+        graph, said = (stack.enter_context(_memory_file(name)) for name in ("graph", "said"))
         graph.write(model)
         graph.seek(0)
         process = _start(graph.fileno(), said.fileno())
@@ -110,6 +111,13 @@ def try_graph(model: bytes, plan: SessionPlan, limit_bytes: int, may_go_on: Call
         if process.stdout.read() != DONE:
             said.seek(0)
             raise _failed(process.wait(), said.read().decode(errors="replace").strip())
+
+
+def _memory_file(name: str) -> BinaryIO:
+    try:
+        return os.fdopen(os.memfd_create(name), "w+b")
+    except OSError as error:  # too many files are open, say
+        raise StorageError(f"cannot make a file in memory for a graph: {error.strerror or error}") from error
 
 
 def _start(graph: int, said: int) -> subprocess.Popen[bytes]:
