@@ -409,7 +409,7 @@ def test_no_work_is_done_for_what_nobody_waits_for(waiting: Any, monkeypatch: py
 
 def test_a_stream_too_many_is_refused(fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch) -> None:
     _, server = fake
-    streams = server.service.grpc._streams
+    streams = server.service.grpc._pools.streams
     monkeypatch.setattr(streams, "threads", 1)
     ended = threading.Event()
 
@@ -469,7 +469,9 @@ def test_a_stop_ends_idle_streams_at_once_and_answers_what_is_under_way(
         eventually(lambda: len(stream_calls.idle) == 2, "two idle streams")
         store.model("ctr").gate.clear()
         busy = stub.ModelStreamInfer(requests(request()))
-        eventually(lambda: server.service.grpc._streams.busy == 3 and len(stream_calls.idle) == 2, "one under way")
+        eventually(
+            lambda: server.service.grpc._pools.streams.busy == 3 and len(stream_calls.idle) == 2, "one under way"
+        )
         closing = threading.Thread(target=server.close)
         closing.start()
         assert refusal(next, silent) == refusal(next, answered) == ended

@@ -17,9 +17,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 from tierstore.service import server as server_module  # noqa: E402
 from tierstore.service.limits import slow_clients  # noqa: E402
 from tierstore.service.oip import documents  # noqa: E402
+from tierstore.service.rpc import health as health_module  # noqa: E402
 from tierstore.service.rpc import waiting  # noqa: E402
 from tierstore.service.rpc.methods import ENDS  # noqa: E402
-from tierstore.service.rpc.server import ADMIN_THREADS  # noqa: E402
+from tierstore.service.rpc.server import ADMIN_THREADS, WATCHES  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 
 from .conftest import eventually, settings_for  # noqa: E402
@@ -78,6 +79,40 @@ def test_calls_without_a_message_keep_no_other_call_waiting(served: ServerThread
         assert stub.ModelReady(service_pb2.ModelReadyRequest(name="ctr"), timeout=ANSWER_S).ready
         for call in held:
             call.cancel()
+
+
+@pytest.fixture
+def silent_watches(served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """As many calls that have not said what they watch as there may be; they last until they are ended."""
+    monkeypatch.setattr(health_module, "REQUEST_S", 3600.0)
+    with grpc.insecure_channel(served.grpc_target) as theirs:
+        yield [theirs.stream_stream(WATCH)(messages_of(silent, [])) for _ in range(WATCHES)]
+
+
+def test_silent_watch_calls_make_room_for_others(
+    served: ServerThread, silent_watches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = served.service.grpc._health.late  # type: ignore[union-attr]
+    eventually(lambda: len(late) == WATCHES, "all of them have a thread")
+    monkeypatch.setattr(waiting, "EVICTED_AFTER_S", 0.0)
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
+        assert next(call).status == health_pb2.HealthCheckResponse.SERVING
+    eventually(lambda: any(call.done() for call in silent_watches), "one has ended")
+    assert [call.code() for call in silent_watches if call.done()] == [Code.CANCELLED]
+
+
+def test_a_stop_does_not_wait_for_silent_watch_calls(
+    served: ServerThread, silent_watches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "FINISH_S", 30)  # then all that is left is ended
+    health = served.service.grpc._health  # type: ignore[union-attr]
+    eventually(lambda: health.late, "the first has come")
+    began = time.monotonic()
+    served.close()
+    assert time.monotonic() - began < 20
+    assert not health.late
 
 
 @pytest.mark.parametrize("method", [CHECK, SERVICE + "ModelInfer", SERVICE + "ModelReady"])
@@ -156,7 +191,7 @@ def test_calls_without_a_message_make_room_for_look_ups(
 def test_idle_streams_make_room_for_others(
     served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = served.service.grpc._streams  # type: ignore[union-attr]
+    streams = served.service.grpc._pools.streams  # type: ignore[union-attr]
     monkeypatch.setattr(streams, "threads", 2)
     request = service_pb2.ModelInferRequest.FromString(keys_request(2))
     with grpc.insecure_channel(served.grpc_target) as channel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -16,11 +17,15 @@ import pytest
 from tests.engine import scenes
 from tests.predict import onnx_models as om
 from tierstore.engine.store import Store
+from tierstore.service import app
 from tierstore.service import server as server_module
+from tierstore.service.http import server as http_server
+from tierstore.service.http.middleware import CUT_OFF
 from tierstore.service.process import EXIT_CODE
 from tierstore.service.server import ServerThread
 
 from .conftest import settings_for
+from .fake_store import FakeStore
 
 SERVES = """
 import os, sys, time
@@ -83,7 +88,29 @@ def test_a_stop_ends_a_graph_that_does_not(tmp_path: Path, monkeypatch: pytest.M
             began_s = time.monotonic()
         thread.join(90)
     assert time.monotonic() - began_s < 80
-    assert statuses in ([504], [0])
+    assert statuses in ([503], [504], [0])
+
+
+def test_a_request_that_a_stop_cuts_off_is_503_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "FINISH_S", 0.2)
+    came, answers = threading.Event(), []
+
+    async def never(*_: object) -> None:
+        came.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(app._Root, "_call_admin", never)
+    with ServerThread(FakeStore(settings_for(tmp_path))) as server:  # type: ignore[arg-type]
+        asking = threading.Thread(target=lambda: answers.append(httpx.get(f"{server.url}/admin/models", timeout=60)))
+        asking.start()
+        assert came.wait(60)
+    asking.join(60)
+    assert [answer.status_code for answer in answers] == [503]
+    assert answers[0].json()["detail"] == CUT_OFF
+    assert not [record for record in caplog.records if record.exc_info]
+    assert len([record for record in caplog.records if CUT_OFF in record.getMessage()]) == 1
 
 
 def test_a_run_that_takes_too_long_is_504(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ METHODS = (
     "send_400_response",
     "shutdown",
     "timeout_keep_alive_handler",
+    "_start_asgi_task",
     "_unset_keepalive_if_required",
     "_unsupported_upgrade_warning",
 )

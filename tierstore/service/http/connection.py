@@ -24,6 +24,7 @@ from tierstore.service.tls import has_ended, names_of
 Back: TypeAlias = Callable[[], Callable[[int], None] | None]
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
+_HEALTH = {"/v2/health/live", "/v2/health/ready"}
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
 _PARTIAL_UPGRADE = re.compile(rb"(?i)\r\nu(p(g(r(a(de?)?)?)?)?)?\Z")
 
@@ -165,6 +166,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if keeps and self._is_idle():
             self._go_back()
 
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Answer a request, when it is its turn."""
+        begin = super()._start_asgi_task
+        if self._limit is None:
+            begin(cycle, app)
+            return
+        sent_ahead = cycle is self._running
+        self._limit.turns.put(
+            lambda: None if self._lost else begin(cycle, app),
+            health=not sent_ahead and cycle.scope["path"] in _HEALTH,
+        )
+
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._deadlines is not None:
@@ -177,6 +190,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         super().shutdown()
+        if self._running is not None:  # those that were sent ahead have not begun
+            self._running.keep_alive = False
         if self._deadlines is not None:
             self._deadlines.finish()
 

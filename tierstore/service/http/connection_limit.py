@@ -17,6 +17,7 @@ from tierstore.service.context import Service
 from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.http.messages import Receive, Scope, Send, error_response, problem_response
 from tierstore.service.http.middleware import RequestLogging
+from tierstore.service.http.turns import Turns
 
 REFUSED_AT_ONCE = 256
 REFUSED_S = 5.0  # for the request of a connection that is refused to arrive
@@ -48,6 +49,7 @@ class ConnectionLimit:
         """`served` has counted a connection, or refused it, before it comes here."""
         self._service, self.limit, self._served = service, limit, served
         self.refused = 0  # those that are being refused
+        self.turns = Turns()
         self.app = RequestLogging(self, service.request_log)
 
     @property

@@ -9,6 +9,7 @@ Event loop only; keeps no state of a request.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -20,7 +21,7 @@ from tierstore.access.audit import ATTEMPT, Attempt, Audit
 from tierstore.access.roles import CHANGES, LOCAL, Action, Principal
 from tierstore.access.rules import of_http
 from tierstore.engine.events.changes import REQUESTER, requester
-from tierstore.errors import Forbidden, Unauthorized
+from tierstore.errors import Closed, Forbidden, Unauthorized
 from tierstore.service.access import Access
 from tierstore.service.addresses import host_port
 from tierstore.service.error_status import message_of
@@ -38,9 +39,11 @@ from tierstore.service.http.messages import (
     Scope,
     Send,
     error_response,
+    problem_response,
 )
 from tierstore.service.request_log import RequestLog, one_line
 
+CUT_OFF = "the service stopped before this request was finished, which may have had its effect; send it again"
 _HOST_CACHE = 256
 _ADMIN_PATHS = "/admin/"
 _JOB = re.compile("/admin/jobs/[^/]+")
@@ -229,6 +232,11 @@ class RequestLogging:
             REQUESTER.set(who if request_id is None else f"{who} (id {one_line(request_id.decode('latin-1'))})")
         try:
             await self._app(scope, receive, sending)
+        except asyncio.CancelledError:  # there is no more time for it; the server would log a defect
+            if not status:
+                ended = scope[ERROR] = Closed(CUT_OFF)
+                data_plane = scope["path"].startswith(("/v2", "/v1"))
+                await (error_response if data_plane else problem_response)(ended).send(sending)
         except Exception as error:
             if scope.get(ERROR) is not error:  # else it has been answered, and is logged here
                 raise

@@ -1,8 +1,9 @@
 """The order in which Python serves what reactors hand off: short turns, with a share for all that is not of one model.
 
 A thousand connections may hand off a request each at the same time. Served all in one turn of the event loop, they would
-keep a health check waiting for a second: it needs several turns. So a turn ends after a few milliseconds, and in each the
-requests outside `/v2/models/` and `/v1/models/` (health, metrics, administration) come first. Event loop only.
+keep a health check waiting for a second: it needs several turns. So a turn ends after a few milliseconds, and in each come
+first the checks of health, then other requests outside `/v2/models/` and `/v1/models/` (metrics, administration), then the
+remainder. Each of the three has its share of every turn. Event loop only.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 from tierstore.kernels import reactor_words as kernel
 
 Message = tuple[int, int, int, int]  # kind and descriptor, serial, address of bytes, how many
 
-URGENT_S = 0.002  # of one turn
+HEALTH_S = 0.008  # of one turn
+URGENT_S = 0.002
 OTHERS_S = 0.004
 CONNECTION_S = 0.0005  # what a connection costs in later turns
 _HEAD_BYTES = 32
+_HEALTH = re.compile(rb"GET /v2/health/(?:live|ready)[ ?]")
 _URGENT = re.compile(rb"[A-Z]+ /(?!v[12]/models/)")
 
 
@@ -31,15 +33,19 @@ class Lanes:
 
     def __init__(self, serve: Callable[[Message], None]) -> None:
         self._serve = serve
+        self._health: deque[Message] = deque()
         self._urgent: deque[Message] = deque()
         self._others: deque[Message] = deque()
+        self._all = self._health, self._urgent, self._others
         self._next: asyncio.Handle | None = None
 
     def __len__(self) -> int:
-        return len(self._urgent) + len(self._others)
+        return sum(map(len, self._all))
 
     def put(self, message: Message) -> None:
-        (self._urgent if _is_urgent(message) else self._others).append(message)
+        head = _head_of(message)
+        lane = self._health if _HEALTH.match(head) else self._urgent if _URGENT.match(head) else self._others
+        lane.append(message)
 
     def start(self) -> None:
         """Serve what was put, as far as it goes in one turn, and the remainder in further ones."""
@@ -50,9 +56,9 @@ class Lanes:
         """What nobody will serve any more."""
         if self._next is not None:
             self._next.cancel()
-        yield from chain(self._urgent, self._others)
-        self._urgent.clear()
-        self._others.clear()
+        for lane in self._all:
+            yield from lane
+            lane.clear()
 
     def _turn(self) -> None:
         self._next = None
@@ -63,7 +69,7 @@ class Lanes:
                 self._next = asyncio.get_running_loop().call_soon(self._turn)
 
     def _serve_some(self) -> None:
-        for lane, seconds in ((self._urgent, URGENT_S), (self._others, OTHERS_S)):
+        for lane, seconds in zip(self._all, (HEALTH_S, URGENT_S, OTHERS_S), strict=True):
             until = time.perf_counter() + seconds
             while lane:
                 message = lane.popleft()
@@ -74,8 +80,7 @@ class Lanes:
                     break
 
 
-def _is_urgent(message: Message) -> bool:
+def _head_of(message: Message) -> bytes:
+    """How the first request of a connection begins; nothing for any other message."""
     what, _, at, size = message
-    return bool(
-        what & 255 == kernel.CONNECTION and size and _URGENT.match(ctypes.string_at(at, min(size, _HEAD_BYTES)))
-    )
+    return ctypes.string_at(at, min(size, _HEAD_BYTES)) if size and what & 255 == kernel.CONNECTION else b""

@@ -31,7 +31,7 @@ class Health:
     def __init__(self, services: Sequence[str]) -> None:
         self._health = health.HealthServicer()
         self._names = (health.OVERALL_HEALTH, *services)
-        self._serving, self._drains = True, False
+        self._serving, self._drains, self._ended = True, False, False
         self.report(True)
         self._lock = threading.Lock()
         self._watchers: set[Context] = set()  # guarded by _lock
@@ -40,10 +40,12 @@ class Health:
         self.servicer = Servicer(health.SERVICE_NAME, STANDARD, health={"Check": check})
 
     def handler(self, pool: CallPool) -> Any:
-        """The handler of Watch: its first answer is made on `pool`, the others by the thread that changes the health."""
+        """The handler of Watch: its request is awaited and first answered on `pool`, the others are made by the thread that changes the health."""
 
         def watch(requests: Iterator[Any], context: Context, send: Callable[[Any], None]) -> None:
             self.late.add(context, REQUEST_S)
+            if self._ended:
+                self.late.end_all()
             request = next(requests, None)
             if not self.late.remove(context) or request is None:
                 return
@@ -55,6 +57,8 @@ class Health:
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} calls watch the health already")
             if context.add_callback(lambda: self._gone(context)):
                 self._health.Watch(request, context, send)
+                if self._ended:
+                    context.cancel()
             else:
                 self._gone(context)
 
@@ -80,7 +84,8 @@ class Health:
         threading.Thread(target=self._health.enter_graceful_shutdown, name="tierstore-grpc-drain", daemon=True).start()
 
     def end(self) -> None:
-        """End the calls that watch, or have not said what. Any thread."""
+        """End the calls that watch, or have not said what, and those that begin from now on. Any thread."""
+        self._ended = True
         self.late.end_all()
         with self._lock:
             watchers = list(self._watchers)

@@ -50,6 +50,7 @@ class Pools(NamedTuple):
     switches: CallPool
     health: CallPool
     streams: CallPool
+    watches: CallPool
 
 
 @dataclass(frozen=True)
@@ -208,13 +209,14 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def __init__(self, service: Service, servicers: Sequence[Servicer], pools: Pools) -> None:
         self._service = service
-        self._lookups, self._streams = pools.lookups, pools.streams
+        self._lookups = pools.lookups
         self._refusals = CallPool("refusal", threads=REFUSALS, queue_limit=0)
         # streams that wait for a message, which may be long, and those whose answer is not read
         self.idle: Waiting[tuple[Context, Send]] = Waiting(self._end_idle)
         self.unread: Waiting[Context] = Waiting(lambda context: context.cancel())
+        self._yielding: dict[CallPool, Waiting[Any]] = {pools.streams: self.idle}  # those that make room in a full pool
         self._closing = False
-        self._handlers: dict[str, tuple[CallPool | None, Any, Accounts]] = {}
+        self._handlers: dict[str, tuple[CallPool, Any, Accounts]] = {}
         for servicer in servicers:
             for name, receive in servicer.lookups.items():
                 run = self._unary(servicer, pools.lookups, name, self._lookup(receive))
@@ -234,9 +236,10 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     def close(self) -> None:
         self._refusals.shutdown()
 
-    def enter(self, service: str, name: str, handler: Any) -> None:
-        """Add a method with a handler of its own. Before the server starts."""
-        self._enter(None, Servicer(service, STANDARD), name, handler)
+    def enter(self, pool: CallPool, service: str, name: str, handler: Any, yielding: Waiting[Any]) -> None:
+        """Add a method with a handler of its own; calls of `yielding` make room in `pool`. Before the server starts."""
+        self._yielding[pool] = yielding
+        self._enter(pool, Servicer(service, STANDARD), name, handler)
 
     def service(self, handler_call_details: Any) -> Any:
         """The handler of a call, or None for an unknown method."""
@@ -249,7 +252,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         except Forbidden as error:
             began_ns, refusal = time.perf_counter_ns(), error
             return self._refuse(lambda caller: accounts.failed(caller, refusal, began_ns))
-        if pool is None or not pool.full or (pool is self._streams and self.idle.make_room()):
+        if not pool.full or (pool in self._yielding and self._yielding[pool].make_room()):
             return handler
         pool.reject()
         full = pool
@@ -264,7 +267,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         if not access.by_certificate or any(entry.key == AUTHORIZATION for entry in metadata):
             access.of_call(of_grpc(call.method), metadata, tuple)
 
-    def _enter(self, pool: CallPool | None, servicer: Servicer, name: str, handler: Any) -> None:
+    def _enter(self, pool: CallPool, servicer: Servicer, name: str, handler: Any) -> None:
         accounts = Accounts(self._service, servicer, name)
         self._handlers[f"/{servicer.name}/{name}"] = pool, handler, accounts
 

@@ -33,6 +33,7 @@ ADMIN_THREADS = 4
 ADMIN_QUEUE = 64
 HEALTH_THREADS = 1
 STREAMS = 64  # each has a thread for as long as it is open
+WATCHES = 64  # each has a thread until it has said what it watches
 METADATA_ROOM = 1 << 20  # of a message, in addition to its tensors
 KEEPALIVE_MS = 10_000  # how often a client may ping without being sent away
 PING_MS, PONG_MS = 30_000, 20_000  # how often a client is pinged, and how long the answer may take
@@ -50,14 +51,13 @@ class GrpcServer:
         """OSError where `address` cannot be listened on."""
         settings = service.settings
         self.lookup_pool = CallPool("look-up", threads=settings.lookup_threads, queue_limit=settings.lookup_queue)
-        self._watches = CallPool("watch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
-        self._streams = CallPool("stream", threads=STREAMS, queue_limit=0)
         self._pools = pools = Pools(
             self.lookup_pool,
             controls=CallPool("control", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE),
             switches=CallPool("switch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE),
             health=CallPool("health", threads=HEALTH_THREADS, queue_limit=ADMIN_QUEUE),
-            streams=self._streams,
+            streams=CallPool("stream", threads=STREAMS, queue_limit=0),
+            watches=CallPool("watch", threads=WATCHES, queue_limit=0),
         )
         servicers = servicers_of(service)
         names = [servicer.name for servicer in servicers]
@@ -67,7 +67,8 @@ class GrpcServer:
             [*servicers, self._health.servicer, reflect(names)],
             pools=pools,
         )
-        self._calls.enter(self._health.servicer.name, "Watch", self._health.handler(self._watches))
+        watch = self._health.handler(pools.watches)
+        self._calls.enter(pools.watches, self._health.servicer.name, "Watch", watch, self._health.late)
         self._server = grpc.server(
             self.lookup_pool,
             handlers=[self._calls],
@@ -126,7 +127,7 @@ class GrpcServer:
 
     def _close_pools(self) -> None:
         self._deadlines.close()
-        for pool in (*self._pools, self._watches):
+        for pool in self._pools:
             pool.shutdown()
         self._calls.close()
 
