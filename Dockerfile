@@ -1,4 +1,6 @@
 # The service on CPU and RocksDB, over HTTP and gRPC. Build: docker build -t tierstore .
+# The tag moves on with Python's fixes. Where two builds have to be the same, add the digest that
+# `docker buildx imagetools inspect python:3.12-slim` shows: python:3.12-slim@sha256:…
 FROM python:3.12-slim
 
 RUN useradd --no-create-home --home-dir /nonexistent --uid 10001 tierstore \
@@ -6,12 +8,12 @@ RUN useradd --no-create-home --home-dir /nonexistent --uid 10001 tierstore \
 
 WORKDIR /opt/tierstore
 COPY requirements.lock ./
-# Every file is checked against its hash.
+# Every file is checked against its hash; what tierstore is built with is one of them, so that its own build fetches nothing.
 RUN pip install --no-cache-dir --require-hashes -r requirements.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY tierstore ./tierstore
 # Kernels are compiled for the processor of this build. On another kind the first start compiles them into /data/kernels.
-RUN pip install --no-cache-dir --no-deps . && tierstore compile
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . && tierstore compile
 
 # Nothing but /data is written: the root file system may be read-only.
 USER 10001

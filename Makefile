@@ -106,14 +106,15 @@ dist: $(STAMP)
 	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/tierstore-*.whl)[all]"
 	cd $(DIST) && bin/tierstore --version && bin/tierstore demo
 
-# uv resolves for every platform and Python at once, and takes the hashes of all files of a release from the index. The index is
+# What tierstore itself is built with is in it too: pip would fetch that unchecked. uv resolves for every platform and Python at once, and takes the hashes of all files of a release from the index. The index is
 # PyPI, or the one in UV_DEFAULT_INDEX; none is named in the file.
 lock: $(STAMP)
 	$(PYTHON) -m venv --clear $(LOCK)
 	$(LOCK)/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
-	$(BIN)/python -m pip freeze --exclude-editable | grep '^[A-Za-z0-9_.-]*==' > $(LOCK)/tested.txt
-	{ echo '# Made by `make lock`: pip install --require-hashes -r requirements.lock && pip install --no-deps tierstore'; \
-	  $(LOCK)/bin/uv pip compile pyproject.toml --extra all --universal --python-version 3.11 --generate-hashes --no-header \
+	$(BIN)/python -m pip freeze --all --exclude-editable | grep '^[A-Za-z0-9_.-]*==' > $(LOCK)/tested.txt
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' > $(LOCK)/build.in
+	{ echo '# Made by `make lock`: pip install --require-hashes -r requirements.lock && pip install --no-deps --no-build-isolation .'; \
+	  $(LOCK)/bin/uv pip compile pyproject.toml $(LOCK)/build.in --extra all --universal --python-version 3.11 --generate-hashes --no-header \
 	    --no-annotate --quiet --constraint $(LOCK)/tested.txt; } > $(LOCK)/requirements.lock
 	mv $(LOCK)/requirements.lock requirements.lock
 

@@ -28,9 +28,11 @@ class Authority:
         _openssl("req", "-x509", *_KEY, "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.ca)
 
     def issue(self, name: str, others: str = "IP:127.0.0.1", into: str | None = None) -> Pair:
-        """A certificate with the common name `name` and `others` as its other names."""
+        """A certificate with the common name `name` and `others`, if any, as its alternative names."""
         pair = Pair(self._folder / f"{into or name}.pem", self._folder / f"{into or name}.key")
-        names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={others}", "-addext", "basicConstraints=CA:FALSE"]
+        subject = "/CN=" + name.replace("/", r"\/")
+        names = ["-subj", subject, "-addext", "basicConstraints=CA:FALSE"]
+        names += ["-addext", f"subjectAltName={others}"] if others else []
         signed = ["-CA", self.ca, "-CAkey", self._key, "-keyout", pair.key, "-out", pair.cert]
         _openssl("req", "-x509", *_KEY, *names, *signed)
         return pair

@@ -201,6 +201,7 @@ def test_the_manifests_fit_the_image_and_each_other() -> None:
     assert set(mounts) == {*claims, *(volume["name"] for volume in spec["volumes"])}
     assert (mounts["data"], mounts["snapshots"]) == (image["TIERSTORE_DATA"], image["TIERSTORE_SOURCE_ROOT"])
     assert env["TIERSTORE_TOKENS"].startswith(mounts["tokens"])
+    assert (image["TIERSTORE_ALLOW_OPEN_NETWORK"], env["TIERSTORE_ALLOW_OPEN_NETWORK"]) == ("true", "false")
     assert of["Service", stateful["serviceName"]]["spec"]["clusterIP"] == "None"
     names = [f"tierstore-{number}.tierstore" for number in range(stateful["replicas"])]
     services = [name for kind, name in of if kind == "Service"]

@@ -22,6 +22,7 @@ PACKAGE = "tierstore"
 
 # A unit is the first name below the package: a folder or a module.
 FLOORS = {
+    "addresses": 0,
     "errors": 0,
     "types": 0,
     "config": 0,
@@ -98,6 +99,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "strings": 0,
         "times": 0,
         "colliding": 0,
+        "private": 0,
         "objects": 1,
         "regular": 2,
         "files": 3,

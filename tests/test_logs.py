@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -63,6 +64,35 @@ def test_lines_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     lines = logged(capsys)
     assert lines[0].endswith("INFO tierstore.some: loaded 5 rows of “ü”")
     assert lines[-1] == "ValueError: no such row"
+
+
+SECRETS = {
+    f"GET /v2/models/tierstore_0123456789ab_{'Q' * 43}: 404": "GET /v2/models/tierstore_0123456789ab_…: 404",
+    "asked by 127.0.0.1:1 (id Bearer Q-Q.Q=)": "asked by 127.0.0.1:1 (id Bearer …",
+    "basic QQ==, bearer\tQQ": "basic …, bearer\t…",
+    "source 'https://user:QQ@host/x' and s3://QQ:Q@Q@bucket": "source 'https://…@host/x' and s3://…@bucket",
+    "http://127.0.0.1:8000/a@b, c@d and /path//x@y": "http://127.0.0.1:8000/a@b, c@d and /path//x@y",
+}
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_no_secret_that_somebody_has_put_somewhere_is_in_a_line(
+    capsys: pytest.CaptureFixture[str], form: Literal["json", "text"]
+) -> None:
+    configure(form, "info")
+    for given, expected in SECRETS.items():
+        try:
+            raise ValueError(given)
+        except ValueError:
+            logging.getLogger("tierstore.some").exception("%s", given, extra={"fields": {"path": given}})
+        told = capsys.readouterr().err
+        if form == "json":
+            line = json.loads(told)
+            assert (line["message"], line["path"]) == (expected, expected)
+            assert expected in line["error"]
+        else:
+            assert told.count(expected) == 2
+        assert "QQ" not in told
 
 
 def test_less_than_the_level_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tools import try_image
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,10 +45,24 @@ def wanted() -> list[Requirement]:
     ]
 
 
+def for_the_build() -> list[Requirement]:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return [Requirement(line) for line in document["build-system"]["requires"]]
+
+
 def test_the_lock_file_has_every_dependency_in_a_version_that_suits(locked: dict[str, Requirement]) -> None:
-    for requirement in wanted():
+    for requirement in (*wanted(), *for_the_build()):
         (pinned,) = locked[canonicalize_name(requirement.name)].specifier
         assert requirement.specifier.contains(pinned.version), f"{requirement}: run `make lock`"
+
+
+def test_the_image_installs_nothing_without_a_hash() -> None:
+    runs = [command for name, text in try_image.instructions() if name == "RUN" for command in text.split("&&")]
+    installs = [shlex.split(command) for command in runs if "pip" in command]
+    assert len(installs) == 2
+    for words in installs:
+        fetches_nothing = {"--no-deps", "--no-build-isolation", "."} <= set(words)
+        assert fetches_nothing or {"--require-hashes", "-r", "requirements.lock"} <= set(words), words
 
 
 def test_the_bill_of_materials_names_what_is_installed_and_locked(

@@ -1,9 +1,13 @@
-"""The log on standard error: lines for people, or one JSON object a line for log collectors. Any thread may log."""
+"""The log on standard error: lines for people, or one JSON object a line for log collectors. Any thread may log.
+
+What looks like a secret is cut out of every line: clients put theirs into paths, ids and sources, and errors repeat them.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -12,6 +16,18 @@ from tierstore.log_limits import Limited
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+# a token, credentials of an Authorization header, and what stands before the host of a URL
+_SECRET = re.compile(r"(tierstore_[0-9a-f]{12}_)[A-Za-z0-9_-]+|((?i:bearer|basic)\s+)[^\s\"',;]+|(://)[^\s\"'/]+(?=@)")
+
+
+def without_secrets(text: str) -> str:
+    """`text` with `…` in place of tokens, of what follows `Bearer` or `Basic`, and of users and passwords in URLs."""
+    return _SECRET.sub(lambda match: f"{match[match.lastindex or 0]}…", text)
+
+
+class _AsText(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
 
 
 class _AsJson(logging.Formatter):
@@ -28,13 +44,14 @@ class _AsJson(logging.Formatter):
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        clean = {name: without_secrets(value) if isinstance(value, str) else value for name, value in line.items()}
+        return json.dumps(clean, ensure_ascii=False)
 
 
 def configure(form: LogFormat, level: LogLevel) -> None:
     """Log everything from `level` up in this form. Replaces what was set up before."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    text = _AsText("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(_AsJson() if form == "json" else text)
     handler.addFilter(Limited())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -34,24 +34,58 @@ def test_what_looks_like_a_secret_is_cut_out_wherever_it_is(tmp_path: Path) -> N
     random = secret.split("_", 2)[2]
     audit = Audit(tmp_path)
     audit.change("load", f"somebody (id {secret})", "done", source=Path(f"/data/{secret}"), before={"note": secret})
+    audit.change("load", "somebody", "done", source="https://somebody:pa55word@host/x")
     audit.refused(
         "POST /x", "somebody", Forbidden(f"Authorization: Bearer {secret[10:]}, Basic dXNlcjpwYXNz; bearer opaque")
     )
     text = audit.path.read_text()
     assert token.id in text
-    for part in (random, random[:12], "dXNlcjpwYXNz", "opaque"):
+    for part in (random, random[:12], "dXNlcjpwYXNz", "opaque", "pa55word"):
         assert part not in text
 
 
 def test_files_are_put_aside_by_size_and_the_oldest_goes(tmp_path: Path) -> None:
     audit = Audit(tmp_path, size=1000, kept=2)
     for number in range(100):
-        audit.change("delta", "producer", "done", flush=False, seq=number)
+        audit.change("label", "producer", "done", flush=False, seq=number)
     names = sorted(path.name for path in audit.path.parent.iterdir())
     assert names == ["audit.jsonl", "audit.jsonl.1", "audit.jsonl.2"]
     seqs = [line["seq"] for line in read(tmp_path)]
     assert seqs == list(range(100 - len(seqs), 100))
     assert 15 < len(seqs) < 40
+
+
+def test_no_number_of_deltas_pushes_other_lines_out(tmp_path: Path) -> None:
+    audit = Audit(tmp_path, size=1000, kept=2)
+    audit.change("load", "admin", "done", model="ctr")
+    for seq in range(100):
+        audit.change("delta", "producer", "done", flush=False, model="ctr", seq=seq)
+    audit.change("drop", "admin", "done", model="ctr")
+    lines = list(read(tmp_path))
+    assert [line["what"] for line in lines if line["what"] != "delta"] == ["load", "drop"]
+    seqs = [line["seq"] for line in lines if line["what"] == "delta"]
+    assert seqs == list(range(100 - len(seqs), 100))
+    assert len(seqs) > 15
+    assert [lines[0]["what"], lines[-1]["what"]] == ["load", "drop"], "in the order of their time"
+    audit.close()
+
+
+def test_attempts_of_some_leave_no_line_of_another_out(tmp_path: Path) -> None:
+    audit = Audit(tmp_path)
+    for number in range(1000):
+        audit.refused("POST /admin", f"127.0.0.1:{number} (id token 0123456789ab at )", Forbidden("no"))
+    of_many = len(list(read(tmp_path)))
+    assert 100 <= of_many < 400, "strangers are one caller, whatever they say"
+    callers = ["token 0123456789ab", "token ba9876543210", "certificate spiffe://example/trainer"]
+    for caller in callers:
+        for number in range(200):
+            audit.refused("POST /admin", f"{caller} at 127.0.0.1:{number}", Forbidden("no"))
+            audit.change("load", f"job {number:x} of {caller} at 127.0.0.1:1", "failed", flush=False)
+    *_, last = lines = list(read(tmp_path))[of_many:]
+    assert caller in last["who"]
+    for caller in callers:
+        for outcome in ("refused", "failed"):
+            assert 100 <= sum(caller in line["who"] and line["outcome"] == outcome for line in lines) < 200
 
 
 def test_attempts_are_limited_in_rate_and_those_left_out_are_counted(
@@ -62,7 +96,7 @@ def test_attempts_are_limited_in_rate_and_those_left_out_are_counted(
         audit.refused("POST /admin", "somebody", Forbidden("no"))
     lines = list(read(tmp_path))
     assert 100 <= len(lines) < 400
-    audit._limit._kinds["refused"].remaining = 1.0
+    audit._limit._kinds["refused", ""].remaining = 1.0
     audit.refused("POST /admin", "somebody", Forbidden("no"))
     *_, last = read(tmp_path)
     assert last["left_out"] > 4000

@@ -40,6 +40,7 @@ from tierstore.access.rules import of_grpc, of_http
         ("POST", "/admin/models/ctr/snapshots", Action.ADMIN, "ctr"),
         ("DELETE", "/admin/models/ctr/versions/7", Action.ADMIN, "ctr"),
         ("GET", "/admin/jobs", Action.ADMIN, None),
+        ("DELETE", "/admin/jobs/5f0c", Action.ADMIN, None),
         ("GET", "/new", Action.ADMIN, None),
         ("BREW", "/", Action.ADMIN, None),
     ],

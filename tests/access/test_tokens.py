@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from tierstore.access.roles import LOCAL, Action, Principal, Role
 from tierstore.access.tokens import TokenFile, Tokens
-from tierstore.errors import Corruption, Forbidden, InvalidInput, NotFound, Unauthorized
+from tierstore.errors import Corruption, Forbidden, InvalidInput, NotFound, StorageError, Unauthorized
 
 
 class Clock:
@@ -35,8 +37,9 @@ def bearer(secret: str) -> str:
 @pytest.mark.parametrize(
     ("role", "allowed"),
     [
-        (Role.METRICS, {Action.OPEN, Action.ANY, Action.METRICS}),
+        (Role.METRICS, {Action.OPEN, Action.METRICS}),
         (Role.READER, {Action.OPEN, Action.ANY, Action.READ}),
+        (Role.FRONT, {Action.OPEN, Action.ANY, Action.READ, Action.FRONT}),
         (Role.WRITER, {Action.OPEN, Action.ANY, Action.READ, Action.WRITE}),
         (Role.ADMIN, set(Action)),
     ],
@@ -202,6 +205,55 @@ def test_a_service_never_becomes_open_when_the_file_is_harmed(path: Path, harm: 
     else:
         with pytest.raises(Unauthorized):
             tokens.principal(bearer(secret))
+
+
+def test_the_file_is_for_its_owner_alone_also_one_that_was_open_to_others(path: Path) -> None:
+    held = TokenFile(path)
+    lock = path.with_name("tokens.json.lock")
+    for before, after in ((None, 0o600), (0o644, 0o600), (0o640, 0o640)):
+        if before is not None:
+            path.chmod(before)
+        held.create(Role.READER)
+        assert (stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(lock.stat().st_mode) & 0o007) == (after, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone may give files away")
+def test_the_file_stays_with_the_service_s_user_when_root_changes_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.parent.mkdir()
+    os.chown(path.parent, 10001, 10002)
+    held = TokenFile(path)
+    token, _ = held.create(Role.READER)
+    lock = path.with_name("tokens.json.lock")
+    assert {(one.stat().st_uid, one.stat().st_gid) for one in (path, lock)} == {(10001, 10002)}
+    os.chown(path, 10003, 10002)
+    held.revoke(token.id)
+    assert {(one.stat().st_uid, one.stat().st_gid) for one in (path, lock)} == {(10003, 10002)}
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.fchown", refused)  # as for a user who may write in the directory and is not root
+    os.chown(lock, 10004, 10002)
+    with pytest.raises(StorageError, match=r"cannot change .*not permitted"):
+        held.create(Role.READER)
+    assert held.tokens() == []
+    assert path.stat().st_uid == 10003
+
+
+def test_a_first_file_that_cannot_be_read_lets_nobody_in(path: Path) -> None:
+    clock = Clock()
+    tokens = Tokens(path, clock)
+    before = tokens.generation
+    path.parent.mkdir()
+    path.write_text("{")
+    clock.now_s += 1.0
+    assert tokens.required
+    assert tokens.generation > before, "whoever let everybody in looks again"
+    assert "not JSON" in str(tokens.problem)
+    with pytest.raises(Unauthorized):
+        tokens.principal(None)
 
 
 @pytest.mark.parametrize(

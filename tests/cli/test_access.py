@@ -35,7 +35,7 @@ def test_commands_go_through_a_socket_and_through_tls(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = Authority(tmp_path)
-    own, mine = authority.issue("service"), authority.issue("operator")
+    own, mine = authority.issue("service"), authority.issue("operator", "")
     options = {"tls_cert": own.cert, "tls_key": own.key, "tls_client_ca": authority.ca}
     admin = tmp_path / "admin.sock"
     TokenFile(tmp_path / "data/tokens.json").admit("operator", Role.READER)

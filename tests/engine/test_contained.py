@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.test_start import SMALL, item, loaded
 from tierstore.errors import NotReady, StorageError, TierstoreError
 from tierstore.formats import names
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 def forbidden(version: Path) -> None:
@@ -43,7 +38,12 @@ def a_loop_of_links(version: Path) -> None:
     (version / "db").symlink_to("db")
 
 
-DAMAGES = [forbidden, a_directory_for_the_drivers_file, gone, a_loop_of_links]
+def a_pipe(version: Path) -> None:
+    (version / "db/CURRENT").unlink()
+    os.mkfifo(version / "db/CURRENT")
+
+
+DAMAGES = [forbidden, a_directory_for_the_drivers_file, gone, a_loop_of_links, a_pipe]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

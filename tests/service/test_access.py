@@ -1,15 +1,17 @@
 """Access with tokens: every endpoint of every protocol, with no token, a wrong, a revoked, a lesser and a right one.
 
-The endpoints are not listed here where the service can name them itself: the admin interface's by `/openapi.json`, gRPC's
-by reflection. So a new one is asked too, and is for admins unless `access/rules.py` says otherwise.
+The endpoints are not listed here. Over HTTP they are those of `access/rules.py`: the data plane serves no other path, and what the
+admin interface serves is compared by `/openapi.json`. gRPC names its own by reflection. So a new one is asked too.
 """
 
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +19,41 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.engine import quick_build
+from tierstore.access import rules
 from tierstore.access.roles import Action, Principal, Role
-from tierstore.access.rules import GRPC, HTTP, of_grpc, of_http
+from tierstore.access.rules import GRPC, HTTP, is_listed, of_grpc, of_http
 from tierstore.access.tokens import TokenFile
 from tierstore.client import Client
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, Forbidden, Unauthorized
+from tierstore.errors import ConfigError, Forbidden, NotFound, Unauthorized
+from tierstore.service.reactor.allowed import MOST
 from tierstore.service.server import ServerThread, check_settings, has_grpc
 
 from .conftest import GRPC as GRPC_PORT
 from .conftest import eventually, settings_for
-from .scenes import KEYS, items, write_snapshot
+from .scenes import KEYS, items, write_small, write_snapshot
 from .test_page import CHROMIUM, in_browser
+from .test_reactor import answer, planned
 
+JOB = "/admin/jobs/job"
 OTHER = "elsewhere"  # a model that there is not: whatever is allowed changes nothing
-V2 = [
-    ("GET", "/v2"),
-    ("GET", "/v2/health/live"),
-    ("GET", "/v2/health/ready"),
-    ("GET", "/v2/models/stats"),
-    ("GET", f"/v2/models/{OTHER}"),
-    ("GET", f"/v2/models/{OTHER}/ready"),
-    ("GET", f"/v2/models/{OTHER}/versions/1/config"),
-    ("POST", f"/v2/models/{OTHER}/infer"),
-    ("POST", f"/v2/models/{OTHER}/versions/1/infer"),
-    ("POST", "/v2/repository/index"),
-    ("POST", f"/v2/repository/models/{OTHER}/load"),
-    ("POST", f"/v2/repository/models/{OTHER}/unload"),
-    ("GET", "/v2/systemsharedmemory/status"),
-    ("POST", "/v2/systemsharedmemory/region/x/register"),
-    ("POST", "/v2/cudasharedmemory/region/x/unregister"),
-    ("GET", "/v2/logging"),
-    ("GET", "/v2/nowhere"),
-]
-UPSTREAM = [
-    ("GET", "/upstream/models"),
-    ("GET", f"/upstream/models/{OTHER}/versions/1"),
-    ("POST", f"/upstream/models/{OTHER}/versions/1/tables/item/rows"),
-]
-V1 = [("GET", f"/v1/models/{OTHER}"), ("GET", f"/v1/models/{OTHER}/metadata"), ("POST", f"/v1/models/{OTHER}:predict")]
-PAGES = [("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/metrics"), ("GET", "/nowhere")]
+DATA_PLANE = ("/v2", "/v1", "/upstream")
+
+
+def filled(path: str) -> str:
+    """A path that a pattern of `access/rules.py` stands for."""
+    path = re.sub(r"\{(\w+)[^}]*\}", lambda name: {"model": OTHER, "version": "1"}.get(name[1], name[1]), path)
+    return re.sub("/(predict|classify|regress)$", r":\1", path) if path.startswith("/v1/") else path
+
+
+def rules_one_by_one() -> list[tuple[str, str]]:
+    """(method, pattern) of each rule, one of `a|b` and of several methods."""
+    found = []
+    for methods, pattern, _ in HTTP:
+        paths = product(*(part.split("|") for part in pattern.split("/")))
+        found += [(method, "/".join(path)) for method, path in product(methods.split(), paths)]
+    return found
 
 
 @dataclass
@@ -104,35 +101,61 @@ def expected(principal: Principal | None, action: Action, model: str | None) -> 
 
 
 def test_every_endpoint_over_http_with_every_token(scene: Scene) -> None:
+    endpoints = [(method, filled(pattern)) for method, pattern in rules_one_by_one()]
     with httpx.Client(base_url=scene.server.url, timeout=60) as http:
-        document = http.get("/openapi.json").json()
-        admin = [
-            (
-                method.upper(),
-                re.sub(r"\{model\}", OTHER, re.sub(r"\{(version)\}", "1", path)).replace("{", "").replace("}", ""),
-            )
-            for path, methods in document["paths"].items()
-            for method in methods
-        ]
-        assert len(admin) > 12
         problems = []
-        for method, path in [*PAGES, *V2, *V1, *UPSTREAM, *admin]:
+        for method, path in [
+            *endpoints,
+            ("GET", "/nowhere"),
+            ("GET", "/v2/nowhere"),
+            ("DELETE", f"/v2/models/{OTHER}"),
+        ]:
             action, model = of_http(method, path)
             for name, principal in scene.principals.items():
                 status = http.request(method, path, headers=scene.headers(name), json={}).status_code
                 refused = status if status in (401, 403) else None
-                if refused != expected(principal, action, model):
+                if path == JOB and principal is not None and principal.role is Role.ADMIN:
+                    assert status == 404, "of which model it is says the job"
+                elif refused != expected(principal, action, model):
                     problems.append(
                         f"{method} {path} with token {name}: {status}, expected {expected(principal, action, model)}"
                     )
         assert problems == []
-        paths = {path for _, path in [*PAGES, *V2, *V1, *UPSTREAM, *admin]}
-        unused = [
-            pattern
-            for _, pattern, _ in HTTP
-            if not any(re.fullmatch(re.sub(r"\{[^}]*\}", "[^/]+", pattern).replace("/*", ".*"), path) for path in paths)
-        ]
-        assert unused == ["/v2/models/{model}/trace/setting"], "a rule that no endpoint here meets"
+
+
+def test_what_the_admin_interface_serves_is_what_the_rules_list(scene: Scene) -> None:
+    paths = httpx.get(f"{scene.server.url}/openapi.json", timeout=60).json()["paths"]
+    served = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert served == {rule for rule in rules_one_by_one() if rule[1].startswith("/admin/")}
+
+
+def test_the_data_plane_serves_what_the_rules_list_and_nothing_else(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a path that nobody has decided about is there for nobody."""
+    listed = [(method, filled(path)) for method, path in rules_one_by_one() if path.startswith(DATA_PLANE)]
+    assert len(listed) > 40
+    with httpx.Client(base_url=scene.server.url, headers=scene.headers(Role.ADMIN), timeout=60) as http:
+
+        def missing() -> list[tuple[str, str]]:
+            return [one for one in listed if "no such path" in http.request(*one, json={}).text]
+
+        assert missing() == []
+        monkeypatch.setattr(rules, "_PATTERNS", ())
+        is_listed.cache_clear()
+        try:
+            assert missing() == listed
+        finally:
+            is_listed.cache_clear()
+            of_http.cache_clear()
+
+
+def test_a_token_for_metrics_is_for_metrics_alone(scene: Scene) -> None:
+    with httpx.Client(base_url=scene.server.url, headers=scene.headers(Role.METRICS), timeout=60) as http:
+        assert http.get("/metrics").status_code == 200
+        for path in ("/v2", "/v2/systemsharedmemory/status", "/v2/models/stats", "/upstream/models", "/admin/models"):
+            refused = http.get(path)
+            assert (refused.status_code, "has the role metrics" in refused.text) == (403, True), path
 
 
 @pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
@@ -218,17 +241,63 @@ def _Adds(metadata: Any) -> Any:
 
 def test_rows_for_whoever_has_a_token_and_for_nobody_else_however_often_they_were_asked_for(scene: Scene) -> None:
     """Reactors answer what Python has answered before; not to one without a token."""
-    reader = scene.secrets[Role.READER]
+    reader, reactors = scene.secrets[Role.READER], scene.server.service.reactors
+    before = reactors.answers
     with Client(scene.server.url, token=reader) as client, Client(scene.server.url) as stranger:
-        for _ in range(20):
+        for number in range(1000):
+            if number >= 20 and reactors.answers > before + 5:
+                break
             np.testing.assert_array_equal(client.lookup("ctr", "item_id", KEYS), items(KEYS))
             with pytest.raises(Unauthorized, match="takes a token"):
                 stranger.lookup("ctr", "item_id", KEYS)
+    assert reactors.answers > before + 5
     with (
         Client(scene.server.url, token=scene.secrets["of another model"]) as other,
         pytest.raises(Forbidden, match="third"),
     ):
         other.lookup("ctr", "item_id", KEYS)
+
+
+def test_an_admin_of_some_models_follows_their_loads_and_knows_of_no_others(scene: Scene) -> None:
+    (root,) = scene.server.service.settings.source_root
+    third, fourth = (write_small(root, name, "item") for name in ("third", "fourth"))
+    with (
+        quick_build.in_process(),
+        Client(scene.server.url, token=scene.secrets[Role.ADMIN]) as admin,
+        Client(scene.server.url, token=scene.secrets["of another model"]) as limited,
+    ):
+        limited.load_snapshot(third)
+        with pytest.raises(Forbidden, match="third alone: not for 'fourth'"):
+            limited.load_snapshot(fourth)
+        job = admin.start_load(fourth, model="fourth")
+        for asked in (limited.job, limited.cancel):
+            with pytest.raises(NotFound, match=f"no job '{job}'"):
+                asked(job)
+        assert eventually(lambda: admin.job(job)["finished_at"], "the load to end")
+        with (
+            Client(scene.server.url, token=scene.secrets[Role.READER]) as reader,
+            pytest.raises(Forbidden, match="has the role reader"),
+        ):
+            reader.job(job)
+
+
+def test_a_caller_with_many_names_for_the_service_takes_the_reactors_from_nobody(scene: Scene) -> None:
+    reactors = scene.server.service.reactors
+    with httpx.Client(base_url=scene.server.url, timeout=60) as http:
+        for port in range(1, MOST + 10):
+            for name in (Role.READER, "of another model"):
+                headers = {**scene.headers(name), "host": f"127.0.0.1:{port}"}
+                assert http.get("/v2", headers=headers).status_code == 200
+    head, keys = planned(len(KEYS), **scene.headers(Role.WRITER))
+    with socket.create_connection(("127.0.0.1", scene.server.port), timeout=60) as made:
+
+        def by_reactor() -> bool:
+            before = reactors.answers
+            made.sendall(head + keys)
+            assert answer(made)[0].startswith(b"HTTP/1.1 200")
+            return bool(reactors.answers > before)
+
+        eventually(by_reactor, "reactors to answer another caller")
 
 
 def test_a_token_that_is_revoked_while_a_connection_is_busy_is_refused_within_seconds(scene: Scene) -> None:
@@ -272,6 +341,39 @@ def test_with_tokens_other_hosts_may_be_listened_on_if_their_names_are_said(tmp_
         check_settings(settings)
     TokenFile(settings.data / "tokens.json").create(Role.ADMIN)
     check_settings(settings_for(tmp_path, host="0.0.0.0", allowed_host=["embeddings.example"]))
+
+
+def test_no_start_without_a_file_of_tokens_that_was_named_or_was_there_once(tmp_path: Path) -> None:
+    named = settings_for(tmp_path, tokens=tmp_path / "typo.json")
+    with pytest.raises(
+        ConfigError, match=r"expected a file at .*typo\.json.* token create --role admin --tokens .*typo"
+    ):
+        check_settings(named)
+    TokenFile(tmp_path / "typo.json").create(Role.READER)
+    check_settings(named)
+
+    held = TokenFile(settings_for(tmp_path).data / "tokens.json")
+    with pytest.raises(NotFound):
+        held.revoke("0" * 12)
+    check_settings(settings_for(tmp_path))  # there never was one
+    held.create(Role.READER)
+    held.path.unlink()
+    with pytest.raises(
+        ConfigError, match=r"tokens\.json is gone: there were tokens, as tokens\.json\.lock beside it says"
+    ):
+        check_settings(settings_for(tmp_path))
+    held.path.with_name("tokens.json.lock").unlink()
+    check_settings(settings_for(tmp_path))
+
+
+def test_every_start_that_is_open_beyond_loopback_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_settings(settings_for(tmp_path))
+    assert caplog.records == []
+    check_settings(settings_for(tmp_path, host="0.0.0.0", allow_open_network=True))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "whoever reaches the port may do everything" in caplog.text
 
 
 def test_a_name_that_was_not_said_is_refused_with_the_right_token_too(scene: Scene) -> None:

@@ -21,7 +21,7 @@ from tierstore.service.admin.sources import resolve_source
 from tierstore.service.context import ADMIN_THREADS
 from tierstore.service.server import ServerThread
 
-from .conftest import eventually, load
+from .conftest import eventually, load, settings_for
 from .fake_store import ITEMS, FakeStore
 from .raw_clients import request
 from .scenes import delta, rows, write_snapshot
@@ -129,6 +129,19 @@ def test_a_change_that_has_begun_is_made_though_its_client_has_left(
         assert begun.wait(60)
     left.set()
     eventually(lambda: http.get("/admin/models/ctr").json()["active_version"] == 2, "version 2 is active")
+
+
+def test_a_load_beyond_the_quota_of_versions_is_a_job_that_fails(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, quotas={"ctr": {"versions": 1}})
+    with (
+        quick_build.in_process(),
+        Store(settings) as store,
+        ServerThread(store) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        assert load(http, write_snapshot(tmp_path, 1))["state"] == "done"
+        job = load(http, write_snapshot(tmp_path, 2))
+    assert (job["state"], "its quota is 1; drop one first: [1]" in job["error"]) == ("failed", True)
 
 
 def test_a_delta_out_of_turn_names_the_one_that_is_next(own: Own, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tierstore.access.audit import read
-from tierstore.access.roles import Role
+from tierstore.access.roles import Rates, Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict
@@ -72,6 +72,45 @@ def test_changes_over_http_name_the_token_and_have_before_and_after(tmp_path: Pa
     assert "Bearer" not in text.replace("`Authorization: Bearer", "")
 
 
+def test_every_attempt_that_failed_has_one_line(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, max_delta=100_000)
+    tokens = TokenFile(settings.data / "tokens.json")
+    admin, secret = tokens.create(Role.ADMIN)
+    _, slowed = tokens.create(Role.WRITER, rates=Rates(requests=0.001))
+    deltas, text = "/admin/models/ctr/deltas", {"content-type": "text/plain"}
+    attempts: list[tuple[str, str, dict[str, Any], int, str, str]] = [
+        ("POST", "/admin/models/ctr/snapshots", {"json": {"source": "/etc"}}, 400, "", "source-root"),
+        ("POST", "/admin/models/ctr/snapshots", {"json": {"sauce": 1}}, 400, "", "400 Bad Request"),
+        ("POST", "/admin/models/ctr/snapshots", {"content": b"{"}, 400, "", "400 Bad Request"),
+        ("POST", "/admin/models/ctr/activate", {"json": {"version": 99}}, 404, "activate", "99"),
+        ("DELETE", "/admin/models/none/versions/1", {}, 404, "", "none"),
+        ("POST", "/v2/repository/models/none/unload", {"json": {}}, 404, "", "none"),
+        ("POST", deltas, {"content": b"junk"}, 400, "delta", "delta"),
+        ("POST", deltas, {"content": delta(9, {5: 1.0})}, 409, "delta", "9"),
+        ("POST", deltas, {"content": bytes(100_001)}, 413, "delta", "100000"),
+        ("POST", deltas, {"content": delta(1, {5: 1.0}), "headers": text}, 415, "delta", "text/plain"),
+    ]
+    with Store(settings) as store, ServerThread(store) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        http.headers["authorization"] = f"Bearer {secret}"
+        store.load_snapshot(write_snapshot(tmp_path, 1))
+        for method, path, request, status, what, why in attempts:
+            before = len(lines(settings.data))
+            answer = http.request(method, path, **request)
+            (line,) = lines(settings.data)[before:]
+            assert (answer.status_code, line["outcome"]) == (status, "failed"), line
+            assert line["what"] == (what or f"{method} {path}")
+            assert why in line["error"]
+            assert f"token {admin.id} at" in line["who"]
+        http.headers["authorization"] = f"Bearer {slowed}"
+        assert [http.post(deltas, content=b"junk").status_code for _ in range(2)][1] == 429
+        assert lines(settings.data, what="delta")[-1]["error"].startswith("429")
+        before = len(lines(settings.data))
+        for path in ("/v2/models/none", "/nowhere", "/admin/jobs/none"):
+            http.get(path, headers={"authorization": f"Bearer {secret}"})
+        assert len(lines(settings.data)) == before, "who reads changes nothing"
+    assert not any(line["what"] == "delta" for line in map(json.loads, (settings.data / "audit/audit.jsonl").open()))
+
+
 @pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
 def test_changes_over_grpc_are_in_it_too(tmp_path: Path) -> None:
     from tritonclient.grpc import InferenceServerClient
@@ -88,6 +127,9 @@ def test_changes_over_grpc_are_in_it_too(tmp_path: Path) -> None:
         for token in (reading, "x"):
             with pytest.raises(InferenceServerException):
                 client.unload_model("ctr", headers={"authorization": f"Bearer {token}"})
+        for _ in range(2):
+            with pytest.raises(InferenceServerException):
+                client.unload_model("none", headers={"authorization": f"Bearer {secret}"})
         client.close()
     (loaded,) = lines(settings.data, what="load")
     assert loaded["who"] == "in process"
@@ -97,6 +139,10 @@ def test_changes_over_grpc_are_in_it_too(tmp_path: Path) -> None:
     refused = lines(settings.data, outcome="refused")
     assert [line["what"] for line in refused] == ["/inference.GRPCInferenceService/RepositoryModelUnload"] * 2
     assert reader.id in refused[0]["error"]
+    failed = lines(settings.data, outcome="failed")
+    assert [line["what"] for line in failed] == ["/inference.GRPCInferenceService/RepositoryModelUnload"] * 2
+    assert f"token {admin.id} at" in failed[0]["who"]
+    assert "none" in failed[0]["error"]
 
 
 def test_the_command_line_and_housekeeping_are_in_it_too(tmp_path: Path) -> None:

@@ -163,9 +163,9 @@ def test_a_name_is_of_one_kind_and_a_device_that_fails_is_an_error(tmp_path: Pat
         return memories[-1]
 
     regions = Regions(enabled=True, max_read=SIZE, open_cuda=open_cuda)
-    regions.register_cuda("r", HANDLE, 0, 64)
+    regions.register_cuda("r", HANDLE, 0, 64, on_host=True)
     with pytest.raises(InvalidInput, match="registered already"):
-        regions.register_cuda("r", HANDLE, 0, 64)
+        regions.register_cuda("r", HANDLE, 0, 64, on_host=True)
 
     def fail(at: int, data: np.ndarray) -> None:
         raise DeviceError("device 0: cudaErrorIllegalAddress")

@@ -26,7 +26,7 @@ from tierstore.service.dataplane import plan as plan_module
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.http.application import ProtocolApplication
 from tierstore.service.http.oip import InferCall
-from tierstore.service.reactor import cold_reads
+from tierstore.service.reactor import allowed, cold_reads
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, load
@@ -263,6 +263,20 @@ def reactor_answers(server: ServerThread) -> int:
     return int(server.service.reactors.answers)
 
 
+def test_look_ups_of_our_own_client_are_answered_without_python(ctr: Own) -> None:
+    _, server, _ = ctr
+    keys = np.array(KEYS[OIP]["inputs"][0]["data"])
+    with tierstore.Client(server.url) as client:
+        feature = KEYS[OIP]["inputs"][0]["name"]
+        eventually(
+            lambda: client.lookup("ctr", feature, keys) is not None and reactor_answers(server), "a reactor answers"
+        )
+        before = reactor_answers(server)
+        for _ in range(10):
+            client.lookup("ctr", feature, keys, timeout_s=20)
+        assert reactor_answers(server) == before + 10
+
+
 @pytest.fixture
 def learned(ctr: Own) -> tuple[socket.socket, bytes, ServerThread]:
     """A connection, a look-up of four keys in memory that the reactors know how to answer, and their server."""
@@ -299,6 +313,21 @@ def test_a_learned_look_up_never_comes_to_python(
         assert [answer(made) for _ in range(50)] == [expected] * 50
         assert at_once == []
         assert reactor_answers(server) == before + 55
+
+
+def test_a_reactor_answers_a_further_name_of_the_service_however_many_were_used(
+    learned: tuple[socket.socket, bytes, ServerThread],
+) -> None:
+    made, message, server = learned
+    with made:
+        for port in range(1, allowed.MOST + 10):
+            made.sendall(request("/v2/health/live", headers={}).replace(b"localhost", b"127.0.0.1:%d" % port))
+            assert answer(made)[0].startswith(b"HTTP/1.1 200")
+        before = reactor_answers(server)
+        for _ in range(3):
+            made.sendall(message.replace(b"localhost", b"127.0.0.2"))
+            assert answer(made)[0].startswith(b"HTTP/1.1 200")
+        assert reactor_answers(server) >= before + 2, "only the first is Python's"
 
 
 def test_what_a_reactor_answers_is_counted_like_any(learned: tuple[socket.socket, bytes, ServerThread]) -> None:

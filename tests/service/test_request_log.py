@@ -70,6 +70,13 @@ def test_the_id_of_a_request_comes_back(
     assert "x-request-id" not in http.request(method, path, json=content).headers
 
 
+def test_a_secret_in_what_a_client_sent_is_cut_out_before_it_is_made_short() -> None:
+    for before in (0, 200, 230, 250):
+        for secret in (f"tierstore_0123456789ab_{'Q' * 43}", "https://user:QQQQ@host"):
+            assert "QQ" not in request_log.one_line("/" + "x" * before + secret)
+    assert len(request_log.one_line("x" * 1000)) == 256
+
+
 def test_refusals_of_access_and_of_connections_are_logged_too(tmp_path: Path, lines: Lines) -> None:
     store = FakeStore(settings_for(tmp_path, max_connections=1))
     with (

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tierstore.addresses import is_loopback
 from tierstore.errors import ConfigError, Locked
-from tierstore.service.addresses import is_loopback
 from tierstore.service.http.middleware import host_name
 from tierstore.service.server import ServerThread, check_settings, serve
 

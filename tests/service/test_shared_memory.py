@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,13 @@ import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 from tierstore.access.roles import Principal, Role
+from tierstore.addresses import is_loopback
 from tierstore.engine.store import Store
-from tierstore.errors import InvalidInput, NotFound
-from tierstore.service.oip.shared_memory import DIRECTORY, MAX_REGIONS, Regions, Span
-from tierstore.service.server import ServerThread
+from tierstore.errors import InvalidInput, NotFound, Overloaded
+from tierstore.service.addresses import is_on_host
+from tierstore.service.http import connection
+from tierstore.service.oip.shared_memory import DIRECTORY, MAX_REGIONS, MOST_EACH, Regions, Span
+from tierstore.service.server import ServerThread, has_grpc
 
 from .conftest import GRPC, eventually, settings_for
 from .fake_store import DEFAULT, ITEMS, USERS
@@ -302,7 +307,7 @@ def test_a_region_is_there_for_its_caller_and_for_admins_alone(make: Any) -> Non
     regions = Regions(enabled=True, max_read=SIZE)
     one, two = Principal("token 1", Role.READER), Principal("token 2", Role.ADMIN, frozenset({"ctr"}))
     span = Span("r", 0, 64)
-    regions.of(one).register("r", key_of("in"), 0, SIZE)
+    regions.of(one).register("r", key_of("in"), 0, SIZE, on_host=True)
     for stranger in (two, Principal("token 3", Role.READER)):
         theirs = regions.of(stranger)
         assert theirs.status() == []
@@ -315,7 +320,7 @@ def test_a_region_is_there_for_its_caller_and_for_admins_alone(make: Any) -> Non
             with pytest.raises(NotFound):
                 use()
         with pytest.raises(InvalidInput, match="choose another name"):
-            theirs.register("r", key_of("in"), 0, SIZE)
+            theirs.register("r", key_of("in"), 0, SIZE, on_host=True)
         theirs.unregister("r")
         theirs.unregister()
     assert len(regions.of(one).status()) == 1
@@ -325,14 +330,109 @@ def test_a_region_is_there_for_its_caller_and_for_admins_alone(make: Any) -> Non
     assert len(regions) == 0
 
 
+def test_an_object_is_registered_by_one_caller_alone_whatever_its_name(make: Any) -> None:
+    make("in")
+    regions = Regions(enabled=True, max_read=SIZE)
+    owner, stranger, admin = (
+        regions.of(Principal(f"token {role}", role)) for role in (Role.READER, Role.WRITER, Role.ADMIN)
+    )
+    for name in ("one", "two"):
+        owner.register(name, key_of("in"), 0, SIZE, on_host=True)
+    linked = DIRECTORY / f"{NAME}-linked"
+    linked.hardlink_to(DIRECTORY / f"{NAME}-in")
+    try:
+        for key in (key_of("in"), f"/{linked.name}"):
+            with pytest.raises(InvalidInput, match="is registered by another caller"):
+                stranger.register("theirs", key, 0, SIZE, on_host=True)
+    finally:
+        linked.unlink()
+    admin.register("three", key_of("in"), 0, SIZE, on_host=True)
+    admin.unregister()
+    stranger.register("theirs", key_of("in"), 0, SIZE, on_host=True)
+    regions.close()
+
+
+def test_one_caller_cannot_use_up_all_regions(make: Any) -> None:
+    make("in")
+    make("other")
+    regions = Regions(enabled=True, max_read=SIZE)
+    greedy, other = (regions.of(Principal(name, Role.READER)) for name in ("token 1", "token 2"))
+    for i in range(MOST_EACH):
+        greedy.register(f"r{i}", key_of("in"), 0, SIZE, on_host=True)
+    with pytest.raises(Overloaded, match=f"token 1 has registered {MOST_EACH} regions"):
+        greedy.register("one more", key_of("in"), 0, SIZE, on_host=True)
+    other.register("one more", key_of("other"), 0, SIZE, on_host=True)
+    regions.close()
+
+
+def test_a_client_of_another_machine_registers_nothing(
+    server: ServerThread, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("in")
+    monkeypatch.setattr(connection, "is_on_host", lambda _: False)
+    with triton.InferenceServerClient(server.url.removeprefix("http://")) as client:
+        with pytest.raises(InferenceServerException, match="clients on this machine"):
+            client.register_system_shared_memory("r", key_of("in"), SIZE)
+        with pytest.raises(InferenceServerException, match="clients on this machine"):
+            client.register_cuda_shared_memory("r", base64.b64encode(bytes(64)), 0, SIZE)
+    if has_grpc():
+        import tritonclient.grpc as triton_grpc
+
+        from tierstore.service.rpc.caller import RpcCaller
+
+        monkeypatch.setattr(RpcCaller, "address", lambda _: "192.0.2.7:4711")
+        with (
+            triton_grpc.InferenceServerClient(server.grpc_target) as client,
+            pytest.raises(InferenceServerException, match=r"PERMISSION_DENIED.*clients on this machine"),
+        ):
+            client.register_system_shared_memory("r", key_of("in"), SIZE)
+
+
+def test_who_is_on_this_machine_is_seen_by_the_connection() -> None:
+    near, other = socket.socketpair()
+    with near, other, socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as lost:
+        assert is_on_host(near)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert is_on_host(accepted)
+        assert not is_on_host(lost), "nobody is there any more, so nobody knows"
+    for host, expected in (
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:192.0.2.7", False),
+        ("2001:db8::1", False),
+    ):
+        assert is_loopback(host) is expected
+
+
+@pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
+def test_who_is_on_this_machine_is_seen_by_grpcs_name_of_a_peer() -> None:
+    from tierstore.service.rpc.caller import RpcCaller
+
+    for peer in ("ipv4:127.0.0.1:4711", b"ipv6:%5B::1%5D:4711", "ipv6:%5B::ffff:127.0.0.1%5D:4711", "unix:/run/s"):
+        assert RpcCaller((), lambda peer=peer: peer).on_host
+    for peer in ("ipv4:192.0.2.7:4711", "ipv6:%5B2001:db8::1%5D:4711", "unknown", ""):
+        assert not RpcCaller((), lambda peer=peer: peer).on_host
+
+
+def test_a_client_at_a_unix_socket_registers_as_one_over_loopback(tmp_path: Path, make: Any) -> None:
+    make("in")
+    path = f"{tmp_path}/s"
+    settings = settings_for(tmp_path, allow_client_shm=True, grpc_port="off", admin_listen=f"unix:{path}")
+    transport = httpx.HTTPTransport(uds=path)
+    with Store(settings) as store, ServerThread(store), httpx.Client(transport=transport, timeout=60) as http:
+        body = {"key": key_of("in"), "offset": 0, "byte_size": SIZE}
+        answer = http.post("http://localhost/v2/systemsharedmemory/region/r/register", json=body)
+        assert (answer.status_code, answer.text) == (200, "")
+
+
 def test_regions_have_a_bound(make: Any) -> None:
     make("in")
     before = len(descriptors())
     regions = Regions(enabled=True, max_read=SIZE)
     for i in range(MAX_REGIONS):
-        regions.register(f"r{i}", key_of("in"), 0, SIZE)
+        regions.register(f"r{i}", key_of("in"), 0, SIZE, on_host=True)
     with pytest.raises(Exception, match="registered already"):
-        regions.register("one more", key_of("in"), 0, SIZE)
+        regions.register("one more", key_of("in"), 0, SIZE, on_host=True)
     assert len(descriptors()) == before + MAX_REGIONS
     regions.close()
     assert len(descriptors()) == before
@@ -342,7 +442,7 @@ def test_a_region_in_use_stays_open_until_its_use_ends(make: Any) -> None:
     shm.set_shared_memory_region(make("in"), [KEYS])
     before = len(descriptors())
     regions = Regions(enabled=True, max_read=SIZE)
-    regions.register("r", key_of("in"), 0, SIZE)
+    regions.register("r", key_of("in"), 0, SIZE, on_host=True)
     span = Span("r", 0, KEYS.nbytes)
     with regions._using(span, "input 'x'") as region:
         regions.unregister("r")
@@ -357,7 +457,7 @@ def test_a_region_in_use_stays_open_until_its_use_ends(make: Any) -> None:
 def test_reads_have_a_bound(make: Any) -> None:
     make("in")
     regions = Regions(enabled=True, max_read=64)
-    regions.register("r", key_of("in"), 0, SIZE)
+    regions.register("r", key_of("in"), 0, SIZE, on_host=True)
     assert len(regions.read(Span("r", 0, 64), "input 'x'")) == 64
     with pytest.raises(Exception, match="64 are allowed"):
         regions.read(Span("r", 0, 65), "input 'x'")
@@ -368,7 +468,7 @@ def test_nothing_is_opened_where_it_is_not_enabled(make: Any) -> None:
     make("in")
     regions = Regions(enabled=False, max_read=SIZE)
     with pytest.raises(InvalidInput, match="not enabled"):
-        regions.register("r", key_of("in"), 0, SIZE)
+        regions.register("r", key_of("in"), 0, SIZE, on_host=True)
     with pytest.raises(InvalidInput, match="not enabled"):
         regions.status()
     regions.unregister()

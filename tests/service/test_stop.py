@@ -28,22 +28,32 @@ from .conftest import settings_for
 from .fake_store import FakeStore
 
 SERVES = """
-import sys, time
+import os, sys, time
 from tierstore.config import load_settings
 from tierstore.service import process, server
 from tierstore.service.context import Service
-process.CLOSE_S, server.FINISH_S = 1.0, 1.0
-Service.close = lambda self: time.sleep(3600)  # a part that does not end
-server.serve(load_settings(None, data=sys.argv[1], port=0, grpc_port="off", drain_s=0, threads=1, host_budget="4MiB"))
+process.CLOSE_S, process.LAST_S, server.FINISH_S = 1.0, 0.5, 1.0
+def say(*_):
+    print("serves", flush=True)
+    if sys.argv[2] == "the event loop":
+        os.mkfifo("pipe")
+        open("pipe")  # for ever, on the event loop
+Service.close = lambda self: time.sleep(3600)
+settings = load_settings(None, data=sys.argv[1], port=0, grpc_port="off", drain_s=0, threads=1, host_budget="4MiB")
+server.serve(settings, announce=say)
 """
 
 
-def test_a_stop_that_does_not_end_exits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("endless", "code", "said"), [("a part", EXIT_CODE, "has not ended"), ("the event loop", -signal.SIGALRM, "")]
+)
+def test_a_stop_that_does_not_end_exits(tmp_path: Path, endless: str, code: int, said: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVES, str(tmp_path / "data")],
+        [sys.executable, "-c", SERVES, str(tmp_path / "data"), endless],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
     )
     try:
         assert process.stdout is not None
@@ -52,8 +62,8 @@ def test_a_stop_that_does_not_end_exits(tmp_path: Path) -> None:
         _, log = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == EXIT_CODE
-    assert "has not ended" in log
+    assert process.returncode == code
+    assert said in log
 
 
 def test_a_stop_ends_a_graph_that_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

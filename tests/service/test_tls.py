@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +59,9 @@ def scene(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Ite
     own = authority.issue("service", "IP:127.0.0.1,DNS:localhost")
     files = {
         "trainer": authority.issue("trainer", f"URI:{TRAINER},DNS:trainer.example"),
-        "ranker": authority.issue("ranker", "DNS:ranker.example"),
+        "ranker": authority.issue("ranker", ""),
         "other": authority.issue("other", "DNS:other.example"),
+        "posing": authority.issue(TRAINER, "IP:127.0.0.1", into="posing"),
     }
     settings = settings_for(
         root, grpc_port=GRPC, tls_cert=own.cert, tls_key=own.key, tls_client_ca=authority.ca, allow_client_shm=True
@@ -107,8 +109,10 @@ def test_a_certificate_has_the_role_of_its_entry_and_no_other(scene: Scene) -> N
             client.lookup("third", "item_id", KEYS)
     with (
         scene.client("other") as client,
-        pytest.raises(Unauthorized, match="'other' has no role here"),
+        pytest.raises(Unauthorized, match=r"'other\.example' has no role here"),
     ):
+        client.lookup("ctr", "item_id", KEYS)
+    with scene.client("posing") as client, pytest.raises(Unauthorized, match="takes a token"):
         client.lookup("ctr", "item_id", KEYS)
     with scene.client("other", token=scene.secret) as client:  # a token counts more than a certificate
         client.lookup("ctr", "item_id", KEYS)
@@ -127,6 +131,59 @@ def test_without_a_certificate_or_with_one_of_another_authority_nobody_gets_in(s
         client.lookup("ctr", "item_id", KEYS)
     with Client(scene.server.url, retries=0) as client, pytest.raises(Unreachable, match="certificate"):
         client.ready()
+
+
+VERSIONS = [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3]
+
+
+def _session(scene: Scene, port: int, context: ssl.SSLContext, before: ssl.SSLSession | None = None) -> Any:
+    """(what is answered to a request, or to the preface of HTTP/2; the session; whether it is the one `before`)."""
+    request = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    if port != scene.server.port:
+        request = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    with (
+        socket.create_connection(("127.0.0.1", port), 30) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1", session=before) as sock,
+    ):
+        sock.sendall(request)
+        try:
+            return sock.recv(4096), sock.session, sock.session_reused
+        except ConnectionResetError:
+            return b"", sock.session, sock.session_reused
+
+
+def _client_context(scene: Scene, name: str, version: ssl.TLSVersion) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(scene.authority.ca))
+    context.load_cert_chain(*scene.files[name])
+    context.maximum_version = version
+    return context
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_session_that_is_resumed_does_not_outlive_its_certificate(
+    scene: Scene, version: ssl.TLSVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL looks at a certificate in whole handshakes alone."""
+    context = _client_context(scene, "trainer", version)
+    _, session, _ = _session(scene, scene.server.port, context)
+    answer, session, resumed = _session(scene, scene.server.port, context, session)
+    assert (answer[:15], resumed) == (b"HTTP/1.1 200 OK", True)
+    later = time.time() + 3 * 86400  # certificates of the tests are good for two days
+    monkeypatch.setattr("tierstore.service.tls.time", SimpleNamespace(time=lambda: later))
+    answer, _, resumed = _session(scene, scene.server.port, context, session)
+    assert (answer, resumed) == (b"", True)
+    eventually(lambda: scene.server.service.connection_limit.open == 0, "the connections to be counted off")
+
+
+@needs_grpc
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_session_is_resumed_over_grpc(scene: Scene, version: ssl.TLSVersion) -> None:
+    context = _client_context(scene, "trainer", version)
+    context.set_alpn_protocols(["h2"])
+    answer, session, _ = _session(scene, scene.server.grpc_port, context)
+    assert answer
+    answer, _, resumed = _session(scene, scene.server.grpc_port, context, session)
+    assert (answer != b"", resumed) == (True, False)
 
 
 def test_what_is_no_tls_ends_its_connection_alone_and_writes_no_traceback(
@@ -219,8 +276,9 @@ def test_the_same_over_grpc(scene: Scene) -> None:
         rows, refused = called(name, secret)
         np.testing.assert_array_equal(rows, items(KEYS))
         assert refused == status, name
-    with pytest.raises(Exception, match="has no role here"):
-        called("other")
+    for name, words in (("other", "has no role here"), ("posing", "takes a token")):
+        with pytest.raises(Exception, match=words):
+            called(name)
     trusted = grpc.ssl_channel_credentials(scene.authority.ca.read_bytes())
     with grpc.secure_channel(scene.server.grpc_target, trusted) as channel, pytest.raises(grpc.RpcError):
         channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=30)
@@ -258,7 +316,10 @@ def test_callers_are_the_same_without_the_layer_below_grpcio(
     import tritonclient.grpc as triton
 
     monkeypatch.setattr("tierstore.service.rpc.server.core_of", lambda _: None)
-    own, ranker, other = (authority.issue(name, into=f"{name}-above") for name in ("service", "ranker", "other"))
+    own, ranker, other = (
+        authority.issue(name, others, into=f"{name}-above")
+        for name, others in (("service", "IP:127.0.0.1"), ("ranker", ""), ("other", "DNS:other.example"))
+    )
     settings = settings_for(tmp_path, grpc_port=GRPC, tls_cert=own.cert, tls_key=own.key, tls_client_ca=authority.ca)
     TokenFile(settings.data / "tokens.json").admit("ranker", Role.READER, ["ctr"])
     keys = triton.InferInput("item_id", [len(KEYS)], "INT64")
@@ -366,7 +427,8 @@ def _shown(port: int, authority: Authority) -> str:
         socket.create_connection(("127.0.0.1", port), 30) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
     ):
-        return names_of(sock.getpeercert())[-1]
+        (((_, name),),) = sock.getpeercert()["subject"]
+        return str(name)
 
 
 def test_new_connections_get_a_new_certificate_and_old_ones_go_on(
@@ -394,6 +456,15 @@ def test_a_broken_new_certificate_changes_nothing_and_is_a_problem_in_the_status
     with Client(server.url, ca=authority.ca) as client:
         assert client.status()["service"]["problems"] == []
         other = authority.issue("third")
+        pair = own.cert.read_bytes()
+        own.cert.unlink()
+        os.mkfifo(own.cert)  # which nobody writes to
+        eventually(lambda: client.status()["service"]["problems"], "the problem")
+        assert "expected a regular file, found a named pipe" in client.status()["service"]["problems"][0]
+        own.cert.unlink()
+        own.cert.write_bytes(pair)
+        eventually(lambda: not client.status()["service"]["problems"], "the first pair")
+        caplog.clear()
         shutil.copy(other.cert, own.cert)  # and not its key
         eventually(lambda: client.status()["service"]["problems"], "the problem")
         (problem,) = client.status()["service"]["problems"]
@@ -443,5 +514,7 @@ def test_names_of_a_certificate_are_in_order() -> None:
         "subject": ((("countryName", "XX"),), (("commonName", "c"),)),
         "subjectAltName": (("DNS", "d"), ("email", "e@f"), ("URI", "u"), ("IP Address", "10.0.0.1")),
     }
-    assert names_of(certificate) == ("u", "d", "c")
+    assert names_of(certificate) == ("u", "d")
+    assert names_of({**certificate, "subjectAltName": (("IP Address", "10.0.0.1"),)}) == ()
+    assert names_of({"subject": certificate["subject"]}) == ("c",)
     assert names_of(None) == names_of({}) == ()

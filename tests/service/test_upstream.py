@@ -377,7 +377,7 @@ def test_a_node_that_hangs_is_left_for_its_copy(scene: Scene) -> None:
 def test_a_token_is_needed_where_the_nodes_have_tokens(scene: Scene) -> None:
     node = scene.node()
     node.load(1, 0)
-    _, secret = TokenFile(node.data / "tokens.json").create(Role.READER)
+    _, secret = TokenFile(node.data / "tokens.json").create(Role.FRONT)
     node.stop()
     node.start()
     without, with_token = scene.front(), scene.front(upstream_token=secret)
@@ -387,6 +387,22 @@ def test_a_token_is_needed_where_the_nodes_have_tokens(scene: Scene) -> None:
     assert "401" in of_node["problem"]
     assert secret not in str(with_token.status())
     assert secret not in repr(with_token.settings)
+
+
+def test_a_token_leaves_a_front_with_tls_alone(tmp_path: Path) -> None:
+    addresses = "http://127.0.0.1:1,http://0.0.0.0:1"  # the second is no loopback address, and refuses at once
+    with pytest.raises(
+        tierstore.errors.ConfigError,
+        match=r"upstream_token: it would cross the network in clear to http://0.0.0.0:1; use an https url, or upstream_allow_",
+    ):
+        tierstore.open(tmp_path, upstream=addresses, upstream_token="secret")
+    for one in (
+        {"upstream": addresses},
+        {"upstream": "http://localhost:1,https://0.0.0.0:1", "upstream_token": "secret"},
+        {"upstream": addresses, "upstream_token": "secret", "upstream_allow_insecure_token": True},
+    ):
+        with tierstore.open(tmp_path, **one, host_budget="4MiB") as front:
+            assert front.models() == []
 
 
 def test_a_front_is_no_node_to_be_in_front_of(scene: Scene) -> None:
@@ -406,6 +422,9 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     for text in ("127.0.0.1:8000", "ftp://a:1", "http://a:x", "http://a:1/path", "http://u:p@a:1", "http://a:1,"):
         with pytest.raises(tierstore.errors.ConfigError, match="upstream"):
             tierstore.open(tmp_path / "b", upstream=text)
+    with pytest.raises(tierstore.errors.ConfigError, match="expected addresses such as") as raised:
+        tierstore.open(tmp_path / "b", upstream="http://a:1,http://user:hunter2@b:1")
+    assert "hunter2" not in str(raised.value)
     (tmp_path / "w").mkdir()
     for other in ({"kafka": "b:9092", "kafka_topic": "t"}, {"watch": tmp_path / "w"}, {"watch_snapshots": [tmp_path]}):
         with pytest.raises(tierstore.errors.ConfigError, match=r"set .* on the nodes upstream"):

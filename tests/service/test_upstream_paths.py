@@ -11,12 +11,16 @@ import pytest
 
 from tests.certificates import Authority
 from tests.engine import scenes
+from tierstore.access.roles import NO_LIMITS, Rates, Role
+from tierstore.access.tokens import TokenFile
 from tierstore.errors import ClusterUnavailable, NotFound
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
+from tierstore.service.http import fronts
 from tierstore.service.server import ServerThread
 from tierstore.tiers.upstream import wire
 
 from .conftest import settings_for
+from .test_rates import SLOW, statuses
 from .test_reactor import reactor_answers
 from .upstream_scenes import KEYS, NO_CACHE, Scene, Upstream, await_watermark, check, of_share
 
@@ -72,10 +76,11 @@ def test_reactors_answer_for_rows_that_are_in_memory(scene: Scene) -> None:
 
 
 class Asker:
-    """Requests for rows of `item` to one node, by hand."""
+    """Requests for rows of `item` to one node, by hand, with a token where there is one."""
 
-    def __init__(self, node: Upstream) -> None:
-        self.http = httpx.Client(base_url=node.url, timeout=60)
+    def __init__(self, node: Upstream, secret: str | None = None) -> None:
+        headers = {} if secret is None else {"authorization": f"Bearer {secret}"}
+        self.http = httpx.Client(base_url=node.url, timeout=60, headers=headers)
         state = self.http.get("/upstream/models", params={"front": "test", "serves": "{}"}).json()
         self.line = state["models"]["ctr"]["versions"]["1"]["line"]
 
@@ -112,6 +117,63 @@ def test_reactors_and_python_answer_alike(scene: Scene) -> None:
     now = ask(range(50), upto=1)
     assert int.from_bytes(now.content[:8], "little") == 1
     assert now.content != was
+
+
+def test_what_fronts_ask_is_for_fronts_alone_whoever_has_asked_before(scene: Scene) -> None:
+    tokens = TokenFile(scene.root / "node-0/tokens.json")
+    secrets = {role: tokens.create(role)[1] for role in Role}
+    node = scene.node()
+    node.load(1, 0)
+    warm(node, np.array(KEYS))
+    asks = {role: Asker(node, secrets[role]) for role in (Role.FRONT, Role.ADMIN)}
+    assert asks[Role.FRONT](KEYS).status_code == 200  # by Python, which tells the reactors how
+    for ask in asks.values():
+        ask(KEYS)  # each is known from its first request on
+        before = reactor_answers(node.server)
+        assert [ask(KEYS).status_code for _ in range(3)] == [200] * 3
+        assert reactor_answers(node.server) == before + 3
+    for role in (Role.READER, Role.WRITER):
+        front = asks[Role.FRONT]
+        front.http.headers["authorization"] = f"Bearer {secrets[role]}"
+        before = reactor_answers(node.server)
+        assert statuses(node.server, "ctr", {"authorization": front.http.headers["authorization"]}) == [200] * 6
+        assert reactor_answers(node.server) >= before + 4, "reactors know its token"
+        for _ in range(3):
+            refused = front(KEYS)
+            assert (refused.status_code, refused.json()["error"]) == (
+                403,
+                f"{tokens_name(tokens, role)} has the role {role}: this takes front or admin",
+            )
+        ghost = front.http.get("/upstream/models", params={"front": "ghost", "serves": '{"ctr": [1, 0]}'})
+        assert ghost.status_code == 403
+
+
+def test_requests_for_rows_count_however_they_are_answered(scene: Scene) -> None:
+    """By those who ask, and by models; a request for many rows goes another way than one for few."""
+    tokens = TokenFile(scene.root / "node-0/tokens.json")
+    rates = {"free": NO_LIMITS, "asks": Rates(requests=SLOW), "keys": Rates(keys=SLOW), "bytes": Rates(nbytes=SLOW)}
+    secrets = {name: tokens.create(Role.FRONT, rates=of)[1] for name, of in rates.items()}
+    node = scene.node()
+    node.load(1, 0)
+    many = range(fronts.DIRECT_KEYS + 1)
+    for name, secret in secrets.items():
+        ask = Asker(node, secret)
+        expected = [200] * 4 if name == "free" else [200] + [429] * 3
+        assert [ask(KEYS).status_code for _ in range(4)] == expected, name
+        refused = ask(many)
+        assert refused.status_code == expected[-1], name
+        assert name == "free" or int(refused.headers["retry-after"]) > 60
+    for codes in ([5], many):
+        limited = scene.node(quotas={"ctr": {"keys_per_second": SLOW}})
+        limited.load(1, 0)
+        warm(limited, np.array(codes))
+        ask = Asker(limited)
+        assert [ask(codes).status_code for _ in range(4)] == [200] + [429] * 3
+        assert reactor_answers(limited.server) == 0
+
+
+def tokens_name(tokens: TokenFile, role: Role) -> str:
+    return next(token.principal.name for token in tokens.tokens() if token.role is role)
 
 
 def test_a_front_that_has_heard_of_no_node_says_so(scene: Scene) -> None:

@@ -1,6 +1,7 @@
 """Roles, what each may do, and principals: the callers that a token, or a certificate, stands for.
 
-A role may do what those before it may: reader, writer, admin. `metrics` stands aside: it reads metrics and nothing else.
+A role may do what those before it may: reader, writer, admin. Two stand aside: `metrics` reads metrics and nothing else, `front` is a
+reader that may also be a node in front of this one.
 A principal may be limited to some models; then it may not ask for what concerns all of them. Immutable; any thread.
 """
 
@@ -17,6 +18,7 @@ class Role(StrEnum):
 
     METRICS = "metrics"
     READER = "reader"
+    FRONT = "front"
     WRITER = "writer"
     ADMIN = "admin"
 
@@ -25,9 +27,10 @@ class Action(StrEnum):
     """What a request does, as far as access goes."""
 
     OPEN = "open"  # for everybody, without a token: health, pages without data
-    ANY = "any"  # for everybody with a token: what says nothing of a model
+    ANY = "any"  # for every token but one for metrics: what says nothing of a model
     METRICS = "metrics"
     READ = "read"  # look-ups, predictions, metadata, status
+    FRONT = "front"  # what a node in front asks: what is served, rows as stored, deltas of the log, files of versions
     WRITE = "write"  # deltas
     ADMIN = "admin"  # loads, switches, drops
 
@@ -35,8 +38,9 @@ class Action(StrEnum):
 CHANGES = frozenset({Action.WRITE, Action.ADMIN})  # what the audit is about
 
 _MAY: dict[Role, frozenset[Action]] = {
-    Role.METRICS: frozenset({Action.OPEN, Action.ANY, Action.METRICS}),
+    Role.METRICS: frozenset({Action.OPEN, Action.METRICS}),
     Role.READER: frozenset({Action.OPEN, Action.ANY, Action.READ}),
+    Role.FRONT: frozenset({Action.OPEN, Action.ANY, Action.READ, Action.FRONT}),
     Role.WRITER: frozenset({Action.OPEN, Action.ANY, Action.READ, Action.WRITE}),
     Role.ADMIN: frozenset(Action),
 }

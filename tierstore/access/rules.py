@@ -9,37 +9,58 @@ from functools import lru_cache
 
 from tierstore.access.roles import Action
 
-# (methods, path) → what it takes. `{model}` is the model that it concerns; `{…}` any one part; `*` any number of parts.
-# HEAD goes by GET. The first that fits counts.
+# (methods, path) → what it takes. `{model}` is the model that it concerns; `{…}` any one part; `a|b` one of these; `{…:path}`, at
+# the end, any number of parts. HEAD goes by GET. The first that fits counts. The data plane serves no path that is not here.
 HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/", Action.OPEN),
     ("GET", "/docs", Action.OPEN),
     ("GET", "/openapi.json", Action.OPEN),
     ("GET", "/metrics", Action.METRICS),
     # Open Inference Protocol
-    ("GET", "/v2/health/{kind}", Action.OPEN),
+    ("GET", "/v2/health/live|ready", Action.OPEN),
     ("GET", "/v2", Action.ANY),
     ("GET", "/v2/models/stats", Action.READ),
-    ("GET POST", "/v2/models/{model}/trace/setting", Action.ADMIN),
-    ("GET", "/v2/models/{model}/*", Action.READ),
+    ("GET", "/v2/models/{model}", Action.READ),
+    ("GET", "/v2/models/{model}/ready|stats|config", Action.READ),
+    ("GET", "/v2/models/{model}/versions/{version}", Action.READ),
+    ("GET", "/v2/models/{model}/versions/{version}/ready|stats|config", Action.READ),
     ("POST", "/v2/models/{model}/infer", Action.READ),
     ("POST", "/v2/models/{model}/versions/{version}/infer", Action.READ),
     ("POST", "/v2/repository/index", Action.READ),
-    ("POST", "/v2/repository/models/{model}/{verb}", Action.ADMIN),
-    ("GET POST", "/v2/systemsharedmemory/*", Action.ANY),
-    ("GET POST", "/v2/cudasharedmemory/*", Action.ANY),
+    ("POST", "/v2/repository/models/{model}/load|unload", Action.ADMIN),
+    ("GET", "/v2/systemsharedmemory|cudasharedmemory/status", Action.ANY),
+    ("GET", "/v2/systemsharedmemory|cudasharedmemory/region/{region}/status", Action.ANY),
+    ("POST", "/v2/systemsharedmemory|cudasharedmemory/unregister", Action.ANY),
+    ("POST", "/v2/systemsharedmemory|cudasharedmemory/region/{region}/register|unregister", Action.ANY),
+    ("GET POST", "/v2/logging", Action.ADMIN),
+    ("GET POST", "/v2/trace/setting", Action.ADMIN),
+    ("GET POST", "/v2/models/{model}/trace/setting", Action.ADMIN),
     # TensorFlow Serving
-    ("GET POST", "/v1/models/{model}/*", Action.READ),
+    ("GET", "/v1/models", Action.ADMIN),
+    ("GET POST", "/v1/models/{model}", Action.READ),
+    ("GET POST", "/v1/models/{model}/metadata|predict|classify|regress", Action.READ),
+    ("GET POST", "/v1/models/{model}/versions|labels/{version}", Action.READ),
+    ("GET POST", "/v1/models/{model}/versions|labels/{version}/metadata|predict|classify|regress", Action.READ),
     # nodes in front
-    ("GET", "/upstream/models", Action.READ),
-    ("GET", "/upstream/models/{model}/*", Action.READ),
-    ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows", Action.READ),
+    ("GET", "/upstream/models", Action.FRONT),
+    ("GET", "/upstream/models/{model}/deltas", Action.FRONT),
+    ("GET", "/upstream/models/{model}/versions/{version}", Action.FRONT),
+    ("GET", "/upstream/models/{model}/versions/{version}/files/{file:path}", Action.FRONT),
+    ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows", Action.FRONT),
     # admin
     ("GET", "/admin/models", Action.READ),
     ("GET", "/admin/models/{model}", Action.READ),
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),
-    ("GET POST PUT DELETE", "/admin/models/{model}/*", Action.ADMIN),
-    ("GET POST", "/admin/parked/*", Action.ADMIN),
+    ("POST", "/admin/models/{model}/snapshots|exports|sample", Action.ADMIN),
+    ("POST", "/admin/models/{model}/activate|rollback|canary|promote|withdraw", Action.ADMIN),
+    ("DELETE", "/admin/models/{model}/versions/{version}", Action.ADMIN),
+    ("PUT DELETE", "/admin/models/{model}/labels/{label}", Action.ADMIN),
+    ("GET", "/admin/jobs", Action.ADMIN),
+    ("GET DELETE", "/admin/jobs/{job}", Action.ADMIN),  # of which model it is says the job: service/admin/routes.py
+    ("GET", "/admin/parked", Action.ADMIN),
+    ("GET", "/admin/parked/{name}", Action.ADMIN),
+    ("GET", "/admin/parked/{name}/payload", Action.ADMIN),
+    ("POST", "/admin/parked/{name}/retry|skip", Action.ADMIN),
 )
 
 # the full name of a method → what it takes
@@ -81,6 +102,7 @@ GRPC: dict[str, Action] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Action.ANY,
 }
 
+_REMAINDER = ":path}"
 _PATTERNS = tuple(
     (frozenset(methods.split()), tuple(part for part in path.split("/") if part), action)
     for methods, path, action in HTTP
@@ -90,14 +112,18 @@ _PATTERNS = tuple(
 @lru_cache(1024)
 def of_http(method: str, path: str) -> tuple[Action, str | None]:
     """(what a request takes, the model that it concerns); `path` is decoded, without the query."""
-    method = "GET" if method == "HEAD" else method
-    if path[:4].lower() == "/v1/":
-        path = path.replace(":", "/")  # TensorFlow Serving's verbs stand behind a colon
-    parts = [part for part in path.split("/") if part]
+    method, parts = "GET" if method == "HEAD" else method, _parts(path)
     for methods, pattern, action in _PATTERNS:
         if method in methods and (found := _match(pattern, parts)) is not None:
             return action, found or None
     return Action.ADMIN, None
+
+
+@lru_cache(1024)
+def is_listed(path: str) -> bool:
+    """Whether the table has `path`, by whichever method."""
+    parts = _parts(path)
+    return any(_match(pattern, parts) is not None for _, pattern, _ in _PATTERNS)
 
 
 def of_grpc(method: str) -> Action:
@@ -105,16 +131,21 @@ def of_grpc(method: str) -> Action:
     return GRPC.get(method, Action.ADMIN)
 
 
+def _parts(path: str) -> list[str]:
+    if path[:4].lower() == "/v1/":
+        path = path.replace(":", "/")  # TensorFlow Serving's verbs stand behind a colon
+    return [part for part in path.split("/") if part]
+
+
 def _match(pattern: tuple[str, ...], parts: list[str]) -> str | None:
     """The model that parts of a path name, empty where the pattern names none; None where they do not fit it."""
-    open_ended = bool(pattern) and pattern[-1] == "*"
-    fixed = pattern[:-1] if open_ended else pattern
-    if len(parts) < len(fixed) or (len(parts) > len(fixed) and not open_ended):
+    open_ended = bool(pattern) and pattern[-1].endswith(_REMAINDER)
+    if len(parts) < len(pattern) or (len(parts) > len(pattern) and not open_ended):
         return None
     model = ""
-    for wanted, part in zip(fixed, parts, strict=False):
+    for wanted, part in zip(pattern, parts, strict=False):
         if wanted == "{model}":
             model = part
-        elif not wanted.startswith("{") and wanted != part.lower():
+        elif not wanted.startswith("{") and part.lower() not in wanted.split("|"):
             return None
     return model

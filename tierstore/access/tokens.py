@@ -8,7 +8,8 @@ file is replaced whole.
 
 `TokenFile` is for the command line, any process. `Tokens` is for a service: it reads the file again when it has changed,
 which it looks for once a second at most, so that a token that was revoked is refused within a second. Once there has been
-a file, tokens are needed, even if it is empty or gone: a service never becomes open while it runs. Any thread.
+a file, tokens are needed, even if it is empty, gone, or not to be read: a service never becomes open while it runs. That
+there was a file is known at a start by the lock beside it, which stays. Any thread.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 from tierstore.access.roles import NO_LIMITS, Principal, Rates, Role
 from tierstore.errors import Corruption, InvalidInput, NotFound, StorageError, TierstoreError, Unauthorized
 from tierstore.formats import files
+from tierstore.formats.private import make_private
 from tierstore.types import check_name
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Token:
     expires_at: datetime | None
     note: str
     digest: str | None = None
-    certificate: str | None = None  # its URI, DNS name or common name
+    certificate: str | None = None  # a name that it has
     rates: Rates = NO_LIMITS
 
     @property
@@ -188,7 +190,7 @@ class TokenFile:
         note: str = "",
         rates: Rates = NO_LIMITS,
     ) -> Token:
-        """Let callers in by a client certificate that has `certificate` as a URI, a DNS name or its common name."""
+        """Let callers in by a client certificate that has `certificate` as a URI or a DNS name, or without either as its common name."""
         if not _is_name(certificate):
             raise InvalidInput(
                 f"expected the name of a certificate, 1 to {_MOST_NAME} characters, got {certificate[:80]!r}"
@@ -212,6 +214,7 @@ class TokenFile:
 
     def revoke(self, token_id: str) -> Token:
         """Forget a token. NotFound if there is none of that id."""
+        self.tokens()  # where there is no file, no lock says that there was one
         with self._changing() as tokens:
             token = tokens.pop(token_id, None)
             if token is None:
@@ -224,10 +227,7 @@ class TokenFile:
     def _changing(self) -> Iterator[dict[str, Token]]:
         """The tokens, to be changed; kept at the end of the block unless it fails. One process at a time."""
         files.make_dir(self.path.parent)
-        try:
-            lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StorageError(f"cannot change {self.path}: {error.strerror or error}") from error
+        lock = self._open_lock()
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
@@ -235,11 +235,28 @@ class TokenFile:
             except NotFound:
                 tokens = {}
             yield tokens
-            files.publish_record(
-                self.path, {"format": FORMAT, "tokens": [token.document() for token in tokens.values()]}
-            )
+            document = {"format": FORMAT, "tokens": [token.document() for token in tokens.values()]}
+            files.publish_record(self.path, document, private=True)
         finally:
             os.close(lock)
+
+    def _open_lock(self) -> int:
+        path = lock_of(self.path)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                make_private(lock, self.path)  # root may have made it: the owner of the file has to open it too
+            except BaseException:
+                os.close(lock)
+                raise
+        except OSError as error:
+            raise StorageError(f"cannot change {self.path}: {error.strerror or error}") from error
+        return lock
+
+
+def lock_of(path: Path) -> Path:
+    """The lock of a file of tokens. Where it is and the file is not, there were tokens."""
+    return path.with_name(f"{path.name}.lock")
 
 
 def _read(path: Path) -> dict[str, Token]:
@@ -333,6 +350,9 @@ class Tokens:
             stamp = _stamp(self.path)
             if stamp == self._stamp:
                 return
+            if stamp is not None and not self._required:  # before it is read: one that cannot be keeps everybody out
+                self._required = True
+                self.generation += 1
             tokens = {} if stamp is None else _read(self.path)
         except TierstoreError as error:
             if raising:
@@ -341,11 +361,10 @@ class Tokens:
                 log.error("tokens are not read again, those read before go on: %s", error)
             self.problem = str(error)
             return
-        if stamp is None and self._required:  # gone: nobody gets in until it is back, or the service is started anew
+        if stamp is None and self._required:  # gone: nobody gets in until it is back
             log.error("%s is gone: all tokens are refused", self.path)
         self._stamp, self._tokens, self._ends, self.problem = stamp, tokens, _next_end(tokens), None
         self._certificates = {one.certificate: one for one in tokens.values() if one.certificate is not None}
-        self._required = self._required or stamp is not None
         self.generation += 1
 
 

@@ -9,6 +9,7 @@ An operation belongs to one caller; any thread may use a `ModelCache`.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -244,10 +245,12 @@ def _call(
     part = split.parts[number]
     alone = len(split.parts) == 1
 
+    text = wire.document(part.inputs, part.outputs)
+    header_lines = f"Content-Type: application/octet-stream\r\n{wire.HEADER_LENGTH}: {len(text)}\r\n"
+
     def outgoing(remaining_s: float) -> Outgoing:
-        text = wire.document(part.inputs, part.outputs, rounded_timeout(remaining_s, request.deadline.timeout_s))
-        header_lines = f"Content-Type: application/octet-stream\r\n{wire.HEADER_LENGTH}: {len(text)}\r\n"
-        return Outgoing(header_lines, [text, *(tensor.data for tensor in part.inputs if tensor.region is None)])
+        lines = header_lines + timeout_line(remaining_s)
+        return Outgoing(lines, [text, *(tensor.data for tensor in part.inputs if tensor.region is None)])
 
     def destination(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
         return joined.destination(number, name, shape, dtype)
@@ -262,18 +265,13 @@ def _call(
     )
 
 
-def rounded_timeout(remaining_s: float, timeout_s: float) -> float:
-    """The remaining time that is sent to the service: all of `timeout_s`, or the next power of two.
+def timeout_line(remaining_s: float) -> str:
+    """The header that tells the service how long the answer is waited for, in milliseconds.
 
-    The service caches its plan of a request by the request's JSON, and a number that always differs would defeat that.
-    It uses the time for load shedding only: the deadline itself is kept by the client.
+    Not the protocol's parameter `timeout`: by the request's JSON the service knows requests again, and by this header its
+    reactors know the time.
     """
-    if remaining_s > 0.9 * timeout_s:
-        return timeout_s
-    rounded = 2.0**-20
-    while rounded < remaining_s:
-        rounded *= 2
-    return min(rounded, timeout_s)
+    return f"X-Request-Timeout-Ms: {max(1, math.ceil(remaining_s * 1000))}\r\n"
 
 
 def wanted_outputs(names: Sequence[str] | None, metadata: Mapping[str, Any]) -> list[wire.Output]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tierstore import __version__
+from tierstore.addresses import is_loopback, why_not_token
 from tierstore.errors import InvalidInput
 
 CONNECT_TIMEOUT_S = 5.0
@@ -58,10 +58,7 @@ class Address:
     @property
     def loopback(self) -> bool:
         """Whether the address is on this machine."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     def tls_context(self, files: TlsFiles) -> ssl.SSLContext | None:
         """Checks certificates against `files.ca`, or those that the system trusts (or SSL_CERT_FILE). None without TLS.
@@ -141,14 +138,12 @@ def header_lines(address: Address, token: str | None, *, allow_insecure_token: b
     InvalidInput for a token that no header can carry, and, unless `allow_insecure_token`, for one that would leave this machine
     unencrypted.
     """
-    lines = f"Host: {address.authority}\r\nUser-Agent: tierstore/{__version__}\r\nAccept-Encoding: identity\r\n"
+    lines = f"Host: {address.authority}\r\nUser-Agent: tierstore/{__version__}\r\n"
     if token is None:
         return lines
     if not (token.isascii() and token.isprintable()):
         raise InvalidInput("token: expected printable ASCII")
-    if not (address.tls or address.loopback or allow_insecure_token):
-        raise InvalidInput(
-            f"token: it would cross the network in clear to {address.url}; use an https url, "
-            "or allow_insecure_token where something else encrypts, such as a mesh"
-        )
+    why = why_not_token(address.url, address.host, tls=address.tls, setting="allow_insecure_token")
+    if why is not None and not allow_insecure_token:
+        raise InvalidInput(f"token: {why}")
     return f"{lines}Authorization: Bearer {token}\r\n"

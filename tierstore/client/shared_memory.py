@@ -38,7 +38,7 @@ from tierstore.client.inference import (
     Outputs,
     exchange,
     model_path,
-    rounded_timeout,
+    timeout_line,
 )
 from tierstore.client.settings import Address
 from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound, Overloaded, TierstoreError, Unreachable
@@ -280,9 +280,10 @@ def _call(request: InferenceRequest, input_spaces: Sequence[Any], output_spaces:
         for output, (region, _) in output_spaces
     ]
 
+    text = wire.document(inputs, outputs)
+
     def outgoing(remaining_s: float) -> Outgoing:
-        text = wire.document(inputs, outputs, rounded_timeout(remaining_s, request.deadline.timeout_s))
-        return Outgoing("Content-Type: application/json\r\n", [text])
+        return Outgoing(f"Content-Type: application/json\r\n{timeout_line(remaining_s)}", [text])
 
     # Not repeated: a late first copy would write where the answer of the second lies.
     path, timeout_s = f"{model_path(request.model, request.version)}/infer", request.deadline.remaining()

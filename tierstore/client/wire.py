@@ -118,11 +118,8 @@ class Described:
 OBJECT = np.dtype(object)
 
 
-def document(inputs: Sequence[Input], outputs: Sequence[Output], timeout_s: float | None = None) -> bytes:
-    """The JSON of a request whose tensors follow it as bytes, or lie in shared memory where their `region` says.
-
-    timeout_s: the request's parameter `timeout`, sent in microseconds.
-    """
+def document(inputs: Sequence[Input], outputs: Sequence[Output]) -> bytes:
+    """The JSON of a request whose tensors follow it as bytes, or lie in shared memory where their `region` says."""
     described: list[dict[str, Any]] = [
         {
             "name": i.name,
@@ -133,15 +130,10 @@ def document(inputs: Sequence[Input], outputs: Sequence[Output], timeout_s: floa
         for i in inputs
     ]
     request: dict[str, Any] = {"inputs": described}
-    parameters: dict[str, Any] = {}
     if outputs:
         request["outputs"] = [{"name": o.name, "parameters": {"binary_data": True, **o.parameters}} for o in outputs]
     else:
-        parameters["binary_data_output"] = True
-    if timeout_s is not None:
-        parameters["timeout"] = max(1, int(timeout_s * 1e6))
-    if parameters:
-        request["parameters"] = parameters
+        request["parameters"] = {"binary_data_output": True}
     return orjson.dumps(request)
 
 

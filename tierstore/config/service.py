@@ -66,7 +66,7 @@ class ServiceSettings(BaseModel):
     )
     tokens: Path | None = Field(
         None,
-        description="file of tokens, made by `tierstore token create`; default: tokens.json in the data directory. As soon as there is one, every request but health needs a token",
+        description="file of tokens, made by `tierstore token create`; default: tokens.json in the data directory. As soon as there is one, every request but health needs a token. There is no start without one that is named here",
     )
     allowed_host: Annotated[list[str], NoDecode, BeforeValidator(split_names)] = Field(
         [],

@@ -141,7 +141,11 @@ class StoreSettings(BaseModel):
     upstream_token: str | None = Field(
         None,
         repr=False,
-        description="token (role `reader`) for these nodes; better in the environment, which keeps it out of lists of processes",
+        description="token (role `front`) for these nodes; better in the environment, which keeps it out of lists of processes",
+    )
+    upstream_allow_insecure_token: bool = Field(
+        False,
+        description="send `upstream_token` to other machines without TLS, where something else encrypts, such as a mesh",
     )
     upstream_ca: Path | None = Field(
         None,

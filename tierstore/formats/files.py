@@ -28,6 +28,7 @@ import xxhash
 
 from tierstore.errors import Corruption, DiskFull, NotFound, StorageError, TierstoreError
 from tierstore.formats.names import TEMPORARY, TRASH, is_scratch
+from tierstore.formats.private import make_private
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 
 _CHECKSUM, _NO_CHECKSUM = "xxh3", "0" * 16
@@ -159,9 +160,11 @@ def scratch(directory: str | Path) -> BinaryIO:
         return cast(BinaryIO, tempfile.TemporaryFile(dir=directory))
 
 
-def publish_bytes(path: str | Path, data: bytes | bytearray | memoryview) -> None:
-    """Replace `path` by `data`, atomically and durably."""
+def publish_bytes(path: str | Path, data: bytes | bytearray | memoryview, *, private: bool = False) -> None:
+    """Replace `path` by `data`, atomically and durably; `private`: for its owner alone."""
     with publish(path) as file:
+        if private:
+            make_private(file.fileno(), Path(path))
         file.write(data)
 
 
@@ -170,11 +173,11 @@ def publish_json(path: str | Path, document: Any) -> None:
     publish_bytes(path, (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
-def publish_record(path: str | Path, document: Mapping[str, Any]) -> None:
+def publish_record(path: str | Path, document: Mapping[str, Any], *, private: bool = False) -> None:
     """As `publish_json`, with a checksum of all bytes in the last field, `xxh3`, whose own digits count as zeros."""
     content = json.dumps({**document, _CHECKSUM: _NO_CHECKSUM}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     data = content.encode()
-    publish_bytes(path, _checksum_in(data, _xxh3(data)))
+    publish_bytes(path, _checksum_in(data, _xxh3(data)), private=private)
 
 
 def _checksum_in(data: bytes, digest: str) -> bytes:
@@ -310,12 +313,7 @@ def make_dir(path: str | Path) -> Path:
 
 def rename(old: str | Path, new: str | Path) -> None:
     """Move a file or directory within one file system, durably. A file at `new` is replaced."""
-    old, new = Path(old), Path(new)
-    with _translated(f"rename {old} to", new):
-        _file_system.rename(old, new)
-    fsync_dir(new.parent)
-    if old.parent != new.parent:
-        fsync_dir(old.parent)
+    rename_all([(Path(old), Path(new))])
 
 
 def link_all(pairs: Sequence[tuple[Path, Path]]) -> None:

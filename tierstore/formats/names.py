@@ -6,6 +6,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/LOCK                                   held by the one process that has the store open
     <data>/tokens.json                            who may use a service, without the secrets (`access/tokens.py`)
     <data>/audit/audit.jsonl                      who changed what; audit.jsonl.1 and on are older (`access/audit.py`)
+    <data>/audit/deltas.jsonl                     who sent which delta, likewise
     <data>/kafka/positions.json                   how far a topic was read, at least (`service/sources/kafka_positions.py`)
     <data>/kafka/parked/<id>.parked               a message that cannot be applied (`kafka/parked.py`)
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
@@ -37,7 +38,7 @@ LOCK = "LOCK"
 TOKENS = "tokens.json"
 WATCHED = "watch_snapshots.json"
 AUDIT = "audit"
-AUDIT_FILE = "audit.jsonl"
+AUDIT_FILE, DELTAS_FILE = "audit.jsonl", "deltas.jsonl"
 KAFKA = "kafka"
 KAFKA_POSITIONS = "positions.json"
 PARKED = "parked"

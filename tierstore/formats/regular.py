@@ -57,5 +57,13 @@ def read_regular(path: str | Location, limit: int | None = None) -> bytes:
         return data
 
 
+def check_directory(path: Path) -> None:
+    """Raise for a directory that has anything but regular files and directories in it: a library that opens them would wait."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
+                raise _refused(_KINDS.get(stat.S_IFMT(entry.stat().st_mode), "something else"), entry.path)
+
+
 def _refused(found: str, path: str | Path) -> OSError:
     return OSError(errno.EINVAL, f"expected a regular file, found {found}", str(path))

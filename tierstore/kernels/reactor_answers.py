@@ -15,6 +15,7 @@ from tierstore.kernels.raw import call_at, load_u8, load_u64, store_u8, store_u6
 from tierstore.kernels.reactor_connections import end, notify, send_first, set_send_deadline
 from tierstore.kernels.reactor_words import (
     ALLOWED_AT,
+    ALLOWED_FRONTS_AT,
     ANNOUNCED,
     ANSWERED,
     ANSWERS,
@@ -78,10 +79,11 @@ _CLOSE = np.frombuffer(b"connection: close\r\n", np.uint8)
 def is_allowed(me, at, found):  # type: ignore[no-untyped-def]
     """Whether the headers Host and Authorization of the request at `at` have passed the check of access before.
 
-    The table has a number, and so many times (address, bytes) of a Host and of an Authorization; one of no bytes
+    Requests for rows have a table of their own: what fronts may ask, not everybody may who may look up. A table has a number, and so many times (address, bytes) of a Host and of an Authorization; one of no bytes
     stands for any. What is secret is compared in a time that does not depend on it.
     """
-    pairs = acquire_i64(shared_at(me, ALLOWED_AT))
+    which = ALLOWED_FRONTS_AT if found[httphead.KIND] == httphead.ROWS else ALLOWED_AT
+    pairs = acquire_i64(shared_at(me, which))
     host, host_bytes = at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]
     token, token_bytes = at + found[httphead.AUTHORIZATION_AT], found[httphead.AUTHORIZATION_BYTES]
     for i in range(nb.int64(load_u64(pairs, 0))):

@@ -28,9 +28,9 @@ MAY_READ, CLOSES, ENDED = 1, 2, 4
 # words of `shared`, a cache line each, as some are written often
 (
     MODE, GENERATION_AT, PLANS_AT, PLAN_SLOTS, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT,
-    WAIT_NS,
-) = range(0, 12 * 8, 8)  # fmt: skip
-SHARED_WORDS = 12 * 8
+    WAIT_NS, ALLOWED_FRONTS_AT,
+) = range(0, 13 * 8, 8)  # fmt: skip
+SHARED_WORDS = 13 * 8
 FULL = 1 << 62  # of WAIT_NS: the queue has no room
 # of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)

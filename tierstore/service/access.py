@@ -10,14 +10,17 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from tierstore.access.roles import LOCAL, Action, Principal
-from tierstore.access.tokens import Tokens
+from tierstore.access.tokens import Tokens, lock_of
+from tierstore.addresses import is_loopback
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, Forbidden
+from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
-from tierstore.service.addresses import is_address, is_loopback, parse_listen
+from tierstore.service.addresses import is_address, parse_listen
 
 logger = logging.getLogger(__name__)
 AUTHORIZATION = "authorization"
@@ -30,8 +33,11 @@ class Access:
     """Constant but for its tokens, which are read again when their file changes."""
 
     def __init__(self, settings: Settings) -> None:
-        """Corruption or StorageError for a file of tokens that cannot be read."""
-        self.tokens = Tokens(settings.tokens or DataDirectory(settings.data).tokens)
+        """Corruption or StorageError for a file of tokens that cannot be read, ConfigError for one that ought to be there."""
+        path = settings.tokens or DataDirectory(settings.data).tokens
+        self.tokens = Tokens(path)
+        if not self.tokens.required:
+            _check_meant_open(path, named=settings.tokens is not None)
         self._beyond = bool(_beyond(settings))  # whether it listens beyond this machine
         self.admin_apart = settings.admin_listen is not None  # whether admin requests have a listener of their own
         self.by_certificate = settings.tls_client_ca is not None  # whether a certificate may stand for a token
@@ -104,15 +110,31 @@ def _beyond(settings: Settings) -> list[str]:
     return [host for host in hosts if not is_loopback(host)]
 
 
-def check_listen_address(settings: Settings) -> None:
+def _check_meant_open(path: Path, *, named: bool) -> None:
+    """Raise ConfigError where a file of tokens is missing that was named, or was there once: a lost file must let nobody in."""
+    if named:
+        raise ConfigError(
+            f"tokens: expected a file at {path}, and there is none. Make one with "
+            f"`tierstore token create --role admin --tokens {path}`, or correct the setting, or leave it out"
+        )
+    lock = lock_of(path)
+    if files.exists(lock):
+        raise ConfigError(
+            f"{path} is gone: there were tokens, as {lock.name} beside it says. Restore it, or make new tokens with "
+            "`tierstore token create`, or remove that file too if everybody who reaches the port may do everything"
+        )
+
+
+def check_access(settings: Settings) -> None:
     """Raise ConfigError for an address beyond loopback, unless there are tokens or a setting says that this is meant.
 
-    Logs a warning where there are tokens, and no TLS to hide them.
+    Also for a file of tokens that ought to be there. Logs a warning where it is open beyond loopback, and where there are
+    tokens, and no TLS to hide them.
     """
-    hosts = _beyond(settings)
+    required, hosts = Access(settings).required, _beyond(settings)
     if not hosts:
         return
-    if Access(settings).required:
+    if required:
         if settings.tls_cert is None:
             logger.warning(
                 "%s is not a loopback address, and there is no TLS: tokens cross the network in clear. "
@@ -123,4 +145,9 @@ def check_listen_address(settings: Settings) -> None:
         raise ConfigError(
             f"host {hosts[0]!r} is not a loopback address, and there are no tokens: whoever reaches the port could change models. "
             "Make one with `tierstore token create --role admin`, or listen on 127.0.0.1, or set allow_open_network if the network is trusted"
+        )
+    else:
+        logger.warning(
+            "%s is not a loopback address, and there are no tokens: whoever reaches the port may do everything",
+            hosts[0],
         )

@@ -9,6 +9,7 @@ import socket
 import stat
 from pathlib import Path
 
+from tierstore.addresses import is_loopback
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
 
@@ -18,14 +19,13 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host`, without port or brackets, is a loopback address or `localhost`."""
-    if host.lower() == "localhost":
-        return True
+def is_on_host(connection: socket.socket) -> bool:
+    """Whether who is at the other side of `connection` is on this machine for sure. Not where that side has gone already."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
+        peer = connection.getpeername()
+    except OSError:
         return False
+    return connection.family == socket.AF_UNIX or is_loopback(peer[0])
 
 
 def is_address(host: str) -> bool:

@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import resource
+import signal
 import struct
 import threading
 from types import TracebackType
@@ -89,6 +90,7 @@ def request_short_slices() -> None:
 
 
 CLOSE_S = 30.0  # for what comes after the requests: pools, the store
+LAST_S = 2.0  # for its own timer to go off
 EXIT_CODE = 70
 
 
@@ -100,6 +102,15 @@ class ExitBound:
 
     def __init__(self) -> None:
         self._timers: list[threading.Timer] = []
+        self._alarmed = False
+
+    def signalled(self, seconds: float) -> None:
+        """A signal asks for a stop that may last so long. For its handler: takes no lock, and the kernel keeps the time.
+
+        `start` is to follow at once, but for whatever holds up the thread that would call it.
+        """
+        self._alarmed = True
+        signal.setitimer(signal.ITIMER_REAL, seconds + CLOSE_S + LAST_S)
 
     def start(self, seconds: float) -> None:
         """The stop begins, and may last so long, and `CLOSE_S`. Any thread."""
@@ -116,6 +127,8 @@ class ExitBound:
     ) -> None:
         for timer in self._timers:
             timer.cancel()
+        if self._alarmed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _exit_at_once(seconds: float) -> None:

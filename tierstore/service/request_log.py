@@ -13,6 +13,7 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.errors import TierstoreError
 from tierstore.log_limits import LIMITED, LineLimit
+from tierstore.logs import without_secrets
 from tierstore.service.error_status import message_of
 from tierstore.service.stats import Timings
 
@@ -89,8 +90,8 @@ class RequestLog:
 
 
 def one_line(text: str) -> str:
-    """What a client sent, in one line and not too long."""
-    return repr(text[:256])[1:-1]
+    """What a client sent, in one line and not too long. Secrets go before it is cut: half of one may not look like one."""
+    return repr(without_secrets(text)[:256])[1:-1]
 
 
 def _text(fields: dict[str, Any], *, slow: bool) -> str:

@@ -26,7 +26,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import MissingExtra, TierstoreError
 from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
-from tierstore.service.access import check_listen_address
+from tierstore.service.access import check_access
 from tierstore.service.addresses import bind_admin, bind_http, grpc_port_in_use, host_port, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
@@ -61,7 +61,7 @@ def check_settings(settings: Settings) -> None:
             "grpc_port: the extra `grpc` is not installed: pip install 'tierstore[grpc]', or use the HTTP port, which speaks the same protocol"
         )
     tls_of(settings)
-    check_listen_address(settings)
+    check_access(settings)
     check_sources(settings)
 
 
@@ -106,13 +106,13 @@ class HttpService:
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)
-        root = make_root(self.service, self._admin, reactors.allowed.add)
+        root = make_root(self.service, self._admin, reactors.allow)
         self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
         self._listeners = self._make_listeners()
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
-        self.stopping: Callable[[float], None] = lambda seconds: None  # called when a stop begins that may last so long
+        self._exit_bound: ExitBound | None = None
         store.epochs.add_collector(self._plans.collect)
         if isinstance(settings.grpc_port, int):
             self._add_grpc(settings.grpc_port)
@@ -142,11 +142,11 @@ class HttpService:
             self._close()
             raise
 
-    def run(self, started: Callable[[], None], *, signals: bool) -> None:
-        """Serve until `stop` or, with `signals` (main thread only), a stop signal. `started` is called once requests are answered."""
+    def run(self, started: Callable[[], None], exit_bound: ExitBound | None = None) -> None:
+        """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called once requests are answered."""
         try:
             with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
-                runner.run(self._serve(started, signals))
+                runner.run(self._serve(started, exit_bound))
         finally:
             self._close()
 
@@ -181,11 +181,14 @@ class HttpService:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._drain, self._settings.drain_s if drain_s is None else drain_s)
 
-    async def _serve(self, started: Callable[[], None], signals: bool) -> None:
+    async def _serve(self, started: Callable[[], None], exit_bound: ExitBound | None) -> None:
         loop = self._loop = asyncio.get_running_loop()
-        if signals:
+        if exit_bound is not None:
+            self._exit_bound, drain_s = exit_bound, self._settings.drain_s
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                loop.add_signal_handler(number, self._drain, self._settings.drain_s)
+                loop.add_signal_handler(number, self._drain, drain_s)
+                # runs even where something holds up the loop, which then would not hear of the signal
+                signal.signal(number, lambda *_: exit_bound.signalled(drain_s + 2 * FINISH_S))
         self.service.sources = start_sources(self.service, self._settings)
         beside: list[asyncio.Future[Any]] = []
         serving = asyncio.ensure_future(self._server.serve(sockets=[]))
@@ -259,7 +262,7 @@ class HttpService:
             tokens.refresh()
             if tokens.generation != before:
                 before = tokens.generation
-                self._reactors.allowed.clear()
+                self._reactors.forget_allowed()
 
     async def _finish(self) -> None:
         """Wait until the reactors have answered the requests in progress."""
@@ -273,7 +276,8 @@ class HttpService:
             drain_s = 0.0
         self._draining = True
         self.service.draining = self._handoff.draining = True
-        self.stopping(drain_s + 2 * FINISH_S)  # the server's requests, then the reactors'
+        if self._exit_bound is not None:
+            self._exit_bound.start(drain_s + 2 * FINISH_S)  # the server's requests, then the reactors'
         self._reactors.drain()
         if self._grpc is not None:
             self._grpc.drain()
@@ -314,10 +318,9 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _
     raise_file_limit()
     with ExitBound() as bound, bind_http(settings) as listener, Store(settings) as store:
         service = HttpService(store, settings, listener)
-        service.stopping = bound.start
         kernels.load(kernels.FIRST)
         freeze_heap()
-        service.run(lambda: announce(service.url, service.grpc_target), signals=True)
+        service.run(lambda: announce(service.url, service.grpc_target), bound)
 
 
 class ServerThread:
@@ -380,7 +383,7 @@ class ServerThread:
 
     def _run(self) -> None:
         try:
-            self._http.run(self._up.set, signals=False)
+            self._http.run(self._up.set)
         except BaseException as error:  # noqa: BLE001 - raised where it is started
             self._error = error
         finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,11 @@ from typing import Any
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
+from tierstore.formats.regular import read_regular
 
 logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 4 << 20  # all authorities of a system take a quarter of a MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +102,32 @@ def tls_of(settings: Settings) -> Tls | None:
     return Tls(settings)
 
 
+def has_ended(certificate: Mapping[str, Any] | None) -> bool:
+    """Whether a client's certificate has expired: a handshake that resumes a session does not look."""
+    return (
+        certificate is not None
+        and "notAfter" in certificate
+        and ssl.cert_time_to_seconds(certificate["notAfter"]) < time.time()
+    )
+
+
 def names_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The names of a client's certificate, in the form of `ssl.SSLSocket.getpeercert`: URIs, DNS names, the common name."""
+    """The names of a client's certificate, in the form of `ssl.SSLSocket.getpeercert`: URIs and DNS names.
+
+    The common name where it has no alternative names of any kind: authorities check what they write there less, and it may
+    spell a URI.
+    """
     if not certificate:
         return ()
     others = certificate.get("subjectAltName", ())
-    common = (value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName")
-    return (
-        *(name for kind, name in others if kind == "URI"),
-        *(name for kind, name in others if kind == "DNS"),
-        *common,
-    )
+    if not others:
+        return tuple(value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName")
+    return tuple(name for wanted in ("URI", "DNS") for kind, name in others if kind == wanted)
 
 
 def _bytes_of(setting: str, file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_regular(file, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {file}: {error.strerror or error}") from error
 

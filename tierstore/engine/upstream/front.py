@@ -28,7 +28,7 @@ from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import DataDirectory
 from tierstore.kernels import upstream_reads
 from tierstore.tiers.upstream.connections import Node
-from tierstore.tiers.upstream.options import Options, parse_urls, tls_context
+from tierstore.tiers.upstream.options import Options, check_token, parse_urls, tls_context
 from tierstore.tiers.upstream.table import Nodes, Source, UpstreamTable
 from tierstore.types import DeltaResult, ProgressFn
 
@@ -106,6 +106,8 @@ class Front:
         self._settings, self._root, self._begin_model = settings, root, begin_model
         self.node = f"{socket.gethostname()}-{secrets.token_hex(3)}"
         addresses = parse_urls(settings.upstream)
+        if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
+            check_token(addresses)
         options = Options(
             timeout_s=settings.remote_timeout_s,
             token=settings.upstream_token,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from tierstore import __version__
-from tierstore.access.roles import LOCAL
+from tierstore.access.roles import LOCAL, Principal
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
@@ -223,14 +223,20 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
         return {"jobs": [job.document() for job in service.jobs.all()]}
 
     @app.get("/admin/jobs/{job}", tags=["snapshots"])
-    async def job_state(job: str) -> dict[str, Any]:
+    async def job_state(job: str, request: Request) -> dict[str, Any]:
         """One load or export. `rate` is in rows a second and `eta_s` to the end of the phase."""
-        return service.jobs.get(job).document()
+        return service.jobs.get(job, _models_of(request)).document()
 
     @app.delete("/admin/jobs/{job}", status_code=202, tags=["snapshots"])
-    async def cancel(job: str) -> dict[str, Any]:
+    async def cancel(job: str, request: Request) -> dict[str, Any]:
         """Ask a job to stop. It ends as failed; what a load had finished is kept for a time, see `load_retention_s`."""
-        return service.jobs.cancel(job).document()
+        return service.jobs.cancel(job, _models_of(request)).document()
+
+
+def _models_of(request: Request) -> frozenset[str] | None:
+    """The models that the caller is limited to; None: all."""
+    principal: Principal = request.scope.get(PRINCIPAL, LOCAL)
+    return principal.models
 
 
 def _add_deltas(app: FastAPI, service: Service) -> None:

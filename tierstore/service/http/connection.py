@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tierstore.service.addresses import is_on_host
 from tierstore.service.http.connection_limit import REFUSED_S, ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.http.messages import CONNECTION, PEER, UNNAMED, Peer
-from tierstore.service.tls import names_of
+from tierstore.service.tls import has_ended, names_of
 
 Back: TypeAlias = Callable[[], Callable[[int], None] | None]
 HEAD_BYTES = 64 << 10
@@ -117,7 +118,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
-        self._peer = Peer(self._admin, names_of(transport.get_extra_info("peercert")))
+        certificate = transport.get_extra_info("peercert")
+        self._peer = Peer(self._admin, names_of(certificate), is_on_host(transport.get_extra_info("socket")))
         if self._limit is not None:
             self._served = self._limit.acquire(refused=self._refused)
             if self._served is None:
@@ -126,6 +128,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if not self._served:
                 self.app, self._patience_s = self._limit.app, REFUSED_S
             self._deadlines = self._limit.deadlines(transport, refused=not self._served)
+        if has_ended(certificate):
+            transport.abort()
+            return
         self._be_patient()
         first, self._first = self._first, b""
         if first:

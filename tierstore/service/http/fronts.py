@@ -13,14 +13,18 @@ import time
 from typing import Any
 from urllib.parse import parse_qs
 
+from tierstore.access.roles import LOCAL
+from tierstore.access.rules import is_listed
 from tierstore.engine.operations.fronts import StoredRead
 from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.context import Service
+from tierstore.service.dataplane.tensors import shown
 from tierstore.service.error_status import HttpError, http_outcome
 from tierstore.service.http.application import allow
 from tierstore.service.http.messages import (
     ARRIVED,
     ERROR,
+    PRINCIPAL,
     Disconnected,
     Headers,
     Receive,
@@ -73,6 +77,7 @@ class FrontsHttp:
             request = _decode(body)
             if len(request.codes) > DIRECT_KEYS:
                 return None
+            self._admit(scope, words[0], request, len(body))
             read = self._begin(words, request)
             if read.waits:
                 scope[_STARTED] = read
@@ -131,6 +136,8 @@ class FrontsHttp:
         body = await read_body(receive, headers, wire.MOST_REQUEST_BYTES, holding)
         request = _decode(body)
         started: StoredRead | None = scope.pop(_STARTED, None)
+        if started is None:
+            self._admit(scope, words[0], request, len(body))
         if started is None and len(request.codes) > DIRECT_KEYS:
             caller = caller_of(scope, headers, began_ns)
             pool = self._service.lookup_pool
@@ -141,6 +148,12 @@ class FrontsHttp:
         response = self._response(scope, words[0], request, read, chunks)
         holding.reserve(sum(map(len, chunks)))
         return response
+
+    def _admit(self, scope: Scope, model: str, request: wire.RowsRequest, nbytes: int) -> None:
+        """Charge it to its caller and its model. RateLimited where one of them has used up its rates."""
+        charge = self._service.rates.admit(scope.get(PRINCIPAL, LOCAL), model, nbytes)
+        if charge is not None:
+            charge.keys(len(request.codes))
 
     def _begin(self, words: list[str], request: wire.RowsRequest) -> StoredRead:
         return self._fronts.rows(words[0], int(words[1]), words[2], request)
@@ -157,8 +170,8 @@ class FrontsHttp:
         read: StoredRead,
         chunks: list[bytes | memoryview],
     ) -> Response:
-        """The answer with rows. The next request of its kind is for a reactor."""
-        if (plans := self._service.plans) is not None:
+        """The answer with rows. The next request of its kind is for a reactor, which counts nothing: so a model has no rates then."""
+        if (plans := self._service.plans) is not None and not self._service.rates.of_model(model):
             plans.learn_rows(model, read.view, read.table, scope["path"], request.line)
         return Response(200, chunks, _OCTETS)
 
@@ -175,9 +188,9 @@ class FrontsHttp:
 def _parse(path: str) -> tuple[str, list[str]]:
     """(what is asked, the words in the path)."""
     for kind, pattern in _PATHS:
-        if (match := pattern.fullmatch(path)) is not None:
+        if (match := pattern.fullmatch(path)) is not None and is_listed(path):
             return kind, list(match.groups())
-    raise NotFound(f"no {path[:80]}")
+    raise NotFound(f"no such path: {shown(path)}")
 
 
 def _decode(body: memoryview) -> wire.RowsRequest:

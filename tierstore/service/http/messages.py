@@ -47,10 +47,12 @@ REQUEST_ID = b"x-request-id"  # sent back; requests of one id get one version
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other side of a connection: whether it is at the listener of admin requests, and its certificate's names."""
+    """The other side of a connection: whether it is at the listener of admin requests, its certificate's names, and whether
+    it is known to be on this machine: it came over loopback, or by a unix socket."""
 
     admin: bool = False
     names: tuple[str, ...] = ()
+    on_host: bool = False
 
 
 UNNAMED = Peer()

@@ -10,18 +10,21 @@ Event loop only; keeps no state of a request.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
-from tierstore.access.audit import Audit
+from tierstore.access.audit import ATTEMPT, Attempt, Audit
 from tierstore.access.roles import CHANGES, LOCAL, Action, Principal
 from tierstore.access.rules import of_http
-from tierstore.engine.events.changes import REQUESTER
+from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
 from tierstore.service.access import Access
 from tierstore.service.addresses import host_port
+from tierstore.service.error_status import message_of
 from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
@@ -43,6 +46,8 @@ from tierstore.service.request_log import RequestLog, one_line
 CUT_OFF = "the service stopped before this request was finished, which may have had its effect; send it again"
 _HOST_CACHE = 256
 _ADMIN_PATHS = "/admin/"
+_JOB = re.compile("/admin/jobs/[^/]+")
+_SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 _CHECKED = "tierstore.checked"  # in a scope: `at_once` has found that the request may pass
 
 
@@ -68,9 +73,10 @@ class DataApp(Protocol):
 
 
 class Allow(Protocol):
-    """What is told of a `Host` and an `Authorization` header that look-ups of all models pass with."""
+    """What is told of a `Host` and an `Authorization` header that look-ups of all models pass with, whose they are, and whether
+    they pass with what `fronts` ask too."""
 
-    def __call__(self, host: bytes, authorization: bytes) -> None: ...
+    def __call__(self, host: bytes, authorization: bytes, caller: str, *, fronts: bool) -> None: ...
 
 
 class AccessCheck:
@@ -96,7 +102,26 @@ class AccessCheck:
             self._note(scope, error)
             await error_response(error).send(send)
         else:
-            await self._app(scope, receive, send)
+            action, model = of_http(scope["method"], scope["path"])
+            if action in CHANGES and scope["method"] not in _SAFE:
+                await self._attempt(action, model, scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+
+    async def _attempt(self, action: Action, model: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request to change something; if it fails before anything that has a line in the audit began, it gets one here."""
+        attempt = Attempt()
+        ATTEMPT.set(attempt)
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and not attempt.has_line:
+                what = "delta" if action is Action.WRITE else f"{scope['method']} {scope['path']}"
+                status, error = HTTPStatus(message["status"]), scope.get(ERROR)
+                why = f"{status.value} {status.phrase}" if error is None else message_of(error)
+                self._audit.change(what, requester(), "failed", flush=False, model=model, error=why)
+            await send(message)
+
+        await self._app(scope, receive, sending)
 
     def _note(self, scope: Scope, error: Forbidden) -> None:
         """Attempts to change something are for the audit."""
@@ -129,13 +154,13 @@ class AccessCheck:
                 )
         peer = scope.get(PEER, UNNAMED)
         if not self._access.required and not self._access.admin_apart:
-            self._allow(host, b"")
+            self._allow(host, b"", LOCAL.name, fronts=True)
             return
         action, model = of_http(scope["method"], scope["path"])
         if action is Action.ADMIN or scope["path"].lower().startswith(_ADMIN_PATHS):
             self._access.check_listener(peer.admin)
         if not self._access.required:
-            self._allow(host, b"")
+            self._allow(host, b"", LOCAL.name, fronts=True)
             return
         if action is Action.OPEN:
             return
@@ -143,7 +168,10 @@ class AccessCheck:
             raise Unauthorized("expected one Authorization header")
         authorization = authorizations[0] if authorizations else None
         principal = scope[PRINCIPAL] = self._access.principal(authorization, peer.names)
-        principal.check(action, model)
+        if _JOB.fullmatch(scope["path"]):
+            principal.check_role(action)  # its model is checked where it is known
+        else:
+            principal.check(action, model)
         if action in CHANGES:
             REQUESTER.set(f"{principal.name} at {REQUESTER.get()}")
         if (
@@ -152,7 +180,7 @@ class AccessCheck:
             and principal.may(Action.READ)
             and not principal.rates
         ):
-            self._allow(host, authorization)
+            self._allow(host, authorization, principal.name, fronts=principal.may(Action.FRONT))
 
 
 def _is_same_origin(origin: str, host: str) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import orjson
 
 from tierstore.access.roles import LOCAL
+from tierstore.access.rules import is_listed
 from tierstore.errors import InvalidInput, NotFound, Overloaded
 from tierstore.service.context import PlanIndex
 from tierstore.service.dataplane.inference import AnyRequest, Inference
@@ -24,7 +26,9 @@ from tierstore.service.dataplane.tensors import Elements, shown
 from tierstore.service.http.application import ProtocolApplication, allow
 from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, HttpCall, PendingResponse
 from tierstore.service.http.messages import (
+    PEER,
     PRINCIPAL,
+    UNNAMED,
     Headers,
     Receive,
     Response,
@@ -50,7 +54,6 @@ from tierstore.service.oip.json_request import (
 )
 from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.oip.parameters import version_of
-from tierstore.service.oip.shared_memory import Regions
 
 _BINARY = b"application/octet-stream"
 _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
@@ -214,6 +217,8 @@ class OipHttp(ProtocolApplication):
     PROTOCOL = "oip_http"
 
     def _call(self, scope: Scope, headers: Headers, holding: Reservation, began_ns: int) -> HttpCall[Any] | None:
+        if not is_listed(scope["path"]):
+            raise NotFound(f"no such path: {shown(scope['path'])}")
         parts = scope["path"].split("/")[2:]
         if len(parts) < 3 or parts[0] != "models" or parts[-1] != "infer":
             return None
@@ -254,11 +259,9 @@ class OipHttp(ProtocolApplication):
                 allow(method, "POST")
                 return await self._repository(name, verb, _json_object(body, headers))
             case [("systemsharedmemory" | "cudasharedmemory") as kind, "region", name, verb] if name:
-                regions = self._service.regions.of(scope.get(PRINCIPAL, LOCAL))
-                return await self._region(regions, method, kind.removesuffix("sharedmemory"), name, verb, body, headers)
+                return await self._region(scope, kind.removesuffix("sharedmemory"), name, verb, body, headers)
             case [("systemsharedmemory" | "cudasharedmemory") as kind, ("status" | "unregister") as verb]:
-                regions = self._service.regions.of(scope.get(PRINCIPAL, LOCAL))
-                return await self._region(regions, method, kind.removesuffix("sharedmemory"), None, verb, body, headers)
+                return await self._region(scope, kind.removesuffix("sharedmemory"), None, verb, body, headers)
         raise NotFound(f"no such path: /v2/{shown('/'.join(parts))[1:-1]}")
 
     def _health(self, kind: str) -> Response:
@@ -289,9 +292,10 @@ class OipHttp(ProtocolApplication):
         return json_response(documents.statistics(service.store, service.inference_stats, name, version))
 
     async def _region(
-        self, regions: Regions, method: str, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
+        self, scope: Scope, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
     ) -> Response:
-        """Shared memory of a kind, `system` or `cuda`: one of the caller's `regions`, or with `name` None all of them."""
+        """Shared memory of a kind, `system` or `cuda`: one of the caller's regions, or with `name` None all of them."""
+        method, regions = scope["method"], self._service.regions.of(scope.get(PRINCIPAL, LOCAL))
         if verb == "status":
             allow(method, "GET")
             return json_response(regions.status(name, kind))
@@ -300,16 +304,14 @@ class OipHttp(ProtocolApplication):
             await self._service.admin_pool.run(regions.unregister, name, kind)
         elif verb == "register" and name is not None:
             document = _json_object(body, headers)
+            size, on_host = document.get("byte_size"), scope.get(PEER, UNNAMED).on_host
             if kind == "cuda":
-                where = (
-                    _handle(name, document.get("raw_handle")),
-                    document.get("device_id", 0),
-                    document.get("byte_size"),
-                )
-                await self._service.admin_pool.run(regions.register_cuda, name, *where)
+                handle, device = _handle(name, document.get("raw_handle")), document.get("device_id", 0)
+                register = partial(regions.register_cuda, name, handle, device, size, on_host=on_host)
             else:
-                place = document.get("key"), document.get("offset", 0), document.get("byte_size")
-                await self._service.admin_pool.run(regions.register, name, *place)
+                key, offset = document.get("key"), document.get("offset", 0)
+                register = partial(regions.register, name, key, offset, size, on_host=on_host)
+            await self._service.admin_pool.run(register)
         else:
             raise NotFound(f"no such path: a region has no {shown(verb)}; expected register, unregister or status")
         return Response(200)

@@ -10,6 +10,7 @@ import re
 from http import HTTPStatus
 from typing import Any
 
+from tierstore.access.rules import is_listed
 from tierstore.errors import InvalidInput, NotFound, NotReady
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
@@ -121,7 +122,7 @@ class TfsHttp(ProtocolApplication):
 
 def _path(scope: Scope) -> re.Match[str]:
     path = _PATH.fullmatch(scope["path"])
-    if path is None:
+    if path is None or not is_listed(scope["path"]):
         raise NotFound(f"no such path: {shown(scope['path'])}; expected /v1/models/{{model}}…")
     if path["model"] is None:
         raise InvalidInput("no model is named; expected /v1/models/{model}, and /v2/repository/index lists them all")

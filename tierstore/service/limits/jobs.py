@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -155,11 +155,11 @@ class Jobs:
                 retry_after_s=10.0,
             )
 
-    def get(self, job_id: str) -> Job:
-        """A job that runs, waits, or ended lately. NotFound otherwise."""
+    def get(self, job_id: str, models: Collection[str] | None = None) -> Job:
+        """A job that runs, waits, or ended lately, for a caller who may know of these models. NotFound otherwise."""
         with self._lock:
             job = self._active.get(job_id) or self._history.get(job_id)
-        if job is None:
+        if job is None or (models is not None and job.model not in models):
             raise NotFound(f"no job {job_id[:40]!r}; the last {HISTORY_LIMIT} are kept, and none across a restart")
         return job
 
@@ -169,9 +169,9 @@ class Jobs:
             jobs = [*self._active.values(), *self._history.values()]
         return sorted(jobs, key=lambda job: job.created_s, reverse=True)
 
-    def cancel(self, job_id: str) -> Job:
-        """Ask a job to stop; it ends as failed. Conflict for one that has ended."""
-        job = self.get(job_id)
+    def cancel(self, job_id: str, models: Collection[str] | None = None) -> Job:
+        """Ask a job to stop; it ends as failed. Conflict for one that has ended; `models` as for `get`."""
+        job = self.get(job_id, models)
         if job.state != "running":
             raise Conflict(f"job {job_id} has ended: {job.state}")
         job.cancelled.set()

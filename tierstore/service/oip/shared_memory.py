@@ -4,10 +4,11 @@ Any thread may use `Regions`. A region of system memory is read and written thro
 shrinks its file would end a process that maps it, and gets an error here. A region of CUDA memory is a client's device
 memory, opened by its IPC handle, and copied from and to. Nothing survives a crash; clients register again.
 
-A region belongs to the principal that has registered it: for others, except admins of all models, it is not there.
+A region belongs to the principal that has registered it: for others, except admins of all models, it is not there, and they
+cannot register its object under another name.
 
 A client may name any object of POSIX shared memory that the service's user may open. Hence the setting `allow_client_shm`,
-and the refusal of links and of names that lead elsewhere.
+the refusal of links and of names that lead elsewhere, and of clients that are not on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.access.roles import LOCAL, Principal, Role
-from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotFound, Overloaded, TooLarge
+from tierstore.errors import ConfigError, Forbidden, InvalidInput, MissingExtra, NotFound, Overloaded, TooLarge
 from tierstore.service.dataplane.plan import OutputSpec
 from tierstore.service.dataplane.tensors import shown, wire_bytes
 from tierstore.tiers.device.backend import DeviceError
@@ -35,6 +36,7 @@ from tierstore.tiers.device.cupy_device import IPC_HANDLE_BYTES, find_devices, o
 
 DIRECTORY = Path("/dev/shm")
 MAX_REGIONS = 1024
+MOST_EACH = 128  # of one principal, but an admin of all models: one caller must not use up all of them
 OWN_PREFIX = "tierstore"  # of objects that this service makes there for itself
 _MAX_NAME = 255
 _DISABLED = "shared memory is not enabled on this server: send the tensor's data in the request, or start it with allow_client_shm"
@@ -71,6 +73,12 @@ class _File:
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The same for every descriptor of an object, whatever its name, while it is open."""
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino
+
     def read(self, at: int, data: npt.NDArray[np.uint8]) -> None:
         got = 0
         while got < len(data):
@@ -102,6 +110,7 @@ class _Region:
     ) -> None:
         self.name, self.kind, self.offset, self.nbytes, self.memory = name, kind, offset, nbytes, memory
         self.owner = owner
+        self.identity = memory.identity if isinstance(memory, _File) else None
         self.document = {"name": name} | entry | {"byte_size": nbytes}
         self.users = 0
         self.dropped = False
@@ -161,12 +170,13 @@ class Regions:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def register(self, name: str, key: object, offset: object, nbytes: object) -> None:
+    def register(self, name: str, key: object, offset: object, nbytes: object, *, on_host: bool) -> None:
         """Open the object `key` and register its bytes [offset, offset + nbytes) as `name`.
 
-        InvalidInput for a name that is in use, an object that is missing or too small; Overloaded beyond MAX_REGIONS.
+        `on_host`: the client is on this machine; Forbidden for others. InvalidInput for a name that is in use, an object that is
+        missing, too small or another principal's; Overloaded beyond MAX_REGIONS, or MOST_EACH of one principal.
         """
-        self._check_enabled()
+        self._check_client(on_host)
         _check_numbers(name, offset=offset, byte_size=nbytes)
         assert isinstance(offset, int)
         assert isinstance(nbytes, int)
@@ -185,12 +195,12 @@ class Regions:
             file.close()
             raise
 
-    def register_cuda(self, name: str, handle: bytes, device: object, nbytes: object) -> None:
+    def register_cuda(self, name: str, handle: bytes, device: object, nbytes: object, *, on_host: bool) -> None:
         """Open a client's device memory by its IPC handle and register its first `nbytes` as `name`.
 
         Errors as of `register`; InvalidInput too where there is no GPU, or its driver refuses the handle.
         """
-        self._check_enabled()
+        self._check_client(on_host)
         _check_numbers(name, device_id=device, byte_size=nbytes)
         assert isinstance(device, int)
         assert isinstance(nbytes, int)
@@ -214,6 +224,7 @@ class Regions:
     def _add(self, region: _Region) -> None:
         with self._lock:
             self._check_room(region.name)
+            self._check_object(region)
             self._regions[region.name] = region
 
     def unregister(self, name: str | None = None, kind: Kind | None = None) -> None:
@@ -230,10 +241,15 @@ class Regions:
 
     def _has(self, name: str, kind: Kind | None = None) -> bool:
         """Whether there is such a region for the principal."""
-        region, principal = self._regions.get(name), self._principal
-        if region is None or kind not in (None, region.kind):
-            return False
-        return region.owner == principal.name or (principal.role is Role.ADMIN and principal.models is None)
+        region = self._regions.get(name)
+        return region is not None and kind in (None, region.kind) and self._may_use(region)
+
+    def _may_use(self, region: _Region) -> bool:
+        return region.owner == self._principal.name or self._has_all
+
+    @property
+    def _has_all(self) -> bool:
+        return self._principal.role is Role.ADMIN and self._principal.models is None
 
     def status(self, name: str | None = None, kind: Kind = "system") -> list[dict[str, Any]]:
         """The protocol's entry of one region, or of all of a kind. NotFound for one that is not registered."""
@@ -296,12 +312,30 @@ class Regions:
         if not self.enabled:
             raise InvalidInput(_DISABLED)
 
+    def _check_client(self, on_host: bool) -> None:
+        self._check_enabled()
+        if not on_host:
+            raise Forbidden(
+                "shared memory is for clients on this machine: expected a connection over loopback or a unix socket, "
+                "such as to 127.0.0.1; over a network send the tensor's data in the request"
+            )
+
+    def _check_object(self, new: _Region) -> None:
+        for region in self._regions.values():
+            if new.identity is not None and region.identity == new.identity and not self._may_use(region):
+                raise InvalidInput(
+                    f"region {shown(new.name)}: its shared memory object is registered by another caller: choose another object"
+                )
+
     def _check_room(self, name: str) -> None:
         if name in self._regions:
             remedy = "unregister it first" if self._has(name) else "by another caller: choose another name"
             raise InvalidInput(f"region {shown(name)} is registered already; {remedy}")
         if len(self._regions) >= MAX_REGIONS:
             raise Overloaded(f"{MAX_REGIONS} regions are registered already; unregister some")
+        owner = self._principal.name
+        if not self._has_all and sum(region.owner == owner for region in self._regions.values()) >= MOST_EACH:
+            raise Overloaded(f"{owner} has registered {MOST_EACH} regions already; unregister some")
 
 
 def check_outputs(spans: list[tuple[int, Span]], specs: list[OutputSpec], regions: Regions) -> None:

@@ -1,44 +1,59 @@
 """The headers by which reactors answer look-ups: values of Host and Authorization that have passed the check of access before.
 
+One caller has at most `EACH` pairs, however many values it sends: beyond them its oldest makes room. Where all callers have
+`MOST`, the oldest of all does. What is replaced is kept until no reader is at it.
+
 For the event loop. Reactors read what is published, without a lock.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from tierstore.kernels import reactor_words as kernel
+from tierstore.engine.serving.epochs import Epochs
 from tierstore.kernels.codec import address_of
 
-MOST = 64  # pairs; what is beyond is for Python to check
+MOST = 64  # pairs, which a reactor compares one by one; what is beyond is for Python to check
+EACH = 8  # of one caller: several clients of a token may know the service by different names
+
+Pair = tuple[bytes, bytes]
 
 
 class Allowed:
-    """Publishes its table in the words that reactors share."""
+    """Publishes its table in the word at an address, one of those that reactors share."""
 
-    def __init__(self, words: npt.NDArray[np.int64]) -> None:
-        self._words = words
-        self._pairs: dict[tuple[bytes, bytes], tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
-        self._published: list[object] = []  # what a reactor may still be reading; few and small
-        self._publish([0])
+    def __init__(self, word: int, epochs: Epochs) -> None:
+        self._word, self._epochs = word, epochs
+        self._callers: dict[Pair, str] = {}  # the oldest pair first
+        self._published: object = None  # what reactors read
+        self._publish()
 
-    def add(self, host: bytes, authorization: bytes) -> None:
-        """Answer look-ups with these values; an empty `authorization` stands for any, or none."""
-        if (host, authorization) in self._pairs or len(self._pairs) >= MOST:
+    def add(self, host: bytes, authorization: bytes, caller: str) -> None:
+        """Answer look-ups with these values, by which `caller` has passed; an empty `authorization` stands for any, or none."""
+        pair = host, authorization
+        if pair in self._callers:
             return
-        pair = np.array([*host], np.uint8), np.array([*authorization], np.uint8)
-        self._pairs[host, authorization] = pair
-        self._published.append(pair)
-        arrays = [array for each in self._pairs.values() for array in each]
-        self._publish([len(self._pairs), *(word for array in arrays for word in (address_of(array), len(array)))])
+        own = [other for other, name in self._callers.items() if name == caller]
+        if len(own) >= EACH:
+            del self._callers[own[0]]
+        elif len(self._callers) >= MOST:
+            del self._callers[next(iter(self._callers))]
+        self._callers[pair] = caller
+        self._publish()
 
     def clear(self) -> None:
         """Answer no look-ups until `add` is called again: tokens have changed."""
-        self._pairs.clear()
-        self._publish([0])
+        self._callers.clear()
+        self._publish()
 
-    def _publish(self, words: list[int]) -> None:
+    def _publish(self) -> None:
+        values = [value for pair in self._callers for value in pair]
+        data = np.frombuffer(b"".join(values) or b"\0", np.uint8)
+        words, at = [len(self._callers)], address_of(data)
+        for value in values:
+            words += (at, len(value))
+            at += len(value)
         table = np.array(words, np.int64)
-        self._published.append(table)
-        self._words[kernel.ALLOWED_AT] = address_of(table)
+        old, self._published = self._published, (table, data)
+        generation = self._epochs.publish(self._word, address_of(table))
+        self._epochs.retire(generation, old, lambda: None)

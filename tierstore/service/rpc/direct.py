@@ -29,6 +29,7 @@ from tierstore.service.context import Service
 from tierstore.service.error_status import Cancelled
 from tierstore.service.limits import slow_clients
 from tierstore.service.rpc.call_pool import CallPool, submitted_ns
+from tierstore.service.rpc.caller import RpcCaller, act_for
 from tierstore.service.rpc.grpc_core import (
     GOES_ON,
     Core,
@@ -44,10 +45,8 @@ from tierstore.service.rpc.methods import (
     ENDS,
     Accounts,
     Pools,
-    RpcCaller,
     Servicer,
     Unary,
-    act_for,
     peer_names,
     waits_of,
 )

@@ -11,23 +11,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from tierstore.access.roles import CHANGES, LOCAL, Action, Principal
+from tierstore.access.roles import CHANGES, Action, Principal
 from tierstore.access.rules import of_grpc
-from tierstore.engine.events.changes import REQUESTER
 from tierstore.errors import DeadlineExceeded, Forbidden, InvalidInput, Overloaded
-from tierstore.service.access import AUTHORIZATION, CALLER
+from tierstore.service.access import AUTHORIZATION
 from tierstore.service.context import Service
 from tierstore.service.error_status import Cancelled, grpc_outcome, grpc_status, http_status, message_of
 from tierstore.service.limits import slow_clients
 from tierstore.service.limits.shedding import Waits
-from tierstore.service.request_log import one_line
 from tierstore.service.rpc.call_pool import CallPool, submitted_ns
-from tierstore.service.rpc.lookup import REQUEST_ID, Metadata, Receive, answer, request_id
+from tierstore.service.rpc.caller import RpcCaller, act_for
+from tierstore.service.rpc.lookup import REQUEST_ID, Receive, answer
 from tierstore.service.rpc.waiting import Waiting
 from tierstore.service.stats import Timings
 
@@ -117,8 +115,9 @@ def check_waited_for(context: Context) -> None:
 
 
 def peer_names(auth: Mapping[str, Sequence[bytes]]) -> list[str]:
-    """The names of a client's certificate, as grpcio has them: URIs, DNS names, the common name."""
-    values = (value for kind in ("peer_uri", "peer_dns", "x509_common_name") for value in auth.get(kind, ()))
+    """The names of a client's certificate, as grpcio has them: those of `tls.names_of`."""
+    kinds = ("peer_uri", "peer_dns") if auth.get("x509_subject_alternative_name") else ("x509_common_name",)
+    values = (value for kind in kinds for value in auth.get(kind, ()))
     return [value.decode(errors="replace") for value in values]
 
 
@@ -126,37 +125,6 @@ def principal_in(service: Service, context: Context, action: Action = Action.REA
     """The caller of a method of grpcio's own server that does `action`; Forbidden where it may not."""
     metadata = context.invocation_metadata() or ()
     return service.access.of_call(action, metadata, lambda: peer_names(context.auth_context()))
-
-
-def act_for(principal: Principal, caller: RpcCaller) -> None:
-    """What this thread does from now on is done for them."""
-    caller.principal = principal
-    CALLER.set(principal)
-    REQUESTER.set(caller.who)
-
-
-class RpcCaller:
-    """A caller, for the log; `peer` gives the client's address in grpcio's form."""
-
-    __slots__ = ("_peer", "principal", "request_id")
-
-    def __init__(self, metadata: Metadata, peer: Callable[[], str | bytes]) -> None:
-        self.request_id = request_id(metadata)
-        self.principal = LOCAL  # until it is known
-        self._peer = peer
-
-    @property
-    def who(self) -> str:
-        """The principal, where there are tokens, and its address."""
-        return str(self) if self.principal is LOCAL else f"{self.principal.name} at {self}"
-
-    def address(self) -> str:
-        peer = self._peer()  # `ipv4:127.0.0.1:5342`, `ipv6:%5B::1%5D:5342`; bytes from the layer below grpcio's server
-        text = unquote(peer.decode(errors="replace") if isinstance(peer, bytes) else peer)
-        return text.removeprefix("ipv4:").removeprefix("ipv6:")
-
-    def __str__(self) -> str:
-        return self.address() if self.request_id is None else f"{self.address()} (id {one_line(self.request_id)})"
 
 
 def caller_in(context: Context) -> RpcCaller:
@@ -182,12 +150,14 @@ class Accounts:
             self._note(caller, 200, "OK", began_ns, spent=spent)
 
     def failed(self, caller: RpcCaller, error: Exception, began_ns: int) -> tuple[Any, str]:
-        """Count a call that failed; the audit notes it where it would have changed something and was refused.
+        """Count a call that failed; the audit notes it where it would have changed something and has no line yet.
 
         Returns its status and the text for its client.
         """
         if self._audit is not None and isinstance(error, Forbidden):
             self._audit.refused(self._path, caller.who, error)
+        elif self._audit is not None and not caller.attempt.has_line:
+            self._audit.change(self._path, caller.who, "failed", flush=False, error=message_of(error))
         if isinstance(error, (DeadlineExceeded, Cancelled)):
             self._shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
         code = grpc_status(error)

@@ -26,6 +26,7 @@ from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.oip import documents
 from tierstore.service.oip.parameters import version_of
 from tierstore.service.oip.shared_memory import Regions
+from tierstore.service.rpc.caller import CALL_OF
 from tierstore.service.rpc.lookup import DIRECT_BYTES, DIRECT_META_BYTES, answer
 from tierstore.service.rpc.methods import (
     Accounts,
@@ -187,12 +188,12 @@ class InferenceService:
                 "regions": {region["name"]: region for region in self._regions().status(request.name or None)}
             },
             "SystemSharedMemoryRegister": lambda request: self._regions().register(
-                request.name, request.key, request.offset, request.byte_size
+                request.name, request.key, request.offset, request.byte_size, on_host=CALL_OF.get().on_host
             ),
             "SystemSharedMemoryUnregister": lambda request: self._regions().unregister(request.name or None, "system"),
             "CudaSharedMemoryStatus": self._cuda_regions,
             "CudaSharedMemoryRegister": lambda request: self._regions().register_cuda(
-                request.name, request.raw_handle, request.device_id, request.byte_size
+                request.name, request.raw_handle, request.device_id, request.byte_size, on_host=CALL_OF.get().on_host
             ),
             # served even where none can be registered: benchmarks request it unconditionally
             "CudaSharedMemoryUnregister": lambda request: self._regions().unregister(request.name or None, "cuda"),

@@ -157,7 +157,11 @@ class GrpcServer:
 
 
 def _add_port(server: grpc.Server, address: str, tls: Tls | None) -> int:
-    """Add the port, with TLS where there is some: then each handshake uses the certificate that is current."""
+    """Add the port, with TLS where there is some: then each handshake uses the certificate that is current.
+
+    Where clients need certificates each handshake gets a configuration of its own, so that no session is resumed: a resumed
+    one would let a certificate in that has expired since.
+    """
     if tls is None:
         return int(server.add_insecure_port(address))
     used = tls.current
@@ -165,7 +169,7 @@ def _add_port(server: grpc.Server, address: str, tls: Tls | None) -> int:
     def changed() -> Any:
         nonlocal used
         current = tls.current
-        if current is used:
+        if current is used and used.client_ca is None:
             return None
         used = current
         return _configuration(current)

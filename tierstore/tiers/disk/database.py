@@ -17,6 +17,7 @@ from pathlib import Path
 import rocksdict
 
 from tierstore.errors import Closed, DiskFull, StorageError
+from tierstore.formats.regular import check_directory
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.disk.cursor import Cursor
 from tierstore.tiers.disk.rocks import driver_errors, scan_options, tier_options
@@ -52,6 +53,8 @@ class Database:
         def connect(access: rocksdict.AccessType) -> rocksdict.Rdict:
             yield_to_requests()  # with the interpreter lock held, it takes milliseconds
             with driver_errors(f"opening {path}"):
+                if not new:
+                    check_directory(path)
                 # the family's options must be given as such: on reopen RocksDB would take its defaults for it
                 return rocksdict.Rdict(str(path), family, column_families={"default": family}, access_type=access)
 

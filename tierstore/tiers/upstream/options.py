@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from tierstore.addresses import why_not_token
 from tierstore.errors import ConfigError
 
 _EXAMPLE = "http://a:8000,http://b:8000"
@@ -44,6 +45,10 @@ class Options:
 
 def parse_urls(urls: str) -> tuple[Address, ...]:
     """`http://host:port,…` or `https://host:port,…`. Raises ConfigError."""
+    if "@" in urls:  # said without them: it may be a password
+        raise ConfigError(
+            f"upstream: expected addresses such as {_EXAMPLE}, got a user or a password: give the nodes' token as upstream_token"
+        )
     addresses = []
     for part in map(str.strip, urls.split(",")):
         try:
@@ -52,11 +57,19 @@ def parse_urls(urls: str) -> tuple[Address, ...]:
         except ValueError:
             raise ConfigError(f"upstream: expected a port of 1 to 65535, got {part!r}") from None
         tls = one.scheme == "https"
-        plain = not (one.path.strip("/") or one.query or one.fragment or one.username or one.password)
+        plain = not (one.path.strip("/") or one.query or one.fragment)
         if not (tls or one.scheme == "http") or not one.hostname or not plain:
             raise ConfigError(f"upstream: expected addresses of nodes such as {_EXAMPLE}, got {part!r}")
         addresses.append(Address(one.hostname, port or (443 if tls else 80), tls))
     return tuple(dict.fromkeys(addresses))
+
+
+def check_token(addresses: tuple[Address, ...]) -> None:
+    """ConfigError where a token would leave this machine unencrypted."""
+    for one in addresses:
+        why = why_not_token(str(one), one.host, tls=one.tls, setting="upstream_allow_insecure_token")
+        if why is not None:
+            raise ConfigError(f"upstream_token: {why}")
 
 
 def tls_context(addresses: tuple[Address, ...], ca: str | None) -> ssl.SSLContext | None:
