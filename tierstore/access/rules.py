@@ -104,7 +104,7 @@ GRPC: dict[str, Action] = {
 
 _REMAINDER = ":path}"
 _PATTERNS = tuple(
-    (frozenset(methods.split()), tuple(part for part in path.split("/") if part), action)
+    (frozenset(methods.split()), tuple(tuple(part.split("|")) for part in path.split("/") if part), action)
     for methods, path, action in HTTP
 )
 
@@ -137,15 +137,15 @@ def _parts(path: str) -> list[str]:
     return [part for part in path.split("/") if part]
 
 
-def _match(pattern: tuple[str, ...], parts: list[str]) -> str | None:
+def _match(pattern: tuple[tuple[str, ...], ...], parts: list[str]) -> str | None:
     """The model that parts of a path name, empty where the pattern names none; None where they do not fit it."""
-    open_ended = bool(pattern) and pattern[-1].endswith(_REMAINDER)
+    open_ended = bool(pattern) and pattern[-1][0].endswith(_REMAINDER)
     if len(parts) < len(pattern) or (len(parts) > len(pattern) and not open_ended):
         return None
     model = ""
     for wanted, part in zip(pattern, parts, strict=False):
-        if wanted == "{model}":
+        if wanted == ("{model}",):
             model = part
-        elif not wanted.startswith("{") and part.lower() not in wanted.split("|"):
+        elif not wanted[0].startswith("{") and part.lower() not in wanted:
             return None
     return model
