@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from tierstore.errors import Overloaded
 from tierstore.service.context import Service
 from tierstore.service.http.deadlines import Deadlines
-from tierstore.service.http.messages import Receive, Scope, Send, error_response, problem_response
+from tierstore.service.http.messages import Receive, Scope, Send, error_for_path
 from tierstore.service.http.middleware import RequestLogging
 from tierstore.service.http.turns import Turns
 
@@ -99,7 +99,6 @@ class ConnectionLimit:
             f"{self.limit} connections are open, as many as there may be; use one for many requests, and try again in a second"
         )
         path: str = scope["path"]
-        data_plane = path.startswith(("/v2", "/v1"))
         protocol = "oip_http" if path.startswith("/v2") else "tfs_http" if path.startswith("/v1") else "admin"
         self._service.request_times.add(protocol, "overloaded", 0.0)
 
@@ -109,7 +108,7 @@ class ConnectionLimit:
             await send(message)
 
         await _drain(receive)
-        await (error_response if data_plane else problem_response)(error).send(closing)
+        await error_for_path(path, error).send(closing)
 
 
 async def _drain(receive: Receive) -> None:

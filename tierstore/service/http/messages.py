@@ -231,3 +231,8 @@ def problem_response(error: Exception) -> Response:
     seconds = retry_after(error)
     headers = {b"retry-after": seconds} if seconds is not None else {b"connection": b"close"} if status == 408 else None
     return problem(status, message_of(error), headers, **more)
+
+
+def error_for_path(path: str, error: Exception) -> Response:
+    """`error` as whoever asks for `path` expects it: in the form of its protocol, or as problem+json."""
+    return error_response(error) if path.startswith(("/v2", "/v1")) else problem_response(error)

@@ -38,8 +38,8 @@ from tierstore.service.http.messages import (
     Response,
     Scope,
     Send,
+    error_for_path,
     error_response,
-    problem_response,
 )
 from tierstore.service.request_log import RequestLog, one_line
 
@@ -235,8 +235,7 @@ class RequestLogging:
         except asyncio.CancelledError:  # there is no more time for it; the server would log a defect
             if not status:
                 ended = scope[ERROR] = Closed(CUT_OFF)
-                data_plane = scope["path"].startswith(("/v2", "/v1"))
-                await (error_response if data_plane else problem_response)(ended).send(sending)
+                await error_for_path(scope["path"], ended).send(sending)
         except Exception as error:
             if scope.get(ERROR) is not error:  # else it has been answered, and is logged here
                 raise
