@@ -1,33 +1,37 @@
-"""Look-ups by plan, over a view of real tables and overlays, beside NumPy.
+"""Look-ups by plan, over a view of real tables and overlays, beside NumPy: scanned, bound, run and written by kernels.
 
-The words are made by the code that makes them for the service, from requests as a client writes them.
+Each plan is learned from one request and used for another one of its structure, with other sizes. The words are made by the code
+that makes them for the service, from requests as a client writes them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import math
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
+import numba as nb
 import numpy as np
 import pytest
 
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.words import PublishedWords
-from tierstore.kernels import codec, lookupplan
+from tierstore.kernels import binding, codec, jsonscan, lookupplan, request_record
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.lookupplan import ANSWERED, COLD, DOUBTFUL
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.oip.json_request import parse_request
 from tierstore.service.oip.json_response import ResponseLayout
-from tierstore.service.reactor.plan_index import _call_words, _tail_bytes
+from tierstore.service.reactor.plan_index import answer_pieces, is_runnable, planned_words
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, Tier
 
 run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(lookupplan.run.address)
+MOST_BYTES = 1 << 24  # of an answer
 COMBINERS = ["sum", "mean", "sqrtn"]
 HELD = 400  # keys 0 … of each table are in memory, those up to ABSENT are known to be absent, others are cold
 ABSENT = 500
@@ -87,6 +91,7 @@ class View:
     version, seq = 1, 7
     predictor = unserved = None
     dense_elsewhere = False
+    colliding: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, *, overlaid: int) -> None:
         self.open_version = self
@@ -117,58 +122,119 @@ class Asked:
         self.outputs: list[dict[str, Any]] = []
         self.tail = b""
 
+    def document(self) -> bytes:
+        return json.dumps({"inputs": self.inputs, "outputs": self.outputs}).encode()
+
     def give(self, name: str, array: np.ndarray, datatype: str) -> None:
         size = {"binary_data_size": array.nbytes}
         self.inputs.append({"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": size})
         self.tail += array.tobytes()
 
+    def resized(self, rng: np.random.Generator) -> Asked:
+        """A request of the same structure, of other sizes."""
+        other, sizes = Asked(), {}
+        other.outputs = self.outputs
+        for given in self.inputs:
+            of, _, part = given["name"].partition(".")
+            shape = rng.integers(0, 9, len(given["shape"])).tolist()
+            sizes.setdefault(of, shape)
+            shape = sizes[of] if part == "weights" else shape
+            width = 4 if given["datatype"] == "FP32" else 8
+            size = {"binary_data_size": math.prod(shape) * width}
+            other.inputs.append({**given, "shape": shape, "parameters": size})
+            other.tail += bytes(size["binary_data_size"])
+        return other
+
     def want(self, name: str, **parameters: Any) -> None:
         self.outputs.append({"name": name, "parameters": {"binary_data": True, **parameters}})
 
 
-class Ran:
-    """What came of a request: the outcome, the outputs by name, the tier of each key."""
+@nb.njit
+def bind(variant, view, record, tail, size, codes, most, run, values):  # type: ignore[no-untyped-def]
+    return binding.bind(variant, view, record, tail, size, codes, most, run, values)
+
+
+@nb.njit
+def write_head(variant, record, values, size, date, end):  # type: ignore[no-untyped-def]
+    return binding.write_head(variant, record, values, size, False, date, end)
+
+
+class Variant:
+    """How requests of a structure are answered, learned from one of them."""
 
     def __init__(self, view: View, asked: Asked) -> None:
-        served = type("Served", (), {"active": view, "canary": None, "share": 0.0})()
-        words = PublishedWords(served, lambda _: 1, Epochs())
-        document = json.dumps({"inputs": asked.inputs, "outputs": asked.outputs}).encode()
-        request = parse_request(memoryview(document), len(asked.tail))
+        request = parse_request(memoryview(asked.document()), len(asked.tail))
         assert isinstance(request.request, Request)
-        plan: Plan = make_plan(view, request.request)  # type: ignore[arg-type]
-        layout = ResponseLayout(request, "m", plan)
-        assert _tail_bytes(request, plan, layout) == len(asked.tail)
-        assert layout.tail_bytes is not None
+        self.plan: Plan = make_plan(view, request.request)  # type: ignore[arg-type]
+        layout = ResponseLayout(request, "m", self.plan)
+        assert is_runnable(request, self.plan, layout)
+        pieces = answer_pieces(self.plan, layout)
+        assert pieces is not None
         order = list(view.tables)
-        calls = [
-            _call_words(call, request, plan, layout.positions, order.index(call.table.name), 0, view)
-            for call in plan.calls
-        ]
-        variant = np.array([1, 0, 0, 0, layout.tail_bytes, len(calls), 0, plan.keys, *chain(*calls)], np.int64)
+        calls = [planned_words(call, self.plan, order.index(call.table.name), 0, view) for call in self.plan.calls]
+        elements = [1 if spec.datatype == "BOOL" else spec.dtype.itemsize * spec.shape[-1] for spec in self.plan.specs]
+        texts = [np.frombuffer(text, np.uint8) for text, _ in pieces]
+        placed = [(address_of(text), len(text), value) for text, (_, value) in zip(texts, pieces, strict=True)]
+        parts = [np.array(part, np.int64) for part in (list(chain(*calls)), elements, list(chain(*placed)))]
+        at = [address_of(part) for part in parts]
+        words = [1, 0, 0, 0, 0, len(elements), 0, len(calls), at[0], at[1], len(pieces), at[2]]
+        self._kept = texts, parts
+        self.words = np.array(words, np.int64)
+
+
+class Ran:
+    """What came of a request: the outcome, the outputs by name, the tier of each key.
+
+    The plan is that of `learned`, a request of the same structure, or its own.
+    """
+
+    def __init__(self, view: View, asked: Asked, learned: Asked | None = None) -> None:
+        served = type("Served", (), {"active": view, "canary": None, "share": 0.0, "labels": {}})()
+        words = PublishedWords(served, lambda _: 1, Epochs())
+        taught = Variant(view, learned or asked)
+        variant = address_of(taught.words)
+        text = np.frombuffer(asked.document(), np.uint8)
+        record, structure = np.zeros(request_record.RECORD_BYTES, np.uint8), np.zeros(1 << 13, np.uint8)
+        assert jsonscan.scan(address_of(text), len(text), address_of(record), address_of(structure))
         # nothing is aligned, and what lies around an answer is not touched
         tail = np.frombuffer(b"?" + asked.tail, np.uint8).copy()
-        answer = np.full(layout.tail_bytes + 128, 0xA5, np.uint8)
-        states = np.full(plan.keys + 64, 0xA5, np.uint8)
-        scratch = np.full(lookupplan.SCRATCH_BYTES, 0xFF, np.uint8)
         active = int(np.frombuffer(words._words, np.int64)[lookupplan.ACTIVE])
-        places = (
-            variant,
-            active,
-            address_of(tail) + 1,
-            address_of(answer) + 61,
-            address_of(states),
-            address_of(scratch),
-        )
-        self.came = run(address_of(variant), *places[1:])
-        assert (answer[:61] == 0xA5).all()
-        assert (answer[61 + layout.tail_bytes :] == 0xA5).all()
-        assert (states[plan.keys :] == 0xA5).all()
-        self.states = states[: plan.keys]
+        bound, values = np.zeros(binding.RUN_BYTES, np.uint8), np.zeros(binding.VALUES_BYTES, np.uint8)
+        codes = np.zeros(lookupplan.MOST_KEYS, np.int64)
+        self.bound = bind(
+            variant, active, address_of(record), address_of(tail) + 1, len(asked.tail), address_of(codes), MOST_BYTES,
+            address_of(bound), address_of(values),
+        )  # fmt: skip
+        if self.bound != binding.BOUND:
+            self.came = DOUBTFUL
+            return
+        head = bound.view(np.int64)
+        size, keys = int(head[lookupplan.ANSWER_BYTES]), int(head[lookupplan.KEYS])
+        room = 1 << 14
+        answer = np.full(room + 61 + size + 128, 0xA5, np.uint8)
+        states = np.full(keys + 64, 0xA5, np.uint8)
+        scratch = np.full(int(head[lookupplan.SCRATCH]) + 64, 0xFF, np.uint8)
+        end = address_of(answer) + room + 61
+        self.came = run(address_of(bound), active, address_of(tail) + 1, end, address_of(states), address_of(scratch))
+        assert (answer[: room + 61] == 0xA5).all()
+        assert (answer[room + 61 + size :] == 0xA5).all()
+        assert (states[keys:] == 0xA5).all()
+        self.states = states[:keys]
+        date = np.frombuffer(b"." * 29, np.uint8)
+        begin = write_head(variant, address_of(record), address_of(values), size, address_of(date), end)
+        message = answer[begin - address_of(answer) : room + 61 + size].tobytes()
+        lines, _, body = message.partition(b"\r\n\r\n")
+        headers = dict(line.split(b": ") for line in lines.split(b"\r\n")[1:])
+        assert int(headers[b"content-length"]) == len(body)
+        json_bytes = int(headers[b"inference-header-content-length"])
+        self.document, at = json.loads(body[:json_bytes]), json_bytes
         self.outputs: dict[str, np.ndarray] = {}
-        for spec, place in zip(plan.specs, layout.positions, strict=True):
-            assert place is not None
-            data = answer[61 + place : 61 + place + spec.nbytes].tobytes()
-            self.outputs[spec.name] = np.frombuffer(data, spec.dtype).reshape(spec.shape)
+        for output in self.document["outputs"]:
+            dtype = {"FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_}[output["datatype"]]
+            nbytes = output["parameters"]["binary_data_size"]
+            self.outputs[output["name"]] = np.frombuffer(body[at : at + nbytes], dtype).reshape(output["shape"])
+            at += nbytes
+        assert at == len(body)
 
 
 def pooled(
@@ -238,7 +304,7 @@ def ask(rng: np.random.Generator, view: View, names: list[str], asked: Asked) ->
             if which == "rows":
                 expected[name] = vectors.reshape(*lead, table.spec.dim)
                 asked.want(name, dtype="FP16" if half else "FP32", **({"combiner": combiner} if bags else {}))
-            elif not (ragged and name not in expected and (starts is not None or weights is not None)):
+            else:
                 expected[f"{name}.found"] = found.reshape(shape)
                 asked.want(f"{name}.found")
         if not expected.keys() & {name, f"{name}.found"}:
@@ -254,7 +320,7 @@ def test_rows_and_bags_are_those_of_numpy(view: View, seed: int) -> None:
         names = rng.permutation(list(view.features))[: rng.integers(1, 5)].tolist()
         asked = Asked()
         expected = ask(rng, view, names, asked)
-        ran = Ran(view, asked)
+        ran = Ran(view, asked, asked.resized(rng))
         assert ran.came == ANSWERED
         assert ran.outputs.keys() == expected.keys()
         for name, values in expected.items():

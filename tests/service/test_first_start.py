@@ -68,7 +68,7 @@ def look_up(client: tierstore.Client, store: Store) -> None:
 def of_reactors(server: ServerThread) -> tuple[int, int]:
     """The connections that reactors have, and the requests and connections that they have handed to Python."""
     reactors = server._http._reactors
-    return int(reactors.words[kernel.OPEN]), int(reactors._lines[:, kernel.HANDED].sum())
+    return int(reactors.words[kernel.OPEN]), sum(reactors.handed_on.values())
 
 
 def test_python_answers_until_the_kernels_are_compiled(store: Store, compiling: Compiling) -> None:

@@ -201,7 +201,7 @@ def test_a_connection_that_is_to_be_closed_is_closed(ctr: Own, at_once: list[boo
         made.sendall(head.encode() + body)
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
         assert made.recv(1) == b""
-    assert at_once == []
+    assert at_once == [True]
 
 
 def test_a_client_that_expects_100_continue_gets_it(ctr: Own) -> None:

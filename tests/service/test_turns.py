@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from tierstore.kernels import reactor_words as kernel
 from tierstore.service.http.connection import PIPELINED, BoundedHttpProtocol
 from tierstore.service.http.turns import IN_A_TURN, Turns
 from tierstore.service.server import ServerThread
@@ -61,7 +60,7 @@ def standing(server: ServerThread) -> Iterator[None]:
 
 
 def handed_on(server: ServerThread) -> int:
-    return int(server._http._reactors._lines[:, kernel.HANDED].sum())
+    return sum(server._http._reactors.handed_on.values())
 
 
 def connect(server: ServerThread, sent: bytes) -> socket.socket:

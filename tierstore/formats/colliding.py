@@ -43,6 +43,11 @@ class CollidingKeys:
     def __len__(self) -> int:
         return len(self._codes)
 
+    @property
+    def hashes(self) -> Keys:
+        """The hashes that these keys share, int64, ascending; not to be changed."""
+        return self._hashes
+
     def entries(self) -> list[tuple[str, int]]:
         """(string, code) of each, in the order of construction."""
         return list(zip(self._strings.to_pylist(), self._codes.tolist(), strict=True))

@@ -1,7 +1,7 @@
 """Reader threads without the interpreter: they read rows that memory does not hold from the sealed base.
 
-A reactor that needs such rows makes a job of the request and writes its number to a pipe, from which all reader threads
-read. One of them completes the answer in the job's own memory and writes the number to the reactor's pipe. A job keeps the
+A reactor that needs such rows, or has a request that would keep it from others for long, makes a job of it and writes its number to
+a pipe, from which all reader threads read. One of them completes the answer in the job's own memory and writes the number to the reactor's pipe. A job keeps the
 generation that the reactor had announced, and so its view, until the reactor reclaims it.
 
 Keys that the filter of changed keys cannot rule out are for RocksDB, and keys that the drive could not read, or that are in
@@ -24,14 +24,14 @@ from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes
 from tierstore.kernels.codec import decode_row
 from tierstore.kernels.lookupplan import word
 from tierstore.kernels.partitions import group, partition_at
-from tierstore.kernels.raw import i64_at, load_u8, store_u8, store_u64, u32_at
+from tierstore.kernels.raw import call_at, i64_at, load_u8, store_u8, store_u64, u32_at
 from tierstore.kernels.sysio import EINTR, allocate, read, release, write
 from tierstore.types import Tier
 
 # words of a job
 (
-    FD, SERIAL, ANNOUNCED, VARIANT, VIEW, TAIL, BLOCK, BLOCK_BYTES, HEAD_BYTES, DATA_BYTES, STATES, REACTOR, OUTCOME, BEGAN_NS,
-    PLANNED_NS, REQUEST_BYTES,
+    FD, SERIAL, ANNOUNCED, VARIANT, VIEW, TAIL, BLOCK, RUN, HEAD_BYTES, DATA_BYTES, STATES, REACTOR, OUTCOME, BEGAN_NS,
+    PLANNED_NS, PROBED,
 ) = range(16)  # fmt: skip
 JOB_WORDS = 16
 DONE, FOR_PYTHON = 0, 1  # of OUTCOME
@@ -42,7 +42,7 @@ OFFER_WORDS = 5
 MOST_OFFERED = 64 << 20  # bytes that wait for Python
 
 # words that all readers share
-OFFERED, STOPPING = 0, 8
+OFFERED, RUN_AT = 0, 8  # RUN_AT: the address of `lookupplan.run`
 SHARED_WORDS = 16
 
 _WINDOW = 32  # blocks on their way for one job
@@ -174,17 +174,36 @@ def _finish_bags(shared, outbox, call, table, seq, keys, n, state, tail, out):  
     return done
 
 
+@nb.njit
+def _probe_all(shared, job):  # type: ignore[no-untyped-def]
+    """Do what a reactor does with a small request: what comes of it, as `lookupplan.run` says."""
+    run, data = word(job, RUN), word(job, BLOCK) + word(job, HEAD_BYTES)
+    scratch = allocate(word(run, lookupplan.SCRATCH) + 64)
+    if scratch == 0:
+        return lookupplan.DOUBTFUL
+    came = call_at(word(shared, RUN_AT), run, word(job, VIEW), word(job, TAIL), data, word(job, STATES), scratch)
+    release(scratch)
+    return came
+
+
 @compiled(types.int64(types.int64, types.int64, types.int64), when=LAST)
 def finish(shared: Any, outbox: Any, job: Any) -> Any:
     """Complete the answer of a job: DONE or FOR_PYTHON."""
-    variant, view, tail = word(job, VARIANT), word(job, VIEW), word(job, TAIL)
+    run, view, tail = word(job, RUN), word(job, VIEW), word(job, TAIL)
     data = word(job, BLOCK) + word(job, HEAD_BYTES)
-    call, state, seq = variant + 8 * lookupplan.VARIANT_WORDS, word(job, STATES), word(view, lookupplan.VIEW_SEQ)
-    for _ in range(word(variant, lookupplan.CALLS)):
+    call, state, seq = run + 8 * lookupplan.RUN_WORDS, word(job, STATES), word(view, lookupplan.VIEW_SEQ)
+    if word(job, PROBED) == 0:
+        came = _probe_all(shared, job)
+        if came != lookupplan.COLD:
+            return DONE if came == lookupplan.ANSWERED else FOR_PYTHON
+    for _ in range(word(run, lookupplan.CALLS)):
         table = view + 8 * (lookupplan.VIEW_WORDS + lookupplan.TABLE_WORDS * word(call, lookupplan.TABLE))
-        keys, n = tail + word(call, lookupplan.KEYS_AT), word(call, lookupplan.KEYS_N)
+        keys, n, kind = lookupplan.keys_of(run, call, tail), word(call, lookupplan.KEYS_N), word(call, lookupplan.KIND)
+        if kind == lookupplan.CHECKED:
+            call += 8 * lookupplan.CALL_WORDS
+            continue
         if lookupplan.is_cold(state, n):
-            kind, out = word(call, lookupplan.KIND), data + word(call, lookupplan.OUT_AT)
+            out = data + word(call, lookupplan.OUT_AT)
             if kind == lookupplan.BAGS_OF_ROWS:
                 done = _finish_bags(shared, outbox, call, table, seq, keys, n, state, tail, out)
             elif kind == lookupplan.ROWS:

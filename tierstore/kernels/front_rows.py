@@ -30,10 +30,10 @@ REQUEST_HEAD_BYTES = 32
 ANSWER_HEAD_BYTES = 16
 ROWS_STEP = 64  # of bytes: rows begin at a multiple of it, from the answer's first
 
-# a variant's words behind the first four: where its head has the digits of the length, and which table. COUNTS is any variant's.
+# a variant's words behind the first four, which are those of any with a ready head (`binding.py`): where its head has the digits of
+# the length, and which table
 DIGITS_AT, TABLE, COUNTS, TABLE_COUNTS = range(4, 8)
 DIGITS = 10
-ANY_SIZE = -1  # TAIL_BYTES of such a plan
 CANNOT = 0  # instead of the answer's bytes: Python answers
 
 _PENDING, _ABSENT, _HOST = int(Tier.PENDING), int(Tier.ABSENT), int(Tier.HOST)

@@ -1,13 +1,17 @@
-"""The head of an HTTP/1.1 request, in the one form that is answered without the interpreter.
+"""The head of an HTTP/1 request, in the form that is answered without the interpreter.
 
-A pure function of bytes; any thread. It knows a small part of RFC 9112 and decides one question: is this the head of
-a plain POST to a look-up, or for a front's rows, and where does the request end? Only a head of which every line has a known form, with one
+A pure function of bytes; any thread. It knows a part of RFC 9112 and decides one question: is this the head of
+a POST to a look-up, or for a front's rows, and where does the request end? Only a head of which every line has a known form, with one
 `Content-Length` of digits alone, is PLAIN. All else is FOREIGN and is for the full server, which gets the bytes as
 they came. What cannot be told yet is CUT. There is no guessing: a head that is PLAIN means the same to every server.
 
     request line    POST <path> HTTP/1.1       path: /v2/models/…/infer, /v1/models/…:predict or /upstream/m…/rows of [A-Za-z0-9_./:-]
-    each header     <name>: <value>            name: one of those below; value: printable ASCII, no space at its end
+                                               HTTP/1.0 too, whose connections end with the answer
+    each header     <name>:<value>             name: a token; value: printable, with blanks before it
     end of a line   CR LF
+
+Names that no rule of this service reads change nothing, whatever their value (`MEANT` has the others): proxies, meshes and tracers
+add what they like. A name that is read comes once, with a value of ASCII, and no blank behind it.
 
 `parse` is compared with a parser in Python by tests/kernels/test_httphead.py.
 """
@@ -28,9 +32,9 @@ PLAIN, CUT, FOREIGN = 0, 1, 2
 # what `parse` finds, int64 words; offsets count from the request's first byte
 (
     HEAD_BYTES, PATH_AT, PATH_BYTES, BODY_BYTES, JSON_BYTES, HOST_AT, HOST_BYTES, TIMEOUT_MS, UNUSUAL, AUTHORIZATION_AT,
-    AUTHORIZATION_BYTES, KIND,
-) = range(12)  # fmt: skip
-FOUND_WORDS = 12
+    AUTHORIZATION_BYTES, KIND, CLOSING,
+) = range(13)  # fmt: skip
+FOUND_WORDS = 13
 INFER, PREDICT, ROWS = range(3)  # of KIND, by the path
 NONE = -1  # JSON_BYTES without Inference-Header-Content-Length
 
@@ -47,40 +51,35 @@ def _hash(name: str) -> int:
     return value
 
 
-# Headers that change nothing about a look-up's answer.
-IGNORED = (
-    "accept", "accept-language", "b3", "baggage", "cache-control", "content-type", "cookie", "dnt", "forwarded", "from",
-    "keep-alive", "pragma", "priority", "referer", "traceparent", "tracestate", "uber-trace-id", "user-agent", "via",
-    "x-amzn-trace-id", "x-b3-flags", "x-b3-parentspanid", "x-b3-sampled", "x-b3-spanid", "x-b3-traceid",
-    "x-cloud-trace-context", "x-datadog-parent-id", "x-datadog-sampling-priority", "x-datadog-trace-id",
-    "x-envoy-attempt-count", "x-envoy-decorator-operation", "x-envoy-external-address", "x-envoy-internal",
-    "x-envoy-original-path", "x-forwarded-client-cert", "x-forwarded-for", "x-forwarded-host", "x-forwarded-port",
-    "x-forwarded-proto", "x-real-ip",
-)  # fmt: skip
 # Headers that are read. Of each there may be one.
-HOST, CONTENT_LENGTH, CONNECTION, JSON_LENGTH, ACCEPT_ENCODING, REQUEST_ID, AUTHORIZATION, TIMEOUT, ENVOY_TIMEOUT = READ = (
+READ = (
     "host", "content-length", "connection", "inference-header-content-length", "accept-encoding", "x-request-id", "authorization",
-    "x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms",
+    "x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms", "origin", "content-encoding", "upgrade",
 )  # fmt: skip
+# Headers by which a request means something else than without them, in a way that only the full server knows.
+FOREIGN_NAMES = ("transfer-encoding", "expect")
+MEANT = (*READ, *FOREIGN_NAMES)
+_ORIGIN = READ.index("origin")
 # why a PLAIN head is not for the short way; bits of UNUSUAL
 ROUTED = 1  # has a request id, by which a canary's share is dealt
-CODED = 2  # may wish for a coded answer
+CODED = 2  # its body is coded, or its answer must be
 ODD_VALUE = 4  # a value that the full check refuses
+FROM_ELSEWHERE = 8  # comes from a page of another site, perhaps
 
-_NAMES = np.array([_hash(name) for name in (*READ, *IGNORED)], np.uint64)
+_NAMES = np.array([_hash(name) for name in MEANT], np.uint64)
 assert len(set(_NAMES.tolist())) == len(_NAMES)
 # open addressing: a name's hash, and its number
-_SLOTS = 256
+_SLOTS = 64
 _SLOT_NAMES, _SLOT_NUMBERS = np.zeros(_SLOTS, np.uint64), np.full(_SLOTS, -1, np.int64)
 for _place, _name in enumerate(_NAMES.tolist()):
     _slot = _name & (_SLOTS - 1)
     while _SLOT_NUMBERS[_slot] >= 0:
         _slot = (_slot + 1) & (_SLOTS - 1)
     _SLOT_NAMES[_slot], _SLOT_NUMBERS[_slot] = _name, _place
-_IGNORED_FROM = len(READ)
+_FOREIGN_FROM = len(READ)
 # how they are spelled, so that no name made to have the hash of another passes for it
-_SPELLED = np.frombuffer("".join((*READ, *IGNORED)).encode(), np.uint8)
-_SPELLED_FROM = np.cumsum([0, *(len(name) for name in (*READ, *IGNORED))])
+_SPELLED = np.frombuffer("".join(MEANT).encode(), np.uint8)
+_SPELLED_FROM = np.cumsum([0, *(len(name) for name in MEANT)])
 
 
 def _table(text: str) -> np.ndarray:
@@ -91,15 +90,18 @@ def _table(text: str) -> np.ndarray:
 
 _ALPHANUMERIC = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _IN_PATH = _table(_ALPHANUMERIC + "_./:-")
-_IN_NAME = _table(_ALPHANUMERIC + "-_")
+_IN_NAME = _table(_ALPHANUMERIC + "!#$%&'*+-.^_`|~")
 _OPENINGS = np.frombuffer(b"POST /v2/models/POST /v1/models/POST /upstream/m", np.uint8)  # by KIND
 _OPENING_BYTES = 16
-_VERSION = np.frombuffer(b" HTTP/1.1\r\n", np.uint8)
+_VERSION = np.frombuffer(b" HTTP/1.", np.uint8)
 _INFER_ENDS = np.frombuffer(b"/infer", np.uint8)
 _PREDICT_ENDS = np.frombuffer(b":predict", np.uint8)
 _ROWS_ENDS = np.frombuffer(b"/rows", np.uint8)
-_KEEP_ALIVE = np.frombuffer(b"keep-alive", np.uint8)
-_SPACE, _CR, _LF, _COLON, _ZERO, _NINE = 32, 13, 10, 58, 48, 57
+# what Connection may say; the last two go with a wish for HTTP/2, which is passed over
+_OPTIONS = [np.frombuffer(text, np.uint8) for text in (b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings")]
+_CLOSE, _KEEP_ALIVE, _TE, _UPGRADE, _HTTP2_SETTINGS = _OPTIONS
+_H2C, _IDENTITY, _HTTP = (np.frombuffer(text, np.uint8) for text in (b"h2c", b"identity", b"http://"))
+_SPACE, _TAB, _CR, _LF, _COLON, _ZERO, _NINE, _COMMA, _SEMICOLON, _STAR = 32, 9, 13, 10, 58, 48, 57, 44, 59, 42
 
 
 @nb.njit(inline="always")
@@ -142,6 +144,13 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
     after = _starts_with(at + end, n - end, _VERSION, 0, _VERSION.size)
     if after != PLAIN:
         return -after
+    line = end + _VERSION.size + 3
+    for i in range(3):
+        if line - 3 + i >= n:
+            return -CUT
+        byte = load_u8(at, line - 3 + i)
+        if byte != (_CR if i == 1 else _LF if i == 2 else _ZERO) and (i > 0 or byte != _ZERO + 1):
+            return -FOREIGN
     ending = _INFER_ENDS if kind == INFER else _PREDICT_ENDS if kind == PREDICT else _ROWS_ENDS
     if (
         end - ending.size <= _OPENING_BYTES
@@ -149,7 +158,8 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
     ):
         return -FOREIGN
     found[PATH_AT], found[PATH_BYTES], found[KIND] = 5, end - 5, kind
-    return end + _VERSION.size
+    found[CLOSING] = load_u8(at, line - 3) == _ZERO
+    return line
 
 
 @nb.njit(inline="always")
@@ -164,9 +174,31 @@ def _is_spelled(number, at, size):  # type: ignore[no-untyped-def]
     return True
 
 
+@nb.njit(inline="always")
+def _is_text(byte):  # type: ignore[no-untyped-def]
+    return (byte >= _SPACE and byte != 127) or byte == _TAB
+
+
+@nb.njit(inline="always")
+def _is_blank(byte):  # type: ignore[no-untyped-def]
+    return byte in (_SPACE, _TAB)
+
+
+@nb.njit
+def _is_plain(at, begin, end):  # type: ignore[no-untyped-def]
+    """Whether a value is ASCII without tabs, and no blank is its last byte."""
+    for i in range(begin, end):
+        if load_u8(at, i) > 126 or load_u8(at, i) == _TAB:
+            return False
+    return end == begin or load_u8(at, end - 1) != _SPACE
+
+
+UNREAD = 1 << 20  # the number of a header that nobody reads
+
+
 @nb.njit
 def _line(at, n, begin):  # type: ignore[no-untyped-def]
-    """(header's number, where its value begins, where it ends) of the line at `begin`; the number may be -CUT or -FOREIGN."""
+    """(header's number, where its value begins, where it ends, where its line does) of the line at `begin`; the number may be -CUT or -FOREIGN."""
     hashed = _U64(0xCBF29CE484222325)
     i = begin
     while i < n:
@@ -178,26 +210,100 @@ def _line(at, n, begin):  # type: ignore[no-untyped-def]
         hashed = _U64((hashed ^ _U64(byte)) * _U64(0x100000001B3))
         i += 1
     if i == n:
-        return -CUT, 0, 0
+        return -CUT, 0, 0, 0
     if load_u8(at, i) != _COLON or i == begin:
-        return -FOREIGN, 0, 0
+        return -FOREIGN, 0, 0, 0
     name_bytes = i - begin
     i += 1
-    while i < n and load_u8(at, i) == _SPACE:
+    while i < n and _is_blank(load_u8(at, i)):
         i += 1
     value = i
-    while i < n and load_u8(at, i) >= _SPACE and load_u8(at, i) < 127:
+    while i < n and _is_text(load_u8(at, i)):
         i += 1
     if i + 1 >= n:
-        return (-CUT, 0, 0) if i == n or load_u8(at, i) == _CR else (-FOREIGN, 0, 0)
-    if load_u8(at, i) != _CR or load_u8(at, i + 1) != _LF or (i > value and load_u8(at, i - 1) == _SPACE):
-        return -FOREIGN, 0, 0
+        return (-CUT, 0, 0, 0) if i == n or load_u8(at, i) == _CR else (-FOREIGN, 0, 0, 0)
+    if load_u8(at, i) != _CR or load_u8(at, i + 1) != _LF:
+        return -FOREIGN, 0, 0, 0
     slot = nb.int64(hashed & _U64(_SLOTS - 1))
     while _SLOT_NUMBERS[slot] >= 0:
-        if _SLOT_NAMES[slot] == hashed and _is_spelled(_SLOT_NUMBERS[slot], at + begin, name_bytes):
-            return _SLOT_NUMBERS[slot], value, i
+        number = _SLOT_NUMBERS[slot]
+        if _SLOT_NAMES[slot] == hashed and _is_spelled(number, at + begin, name_bytes):
+            return (number if number < _FOREIGN_FROM and _is_plain(at, value, i) else -FOREIGN), value, i, i + 2
         slot = (slot + 1) & (_SLOTS - 1)
-    return -FOREIGN, 0, 0
+    return UNREAD, value, i, i + 2
+
+
+@nb.njit
+def _is_word(at, size, word):  # type: ignore[no-untyped-def]
+    """Whether `size` bytes at an address spell a word of small letters, in any case."""
+    if size != word.size:
+        return False
+    for k in range(size):
+        byte = load_u8(at, k)
+        if byte >= 65 and byte <= 90:
+            byte |= nb.uint8(32)
+        if byte != word[k]:
+            return False
+    return True
+
+
+@nb.njit
+def _options(at, size):  # type: ignore[no-untyped-def]
+    """What Connection says: 1 to close, 0 not to; -1 where it says anything that is not known here."""
+    closing, i = 0, 0
+    while i <= size:
+        while i < size and load_u8(at, i) == _SPACE:
+            i += 1
+        begin = i
+        while i < size and load_u8(at, i) != _COMMA:
+            i += 1
+        end = i
+        while end > begin and load_u8(at, end - 1) == _SPACE:
+            end -= 1
+        word, length = at + begin, end - begin
+        if _is_word(word, length, _CLOSE):
+            closing = 1
+        elif not (
+            _is_word(word, length, _KEEP_ALIVE)
+            or _is_word(word, length, _TE)
+            or _is_word(word, length, _UPGRADE)
+            or _is_word(word, length, _HTTP2_SETTINGS)
+        ):
+            return -1
+        i += 1
+    return closing
+
+
+@nb.njit
+def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
+    """Whether Accept-Encoding may refuse an answer as it is: by weights, of `identity` or of all codings."""
+    weighed = named = False
+    for i in range(size):
+        byte = load_u8(at, i)
+        weighed = weighed or byte == _SEMICOLON
+        named = named or byte == _STAR or (size - i >= _IDENTITY.size and _is_word(at + i, _IDENTITY.size, _IDENTITY))
+    return weighed and named
+
+
+@nb.njit
+def _is_own_page(at, found, origin, size):  # type: ignore[no-untyped-def]
+    """Whether an Origin is a page of this service under the name that it is asked by."""
+    host, host_bytes = at + found[HOST_AT], found[HOST_BYTES]
+    if size != _HTTP.size + host_bytes or host_bytes == 0 or not _is_word(origin, _HTTP.size, _HTTP):
+        return False
+    for k in range(host_bytes):  # noqa: SIM110 - for the compiler
+        if load_u8(origin, _HTTP.size + k) != load_u8(host, k):
+            return False
+    return True
+
+
+@nb.njit
+def is_ours(at, n):  # type: ignore[no-untyped-def]
+    """Whether `n` bytes at an address begin as a request that a reactor may answer, whatever follows."""
+    for kind in range(ROWS + 1):
+        if _starts_with(at, n, _OPENINGS, kind * _OPENING_BYTES, _OPENING_BYTES) == PLAIN:
+            return True
+    return False
 
 
 @nb.njit
@@ -208,7 +314,7 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
         return -i
     found[BODY_BYTES], found[JSON_BYTES], found[HOST_BYTES], found[TIMEOUT_MS], found[UNUSUAL] = -1, NONE, 0, 0, 0
     found[AUTHORIZATION_AT] = found[AUTHORIZATION_BYTES] = 0
-    seen = 0
+    seen, origin, origin_bytes = 0, 0, 0
     while True:
         if i < n and load_u8(at, i) == _CR:
             if i + 1 == n:
@@ -216,12 +322,13 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
             if load_u8(at, i + 1) != _LF or found[BODY_BYTES] < 0 or seen & 1 == 0:
                 return FOREIGN
             found[HEAD_BYTES] = i + 2
+            if seen & (1 << _ORIGIN) and not _is_own_page(at, found, origin, origin_bytes):
+                found[UNUSUAL] |= FROM_ELSEWHERE
             return PLAIN
-        number, value, end = _line(at, n, i)
+        number, value, end, i = _line(at, n, i)
         if number < 0:
             return -number
-        i = end + 2
-        if number >= _IGNORED_FROM:
+        if number == UNREAD:
             continue
         if seen & (1 << number):
             return FOREIGN
@@ -234,22 +341,29 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
             if found[BODY_BYTES] < 0:
                 return FOREIGN
         elif number == 2:  # connection
-            if size != _KEEP_ALIVE.size:
+            says = _options(at + value, size)
+            if says < 0:
                 return FOREIGN
-            for k in range(size):
-                if load_u8(at, value + k) | nb.uint8(32) != _KEEP_ALIVE[k]:
-                    return FOREIGN
+            found[CLOSING] |= says
         elif number == 3:  # inference-header-content-length
             found[JSON_BYTES] = _number(at + value, size)
             if found[JSON_BYTES] < 0:
                 found[UNUSUAL] |= ODD_VALUE
-        elif number == 4:  # accept-encoding: only one that names a single coding is a wish
-            if size > 0 and size < 10:
+        elif number == 4:  # accept-encoding
+            if _may_be_refused(at + value, size):
                 found[UNUSUAL] |= CODED
         elif number == 5:  # x-request-id
             found[UNUSUAL] |= ROUTED
         elif number == 6:  # authorization
             found[AUTHORIZATION_AT], found[AUTHORIZATION_BYTES] = value, size
+        elif number == _ORIGIN:
+            origin, origin_bytes = at + value, size
+        elif number == 10:  # content-encoding
+            if size > 0 and not _is_word(at + value, size, _IDENTITY):
+                found[UNUSUAL] |= CODED
+        elif number == 11:  # upgrade
+            if not _is_word(at + value, size, _H2C):
+                return FOREIGN
         else:  # a timeout
             timeout = _number(at + value, size)
             if timeout < 0:

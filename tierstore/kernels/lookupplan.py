@@ -1,13 +1,14 @@
-"""Look-ups by plan: what a request's bytes ask for, as numbers, run over a view's tiers straight into an answer.
+"""Look-ups by plan: what requests of one structure ask for, as numbers, run over a view's tiers straight into an answer.
 
 Plans and views are int64 words made in Python (`service/reactor/plan_index.py`, `engine/native.py`); here they are read by
 address, and nothing is written but the answer, its states and the caller's scratch memory. Any thread, without the
 interpreter lock; the caller sees to it that what the words point to stays.
 
-    served     the view of the active version, the canary's, and the canary's share in 1/2^32; 0 where there is none
+    served     the view of the active version, the canary's, the canary's share in 1/2^32, and which labels there are; 0: no view
     view       the token, the seq, how many tables; then TABLE_WORDS for each
-    plan       the request's bytes, the model, and a variant for each of two versions that may be served
-    variant    the token of the views that it fits, the answer's ready head; then CALL_WORDS for each look-up
+    plan       a path and a structure, the model, and a variant for each of two versions that may be served
+    variant    the token of the views that it fits, and how such requests are answered: `binding.py`
+    run        one request, bound by a variant and its own sizes: RUN_WORDS, then CALL_WORDS for each look-up
 
 A token stands for one version with one dense part: a plan's variant is good for a view if their tokens are the same.
 """
@@ -21,7 +22,7 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels import FIRST, LAST, compiled, compiled_c
-from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.atomics import acquire_i64
 from tierstore.kernels.host_cache.lookup import lookup_at, values_at
 from tierstore.kernels.host_cache.pool import add_f32_rows, close_bag, pool_at
 from tierstore.kernels.overlay_index import answer_at
@@ -30,7 +31,7 @@ from tierstore.kernels.sysio import clear_bytes, same_bytes
 from tierstore.types import Tier
 
 # served
-ACTIVE, CANARY, SHARE = range(3)
+ACTIVE, CANARY, SHARE, LABELS = range(4)
 SHARE_UNIT = 1 << 32
 
 # view
@@ -38,10 +39,11 @@ VIEW_TOKEN, VIEW_SEQ, VIEW_TABLES = range(3)
 VIEW_WORDS = 3
 (
     HOST_AT, OVERLAYS, OVERLAYS_AT, DEFAULT_AT, HALF_DEFAULT_AT, TABLE_DIM, CODE, ROW_BYTES, TABLE_ID, BASE_AT, OWN_AT, PARTITIONS,
-) = range(12)  # fmt: skip
-TABLE_WORDS = (
-    12  # HOST_AT 0: no host tier; BASE_AT 0: no sealed base; OWN_AT 0: it has every key, else bool[PARTITIONS]
-)
+    COLLIDING, COLLIDING_AT,
+) = range(14)  # fmt: skip
+# HOST_AT 0: no host tier; BASE_AT 0: no sealed base; OWN_AT 0: it has every key, else bool[PARTITIONS]; COLLIDING: how many hashes
+# are shared by keys, at COLLIDING_AT
+TABLE_WORDS = 14
 
 # a sealed base: its block index and files, as `sealed.look_up` has them, and where the filter of changed keys is told
 FENCES_AT, FENCES, PART_STARTS_AT, PARTS, ENDS_AT, ROWS_AT, FDS_AT, FILES, PER_BLOCK, BLOCK_BYTES, CHANGED_AT = range(
@@ -50,18 +52,30 @@ FENCES_AT, FENCES, PART_STARTS_AT, PARTS, ENDS_AT, ROWS_AT, FDS_AT, FILES, PER_B
 BASE_WORDS = 11
 
 # plan
-PATH_AT, PATH_BYTES, JSON_AT, JSON_BYTES, TAIL_BYTES, MODEL, WANTED, VARIANT, OTHER_VARIANT, LAST_USED = range(10)
-ANY_VERSION, ONE_VERSION = 0, 1  # of WANTED: the active version or the canary as the share says; that of a variant
+PATH_AT, PATH_BYTES, STRUCTURE_AT, STRUCTURE_BYTES, FORM, MODEL, WANTED, LABELLED, VARIANT, OTHER_VARIANT, LAST_USED = (
+    range(11)
+)
+TENSORS, STORED_ROWS = range(2)  # of FORM: by the structure of an inference request; by the line of a front's
+# of WANTED: the active version or the canary as the share says; that of a variant; the active one; the canary; that of a
+# variant, as long as the labels are LABELLED
+ANY_VERSION, ONE_VERSION, STABLE, ONLY_CANARY, BY_LABEL = range(5)
+# the index: sets of entries, a hash and the address of a plan; an entry without an address is free
+SETS, WAYS = 512, 8
 
-# variant
-TOKEN, HEAD_AT, HEAD_BYTES, DATE_AT, ANSWER_BYTES, CALLS, COUNTS, KEYS = range(8)
-VARIANT_WORDS = 8
+# variant: the first word, and COUNTS, of all kinds
+TOKEN, COUNTS = 0, 6
+
+# run
+ANSWER_BYTES, CALLS, KEYS, CODES_AT, SCRATCH = range(5)
+RUN_WORDS = 8
 (
     TABLE, KEYS_AT, KEYS_N, KIND, OUT_AT, OUT_CODE, FOUND_AT, COMBINER, STARTS_AT, BAGS, BAG_KEYS, WEIGHTS_AT, PADDED, PADDING,
-    TABLE_COUNTS, NO_NEGATIVE,
+    TABLE_COUNTS, KEY_FORM,
 ) = range(16)  # fmt: skip
-CALL_WORDS = 16  # NO_NEGATIVE: keys came in the integer type that is not the table's; those below 0 are of one alone
-ROWS, BAGS_OF_ROWS, FOUND_ALONE = range(3)  # of KIND
+CALL_WORDS = 16
+ROWS, BAGS_OF_ROWS, FOUND_ALONE, CHECKED = range(4)  # of KIND; CHECKED: nothing is asked of it
+# of KEY_FORM: as the table has them; in the other integer type, where those below 0 are of one alone; strings, their codes at CODES_AT
+AS_CODES, NO_NEGATIVE, STRINGS = range(3)
 NOWHERE = -1  # of FOUND_AT, STARTS_AT, WEIGHTS_AT
 
 # what comes of a run
@@ -98,46 +112,52 @@ def hash_at(at, n, seed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def place_at(path, path_bytes, text, text_bytes, tail_bytes):  # type: ignore[no-untyped-def]
-    """The hash of a request: its path, its JSON, and how many bytes follow that."""
-    return hash_at(text, text_bytes, nb.int64(hash_at(path, path_bytes, tail_bytes)))
+def place_at(path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
+    """The hash by which a plan is found."""
+    return hash_at(structure, structure_bytes, nb.int64(hash_at(path, path_bytes, form)))
 
 
-@compiled(types.uint64(*[types.int64] * 5), when=FIRST)
-def place(path: Any, path_bytes: Any, text: Any, text_bytes: Any, tail_bytes: Any) -> Any:
+@compiled(types.int64(*[types.int64] * 5), when=FIRST)
+def place(path: Any, path_bytes: Any, structure: Any, structure_bytes: Any, form: Any) -> Any:
     """`place_at` for Python, which fills the index."""
-    return place_at(path, path_bytes, text, text_bytes, tail_bytes)
+    return nb.int64(place_at(path, path_bytes, structure, structure_bytes, form))
 
 
 @nb.njit
-def find_plan(index, slots, path, path_bytes, text, text_bytes, tail_bytes):  # type: ignore[no-untyped-def]
-    """The address of the plan for a request, or 0. `index` is the address of `slots` (a power of two) addresses or 0."""
-    at = nb.int64(place_at(path, path_bytes, text, text_bytes, tail_bytes) & _U64(slots - 1))
-    while True:
-        plan = word(index, at)
-        if plan == 0:
-            return 0
+def find_plan(index, path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
+    """The address of the plan for a request, or 0. `index` is the address of SETS of WAYS entries."""
+    place = nb.int64(place_at(path, path_bytes, structure, structure_bytes, form))
+    entry = index + 16 * WAYS * (place & (SETS - 1))
+    for _ in range(WAYS):
+        plan = acquire_i64(entry + 8)
         if (
-            word(plan, TAIL_BYTES) == tail_bytes
+            plan != 0
+            and word(entry, 0) == place
+            and word(plan, FORM) == form
             and word(plan, PATH_BYTES) == path_bytes
-            and word(plan, JSON_BYTES) == text_bytes
-            and same_bytes(word(plan, JSON_AT), text, text_bytes) != 0
+            and word(plan, STRUCTURE_BYTES) == structure_bytes
+            and same_bytes(word(plan, STRUCTURE_AT), structure, structure_bytes) != 0
             and same_bytes(word(plan, PATH_AT), path, path_bytes) != 0
         ):
             return plan
-        at = (at + 1) & (slots - 1)
+        entry += 16
+    return 0
 
 
 @nb.njit
 def choose(plan, served, dice):  # type: ignore[no-untyped-def]
     """(variant, view) at addresses that answer a request; 0, 0 where there is no such. `dice` are 32 random bits."""
-    active, canary = word(served, ACTIVE), word(served, CANARY)
+    active, canary, wanted = word(served, ACTIVE), word(served, CANARY), word(plan, WANTED)
     one, other = word(plan, VARIANT), word(plan, OTHER_VARIANT)
     view = active
-    if word(plan, WANTED) == ANY_VERSION:
+    if wanted == ANY_VERSION:
         if canary != 0 and dice < word(served, SHARE):
             view = canary
-    elif one != 0 and canary != 0 and word(one, TOKEN) == word(canary, VIEW_TOKEN):
+    elif wanted == ONLY_CANARY:
+        view = canary
+    elif wanted == BY_LABEL and word(plan, LABELLED) != word(served, LABELS):
+        view = nb.int64(0)
+    elif wanted != STABLE and one != 0 and canary != 0 and word(one, TOKEN) == word(canary, VIEW_TOKEN):
         view = canary
     if view == 0:
         return 0, 0
@@ -213,6 +233,14 @@ def _pool_rows(call, rows, keys, n, starts, bags, weights, dim, out):  # type: i
 
 
 @nb.njit
+def _are_finite(weights, n):  # type: ignore[no-untyped-def]
+    for i in range(n):  # noqa: SIM110 - for the compiler
+        if nb.int64(load_u32(weights, i) & _U64(0x7FFFFFFF)) >= _INFINITE:
+            return False
+    return True
+
+
+@nb.njit
 def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
     """Whether starts and weights are as the full check wants them."""
     if bags == 0:
@@ -222,11 +250,7 @@ def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
     for bag in range(1, bags):
         if word(starts, bag) < word(starts, bag - 1):
             return False
-    if weights != 0:
-        for i in range(n):
-            if nb.int64(load_u32(weights, i) & _U64(0x7FFFFFFF)) >= _INFINITE:
-                return False
-    return True
+    return weights == 0 or _are_finite(weights, n)
 
 
 @nb.njit(inline="always")
@@ -321,22 +345,37 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
     return ANSWERED
 
 
-@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
-def run(variant: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: Any) -> Any:
-    """Answer all calls of a variant under a view: ANSWERED, COLD where rows are left for the disk, or DOUBTFUL.
+@nb.njit(inline="always")
+def keys_of(run, call, tail):  # type: ignore[no-untyped-def]
+    """Where the keys of a call are, or the codes of its strings."""
+    return word(call, KEYS_AT) + (word(run, CODES_AT) if word(call, KEY_FORM) == STRINGS else tail)
 
-    `tail` is the address of the request's binary data, `answer` that of the answer's, which is filled, `states` of a
-    byte for each key, which tell afterwards where it was answered; `scratch` of SCRATCH_BYTES to work in. Only where
-    it is ANSWERED all is there; a DOUBTFUL request is one for the full check.
-    """
-    call, state = variant + 8 * VARIANT_WORDS, states
-    clear_bytes(states, word(variant, KEYS))
+
+@nb.njit
+def _are_checked(call, n, tail):  # type: ignore[no-untyped-def]
+    """Whether offsets and weights that no bag is made by are as the full check wants them."""
+    weights = 0 if word(call, WEIGHTS_AT) < 0 else tail + word(call, WEIGHTS_AT)
+    if word(call, STARTS_AT) >= 0:
+        return _check_bags(tail + word(call, STARTS_AT), word(call, BAGS), weights, n)
+    return weights == 0 or _are_finite(weights, n)
+
+
+@nb.njit
+def run_at(run, view, tail, answer, states, scratch):  # type: ignore[no-untyped-def]
+    call, state = run + 8 * RUN_WORDS, states
+    clear_bytes(states, word(run, KEYS))
     outcome = ANSWERED
-    for _ in range(word(variant, CALLS)):
+    for _ in range(word(run, CALLS)):
         table = view + 8 * (VIEW_WORDS + TABLE_WORDS * word(call, TABLE))
-        keys, n, kind = tail + word(call, KEYS_AT), word(call, KEYS_N), word(call, KIND)
+        n, kind = word(call, KEYS_N), word(call, KIND)
+        keys = keys_of(run, call, tail)
         out = answer + word(call, OUT_AT)
-        if word(call, NO_NEGATIVE) != 0 and _any_negative(keys, n):
+        if kind != BAGS_OF_ROWS and not _are_checked(call, n, tail):
+            return DOUBTFUL
+        if kind == CHECKED:
+            call += 8 * CALL_WORDS
+            continue
+        if word(call, KEY_FORM) == NO_NEGATIVE and _any_negative(keys, n):
             return DOUBTFUL
         if kind == BAGS_OF_ROWS:
             came = _run_bags(call, table, keys, n, state, tail, out, scratch)
@@ -362,28 +401,33 @@ def run(variant: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: A
     return outcome
 
 
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+def run(run: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: Any) -> Any:
+    """Answer all calls of a run under a view: ANSWERED, COLD where rows are left for the disk, or DOUBTFUL.
+
+    `tail` is the address of the request's binary data, `answer` that of the answer's, which is filled, `states` of a
+    byte for each key, which tell afterwards where it was answered; `scratch` of the run's SCRATCH bytes to work in. Only where
+    it is ANSWERED all is there; a DOUBTFUL request is one for the full check.
+    """
+    return run_at(run, view, tail, answer, states, scratch)
+
+
 @nb.njit
-def count_keys(variant, tail, states, counts, row_words):  # type: ignore[no-untyped-def]
+def count_keys(run, tail, states, counts, row_words):  # type: ignore[no-untyped-def]
     """Add to the tables' counts, `row_words` int64 each at address `counts`, where the keys were answered."""
-    call, state = variant + 8 * VARIANT_WORDS, states
-    for _ in range(word(variant, CALLS)):
-        n, row = word(call, KEYS_N), counts + 8 * row_words * word(call, TABLE_COUNTS)
-        padded, padding, keys = word(call, PADDED), word(call, PADDING), tail + word(call, KEYS_AT)
-        host = 0
-        for i in range(n):
-            host += load_u8(state, i) == _HOST
-        if host < n:
+    call, state = run + 8 * RUN_WORDS, states
+    for _ in range(word(run, CALLS)):
+        if word(call, KIND) != CHECKED:
+            n, row = word(call, KEYS_N), counts + 8 * row_words * word(call, TABLE_COUNTS)
+            padded, padding, keys = word(call, PADDED), word(call, PADDING), keys_of(run, call, tail)
+            host = 0
             for i in range(n):
-                tier = nb.int64(load_u8(state, i))
-                if tier != _HOST and not (padded != 0 and word(keys, i) == padding):
-                    store_u64(row, tier, load_u64(row, tier) + _U64(1))
-        store_u64(row, _HOST, load_u64(row, _HOST) + _U64(host))
-        state += n
+                host += load_u8(state, i) == _HOST
+            if host < n:
+                for i in range(n):
+                    tier = nb.int64(load_u8(state, i))
+                    if tier != _HOST and not (padded != 0 and word(keys, i) == padding):
+                        store_u64(row, tier, load_u64(row, tier) + _U64(1))
+            store_u64(row, _HOST, load_u64(row, _HOST) + _U64(host))
+            state += n
         call += 8 * CALL_WORDS
-
-
-@nb.njit
-def copy_head(variant, date, target):  # type: ignore[no-untyped-def]
-    """Write the answer's head, with the date of today, to an address."""
-    copy_bytes(target, word(variant, HEAD_AT), word(variant, HEAD_BYTES))
-    copy_bytes(target + word(variant, DATE_AT), date, 29)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from tierstore.kernels import coldread, front_rows, httphead, lookupplan
-from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, release_i64
+from tierstore.kernels import binding, coldread, front_rows, httphead, jsonscan, lookupplan, request_record
+from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, relaxed_i64, release_i64
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.raw import call_at, load_u8, load_u64, store_u8, store_u64
 from tierstore.kernels.reactor_connections import end, notify, send_first, set_send_deadline
 from tierstore.kernels.reactor_words import (
+    ACCESS,
     ALLOWED_AT,
     ALLOWED_FRONTS_AT,
     ANNOUNCED,
@@ -22,16 +23,21 @@ from tierstore.kernels.reactor_words import (
     BEGAN_NS,
     BOUNDS,
     BUCKETS_FROM,
+    BUSY,
+    CANARY,
     CLOSES,
     COUNT_WORDS,
     DATE_S,
+    DESCRIPTION,
     DICE,
     DRAIN,
+    ENDING,
     FINISH,
     FLAGS,
-    FOR_PYTHON,
-    HANDED,
+    FULL,
+    FULL_REFUSALS,
     HEAD_ROOM,
+    HEADER,
     IN_AT,
     INFER_NS,
     INFLIGHT,
@@ -42,23 +48,33 @@ from tierstore.kernels.reactor_words import (
     MADE_A_JOB,
     MODE,
     MODELS_AT,
+    MOST_ANSWER,
     MOST_INFLIGHT,
+    MOST_WAIT_NS,
     NEEDED,
+    NO_PLAN,
     OTHER_INFLIGHT,
     OUT_AT,
     OUT_BASE,
     OUT_BYTES,
     OUTPUT_NS,
     PIECES,
-    PLAN_SLOTS,
     PLANS_AT,
+    PREDICTION,
+    REASONS_FROM,
+    REFUSAL_NS,
+    REFUSALS,
     REQUEST,
+    ROWS_ON_DISK,
     SENDING,
     SERIAL,
+    SIZE,
     STATE,
     SUCCESS_NS,
     SUCCESSES,
     TABLE_COUNT_WORDS,
+    VALUES,
+    WAIT_NS,
     shared_at,
 )
 from tierstore.kernels.sysio import (
@@ -71,6 +87,7 @@ from tierstore.kernels.sysio import (
 )
 
 _CLOSE = np.frombuffer(b"connection: close\r\n", np.uint8)
+_MOST_TIMEOUT_US = 1 << 50
 
 # --- requests
 
@@ -138,31 +155,46 @@ def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-de
 
 
 @nb.njit
-def make_job(me, fd, variant, view, began, planned):  # type: ignore[no-untyped-def]
-    """Leave an answer that lacks rows to the readers. It is theirs once the request's bytes have their place."""
+def make_job(me, fd, variant, view, closing, probed, began, planned):  # type: ignore[no-untyped-def]
+    """Leave the request whose run is at `me.bound` to the readers, theirs once its bytes have their place.
+
+    `probed`: memory has answered what it holds, and they add what is on disk; else they do all of it. Returns MADE_A_JOB or a reason.
+    """
     if me.free_jobs[0] == 0:
-        return FOR_PYTHON
-    head, data = lookupplan.word(variant, lookupplan.HEAD_BYTES), lookupplan.word(variant, lookupplan.ANSWER_BYTES)
-    keys = lookupplan.word(variant, lookupplan.KEYS)
-    block = allocate(head + data + keys)
+        return BUSY
+    data, keys = lookupplan.word(me.bound, lookupplan.ANSWER_BYTES), lookupplan.word(me.bound, lookupplan.KEYS)
+    end = me.answer + HEAD_ROOM
+    begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
+    head, found = end - begin, me.found
+    run_bytes = 8 * (lookupplan.RUN_WORDS + lookupplan.CALL_WORDS * lookupplan.word(me.bound, lookupplan.CALLS))
+    states = head + data
+    run = (states + keys + 7) & ~7
+    codes = run + run_bytes
+    block = allocate(codes + (8 * keys if probed else 0))
     if block == 0:
-        return FOR_PYTHON
-    copy_bytes(block + head, me.answer + HEAD_ROOM, data)
-    copy_bytes(block + head + data, me.states, keys)
+        return BUSY
+    copy_bytes(block, begin, head + (data if probed else 0))
+    copy_bytes(block + run, me.bound, run_bytes)
+    if probed:
+        copy_bytes(block + states, me.states, keys)
+        copy_bytes(block + codes, me.codes, 8 * keys)
+        store_u64(block + run, lookupplan.CODES_AT, nb.uint64(block + codes))
     add_at(shared_at(me, INFLIGHT), head + data)
     number = me.free_jobs[me.free_jobs[0]]
     me.free_jobs[0] -= 1
     job = me.jobs + 8 * coldread.JOB_WORDS * number
-    found = me.found
     for which, value in (
         (coldread.FD, fd), (coldread.SERIAL, me.conns[fd, SERIAL]), (coldread.VARIANT, variant), (coldread.VIEW, view),
-        (coldread.BLOCK, block), (coldread.HEAD_BYTES, head), (coldread.DATA_BYTES, data),
-        (coldread.STATES, block + head + data), (coldread.REACTOR, me.number), (coldread.BEGAN_NS, began),
-        (coldread.PLANNED_NS, planned), (coldread.TAIL, found[httphead.HEAD_BYTES] + found[httphead.JSON_BYTES]),
+        (coldread.BLOCK, block), (coldread.HEAD_BYTES, head), (coldread.DATA_BYTES, data), (coldread.STATES, block + states),
+        (coldread.RUN, block + run), (coldread.PROBED, 1 if probed else 0),
+        (coldread.REACTOR, me.number), (coldread.BEGAN_NS, began), (coldread.PLANNED_NS, planned),
+        (coldread.TAIL, found[httphead.HEAD_BYTES] + found[httphead.JSON_BYTES]),
     ):  # fmt: skip
         store_u64(job, which, nb.uint64(value))
     release_i64(job + 8 * coldread.ANNOUNCED, me.lines[me.number, ANNOUNCED])  # before the reactor's own is cleared
     me.conns[fd, JOB] = number + 1
+    if closing:
+        me.conns[fd, FLAGS] |= CLOSES
     return MADE_A_JOB
 
 
@@ -194,8 +226,8 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
     if answered:
         began, planned = lookupplan.word(job, coldread.BEGAN_NS), lookupplan.word(job, coldread.PLANNED_NS)
         tail, states = lookupplan.word(job, coldread.TAIL), lookupplan.word(job, coldread.STATES)
-        lookupplan.copy_head(variant, me.date, block)
-        lookupplan.count_keys(variant, tail, states, me.table_counts, TABLE_COUNT_WORDS)
+        run = lookupplan.word(job, coldread.RUN)
+        lookupplan.count_keys(run, tail, states, me.table_counts, TABLE_COUNT_WORDS)
         now = monotonic_ns()
         count(me, variant, began, planned, now, now)
         me.lines[me.number, ANSWERS] += 1
@@ -206,7 +238,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
     if not answered:
         release(block)
         add_at(shared_at(me, INFLIGHT), -size)
-        me.lines[me.number, HANDED] += 1
+        me.lines[me.number, REASONS_FROM + ROWS_ON_DISK] += 1
         if row[LOST] != 0 or not notify(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
             end(me, fd, True)
         return -1
@@ -221,132 +253,219 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
 @nb.njit
 def _add_close(variant, head):  # type: ignore[no-untyped-def]
     """Add the header that ends a connection to the `head` of an answer, behind its date. What is before it moves forward."""
-    before = lookupplan.word(variant, lookupplan.DATE_AT) + DATE_BYTES + 2
+    before = lookupplan.word(variant, binding.DATE_AT) + DATE_BYTES + 2
     move_bytes(head - _CLOSE.size, head, before)
     for i in range(_CLOSE.size):
         store_u8(head - _CLOSE.size + before, i, _CLOSE[i])
 
 
+MAY = -1  # of `why_not`
+
+
 @nb.njit
-def may_answer(me, fd, at, began):  # type: ignore[no-untyped-def]
-    """Whether the request at `at`, whose head is in `found`, may be answered here, as far as its head and the time say."""
+def why_not(me, fd, at, began):  # type: ignore[no-untyped-def]
+    """Why the request at `at`, whose head is in `found`, may not be answered here, as far as its head and the time say; or MAY."""
     found = me.found
-    if found[httphead.UNUSUAL] & ~httphead.ROUTED != 0 or me.shared[MODE] >= FINISH:
-        return False
-    timeout_ns = found[httphead.TIMEOUT_MS] * 1_000_000
-    if timeout_ns > 0 and me.conns[fd, BEGAN_NS] > 0 and began - me.conns[fd, BEGAN_NS] >= timeout_ns:
-        return False
-    return is_allowed(me, at, found)
+    if found[httphead.UNUSUAL] & ~httphead.ROUTED != 0:
+        return HEADER
+    if me.shared[MODE] >= FINISH:
+        return ENDING
+    if _is_late(me, fd, found[httphead.TIMEOUT_MS] * 1_000_000, began):
+        return BUSY
+    return MAY if is_allowed(me, at, found) else ACCESS
 
 
 @nb.njit
-def _has_room(me, size):  # type: ignore[no-untyped-def]
+def _is_late(me, fd, timeout_ns, began):  # type: ignore[no-untyped-def]
+    """Whether a request that came in parts has taken its time already. 0: it has any."""
+    since = me.conns[fd, BEGAN_NS]
+    return timeout_ns > 0 and since > 0 and began - since >= timeout_ns
+
+
+@nb.njit
+def has_room(me, size):  # type: ignore[no-untyped-def]
     """Whether so many bytes more may be held."""
     held = acquire_i64(shared_at(me, INFLIGHT)) + acquire_i64(shared_at(me, OTHER_INFLIGHT))
     return held + size <= me.limits[MOST_INFLIGHT]
 
 
 @nb.njit
-def send_answer(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
-    """Send the `data` bytes of an answer, behind its head, which is written before them."""
-    before = lookupplan.word(variant, lookupplan.HEAD_BYTES)
+def _is_closing(me, last):  # type: ignore[no-untyped-def]
+    """Whether the answer ends its connection."""
+    return me.found[httphead.CLOSING] != 0 or (last and me.shared[MODE] == DRAIN)
+
+
+@nb.njit
+def _send_ready(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
+    """Send the `data` bytes of an answer whose head is ready, and is written before them."""
+    before = lookupplan.word(variant, binding.HEAD_BYTES)
     target = me.answer + HEAD_ROOM - before
-    lookupplan.copy_head(variant, me.date, target)
+    copy_bytes(target, lookupplan.word(variant, binding.HEAD_AT), before)
+    copy_bytes(target + lookupplan.word(variant, binding.DATE_AT), me.date, DATE_BYTES)
     if me.found[httphead.KIND] == httphead.ROWS:
         front_rows.write_digits(target + lookupplan.word(variant, front_rows.DIGITS_AT), data)
     if closing:
         _add_close(variant, target)
         target -= _CLOSE.size
         before += _CLOSE.size
-        me.conns[fd, FLAGS] |= CLOSES
-    me.lines[me.number, ANSWERS] += 1
-    send_first(me, fd, target, before + data)
+    _send(me, fd, target, before + data, closing)
 
 
 @nb.njit
-def find_plan(me, at, text, text_bytes, tail_bytes):  # type: ignore[no-untyped-def]
+def _send(me, fd, at, size, closing):  # type: ignore[no-untyped-def]
+    if closing:
+        me.conns[fd, FLAGS] |= CLOSES
+    me.lines[me.number, ANSWERS] += 1
+    send_first(me, fd, at, size)
+
+
+@nb.njit
+def _find(me, at, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
     """(plan, what its model serves) of the request at `at`, whose head is in `found`; the second is 0 where there is none."""
     plan = lookupplan.find_plan(
-        acquire_i64(shared_at(me, PLANS_AT)), me.shared[PLAN_SLOTS], at + me.found[httphead.PATH_AT],
-        me.found[httphead.PATH_BYTES], text, text_bytes, tail_bytes,
-    )  # fmt: skip
+        me.shared[PLANS_AT],
+        at + me.found[httphead.PATH_AT],
+        me.found[httphead.PATH_BYTES],
+        structure,
+        structure_bytes,
+        form,
+    )
     if plan == 0:
         return 0, 0
     return plan, acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
 
 
 @nb.njit
-def is_routed(found, served):  # type: ignore[no-untyped-def]
-    """Whether the request's id says who answers: it has one, and there is a canary."""
-    return found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0
+def _may_wait_ns(me, fd, began):  # type: ignore[no-untyped-def]
+    """How long the request, whose head is in `found` and whose description in the record, may wait, as `Waits.admit` has it.
+
+    Less than 0: Python says.
+    """
+    timeout, own = (
+        me.found[httphead.TIMEOUT_MS] * 1_000_000,
+        request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US),
+    )
+    if own > _MOST_TIMEOUT_US:
+        return -1
+    if own > 0 and (timeout == 0 or own * 1000 < timeout):
+        timeout = own * 1000
+    most = me.limits[MOST_WAIT_NS]
+    if timeout == 0:
+        return most
+    since = me.conns[fd, BEGAN_NS]
+    remaining = timeout - (began - since if since > 0 else 0)
+    return min(most, remaining >> 1) if remaining > 0 else -1
+
+
+@nb.njit
+def _refuse(me, fd, variant, last, began):  # type: ignore[no-untyped-def]
+    """ANSWERED where a prediction would wait too long for a thread and was refused; else why it is for Python.
+
+    Python says how long a call that comes now would wait (`limits/worker_pool.py`). What is refused here costs its reading and a ready
+    answer; by Python, which finds its caches full of the dense part's weights, it costs thirty times as much.
+    """
+    wait, may_wait = relaxed_i64(shared_at(me, WAIT_NS)), _may_wait_ns(me, fd, began)
+    if wait == 0 or may_wait < 0 or wait <= may_wait:
+        return PREDICTION
+    counts = me.counts + 8 * COUNT_WORDS * lookupplan.word(variant, lookupplan.COUNTS)
+    for which, more in ((FULL_REFUSALS if wait == FULL else REFUSALS, 1), (REFUSAL_NS, monotonic_ns() - began)):
+        store_u64(counts, which, load_u64(counts, which) + nb.uint64(more))
+    _send_ready(me, fd, variant, _is_closing(me, last), 0)
+    return ANSWERED
 
 
 @nb.njit
 def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
-    """Answer the look-up of `whole` bytes at `at`, whose head is in `found`, if a plan is known. `last`: nothing came behind it.
+    """Answer the request of `whole` bytes at `at`, whose head is in `found`, if a plan is known. `last`: nothing came behind it.
 
-    Returns ANSWERED; MADE_A_JOB where rows must be read, then the connection's row has its number; or else nothing was
-    done, and the request is one FOR_PYTHON.
+    Returns ANSWERED; MADE_A_JOB where readers go on, then the connection's row has its number; or else nothing was
+    done, and the reason why the request is for Python.
     """
     found = me.found
-    head = found[httphead.HEAD_BYTES]
-    text_bytes = found[httphead.JSON_BYTES]
-    tail_bytes = found[httphead.BODY_BYTES] - text_bytes
-    if text_bytes <= 0 or tail_bytes < 0 or not may_answer(me, fd, at, began):
-        return FOR_PYTHON
-    plan, served = find_plan(me, at, at + head, text_bytes, tail_bytes)
-    if served == 0 or is_routed(found, served):
-        return FOR_PYTHON
+    text, text_bytes = at + found[httphead.HEAD_BYTES], found[httphead.JSON_BYTES]
+    tail, tail_bytes = text + text_bytes, found[httphead.BODY_BYTES] - text_bytes
+    if text_bytes <= 0 or tail_bytes < 0:
+        return DESCRIPTION
+    why = why_not(me, fd, at, began)
+    if why != MAY:
+        return why
+    if jsonscan.scan_at(text, text_bytes, me.record) != jsonscan.SCANNED:
+        return DESCRIPTION
+    structure_bytes = request_record.write_structure(me.record, me.structure)
+    if structure_bytes == 0:
+        return DESCRIPTION
+    plan, served = _find(me, at, me.structure, structure_bytes, lookupplan.TENSORS)
+    if served == 0:
+        return NO_PLAN
+    if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
+        return CANARY  # its id says which version answers
     variant, view = lookupplan.choose(plan, served, roll(me))
     if variant == 0:
-        return FOR_PYTHON
-    data = lookupplan.word(variant, lookupplan.ANSWER_BYTES)
-    if not _has_room(me, data + whole):
-        return FOR_PYTHON
-    planned = monotonic_ns()
-    tail = at + head + text_bytes
-    came = call_at(me.run, variant, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
-    closing = last and me.shared[MODE] == DRAIN
-    if came == lookupplan.COLD and not closing:
-        return make_job(me, fd, variant, view, began, planned)
-    if came != lookupplan.ANSWERED:
-        return FOR_PYTHON
-    ran = monotonic_ns()
+        return NO_PLAN
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
-    lookupplan.count_keys(variant, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
+    if lookupplan.word(variant, binding.HEAD_AT) != 0:
+        return _refuse(me, fd, variant, last, began)
+    timeout_us = request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US)
+    if timeout_us > _MOST_TIMEOUT_US or _is_late(me, fd, timeout_us * 1000, began):
+        return BUSY
+    bound = binding.bind(
+        variant, view, me.record, tail, tail_bytes, me.codes, me.limits[MOST_ANSWER], me.bound, me.values
+    )
+    if bound == binding.WRONG:
+        return VALUES
+    data = lookupplan.word(me.bound, lookupplan.ANSWER_BYTES)
+    if not has_room(me, data + whole):
+        return BUSY
+    planned, closing = monotonic_ns(), _is_closing(me, last)
+    if bound == binding.LARGE:
+        return make_job(me, fd, variant, view, closing, False, began, planned)
+    end = me.answer + HEAD_ROOM
+    came = call_at(me.run, me.bound, view, tail, end, me.states, me.scratch)
+    if came == lookupplan.COLD:
+        return make_job(me, fd, variant, view, closing, True, began, planned)
+    if came != lookupplan.ANSWERED:
+        return VALUES
+    ran = monotonic_ns()
+    lookupplan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
-    send_answer(me, fd, variant, closing, data)
+    begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
+    _send(me, fd, begin, end + data - begin, closing)
     return ANSWERED
 
 
 @nb.njit
 def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
-    """As `answer`, of a front's request for rows (`front_rows.py`). Where memory lacks one, it is FOR_PYTHON."""
+    """As `answer`, of a front's request for rows (`front_rows.py`). Where memory lacks one, it is for Python."""
     found = me.found
     body, size = at + found[httphead.HEAD_BYTES], found[httphead.BODY_BYTES]
     n = (size - front_rows.REQUEST_HEAD_BYTES) >> 3
-    if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS or not may_answer(me, fd, at, began):
-        return FOR_PYTHON
-    plan, served = find_plan(me, at, body, front_rows.LINE_BYTES, front_rows.ANY_SIZE)
+    if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS:
+        return SIZE
+    why = why_not(me, fd, at, began)
+    if why != MAY:
+        return why
+    plan, served = _find(me, at, body, front_rows.LINE_BYTES, lookupplan.STORED_ROWS)
     if served == 0:
-        return FOR_PYTHON
+        return NO_PLAN
     variant, view = lookupplan.choose(plan, served, 0)
     if variant == 0:
-        return FOR_PYTHON
+        return NO_PLAN
     table = view + 8 * (lookupplan.VIEW_WORDS + lookupplan.TABLE_WORDS * lookupplan.word(variant, front_rows.TABLE))
     room = front_rows.rows_begin(n) + n * lookupplan.word(table, lookupplan.ROW_BYTES)
-    if room > lookupplan.MOST_WORK_BYTES or not _has_room(me, room + whole):
-        return FOR_PYTHON
+    if room > lookupplan.MOST_WORK_BYTES:
+        return SIZE
+    if not has_room(me, room + whole):
+        return BUSY
     planned = monotonic_ns()
     data = call_at(me.run_rows, variant, view, body, size, me.answer + HEAD_ROOM, me.scratch)
     if data == front_rows.CANNOT:
-        return FOR_PYTHON
+        return ROWS_ON_DISK
     ran = monotonic_ns()
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
     counts = me.table_counts + 8 * TABLE_COUNT_WORDS * lookupplan.word(variant, front_rows.TABLE_COUNTS)
     front_rows.count_codes(n, me.scratch, counts)
     count(me, variant, began, planned, ran, monotonic_ns())
-    send_answer(me, fd, variant, last and me.shared[MODE] == DRAIN, data)
+    _send_ready(me, fd, variant, _is_closing(me, last), data)
     return ANSWERED
 
 

@@ -17,7 +17,7 @@ from tierstore.kernels.reactor_words import (
     EPOLL,
     FLAGS,
     FREE,
-    HANDED,
+    HELD,
     HIGHEST,
     IDLE_NS,
     IN_AT,
@@ -43,6 +43,7 @@ from tierstore.kernels.reactor_words import (
     PIECES_AT,
     REACTORS,
     READING,
+    REASONS_FROM,
     REFUSED,
     SENDING,
     SENT,
@@ -89,9 +90,19 @@ def notify(me, kind, fd, serial, value, more):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def hold(me, fd, size):  # type: ignore[no-untyped-def]
+    """Of a connection's request, this many bytes are held: a large one counts as far as it has come."""
+    row = me.conns[fd]
+    if row[HELD] != size:
+        add_at(shared_at(me, INFLIGHT), size - row[HELD])
+        row[HELD] = size
+
+
+@nb.njit
 def forget(me, fd):  # type: ignore[no-untyped-def]
     """A connection's row is free from here on; its descriptor and its bytes are somebody else's."""
     row = me.conns[fd]
+    hold(me, fd, 0)
     row[STATE] = FREE
     row[SERIAL] = (row[SERIAL] + 1) & SERIALS
     row[IN_AT] = row[IN_BYTES] = row[OUT_AT] = row[OUT_BYTES] = row[OUT_BASE] = row[PIECES] = 0
@@ -124,14 +135,14 @@ def end(me, fd, abort):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def yield_to_requests(me, fd):  # type: ignore[no-untyped-def]
+def yield_to_requests(me, fd, reason):  # type: ignore[no-untyped-def]
     """Give a connection to Python, with its bytes, which Python frees."""
     row = me.conns[fd]
     epoll_set(me.lines[me.number, EPOLL], EPOLL_DEL, fd, 0, 0)
     at, size, serial = row[IN_AT], row[IN_BYTES], row[SERIAL]
     add_at(shared_at(me, OTHER_OPEN), 1)  # before it is counted out here: there are never fewer than there are
     forget(me, fd)
-    me.lines[me.number, HANDED] += 1
+    me.lines[me.number, REASONS_FROM + reason] += 1
     if not notify(me, CONNECTION, fd, serial, at, size):
         release(at)
         close(fd)
@@ -149,7 +160,7 @@ def start_serving(me, fd, now):  # type: ignore[no-untyped-def]
             owner = other
     row = me.conns[fd]
     row[OWNER], row[FLAGS], row[LOST] = owner, 0, 0
-    row[NEEDED] = row[BEGAN_NS] = row[JOB] = 0
+    row[NEEDED] = row[BEGAN_NS] = row[JOB] = row[HELD] = 0
     row[DEADLINE_NS] = now + me.limits[IDLE_NS]
     # last: the reactor that owned the row before may be looking at it just now, to end those that are late
     release_i64(nb.int64(row.ctypes.data) + 8 * STATE, READING)

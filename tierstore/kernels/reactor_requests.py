@@ -9,15 +9,15 @@ import numba as nb
 
 from tierstore.kernels import httphead
 from tierstore.kernels.atomics import acquire_i64, copy_bytes, fence_all, release_i64
-from tierstore.kernels.reactor_answers import answer, answer_rows, drop_job, submit
+from tierstore.kernels.reactor_answers import answer, answer_rows, drop_job, has_room, submit
 from tierstore.kernels.reactor_connections import (
     end,
+    hold,
     let_go_of_answer,
     notify,
     send_on,
     yield_to_requests,
 )
-from tierstore.kernels.reactor_refusals import refuse
 from tierstore.kernels.reactor_words import (
     AGAIN_WORDS,
     ANNOUNCED,
@@ -26,30 +26,35 @@ from tierstore.kernels.reactor_words import (
     AWAY,
     BEGAN_NS,
     BUFFER_BYTES,
+    BUSY,
     CLOSES,
     DEADLINE_NS,
     ENDED,
     FINISH,
     FLAGS,
-    FOR_PYTHON,
     FREE,
     GENERATION_AT,
-    HANDED,
+    HEADER,
+    HELD,
     IDLE_NS,
     IN_AT,
     IN_BYTES,
     IN_ROOM,
     JOB,
+    LARGE_TURN,
     LOST,
     MAY_READ,
     MODE,
     MOST_BODY,
     NEEDED,
+    OTHER,
     PIPELINED,
     READING,
+    REASONS_FROM,
     REQUEST,
     SENDING,
     SERIAL,
+    SIZE,
     STATE,
     line_at,
 )
@@ -69,20 +74,23 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     """Deal with the request that the `size` bytes at `at` begin with. Returns how many bytes are done with; 0: more must come first.
 
     The state tells what became of it: AWAY, a whole request for Python; FREE, the connection itself is to be handed
-    over; else it was answered, or is not all there.
+    over, and what is returned is minus the reason; else it was answered, or is not all there.
     """
     row, found, limits = me.conns[fd], me.found, me.limits
     began = monotonic_ns()
     form = httphead.parse_at(at, size, found)
     if form == httphead.CUT and size < httphead.MOST_HEAD_BYTES:
         return 0
+    if form == httphead.FOREIGN:
+        row[STATE] = FREE
+        return -(HEADER if httphead.is_ours(at, size) else OTHER)
     if (
         form != httphead.PLAIN
         or found[httphead.HEAD_BYTES] > httphead.MOST_HEAD_BYTES
         or found[httphead.BODY_BYTES] > limits[MOST_BODY]
     ):
         row[STATE] = FREE
-        return 0
+        return -SIZE
     whole = found[httphead.HEAD_BYTES] + found[httphead.BODY_BYTES]
     if size < whole:
         row[NEEDED] = whole
@@ -95,11 +103,13 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
         came = answer_rows(me, fd, at, whole, size == whole, began)
     else:
         came = answer(me, fd, at, whole, size == whole, began)
-        if came == FOR_PYTHON:
-            came = refuse(me, fd, at, size == whole, began)
     release_i64(line, 0)
     if came != ANSWERED:
         row[STATE], row[NEEDED] = AWAY, whole
+        if came >= 0:
+            me.lines[me.number, REASONS_FROM + came] += 1
+            if found[httphead.CLOSING] != 0:
+                row[FLAGS] |= CLOSES
         return 0
     row[BEGAN_NS] = 0
     return whole
@@ -112,6 +122,7 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
     if left == 0:
         release(row[IN_AT])
         row[IN_AT] = row[IN_BYTES] = 0
+        hold(me, fd, 0)
         return True
     room = max(row[NEEDED], left, 4096 if row[NEEDED] == 0 else 0)
     if row[NEEDED] == 0 and left * 2 > room:
@@ -127,6 +138,7 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
         release(row[IN_AT])
         row[IN_AT], row[IN_ROOM] = kept, room
     row[IN_BYTES] = left
+    hold(me, fd, left if row[IN_ROOM] > BUFFER_BYTES else 0)
     return True
 
 
@@ -134,7 +146,7 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
 def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
     """Read what has come, and answer the requests that are whole. The connection may be closed afterwards."""
     row = me.conns[fd]
-    answered = 0
+    answered = came = 0
     while True:
         if row[IN_AT] != 0:
             base, room, have = row[IN_AT], row[IN_ROOM], row[IN_BYTES]
@@ -152,15 +164,16 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             if got <= 0 or (got < room - have and row[FLAGS] & ENDED == 0):  # the end itself comes after the last bytes
                 row[FLAGS] &= ~MAY_READ
             have += max(got, 0)
-        at = 0
-        while at < have and row[STATE] == READING and have - at >= row[NEEDED]:
+            came += max(got, 0)
+        at = used = 0
+        while at < have and row[STATE] == READING and have - at >= row[NEEDED] and row[FLAGS] & CLOSES == 0:
             if answered == PIPELINED:
                 break
             used = _request(me, fd, base + at, have - at)
             if row[LOST] != 0:
                 end(me, fd, True)
                 return
-            if used == 0:
+            if used <= 0:
                 break
             at += used
             answered += 1
@@ -186,6 +199,13 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             elif row[BEGAN_NS] == 0:
                 row[BEGAN_NS] = now
                 row[DEADLINE_NS] = now + me.limits[ARRIVAL_NS]
+            if row[HELD] > 0 and not has_room(me, 0):  # for Python to say so, or to wait
+                yield_to_requests(me, fd, BUSY)
+                return
+            if came >= LARGE_TURN and row[FLAGS] & MAY_READ and me.again[0] < AGAIN_WORDS:
+                me.again[0] += 1
+                me.again[me.again[0]] = fd
+                return
             if row[FLAGS] & MAY_READ == 0:
                 if row[FLAGS] & ENDED or (left == 0 and me.shared[MODE] >= FINISH):
                     end(me, fd, False)
@@ -195,14 +215,13 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             if row[JOB] != 0:
                 submit(me, fd)
                 return
-            me.lines[me.number, HANDED] += 1
             if not notify(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
                 end(me, fd, True)
             return
         elif row[STATE] == SENDING:
             return
         else:
-            yield_to_requests(me, fd)
+            yield_to_requests(me, fd, -used)
             return
 
 

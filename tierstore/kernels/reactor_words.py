@@ -19,18 +19,18 @@ from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 FREE, READING, AWAY, SENDING = range(4)
 (
     STATE, SERIAL, OWNER, IN_AT, IN_ROOM, IN_BYTES, NEEDED, OUT_AT, OUT_BYTES, OUT_BASE, PIECES_AT, PIECES, DEADLINE_NS,
-    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS,
-) = range(18)  # fmt: skip
+    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS, HELD,
+) = range(19)  # fmt: skip
 CONNECTION_WORDS = 24
 # of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
 MAY_READ, CLOSES, ENDED = 1, 2, 4
 
 # words of `shared`, a cache line each, as some are written often
 (
-    MODE, GENERATION_AT, PLANS_AT, PLAN_SLOTS, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT,
-    WAIT_NS, ALLOWED_FRONTS_AT,
-) = range(0, 13 * 8, 8)  # fmt: skip
-SHARED_WORDS = 13 * 8
+    MODE, GENERATION_AT, PLANS_AT, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT, WAIT_NS,
+    ALLOWED_FRONTS_AT,
+) = range(0, 12 * 8, 8)  # fmt: skip
+SHARED_WORDS = 12 * 8
 FULL = 1 << 62  # of WAIT_NS: the queue has no room
 # of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
@@ -38,13 +38,23 @@ RUN, DRAIN, FINISH, STOP = range(4)
 # words of `limits`
 (
     MOST_CONNECTIONS, MOST_BODY, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS, MOST_DESCRIPTORS,
-    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS,
-) = range(12)  # fmt: skip
-LIMIT_WORDS = 12
+    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS, MOST_ANSWER,
+) = range(13)  # fmt: skip
+LIMIT_WORDS = 13
 
 # words of a reactor's line in `lines`
-ANNOUNCED, LOAD, EPOLL, ANSWERS, HANDED, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(10)
-LINE_WORDS = 16
+ANNOUNCED, LOAD, EPOLL, ANSWERS, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(9)
+REASONS_FROM = 16  # how often a request or a connection was handed to Python, by reason
+# why: it is no look-up; its head is of another form; too many bytes; its caller is not known here; its description is of another
+# form; no plan is known; it is a prediction; a row is where readers do not read; its numbers do not pass; no room, or too late;
+# its id says which version answers; the service is ending
+(
+    OTHER, HEADER, SIZE, ACCESS, DESCRIPTION, NO_PLAN, PREDICTION, ROWS_ON_DISK, VALUES, BUSY, CANARY, ENDING,
+) = range(12)  # fmt: skip
+REASONS = (
+    "other_request", "header", "size", "access", "form", "no_plan", "prediction", "rows_on_disk", "values", "busy", "canary", "ending",
+)  # fmt: skip
+LINE_WORDS = 32
 
 # messages to Python and back: MESSAGE_WORDS int64 each, the first is kind + fd * 256
 REQUEST, CONNECTION, REFUSED, SENT = range(4)
@@ -60,7 +70,7 @@ COUNT_WORDS = BUCKETS_FROM + BUCKETS
 TABLE_COUNT_WORDS = 8  # one a tier
 
 # what comes of a request
-ANSWERED, MADE_A_JOB, FOR_PYTHON = range(3)
+ANSWERED, MADE_A_JOB = -1, -2  # else a reason
 
 EVENTS = 256  # of one turn
 ACCEPTED = 64  # connections of one turn
@@ -70,7 +80,8 @@ AGAIN_WORDS = 1024  # connections that have their next turn at once
 MESSAGES = 64  # of Python, of one turn
 LISTENER, INBOX, JOB_INBOX = (k - (1 << 32) for k in range(3))  # the data of their events: no serial is so high
 BUFFER_BYTES = 1 << 17
-HEAD_ROOM = 4096  # before the answer's data
+LARGE_TURN = 1 << 20  # bytes of one connection that are read before others have their turn
+HEAD_ROOM = 1 << 15  # before the answer's data
 SWEEP_NS = 1_000_000_000
 
 SERIALS = 0x7FFFFFFF
@@ -105,12 +116,17 @@ class Here(NamedTuple):
     answer: int  # HEAD_ROOM and the largest answer, aligned
     states: int  # a byte a key
     scratch: int
+    record: int  # of a request, its structure, its run, the values of its answer, and the codes of its strings
+    structure: int
+    bound: int
+    values: int
+    codes: int
     date: int  # 29 bytes of today's date, and a message
 
 
 _WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
 HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 14),
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 19),
     Here,
 )
 

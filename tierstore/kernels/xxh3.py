@@ -153,6 +153,14 @@ def _hash_long(at: Any, size: Any, acc: Any) -> Any:
     return _finish(at + size, size, acc)
 
 
+@compiled(types.uint64(types.int64, types.int64, types.uint64[::1]), inner=True)
+def hash_at(at: Any, size: Any, acc: Any) -> Any:
+    """Of `size` bytes at an address; `acc`, uint64[8], is room to work in."""
+    if size <= 16:
+        return _hash_to_16(at, size)
+    return _hash_to_240(at, size) if size <= 240 else _hash_long(at, size, acc)
+
+
 @compiled(types.int64(types.int64, types.int64, _OFFSETS, types.int64[::1]))
 def _hash_strings(data: Any, data_size: Any, offsets: Any, out: Any) -> Any:
     """Returns -1, or the first string that does not lie within the data."""
@@ -161,13 +169,7 @@ def _hash_strings(data: Any, data_size: Any, offsets: Any, out: Any) -> Any:
         start, stop = offsets[i], offsets[i + 1]
         if start < 0 or stop < start or stop > data_size:
             return i
-        at, size = data + start, stop - start
-        if size <= 16:
-            out[i] = np.int64(_hash_to_16(at, size))
-        elif size <= 240:
-            out[i] = np.int64(_hash_to_240(at, size))
-        else:
-            out[i] = np.int64(_hash_long(at, size, acc))
+        out[i] = np.int64(hash_at(data + start, stop - start, acc))
     return -1
 
 

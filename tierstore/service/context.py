@@ -51,9 +51,16 @@ class PlanIndex(Protocol):
     """The plans by which a reactor answers."""
 
     def learn(
-        self, model: Any, view: Any, request: Any, version: int | str | None, text: memoryview, plan: Any, answer: Any
+        self,
+        model: str,
+        view: Any,
+        parsed: Any,
+        version: int | str | None,
+        text: memoryview,
+        plan: Any,
+        answer: Any,
+        refusal: bytes | None = None,
     ) -> None: ...
-    def learn_queued(self, model: str, view: Any, version: int | str | None, number: int, refusal: bytes) -> None: ...
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None: ...
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.reads.view import View
@@ -26,6 +27,11 @@ def can_be_read(table: Cascade) -> bool:
     return table.device is None and table.offer is None
 
 
+def labels_word(served: Routing) -> int:
+    """A number for the labels of one's own that there are: equal for equal ones."""
+    return xxhash.xxh3_64_intdigest(repr(sorted(served.labels.items())).encode()) >> 1
+
+
 class PublishedWords:
     """The views of one `Routing` as words, whose address is `address`; 0 where nothing is served."""
 
@@ -34,7 +40,7 @@ class PublishedWords:
         self._epochs = epochs
         views = [0 if view is None else self._view(view, token_of(view)) for view in (served.active, served.canary)]
         share = min(int(served.share * layout.SHARE_UNIT), layout.SHARE_UNIT)
-        self._words = np.array([*views, share], np.int64)
+        self._words = np.array([*views, share, labels_word(served)], np.int64)
         self.address = address_of(self._words) if views[0] else 0
 
     def _view(self, view: View, token: int) -> int:
@@ -58,4 +64,13 @@ class PublishedWords:
         words[layout.ROW_BYTES], words[layout.TABLE_ID] = table.spec.row_bytes, self._epochs.table_id(table)
         if table.own is not None:
             words[layout.OWN_AT], words[layout.PARTITIONS] = address_of(table.own.is_own), table.own.count
+        shared = self._hashes_shared(view, table)
+        words[layout.COLLIDING], words[layout.COLLIDING_AT] = len(shared), address_of(shared)
         words[layout.BASE_AT] = table.disk.words_at(table.table_id, table.spec.row_bytes)
+
+    def _hashes_shared(self, view: View, table: Cascade) -> Words:
+        """The hashes by which string keys of a table cannot be told apart."""
+        colliding = view.colliding.get(table.spec.name)
+        shared = np.empty(0, np.int64) if colliding is None else colliding.hashes
+        self._kept.append(shared)
+        return shared

@@ -62,11 +62,11 @@ class Handoff:
         headers: Head = []
         for line in lines:
             name, _, value = line.partition(b":")
-            headers.append((name.lower(), value.lstrip(b" ")))
+            headers.append((name.lower(), value.strip(b" \t")))
         now_ns = time.perf_counter_ns()
         scope: Scope = {
             "type": "http",
-            "http_version": "1.1",
+            "http_version": first[-3:].decode(),
             "method": "POST",
             "path": first[5:-9].decode(),
             "query_string": b"",
@@ -110,7 +110,7 @@ class Handoff:
         head = [_STATUS_LINES[status]]
         for name, value in (*self._server.default_headers, *headers):
             head += (name, b": ", value, b"\r\n")
-        closes = self.ending or (self.draining and reply.is_last)
+        closes = reply.closes or self.ending or (self.draining and reply.is_last)
         if closes:
             head.append(b"connection: close\r\n")
         head.append(b"\r\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ JSON = b"application/json"
 _AUTO_DETECT = 47  # zlib's wbits for gzip and zlib streams alike
 _MAX_MEMBERS = 16  # of a gzip body: the remainder is copied for each
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
+_REFUSED = re.compile(rb"q\s*=\s*0(?:\.0*)?")
 
 
 # a whole number of milliseconds: ours, and the one that Envoy, and so Istio, passes on to the services behind it
@@ -194,13 +196,20 @@ def decode_body(body: memoryview, coding: bytes, limit: int) -> memoryview:
 
 
 def wanted_coding(accept: bytes) -> bytes | None:
-    """The coding of the response: gzip or deflate where Accept-Encoding names just that one.
+    """The coding of the response: gzip or deflate where Accept-Encoding takes one of them, and refuses an answer as it is.
 
-    HTTP libraries send a list of all codings with every request. Vectors hardly shrink, and compressing them costs
-    milliseconds, so a list is not taken as a wish. RFC 9110 always allows identity, unless it is refused by name.
+    Libraries of HTTP send codings with every request, some just gzip. Vectors hardly shrink, and compressing them costs
+    milliseconds, so that is not taken as a wish. RFC 9110 always allows identity, unless a weight of 0 refuses it.
     """
-    coding = accept.strip().lower()
-    return coding if coding in _ACCEPTED else None
+    if b";" not in accept:
+        return None
+    weights: dict[bytes, bool] = {}  # whether each coding is taken
+    for entry in accept.lower().split(b","):
+        coding, _, weight = entry.partition(b";")
+        weights[coding.strip()] = _REFUSED.fullmatch(weight.strip()) is None
+    if weights.get(b"identity", weights.get(b"*", True)):
+        return None
+    return next((coding for coding in _ACCEPTED if weights.get(coding, weights.get(b"*", False))), None)
 
 
 def compress(chunks: Iterable[bytes | memoryview], coding: bytes) -> bytes:

@@ -118,12 +118,12 @@ class InferCall(HttpCall[InferRequest]):
     def _teach(self, plans: PlanIndex, parsed: InferRequest, inference: Inference) -> None:
         """Have reactors answer requests such as this one; or refuse them where they would wait too long, as batches do not."""
         plan, view = inference.plan, inference.view
-        if plan.dense is None:
-            assert self._tail is not None
-            text = self.body[: len(self.body) - len(self._tail)]
-            plans.learn(self.model, view, parsed, self.version, text, plan, self._layout)
-        elif not self.service.batches.max_items:
-            plans.learn_queued(self.model, view, self.version, plan.version, _REFUSAL)
+        if b"content-encoding" in self.headers or (plan.dense is not None and self.service.batches.max_items):
+            return
+        assert self._tail is not None
+        text = self.body[: len(self.body) - len(self._tail)]
+        refusal = None if plan.dense is None else _REFUSAL
+        plans.learn(self.model, view, parsed, self.version, text, plan, self._layout, refusal)
 
     def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
         return self._elements(inference.plan, raw=inference.raw), self._answer.arrays

@@ -37,7 +37,6 @@ class ResponseLayout:
         "header",
         "json_bytes",
         "late",
-        "learned_as",
         "positions",
         "spans",
         "tail_begin",
@@ -50,7 +49,6 @@ class ResponseLayout:
         self._in_json: list[int] = []
         self.spans: list[tuple[int, Span]] = []
         self.json_bytes = 0  # of elements that go into the JSON
-        self.learned_as: Any = None  # what the index of plans made of the request
         at = 0
         binary_any = False
         outputs: list[dict[str, Any]] = []
@@ -92,6 +90,16 @@ class ResponseLayout:
     def binary(self) -> list[int]:
         """Outputs that go binary behind the JSON, in order."""
         return [i for i, position in enumerate(self.positions) if position is not None]
+
+    def text_with(self, shapes: list[list[int]], sizes: list[int]) -> bytes:
+        """The JSON of an answer of these shapes and bytes of its outputs, all of them binary; without an id."""
+        outputs = [
+            {**output, "shape": shape, "parameters": {"binary_data_size": size}}
+            for output, shape, size in zip(self._document["outputs"], shapes, sizes, strict=True)
+        ]
+        document = {**self._document, "outputs": outputs}
+        document.pop("id", None)
+        return orjson.dumps(document)
 
     def json(self, arrays: list[npt.NDArray[Any]], sizes: dict[int, int] | None = None) -> bytes:
         """The JSON in front of the binary outputs; `sizes` are the bytes of those that were not known before the run."""

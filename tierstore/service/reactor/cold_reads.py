@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.engine.serving.epochs import Epochs
-from tierstore.kernels import coldread
+from tierstore.kernels import coldread, lookupplan
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
@@ -48,6 +48,7 @@ class ColdReaders:
         self.free_jobs[:, 1:] = np.arange(reactors * kernel.JOBS).reshape(reactors, kernel.JOBS)
         self._epochs = epochs
         self._words = np.zeros(coldread.SHARED_WORDS, np.int64)
+        self._words[coldread.RUN_AT] = lookupplan.run.address
         self._done_at = np.zeros(reactors, np.int64)
         self._thread_count = threads
         # from `start` on: descriptors of pipes

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 
-from tierstore.kernels import lookupplan, reactor, sysio
+from tierstore.kernels import binding, lookupplan, reactor, request_record, sysio
 from tierstore.kernels import reactor_words as kernel
 
 _LINE = 64  # bytes of a cache line
 
 
 def areas() -> tuple[int, ...]:
-    """Bytes of each area of a reactor's own memory: events, messages, received bytes, an answer, states, scratch, date."""
+    """Bytes of each area of a reactor's own memory: events, messages, received bytes, an answer, states, scratch, date; then a request's
+    record, its structure, its run, the values of its answer, and the codes of its strings."""
     sizes = (
         kernel.EVENTS * sysio.EVENT_BYTES,
         kernel.MESSAGES * 8 * kernel.MESSAGE_WORDS,
@@ -20,6 +21,11 @@ def areas() -> tuple[int, ...]:
         lookupplan.MOST_KEYS + _LINE,
         lookupplan.SCRATCH_BYTES,
         4096,
+        request_record.RECORD_BYTES,
+        request_record.MOST_STRUCTURE_BYTES,
+        binding.RUN_BYTES,
+        binding.VALUES_BYTES,
+        8 * lookupplan.MOST_KEYS,
     )
     return tuple(-(-size // _LINE) * _LINE for size in sizes)
 

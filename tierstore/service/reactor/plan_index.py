@@ -1,17 +1,20 @@
-"""The index of plans by which reactors answer: requests that Python has answered once, as numbers (`kernels/lookupplan.py`).
+"""The index of plans by which reactors answer: how requests of a structure are answered, as numbers (`kernels/lookupplan.py`).
 
-`PlanIndex.learn` is called when Python plans a request, and keeps the plan if a reactor can run it: look-ups of rows and
-bags with binary keys in the body and binary outputs, small enough that no other connection waits for long. `learn_rows` does it
-for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line by one plan; `learn_queued` for
-predictions, which a reactor can only refuse. The number of plans is bounded; the least recently used makes room. Any thread
-may call anything; compiled threads read what is published.
+`PlanIndex.learn` is called when Python has planned a request, and keeps the plan of its structure if a reactor can run it: look-ups of
+rows and bags with binary keys in the body and binary outputs. Of a prediction it keeps that a reactor can refuse it. `learn_rows` does it
+for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line by one plan. The number of plans is
+bounded; the least recently used of its set makes room. What is learned in a second is bounded too, so that who sends a new
+structure each time costs what Python's answers cost. Any thread may call anything; compiled threads read the index as it is filled.
 """
 
 from __future__ import annotations
 
-import math
+import re
 import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,86 +22,91 @@ import numpy.typing as npt
 
 from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
-from tierstore.engine.serving.words import can_be_read
-from tierstore.kernels import front_rows
+from tierstore.engine.serving.routing import CANARY, STABLE
+from tierstore.engine.serving.words import can_be_read, labels_word
+from tierstore.kernels import binding, front_rows, jsonscan, request_record
 from tierstore.kernels import lookupplan as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.httpdate import DATE_PLACE
 from tierstore.kernels.pool import combiner_code
-from tierstore.kernels.reactor_refusals import QUEUED
-from tierstore.service.dataplane.datatypes import KEY_DATATYPES
+from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, Plan, Request
-from tierstore.service.oip.json_request import HEADER_LENGTH, InBody, InferRequest
+from tierstore.service.oip.json_request import InBody, InferRequest
 from tierstore.service.oip.json_response import ResponseLayout
 from tierstore.service.reactor.count_rows import CountRows, Counts
-from tierstore.types import KeyType, Tier
+from tierstore.types import Tier
 
-MOST_PLANS = 512
-_SLOTS = 2048  # of the index: a quarter full at most
+MOST_PLANS = layout.SETS * layout.WAYS
+MOST_LEARNED = 256  # at once, and LEARNED_A_SECOND
+LEARNED_A_SECOND = 64
+_MOST_UNFIT = 1024  # structures that reactors cannot answer, which are not looked at again
 _MOST_VERSIONS, _MOST_TABLES = 512, 4096  # with counts of their own; requests beyond them are answered by Python
-_HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %d\r\n%b: %d\r\ncontent-type: application/octet-stream\r\n\r\n"
 _ROWS_HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %b\r\ncontent-type: application/octet-stream\r\n\r\n"
 _DIGITS = b"-" * front_rows.DIGITS
-_NOT_HERE = layout.NOWHERE
 
 Words = npt.NDArray[np.int64]
-Place = tuple[bytes, bytes, int]  # path, JSON, how many bytes follow that
+Place = tuple[bytes, bytes, int]  # path, structure, form
 Version = tuple[str, int]
 
 
 class _Variant:
-    """How a request is answered under one version and dense part."""
+    """How a request is answered under one version and dense part. `kept` is what its words point to."""
 
     def __init__(
-        self, token: int, head: bytes, words: Words, version: Version | None, tables: list[LookupCounts]
+        self, token: int, words: list[int], version: Version | None, tables: list[LookupCounts], *kept: object
     ) -> None:
-        self.token, self.head, self.words, self.version, self.tables = token, head, words, version, tables
-        self.alive = True  # while an index has it
-
-
-_NEVER = _Variant(0, b"", np.empty(0, np.int64), ("", 0), [])  # stands for a request that a reactor cannot answer
+        self.token, self.words, self.version, self.tables, self._kept = (
+            token,
+            np.array(words, np.int64),
+            version,
+            tables,
+            kept,
+        )
 
 
 class _Planned:
-    """A request with its variants, the newest first; `words` is what the reactor reads."""
+    """A structure with its variants, the newest first; `words` is what the reactor reads."""
 
-    def __init__(self, place: Place, model: int, wanted: int, variants: list[_Variant]) -> None:
-        path, text, tail_bytes = place
+    def __init__(self, place: Place, model: int, wanted: int, labelled: int, variants: list[_Variant]) -> None:
+        path, structure, form = place
         self.place, self.variants = place, variants
-        self._bytes = np.frombuffer(path, np.uint8), np.frombuffer(text, np.uint8)
+        self._bytes = np.frombuffer(path, np.uint8), np.frombuffer(structure, np.uint8)
         at = [address_of(array) for array in self._bytes]
         one, other = (*(address_of(variant.words) for variant in variants), 0)[:2]
         self.words = np.array(
-            [at[0], len(path), at[1], len(text), tail_bytes, model, wanted, one, other, time.monotonic_ns()], np.int64
+            [at[0], len(path), at[1], len(structure), form, model, wanted, labelled, one, other, time.monotonic_ns()],
+            np.int64,
         )
+        self.hash = int(layout.place(at[0], len(path), at[1], len(structure), form))
 
     @property
     def last_used_ns(self) -> int:
         return int(self.words[layout.LAST_USED])
 
-    def slot(self, slots: int) -> int:
-        at, length, text, text_bytes, tail_bytes = self.words[: layout.TAIL_BYTES + 1].tolist()
-        return int(layout.place(at, length, text, text_bytes, tail_bytes)) & (slots - 1)
-
 
 class PlanIndex:
     """The index of one service. `shared` is the memory of the reactors, where they find the index."""
 
-    def __init__(self, store: Any, shared: Words, threads: int, absorb: Any) -> None:
+    def __init__(
+        self, store: Any, shared: Words, threads: int, absorb: Any, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`absorb` is called with a version, its new counts, and the highest counts of any thread."""
         # constant after construction
-        self._store, self._shared = store, shared
+        self._store, self._clock = store, clock
         self._epochs: Epochs = store.epochs
         self.versions: CountRows[Version | None] = CountRows(threads, _MOST_VERSIONS, kernel.COUNT_WORDS, absorb)
         self.tables: CountRows[LookupCounts] = CountRows(threads, _MOST_TABLES, kernel.TABLE_COUNT_WORDS, _add_keys)
-        shared[kernel.PLAN_SLOTS] = _SLOTS
+        self._index: Words = np.zeros((layout.SETS, layout.WAYS, 2), np.int64)  # compiled threads read it
+        shared[kernel.PLANS_AT] = address_of(self._index)
         self._lock = threading.Lock()
         # guarded by _lock
         self._planned: dict[Place, _Planned] = {}
-        self._mixed: set[Place] = set()  # paths of predictions, and of look-ups that only Python can answer
-        self._index: Words = np.zeros(_SLOTS, np.int64)
-        self._publish([], [])
+        self._sets: dict[int, dict[int, _Planned]] = {}  # by set and way
+        self._unfit: OrderedDict[tuple[Place, int], None] = OrderedDict()  # with the token under which that was found
+        self._record = np.zeros(request_record.RECORD_BYTES // 8, np.int64)
+        self._structure = np.zeros(request_record.MOST_STRUCTURE_BYTES, np.uint8)
+        self._may_learn, self._learned_at_s = float(MOST_LEARNED), clock()
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -112,60 +120,44 @@ class PlanIndex:
         text: memoryview,
         plan: Plan,
         answer: ResponseLayout,
+        refusal: bytes | None = None,
     ) -> None:
-        """Keep how a request of `model` is answered under `view`, if a reactor can do it.
+        """Keep how requests of `model` that have the structure of this one are answered under `view`, if a reactor can do it.
 
-        `text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs, which notes the result.
+        `text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs. `refusal`: of a prediction, which
+        a reactor refuses with these bytes where it would wait too long; `DATE_PLACE` is in them for the date.
         """
-        if (previous := answer.learned_as) is _NEVER:
+        if plan.dense is not None and refusal is None:
             return
-        token = self._store.model(model).publisher.token(view)
-        if token is None or (previous is not None and previous.alive and previous.token == token):
+        publisher = self._store.model(model).publisher
+        token, slot = publisher.token(view), self._epochs.slot(model)
+        if token is None or slot is None:
             return
-        tail_bytes, slot = _tail_bytes(parsed, plan, answer), self._epochs.slot(model)
-        if tail_bytes is None or slot is None or isinstance(version, str):
-            self._never(model, version, answer)
+        path = _path(model, version)
+        wanted, served = _wanted(version), publisher.served
+        labelled = labels_word(served) if wanted == layout.BY_LABEL else 0
+        if labelled and served.labels.get(version) != plan.version:  # it has moved since
             return
-        place = _path(model, version), bytes(text), tail_bytes
         with self._lock:
-            if self._knows(place, token):
+            place = self._place(path, text)
+            if (
+                place is None
+                or self._knows(place, token, labelled)
+                or (place, token) in self._unfit
+                or not self._has_time()
+            ):
                 return
-            new = answer.learned_as = self._variant(token, view, parsed, plan, answer, (model, plan.version))
-            if new is not None:
-                self._keep(place, slot, _which(version), new)
-        if new is None:
-            self._never(model, version, answer)
-
-    def _never(self, model: str, version: int | str | None, answer: ResponseLayout) -> None:
-        """Only Python can answer such a look-up, and may do so without a thread: nothing of its path is to be refused from now on."""
-        answer.learned_as = _NEVER
-        if isinstance(version, str):
-            return
-        place = _path(model, version), b"", QUEUED
-        with self._lock:
-            self._mixed.add(place)
-            queued = self._planned.pop(place, None)
-            if queued is not None:
-                self._publish([queued], queued.variants)
-
-    def learn_queued(self, model: str, view: Any, version: int | str | None, number: int, refusal: bytes) -> None:
-        """Keep that requests of `model`, whose path names `version`, wait for a thread under `view`, which is of version `number`.
-
-        Those that would wait too long are answered with `refusal`, whose bytes `DATE_PLACE` are for the date.
-        """
-        token, slot = self._store.model(model).publisher.token(view), self._epochs.slot(model)
-        if token is None or slot is None or isinstance(version, str):
-            return
-        place = _path(model, version), b"", QUEUED
-        with self._lock:
-            if place in self._mixed or self._knows(place, token):
+            of = model, plan.version
+            if refusal is not None:
+                new = self._refusing(token, refusal, of)
+            else:
+                new = self._variant(token, view, parsed, plan, answer, of)
+            if new is None:
+                self._unfit[place, token] = None
+                if len(self._unfit) > _MOST_UNFIT:
+                    self._unfit.popitem(last=False)
                 return
-            rows = self._count_rows((model, number), [])
-            if rows is None:
-                return
-            words = [token, _address(refusal), len(refusal), refusal.index(DATE_PLACE), 0, 0, *rows, 0]
-            new = _Variant(token, refusal, np.array(words, np.int64), (model, number), [])
-            self._keep(place, slot, _which(version), new)
+            self._keep(place, slot, wanted, labelled, new)
 
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None:
         """Keep how a front's requests for rows of a table, at `path`, are answered under `view`, if a reactor can do it."""
@@ -173,9 +165,9 @@ class PlanIndex:
         cascade = view.open_version.tables[table]
         if token is None or slot is None or not can_be_read(cascade):
             return
-        place = path.encode(), line.encode(), front_rows.ANY_SIZE
+        place = path.encode(), line.encode(), layout.STORED_ROWS
         with self._lock:
-            if self._knows(place, token):
+            if self._knows(place, token, 0) or not self._has_time():
                 return
             rows = self._count_rows(None, [cascade.counts])
             if rows is None:
@@ -183,29 +175,77 @@ class PlanIndex:
             head = _ROWS_HEAD % (DATE_PLACE, _DIGITS)
             number = list(view.open_version.tables).index(table)
             words = [token, _address(head), len(head), head.index(DATE_PLACE), head.index(_DIGITS), number, *rows]
-            variant = _Variant(token, head, np.array(words, np.int64), None, [cascade.counts])
-            self._keep(place, slot, layout.ONE_VERSION, variant)
+            variant = _Variant(token, words, None, [cascade.counts], head)
+            self._keep(place, slot, layout.ONE_VERSION, 0, variant)
 
-    def _knows(self, place: Place, token: int) -> bool:
+    def _place(self, path: bytes, text: memoryview) -> Place | None:
+        """Where requests of the structure of a JSON are found; None where reactors do not know its form. Called with the lock held."""
+        data = np.frombuffer(text, np.uint8)
+        size = jsonscan.scan(address_of(data), len(data), address_of(self._record), address_of(self._structure))
+        return (path, self._structure[:size].tobytes(), layout.TENSORS) if size else None
+
+    def _has_time(self) -> bool:
+        """Whether one more may be learned now; it counts. Called with the lock held."""
+        now_s = self._clock()
+        passed_s, self._learned_at_s = now_s - self._learned_at_s, now_s
+        self._may_learn = min(float(MOST_LEARNED), self._may_learn + passed_s * LEARNED_A_SECOND)
+        if self._may_learn < 1:
+            return False
+        self._may_learn -= 1
+        return True
+
+    def _knows(self, place: Place, token: int, labelled: int) -> bool:
+        """Whether its plan has a variant for the token, and is of these labels."""
         before = self._planned.get(place)
-        return before is not None and any(variant.token == token for variant in before.variants)
+        if before is None or before.words[layout.LABELLED] != labelled:
+            return False
+        return any(variant.token == token for variant in before.variants)
 
-    def _keep(self, place: Place, slot: int, which: int, new: _Variant) -> None:
+    def _keep(self, place: Place, slot: int, wanted: int, labelled: int, new: _Variant) -> None:
         """Have reactors answer requests of `place` by a further variant. Called with the lock held."""
         before = self._planned.get(place)
-        variants = [] if before is None else before.variants
-        gone, unused = [], variants[1:]
+        variants = [] if before is None else [variant for variant in before.variants if variant.token != new.token]
+        if wanted == layout.BY_LABEL:  # it stands for one version at a time
+            variants = []
+        planned = _Planned(place, slot, wanted, labelled, [new, *variants[:1]])
+        ways = self._sets.setdefault(planned.hash & (layout.SETS - 1), {})
         if before is not None:
-            gone.append(before)
-        elif len(self._planned) >= MOST_PLANS:
-            gone.append(min(self._planned.values(), key=lambda planned: planned.last_used_ns))
-            unused = gone[0].variants
-        for planned in gone:
-            del self._planned[planned.place]
-        self._planned[place] = _Planned(place, slot, which, [new, *variants[:1]])
-        for variant in unused:
-            variant.alive = False
-        self._publish(gone, unused)
+            way = next(way for way, other in ways.items() if other is before)
+            unused = [variant for variant in before.variants if variant not in planned.variants]
+        elif len(ways) < layout.WAYS:
+            way, unused = len(ways), []
+        else:
+            way = min(ways, key=lambda way: ways[way].last_used_ns)
+            before = ways[way]
+            unused = before.variants
+            del self._planned[before.place]
+        self._planned[place] = ways[way] = planned
+        self._publish(planned, way, before, unused)
+
+    def _publish(self, planned: _Planned, way: int, before: _Planned | None, unused: list[_Variant]) -> None:
+        """Put a plan where reactors look, in place of one `before`. Called with the lock held.
+
+        What is replaced is kept while a reactor may read it; then the counts of `unused` are released. A reader in between sees a hash
+        with the plan of another one, whose bytes it compares.
+        """
+        entry = self._index[planned.hash & (layout.SETS - 1), way]
+        entry[0] = planned.hash
+        generation = self._epochs.publish(address_of(entry) + 8, address_of(planned.words))
+        if before is None:
+            return
+
+        def release() -> None:
+            for variant in unused:
+                self._release(variant)
+
+        if not self._epochs.retire(generation, before, release):
+            release()
+
+    def _release(self, variant: _Variant) -> None:
+        """Nobody counts by a variant any more."""
+        self.versions.release(variant.version)
+        for table in variant.tables:
+            self.tables.release(table)
 
     def _count_rows(self, version: Version | None, tables: list[LookupCounts]) -> list[int] | None:
         """Where a version and tables are counted, to be released; None where there is no room for one of them."""
@@ -221,62 +261,43 @@ class PlanIndex:
             rows.append(row)
         return rows
 
+    def _refusing(self, token: int, refusal: bytes, version: Version) -> _Variant | None:
+        rows = self._count_rows(version, [])
+        if rows is None:
+            return None
+        words = [token, _address(refusal), len(refusal), refusal.index(DATE_PLACE), 0, 0, *rows]
+        return _Variant(token, words, version, [], refusal)
+
     def _variant(
         self, token: int, view: Any, parsed: InferRequest, plan: Plan, answer: ResponseLayout, version: Version
     ) -> _Variant | None:
-        """None where a table or its counts are out of reach of the reactors."""
-        assert answer.header is not None
-        assert answer.tail_bytes is not None
+        """None where a reactor cannot answer, or a table or its counts are out of its reach."""
         tables = view.open_version.tables
-        if not all(can_be_read(tables[call.table.name]) for call in plan.calls):
+        if not is_runnable(parsed, plan, answer) or not all(
+            can_be_read(tables[call.table.name]) for call in plan.calls
+        ):
+            return None
+        pieces = answer_pieces(plan, answer)
+        if pieces is None:
             return None
         counts = [tables[call.table.name].counts for call in plan.calls]
         rows = self._count_rows(version, counts)
         if rows is None:
             return None
-        length = len(answer.header) + answer.tail_bytes
-        head = _HEAD % (DATE_PLACE, length, HEADER_LENGTH, len(answer.header)) + answer.header
         order = list(tables)
         calls = [
-            _call_words(call, parsed, plan, answer.positions, order.index(call.table.name), row, view)
+            planned_words(call, plan, order.index(call.table.name), row, view)
             for call, row in zip(plan.calls, rows[1:], strict=True)
         ]
-        own = [
-            token,
-            _address(head),
-            len(head),
-            head.index(DATE_PLACE),
-            answer.tail_bytes,
-            len(calls),
-            rows[0],
-            plan.keys,
-        ]
-        return _Variant(
-            token, head, np.array([*own, *(word for call in calls for word in call)], np.int64), version, counts
-        )
-
-    def _publish(self, gone: list[_Planned], unused: list[_Variant]) -> None:
-        """Give the reactors a new index. Called with the lock held.
-
-        Plans that are not in it any more are kept while a reactor may read them; then the counts of `unused` are released.
-        """
-        index = np.zeros(_SLOTS, np.int64)
-        for planned in self._planned.values():
-            at = planned.slot(_SLOTS)
-            while index[at]:
-                at = (at + 1) & (_SLOTS - 1)
-            index[at] = address_of(planned.words)
-        old, self._index = self._index, index
-
-        def release() -> None:
-            for variant in unused:
-                self.versions.release(variant.version)
-                for table in variant.tables:
-                    self.tables.release(table)
-
-        generation = self._epochs.publish(address_of(self._shared) + 8 * kernel.PLANS_AT, address_of(index))
-        if not self._epochs.retire(generation, [old, gone], release):
-            release()
+        texts = [text for text, _ in pieces]
+        at = [(_address(text), len(text), value) for text, value in pieces]
+        elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
+        parts = [np.array(part, np.int64) for part in (list(chain(*calls)), elements, list(chain(*at)))]
+        calls_at, elements_at, pieces_at = map(address_of, parts)
+        words = [
+            token, 0, 0, 0, 0, len(plan.specs), rows[0], len(calls), calls_at, elements_at, len(pieces), pieces_at,
+        ]  # fmt: skip
+        return _Variant(token, words, version, counts, texts, parts)
 
     def collect(self) -> None:
         """Bring the stats of versions and tables up to now."""
@@ -288,11 +309,21 @@ def _add_keys(counts: LookupCounts, new: Counts, _: Counts) -> None:
     counts.add(new[: len(Tier)])
 
 
-def _which(version: int | None) -> int:
-    return layout.ANY_VERSION if version is None else layout.ONE_VERSION
+FOUND = ".found"
+_PLACES = 1 << 61  # a number that stands for a value in the text of an answer, and those behind it for others
+_PLACE = re.compile(rb"(23058430092136[0-9]{5})")
 
 
-def _path(model: str, version: int | None) -> bytes:
+def _wanted(version: int | str | None) -> int:
+    """What the path of a request names, as the kernel has it."""
+    if version is None:
+        return layout.ANY_VERSION
+    if isinstance(version, int):
+        return layout.ONE_VERSION
+    return {STABLE: layout.STABLE, CANARY: layout.ONLY_CANARY}.get(version, layout.BY_LABEL)
+
+
+def _path(model: str, version: int | str | None) -> bytes:
     of = "" if version is None else f"versions/{version}/"
     return f"/v2/models/{model}/{of}infer".encode()
 
@@ -301,59 +332,77 @@ def _address(data: bytes) -> int:
     return address_of(np.frombuffer(data, np.uint8))
 
 
-def _tail_bytes(parsed: InferRequest, plan: Plan, answer: ResponseLayout) -> int | None:
-    """Bytes of binary data of a request that the reactor can answer; None for any other."""
-    if plan.dense is not None or not isinstance(parsed.request, Request) or parsed.id is not None:
-        return None
-    if parsed.timeout_us is not None or answer.header is None or answer.tail_bytes is None or answer.spans:
-        return None
-    if any(place is None for place in answer.positions) or not all(
-        isinstance(source, InBody) for source in parsed.sources
-    ):
-        return None
-    if any(call.table.key is KeyType.STRING for call in plan.calls):
-        return None
-    # an input whose output is not requested is checked all the same, by Python
-    if any(
-        not call.rows and (not call.found or call.offsets is not None or call.weights is not None)
-        for call in plan.calls
-    ):
-        return None
-    bags = sum(call.shape[0] for call in plan.calls if call.pooled)
-    if plan.keys > layout.MOST_KEYS or bags > layout.MOST_BAGS or plan.work_bytes > layout.MOST_WORK_BYTES:
-        return None
-    if len(answer.header) > kernel.HEAD_ROOM - 512 or answer.tail_bytes > layout.MOST_WORK_BYTES:
-        return None
-    return max((source.end for source in parsed.sources if isinstance(source, InBody)), default=0)
+def is_runnable(parsed: InferRequest, plan: Plan, answer: ResponseLayout) -> bool:
+    """Whether a reactor can answer requests of this structure, whatever their sizes."""
+    if plan.dense is not None or plan.numbers is not None or not isinstance(parsed.request, Request):
+        return False
+    if answer.header is None or answer.tail_bytes is None or answer.spans:
+        return False
+    if any(place is None for place in answer.positions) or not all(type(source) is InBody for source in parsed.sources):
+        return False
+    # strings that nothing is asked of are checked by Python
+    return not any(call.spec.datatype == BYTES and not call.rows and not call.found for call in plan.calls)
 
 
-def _call_words(
-    call: Call, parsed: InferRequest, plan: Plan, positions: list[int | None], table: int, counts: int, view: Any
-) -> list[int]:
-    """A call as the kernel reads it."""
+def answer_pieces(plan: Plan, answer: ResponseLayout) -> list[tuple[bytes, int]] | None:
+    """The text of an answer in pieces: (text, the value behind it, or NONE); None where it is too long for a reactor.
 
-    def begin(source: int | None) -> int:
-        if source is None:
-            return _NOT_HERE
-        where = parsed.sources[source]
-        assert isinstance(where, InBody)
-        return where.begin
+    Values are as `binding.py` has them. The brace that ends the text is not in it: an id may come before that.
+    """
+    shapes, sizes = [], []
+    for i, spec in enumerate(plan.specs):
+        first = _PLACES + binding.VALUE_WORDS * i
+        inner = 0 if spec.name.endswith(FOUND) else 1  # sizes that are the same for all requests
+        lead = len(spec.shape) - inner
+        shapes.append([*(first + k for k in range(lead)), *spec.shape[lead:]])
+        sizes.append(first + 2)
+    text = answer.text_with(shapes, sizes)
+    parts = _PLACE.split(text[:-1])
+    values = [int(number) - _PLACES for number in parts[1::2]]
+    wanted = [
+        number - _PLACES
+        for shape, size in zip(shapes, sizes, strict=True)
+        for number in (*shape, size)
+        if number >= _PLACES
+    ]
+    if values != wanted or any(len(spec.shape) > 3 for spec in plan.specs):
+        return None
+    pieces = list(zip(parts[::2], [*values, binding.NONE], strict=True))
+    room = kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * len(values)
+    return pieces if sum(map(len, parts[::2])) <= room else None
 
-    def place(outputs: list[int]) -> int:
-        if not outputs:
-            return _NOT_HERE
-        at = positions[outputs[0]]
-        assert at is not None
-        return at
 
-    n = math.prod(call.spec.shape)
-    kind = layout.FOUND_ALONE if not call.rows else layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
+def planned_words(call: Call, plan: Plan, table: int, counts: int, view: Any) -> list[int]:
+    """A call as `binding.bind` reads it."""
+    ragged = call.rows and call.pooled
+    kind = (
+        layout.BAGS_OF_ROWS
+        if ragged
+        else layout.ROWS
+        if call.rows
+        else layout.FOUND_ALONE
+        if call.found
+        else layout.CHECKED
+    )
     half = bool(call.rows) and plan.specs[call.rows[0]].datatype == "FP16"
     padding = view.open_version.padding.get(call.feature.name)
-    a_bag = call.spec.shape[1] if len(call.spec.shape) == 2 else 1
-    return [
-        table, begin(call.keys), n, kind, max(place(call.rows), 0), int(half), place(call.found),
-        0 if call.combiner is None else combiner_code(call.combiner), begin(call.offsets), call.shape[0], a_bag,
-        begin(call.weights), int(padding is not None), 0 if padding is None else int(padding), counts,
-        int(call.spec.datatype != KEY_DATATYPES[call.table.key][0]),
-    ]  # fmt: skip
+    usual = call.spec.datatype == KEY_DATATYPES[call.table.key][0]
+    form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
+    words = [0] * binding.PLANNED_WORDS
+    for which, value in {
+        layout.TABLE: table,
+        layout.KIND: kind,
+        layout.OUT_CODE: int(half),
+        layout.COMBINER: 0 if call.combiner is None else combiner_code(call.combiner),
+        layout.PADDED: int(padding is not None),
+        layout.PADDING: 0 if padding is None else int(padding),
+        layout.TABLE_COUNTS: counts,
+        layout.KEY_FORM: form,
+        binding.KEYS_OF: call.keys,
+        binding.OFFSETS_OF: binding.NONE if call.offsets is None else call.offsets,
+        binding.WEIGHTS_OF: binding.NONE if call.weights is None else call.weights,
+        binding.ROWS_TO: call.rows[0] if call.rows else binding.NONE,
+        binding.FOUND_TO: call.found[0] if call.found else binding.NONE,
+    }.items():
+        words[which] = value
+    return words

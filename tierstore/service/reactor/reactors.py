@@ -45,7 +45,6 @@ from tierstore.service.reactor.memory import areas, register
 
 logger = logging.getLogger(__name__)
 
-MOST_BODY = 1 << 17  # of a request that a reactor reads whole; with a larger one the connection is handed off
 MOST_THREADS = 64
 _PIPE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 1 << 16
@@ -88,6 +87,11 @@ class Reply:
     def began_ns(self) -> int:
         """When the first bytes of the request came, on the monotonic clock; 0 where all bytes came at once."""
         return int(self._reactors.conns[self._fd, kernel.BEGAN_NS])
+
+    @property
+    def closes(self) -> bool:
+        """Whether the request asked for its connection to end with the answer, as long as it is not answered."""
+        return bool(self._reactors.conns[self._fd, kernel.FLAGS] & kernel.CLOSES)
 
     @property
     def is_last(self) -> bool:
@@ -134,7 +138,8 @@ class Reactors:
         self._limits = np.zeros(kernel.LIMIT_WORDS, np.int64)
         for word, value in {
             kernel.MOST_CONNECTIONS: most_connections,
-            kernel.MOST_BODY: min(MOST_BODY, settings.max_request),
+            kernel.MOST_BODY: min(settings.max_request, settings.max_inflight),
+            kernel.MOST_ANSWER: settings.max_response,
             kernel.MOST_INFLIGHT: settings.max_inflight,
             kernel.IDLE_NS: int(settings.idle_timeout_s * 1e9),
             kernel.ARRIVAL_NS: int(settings.arrival_timeout_s * 1e9),
@@ -284,12 +289,13 @@ class Reactors:
         for size in areas():
             places.append(base)
             base += size
-        events, messages, buffer, answer, states, scratch, date = places
+        events, messages, buffer, answer, states, scratch, date, record, structure, bound, values, codes = places
         return kernel.Here(
             number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
             np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
             cold.free_jobs[number], cold.outbox, cold.inboxes[number], address_of(cold.jobs), lookupplan.run.address,
-            front_rows.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states, scratch, date,
+            front_rows.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
+            scratch, record, structure, bound, values, codes, date,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
@@ -357,6 +363,12 @@ class Reactors:
         return int(self._lines[:, kernel.ANSWERS].sum())
 
     @property
+    def handed_on(self) -> dict[str, int]:
+        """Requests and connections that reactors have handed to Python, by the reason."""
+        counts = self._lines[:, kernel.REASONS_FROM : kernel.REASONS_FROM + len(kernel.REASONS)].sum(0)
+        return dict(zip(kernel.REASONS, counts.tolist(), strict=True))
+
+    @property
     def unfinished(self) -> int:
         """Connections on which a request has begun to arrive and is not complete."""
         rows = self.conns[: int(self.words[kernel.HIGHEST]) + 1]
@@ -370,14 +382,17 @@ class Reactors:
             labels=["reactor"],
         )
         handed = CounterMetricFamily(
-            "tierstore_reactor_handed_on", "Requests and connections that it handed to Python.", labels=["reactor"]
+            "tierstore_reactor_handed_on",
+            "Requests and connections that it handed to Python, by the reason.",
+            labels=["reactor", "reason"],
         )
         connections = GaugeMetricFamily(
             "tierstore_reactor_connections", "Connections that it serves.", labels=["reactor"]
         )
         for number, line in enumerate(self._lines):
             answers.add_metric([str(number)], int(line[kernel.ANSWERS]))
-            handed.add_metric([str(number)], int(line[kernel.HANDED]))
+            for reason, name in enumerate(kernel.REASONS):
+                handed.add_metric([str(number), name], int(line[kernel.REASONS_FROM + reason]))
             connections.add_metric([str(number)], int(line[kernel.LOAD]))
         yield from (answers, handed, connections)
         yield GaugeMetricFamily(
