@@ -107,6 +107,7 @@ class Server:
         for snapshot in write_models(root):
             self.store.load_snapshot(snapshot)
         change_some(self.store, root)
+        self.store.label("ctr", "mine", 3)
         self.thread = self._stack.enter_context(ServerThread(self.store))
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self._listener.setblocking(False)
@@ -131,6 +132,12 @@ class Server:
     def by_reactors(self) -> int:
         """Look-ups that were answered without Python."""
         return int(self.thread.service.reactors.answers)
+
+    @property
+    def handed_on(self) -> str:
+        """What reactors left to Python, by the reason."""
+        reasons = self.thread.service.reactors.handed_on
+        return ", ".join(f"{name}: {count}" for name, count in reasons.items() if count)
 
     @property
     def promoted(self) -> int:
@@ -414,7 +421,9 @@ def main() -> None:
         fuzzer.run(numbers())
         for line in fuzzer.different:
             print(line)
-        print(f"{time.monotonic() - began:.0f} s; {server.by_reactors} look-ups answered without Python")
+        print(
+            f"{time.monotonic() - began:.0f} s; {server.by_reactors} look-ups answered without Python; to Python {server.handed_on}"
+        )
         print(", ".join(f"{name}: {count}" for name, count in sorted(fuzzer.counts.items())))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 ROWS = 20_000  # of the large table, more than its memory takes
+WORDS = [b"", "ü✓".encode(), b"w1\xff", b"w" * 300, b"\xed\xa0\x80", b"w\x00"]  # some are no UTF-8
 EDGES = [0, -1, 1 << 40, (1 << 63) - 1, -(1 << 63)]
 
 
@@ -55,7 +56,10 @@ class Tail:
         self.parts: list[tuple[str, int, int]] = []  # kind, count, of how many keys
 
     def draw(self, rng: random.Random) -> bytes:
-        return b"".join(self._part(rng, *part) for part in self.parts)
+        return b"".join(self.drawn(rng))
+
+    def drawn(self, rng: random.Random) -> list[bytes]:
+        return [self._part(rng, *part) for part in self.parts]
 
     @staticmethod
     def _part(rng: random.Random, kind: str, count: int, keys: int) -> bytes:
@@ -71,26 +75,37 @@ class Tail:
             if count and rng.random() < 0.05:
                 weights[rng.randrange(count)] = rng.choice([float("nan"), float("inf"), -float("inf")])
             return struct.pack(f"<{count}f", *weights)
+        if kind == "words":
+            texts = [rng.choice(WORDS) if rng.random() < 0.02 else b"w%d" % rng.randrange(60) for _ in range(count)]
+            return b"".join(struct.pack("<I", len(text)) + text for text in texts)
         span = rng.choice([10, 250, 600, 2100, ROWS + 50])
         values = [rng.randrange(span) if rng.random() < 0.97 else rng.choice(EDGES) for _ in range(count)]
         return struct.pack(f"<{count}q", *values)
 
 
 class Template:
-    """A look-up that comes again and again, with other keys."""
+    """A look-up of one structure that comes again and again, with other sizes, keys and ids."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.tail = Tail()
-        self.model = "one" if rng.random() < 0.15 else "ctr"
-        features = ["item_id"]
+        self.model = rng.choice(["one", "words", *["ctr"] * 8])
+        self._features = {"one": ["item_id"], "words": ["word"]}.get(self.model, [])
         if self.model == "ctr":
             all_of_them = ["item_id", "half", "big", "clicked", "padded", "plain_padded"]
-            features = rng.sample(all_of_them, rng.choice([1, 1, 1, 2, 3]))
+            self._features = rng.sample(all_of_them, rng.choice([1, 1, 1, 2, 3]))
+        self._seed = rng.randrange(1 << 30)  # of what its requests have in common
+        self._sizes = rng.random() < 0.7  # whether they are of sizes at random
+        version = rng.choice(
+            ["", "", "", "/versions/3", "/versions/1", "/versions/stable", "/versions/mine", "/versions/none"]
+        )
+        self.path = f"/v2/models/{self.model}{version}/infer"
+
+    def _make(self, sizes: random.Random) -> tuple[dict[str, Any], Tail]:
+        rng, tail = random.Random(self._seed), Tail()
         inputs: list[dict[str, Any]] = []
         outputs: list[dict[str, Any]] = []
         binary = rng.random() < 0.9
-        for feature in features:
-            self._add(rng, feature, inputs, outputs)
+        for feature in self._features:
+            self._add(rng, sizes, feature, inputs, outputs, tail)
         for output in outputs:
             if binary:
                 output.setdefault("parameters", {})["binary_data"] = True
@@ -102,18 +117,24 @@ class Template:
             document["parameters"] = {"binary_data_output": rng.random() < 0.9}
         if rng.random() < 0.1:
             document.setdefault("parameters", {})["combiner"] = rng.choice(["sum", "mean", "sqrtn", "max"])
-        version = rng.choice(["", "", "", "/versions/3", "/versions/1"])
-        self.path = f"/v2/models/{self.model}{version}/infer"
-        self.text = json.dumps(document).encode()
+        return document, tail
 
     def _add(
-        self, rng: random.Random, feature: str, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]
+        self,
+        rng: random.Random,
+        sizes: random.Random,
+        feature: str,
+        inputs: list[dict[str, Any]],
+        outputs: list[dict[str, Any]],
+        tail: Tail,
     ) -> None:
         ragged = feature in ("clicked", "padded")
         if rng.random() < 0.35:
-            shape = [rng.randint(0, 6), rng.randint(0, 6)]
+            shape = [sizes.randint(0, 6), sizes.randint(0, 6)]
         else:
-            shape = [rng.choice([0, 1, 2, 4, 17, 64, 300])]
+            shape = [sizes.choice([0, 1, 2, 4, 17, 64, 300])]
+            if sizes.random() < 0.01:
+                shape = [sizes.choice([9000, 20_000])]
         n = int(np.prod(shape))
         datatype = rng.choice(["INT64", "INT64", "INT64", "UINT64"])
 
@@ -122,31 +143,49 @@ class Template:
             inputs.append(
                 {"name": name, "datatype": of, "shape": size, "parameters": {"binary_data_size": count * width}}
             )
-            self.tail.parts.append((kind, count, n))
+            tail.parts.append((kind, count, n))
 
-        add_input(feature, datatype, shape, "keys", 8)
+        if feature == "word":
+            add_input(feature, "BYTES", shape, "words", 0)
+        else:
+            add_input(feature, datatype, shape, "keys", 8)
         if ragged and len(shape) == 1 and rng.random() < 0.6:
-            add_input(f"{feature}.offsets", "INT64", [rng.choice([0, 1, 3, 9])], "offsets", 8)
+            add_input(f"{feature}.offsets", "INT64", [sizes.choice([0, 1, 3, 9])], "offsets", 8)
         if ragged and rng.random() < 0.4:
-            add_input(f"{feature}.weights", "FP32", shape, "weights", 4)
+            other = [*shape[:-1], shape[-1] + 1] if sizes.random() < 0.02 else shape
+            add_input(f"{feature}.weights", "FP32", other, "weights", 4)
         rows: dict[str, Any] = {"name": feature}
         if rng.random() < 0.4:
             rows["parameters"] = {"dtype": rng.choice(["FP16", "FP16", "FP32", "FP64"])}
         if ragged and rng.random() < 0.4:
             rows.setdefault("parameters", {})["combiner"] = rng.choice(["sum", "mean", "sqrtn"])
-        wanted = rng.choice(["rows", "rows", "both", "both", "found"])
-        if wanted != "found":
+        wanted = rng.choice(["rows", "rows", "both", "both", "found", "nothing"])
+        if wanted in ("rows", "both"):
             outputs.append(rows)
-        if wanted != "rows":
+        if wanted in ("both", "found"):
             outputs.append({"name": f"{feature}.found"})
 
     def request(self, rng: random.Random) -> Request:
+        document, tail = self._make(rng if self._sizes else random.Random(self._seed))
+        parts = tail.drawn(rng)
+        for tensor, part in zip(document["inputs"], parts, strict=True):
+            if tensor["datatype"] == "BYTES":
+                tensor["parameters"]["binary_data_size"] = len(part)
+        if rng.random() < 0.3:
+            document["id"] = rng.choice(
+                ["", "a", f"{rng.randrange(1 << 40)}", 'a "b" \\ c', "grün", "\n", "\x01", "x" * 300]
+            )
+        if rng.random() < 0.1:
+            document.setdefault("parameters", {})["timeout"] = rng.choice([0, 9_000_000, 60_000_000])
+        if rng.random() < 0.2:
+            document = dict(rng.sample(list(document.items()), len(document)))
+        text = json.dumps(document, separators=rng.choice([None, None, (",", ":")])).encode()
         headers = [
             (b"Host", b"localhost"),
             (b"Content-Length", b"LENGTH"),
-            (b"Inference-Header-Content-Length", b"%d" % len(self.text)),
+            (b"Inference-Header-Content-Length", b"%d" % len(text)),
         ]
-        return Request(self.path, headers, self.text, self.tail.draw(rng))
+        return Request(self.path, headers, text, b"".join(parts))
 
 
 def plain(rng: random.Random) -> Request:
@@ -187,7 +226,18 @@ def _other_case(rng: random.Random, request: Request) -> None:
 
 def _listed_header(rng: random.Random, request: Request) -> None:
     name = rng.choice(
-        [b"Accept", b"User-Agent", b"traceparent", b"Cookie", b"X-Forwarded-For", b"content-type", b"via"]
+        [
+            b"Accept",
+            b"User-Agent",
+            b"traceparent",
+            b"Cookie",
+            b"X-Forwarded-For",
+            b"content-type",
+            b"via",
+            b"x-correlation-id",
+            b"sec-fetch-mode",
+            b"TE",
+        ]
     )
     _insert(rng, request, name, rng.choice([b"*/*", b"a b  c", b"", b"{}|~", b"x" * 300]))
 
@@ -299,6 +349,10 @@ def _accepted(rng: random.Random, request: Request) -> None:
         b"",
         b"identity",
         b"gzip;q=1",
+        b"*",
+        b"gzip, identity;q=0",
+        b"identity;q=0.0, deflate",
+        b"*;q=0, gzip",
         b"gzip;q=1.0",
     ]
     _insert(rng, request, b"Accept-Encoding", rng.choice(values))
@@ -365,7 +419,9 @@ def _json_text(rng: random.Random, request: Request) -> None:
     request.text = rng.choice([
         text[:i] + text[i + 1 :], text[:i] + bytes([rng.randrange(256)]) + text[i + 1 :], text[:i] + b"," + text[i:], text + b" ",
         text[:-1] + b', "id": "x"}', text[:-1] + b', "parameters": {"binary_data_output": true}}', text[:-1] + b', "parameters": {"timeout": 9000000}}',
-        text[:-1] + b', "other": 1}', text.replace(b"item", b"itom"), text.replace(b"INT64", b"INT32"), text.replace(b"INT64", b"UINT64"),
+        text[:-1] + b', "other": 1}', text[:-1] + b', "other": null, "more": -1}', text[:-1] + b', "id": null}', text[:-1] + b', "id": 1e5}',
+        text.replace(b"300", b"3e2"), text.replace(b"4", b"04"), text.replace(b"8", b"9223372036854775808"), text.replace(b"1", b"NaN"), b"[" * 5000 + text,
+        text.replace(b'"outputs"', b'"outputs": [], "outputs"'), text.replace(b'"name"', b'"n\\u0061me"'), text.replace(b"{", b"{\n\t ", 3), text.replace(b"item", b"itom"), text.replace(b"INT64", b"INT32"), text.replace(b"INT64", b"UINT64"),
         text.replace(b'"shape": [', b'"shape": [1, '), text.replace(b"FP16", b"BF16"), text.replace(b"true", b"false"),
         text.replace(b'"binary_data_size": ', b'"binary_data_size": 1'), text.replace(b"mean", b"max"), text.replace(b".found", b".lost"),
         text.replace(b'"name"', b'"data": [1], "name"', 1), text.replace(b'"inputs"', b'"input"'), text.replace(b": ", b":"),

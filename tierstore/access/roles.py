@@ -79,9 +79,13 @@ class Principal:
             return False
         return action in (Action.OPEN, Action.ANY) or self.models is None or model in self.models
 
+    def may_at_all(self, action: Action) -> bool:
+        """Whether the role may do that, whichever model it is."""
+        return action in _MAY[self.role]
+
     def check_role(self, action: Action) -> None:
-        """Raise Forbidden where the role may not do that, whichever model it is."""
-        if action not in _MAY[self.role]:
+        """Raise Forbidden unless `may_at_all`."""
+        if not self.may_at_all(action):
             roles = " or ".join(role for role in Role if action in _MAY[role])
             raise Forbidden(f"{self.name} has the role {self.role}: this takes {roles}")
 

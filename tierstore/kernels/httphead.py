@@ -32,9 +32,9 @@ PLAIN, CUT, FOREIGN = 0, 1, 2
 # what `parse` finds, int64 words; offsets count from the request's first byte
 (
     HEAD_BYTES, PATH_AT, PATH_BYTES, BODY_BYTES, JSON_BYTES, HOST_AT, HOST_BYTES, TIMEOUT_MS, UNUSUAL, AUTHORIZATION_AT,
-    AUTHORIZATION_BYTES, KIND, CLOSING,
-) = range(13)  # fmt: skip
-FOUND_WORDS = 13
+    AUTHORIZATION_BYTES, KIND, CLOSING, CALLER,
+) = range(14)  # fmt: skip
+FOUND_WORDS = 14  # CALLER is for who checks access (`reactor_access.py`)
 INFER, PREDICT, ROWS = range(3)  # of KIND, by the path
 NONE = -1  # JSON_BYTES without Inference-Header-Content-Length
 

@@ -52,9 +52,10 @@ FENCES_AT, FENCES, PART_STARTS_AT, PARTS, ENDS_AT, ROWS_AT, FDS_AT, FILES, PER_B
 BASE_WORDS = 11
 
 # plan
-PATH_AT, PATH_BYTES, STRUCTURE_AT, STRUCTURE_BYTES, FORM, MODEL, WANTED, LABELLED, VARIANT, OTHER_VARIANT, LAST_USED = (
-    range(11)
-)
+(
+    PATH_AT, PATH_BYTES, STRUCTURE_AT, STRUCTURE_BYTES, FORM, MODEL, RATES_AT, WANTED, LABELLED, VARIANT, OTHER_VARIANT, LAST_USED,
+) = range(12)  # fmt: skip
+PLAN_WORDS = 12
 TENSORS, STORED_ROWS = range(2)  # of FORM: by the structure of an inference request; by the line of a front's
 # of WANTED: the active version or the canary as the share says; that of a variant; the active one; the canary; that of a
 # variant, as long as the labels are LABELLED

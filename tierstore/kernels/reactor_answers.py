@@ -8,15 +8,24 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from tierstore.kernels import binding, coldread, front_rows, httphead, jsonscan, lookupplan, request_record
+from tierstore.kernels import (
+    binding,
+    coldread,
+    front_rows,
+    httphead,
+    jsonscan,
+    lookupplan,
+    rates,
+    reactor_access,
+    request_record,
+)
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, relaxed_i64, release_i64
 from tierstore.kernels.httpdate import DATE_BYTES
-from tierstore.kernels.raw import call_at, load_u8, load_u64, store_u8, store_u64
+from tierstore.kernels.raw import call_at, load_u64, store_u8, store_u64
 from tierstore.kernels.reactor_connections import end, notify, send_first, set_send_deadline
 from tierstore.kernels.reactor_words import (
     ACCESS,
     ALLOWED_AT,
-    ALLOWED_FRONTS_AT,
     ANNOUNCED,
     ANSWERED,
     ANSWERS,
@@ -82,7 +91,6 @@ from tierstore.kernels.sysio import (
     monotonic_ns,
     move_bytes,
     release,
-    same_bytes,
     write,
 )
 
@@ -93,31 +101,36 @@ _MOST_TIMEOUT_US = 1 << 50
 
 
 @nb.njit
-def is_allowed(me, at, found):  # type: ignore[no-untyped-def]
-    """Whether the headers Host and Authorization of the request at `at` have passed the check of access before.
+def _may_ask(me, at):  # type: ignore[no-untyped-def]
+    """Whether the caller of the request at `at`, whose head is in `found`, is known here and may ask; `found` has who it is then."""
+    table, found = acquire_i64(shared_at(me, ALLOWED_AT)), me.found
+    if not reactor_access.is_known_host(table, at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]):
+        return False
+    token, size = at + found[httphead.AUTHORIZATION_AT], found[httphead.AUTHORIZATION_BYTES]
+    caller = found[httphead.CALLER] = reactor_access.caller_of(table, token, size)
+    if caller == reactor_access.NOBODY:
+        return False
+    fronts = found[httphead.KIND] == httphead.ROWS
+    return caller == reactor_access.EVERYBODY or not fronts or lookupplan.word(caller, reactor_access.MAY_FRONT) != 0
 
-    Requests for rows have a table of their own: what fronts may ask, not everybody may who may look up. A table has a number, and so many times (address, bytes) of a Host and of an Authorization; one of no bytes
-    stands for any. What is secret is compared in a time that does not depend on it.
-    """
-    which = ALLOWED_FRONTS_AT if found[httphead.KIND] == httphead.ROWS else ALLOWED_AT
-    pairs = acquire_i64(shared_at(me, which))
-    host, host_bytes = at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]
-    token, token_bytes = at + found[httphead.AUTHORIZATION_AT], found[httphead.AUTHORIZATION_BYTES]
-    for i in range(nb.int64(load_u64(pairs, 0))):
-        pair = pairs + 8 * (1 + 4 * i)
-        if nb.int64(load_u64(pair, 1)) != host_bytes or same_bytes(nb.int64(load_u64(pair, 0)), host, host_bytes) == 0:
-            continue
-        expected = nb.int64(load_u64(pair, 3))
-        if expected == 0:
-            return True
-        if expected == token_bytes:
-            there = nb.int64(load_u64(pair, 2))
-            other = nb.uint8(0)
-            for k in range(expected):
-                other |= load_u8(there, k) ^ load_u8(token, k)
-            if other == 0:
-                return True
-    return False
+
+@nb.njit
+def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
+    """Whether the caller of a request, whose plan is known, may ask of its model, and neither has used up its rates."""
+    caller = me.found[httphead.CALLER]
+    return (
+        reactor_access.may_ask(caller, lookupplan.word(plan, lookupplan.MODEL))
+        and rates.empty_at(reactor_access.bucket_of(caller), now) == rates.FREE
+        and rates.empty_at(lookupplan.word(plan, lookupplan.RATES_AT), now) == rates.FREE
+    )
+
+
+@nb.njit
+def _draw(me, plan, now, keys):  # type: ignore[no-untyped-def]
+    """Charge a request with so many keys."""
+    size = me.found[httphead.BODY_BYTES]
+    rates.draw_at(reactor_access.bucket_of(me.found[httphead.CALLER]), now, 1, keys, size)
+    rates.draw_at(lookupplan.word(plan, lookupplan.RATES_AT), now, 1, keys, size)
 
 
 @nb.njit
@@ -272,7 +285,7 @@ def why_not(me, fd, at, began):  # type: ignore[no-untyped-def]
         return ENDING
     if _is_late(me, fd, found[httphead.TIMEOUT_MS] * 1_000_000, began):
         return BUSY
-    return MAY if is_allowed(me, at, found) else ACCESS
+    return MAY if _may_ask(me, at) else ACCESS
 
 
 @nb.njit
@@ -397,6 +410,8 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     plan, served = _find(me, at, me.structure, structure_bytes, lookupplan.TENSORS)
     if served == 0:
         return NO_PLAN
+    if not _may_draw(me, plan, began):
+        return ACCESS
     if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
         return CANARY  # its id says which version answers
     variant, view = lookupplan.choose(plan, served, roll(me))
@@ -417,14 +432,18 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if not has_room(me, data + whole):
         return BUSY
     planned, closing = monotonic_ns(), _is_closing(me, last)
-    if bound == binding.LARGE:
-        return make_job(me, fd, variant, view, closing, False, began, planned)
-    end = me.answer + HEAD_ROOM
-    came = call_at(me.run, me.bound, view, tail, end, me.states, me.scratch)
+    keys = lookupplan.word(me.bound, lookupplan.KEYS)
+    end, came = me.answer + HEAD_ROOM, lookupplan.COLD
+    if bound == binding.BOUND:
+        came = call_at(me.run, me.bound, view, tail, end, me.states, me.scratch)
     if came == lookupplan.COLD:
-        return make_job(me, fd, variant, view, closing, True, began, planned)
+        made = make_job(me, fd, variant, view, closing, bound == binding.BOUND, began, planned)
+        if made == MADE_A_JOB:
+            _draw(me, plan, began, keys)
+        return made
     if came != lookupplan.ANSWERED:
         return VALUES
+    _draw(me, plan, began, keys)
     ran = monotonic_ns()
     lookupplan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
@@ -447,6 +466,8 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     plan, served = _find(me, at, body, front_rows.LINE_BYTES, lookupplan.STORED_ROWS)
     if served == 0:
         return NO_PLAN
+    if not _may_draw(me, plan, began):
+        return ACCESS
     variant, view = lookupplan.choose(plan, served, 0)
     if variant == 0:
         return NO_PLAN
@@ -461,6 +482,7 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if data == front_rows.CANNOT:
         return ROWS_ON_DISK
     ran = monotonic_ns()
+    _draw(me, plan, began, n)
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
     counts = me.table_counts + 8 * TABLE_COUNT_WORDS * lookupplan.word(variant, front_rows.TABLE_COUNTS)
     front_rows.count_codes(n, me.scratch, counts)

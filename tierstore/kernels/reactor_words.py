@@ -28,9 +28,8 @@ MAY_READ, CLOSES, ENDED = 1, 2, 4
 # words of `shared`, a cache line each, as some are written often
 (
     MODE, GENERATION_AT, PLANS_AT, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT, WAIT_NS,
-    ALLOWED_FRONTS_AT,
-) = range(0, 12 * 8, 8)  # fmt: skip
-SHARED_WORDS = 12 * 8
+) = range(0, 11 * 8, 8)  # fmt: skip
+SHARED_WORDS = 11 * 8
 FULL = 1 << 62  # of WAIT_NS: the queue has no room
 # of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
@@ -45,7 +44,7 @@ LIMIT_WORDS = 13
 # words of a reactor's line in `lines`
 ANNOUNCED, LOAD, EPOLL, ANSWERS, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(9)
 REASONS_FROM = 16  # how often a request or a connection was handed to Python, by reason
-# why: it is no look-up; its head is of another form; too many bytes; its caller is not known here; its description is of another
+# why: it is no look-up; its head is of another form; too many bytes; its caller is not known here, or has used up its rates; its description is of another
 # form; no plan is known; it is a prediction; a row is where readers do not read; its numbers do not pass; no room, or too late;
 # its id says which version answers; the service is ending
 (

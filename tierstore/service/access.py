@@ -42,7 +42,17 @@ class Access:
         self.admin_apart = settings.admin_listen is not None  # whether admin requests have a listener of their own
         self.by_certificate = settings.tls_client_ca is not None  # whether a certificate may stand for a token
         own = (socket.gethostname(), socket.getfqdn()) if self._beyond else ()
-        self._names = {name.lower() for name in (*own, *settings.allowed_host)}
+        self.names = frozenset(name.lower() for name in (*own, *settings.allowed_host))  # beside those of loopback
+
+    @property
+    def any_name(self) -> bool:
+        """Whether it may be asked under every name."""
+        return ANY_NAME in self.names
+
+    @property
+    def any_address(self) -> bool:
+        """Whether it may be asked under every IP address: it listens beyond this machine, and nobody can make an address point here."""
+        return self._beyond
 
     @property
     def required(self) -> bool:
@@ -88,7 +98,7 @@ class Access:
 
     def check_host(self, name: str | None) -> None:
         """Forbidden for a name, without port or brackets, under which the service may not be asked; None is no name."""
-        if name is not None and (is_loopback(name) or name.lower() in self._names or ANY_NAME in self._names):
+        if name is not None and (is_loopback(name) or name.lower() in self.names or self.any_name):
             return
         if name is not None and self._beyond and is_address(name):
             return

@@ -26,6 +26,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import MissingExtra, TierstoreError
 from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.codec import address_of
 from tierstore.service.access import check_access
 from tierstore.service.addresses import bind_admin, bind_http, grpc_port_in_use, host_port, url_of
 from tierstore.service.admin.application import AdminApplication
@@ -36,6 +37,7 @@ from tierstore.service.http.handoff import Handoff
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, tune_allocator
+from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors, check_threads
 from tierstore.service.sources.start import check_sources, start_sources
@@ -99,14 +101,16 @@ class HttpService:
         self.grpc_target: str | None = None  # the address for a gRPC client
         limit = allowed_connections(settings.max_connections)
         self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
-        self._plans = PlanIndex(store, reactors.words, settings.threads, self.service.absorb)
+        self._plans = PlanIndex(store, self.service.rates, reactors.words, settings.threads, self.service.absorb)
         reactors.count_in(self._plans.versions.words, self._plans.tables.words)
         self.service.reactors, self.service.plans = reactors, self._plans if self.service.tls is None else None
         self.service.lookup_pool.publish_wait(reactors.words[kernel.WAIT_NS : kernel.WAIT_NS + 1])
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)
-        root = make_root(self.service, self._admin, reactors.allow)
+        table = address_of(reactors.words) + 8 * kernel.ALLOWED_AT
+        self._allowed = Allowed(table, store.epochs, self.service.access, self.service.rates)
+        root = make_root(self.service, self._admin, self._allowed.add)
         self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
         self._listeners = self._make_listeners()
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
@@ -262,7 +266,7 @@ class HttpService:
             tokens.refresh()
             if tokens.generation != before:
                 before = tokens.generation
-                self._reactors.forget_allowed()
+                self._allowed.clear()
 
     async def _finish(self) -> None:
         """Wait until the reactors have answered the requests in progress."""

@@ -170,8 +170,8 @@ class FrontsHttp:
         read: StoredRead,
         chunks: list[bytes | memoryview],
     ) -> Response:
-        """The answer with rows. The next request of its kind is for a reactor, which counts nothing: so a model has no rates then."""
-        if (plans := self._service.plans) is not None and not self._service.rates.of_model(model):
+        """The answer with rows. The next request of its kind is for a reactor."""
+        if (plans := self._service.plans) is not None:
             plans.learn_rows(model, read.view, read.table, scope["path"], request.line)
         return Response(200, chunks, _OCTETS)
 

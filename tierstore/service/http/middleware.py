@@ -73,10 +73,9 @@ class DataApp(Protocol):
 
 
 class Allow(Protocol):
-    """What is told of a `Host` and an `Authorization` header that look-ups of all models pass with, whose they are, and whether
-    they pass with what `fronts` ask too."""
+    """What is told of a name and an `Authorization` header that a caller may look up with; None: nobody needs one."""
 
-    def __call__(self, host: bytes, authorization: bytes, caller: str, *, fronts: bool) -> None: ...
+    def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
 
 
 class AccessCheck:
@@ -84,7 +83,7 @@ class AccessCheck:
 
     def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit) -> None:
         self._app, self._access, self._allow, self._audit = app, access, allow, audit
-        self._passed: set[bytes] = set()  # values of Host that passed; bounded
+        self._passed: dict[bytes, str] = {}  # values of Host that passed, and the names in them; bounded
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         try:
@@ -143,10 +142,13 @@ class AccessCheck:
         if len(hosts) != 1:
             raise Forbidden("expected exactly one Host header")
         (host,) = hosts
-        if host not in self._passed:
-            self._access.check_host(host_name(host.decode("latin-1")))
+        name = self._passed.get(host)
+        if name is None:
+            found = host_name(host.decode("latin-1"))
+            self._access.check_host(found)
+            name = (found or "").lower()
             if len(self._passed) < _HOST_CACHE:
-                self._passed.add(host)
+                self._passed[host] = name
         for origin in origins:
             if not _is_same_origin(origin.decode("latin-1"), host.decode("latin-1")):
                 raise Forbidden(
@@ -154,13 +156,13 @@ class AccessCheck:
                 )
         peer = scope.get(PEER, UNNAMED)
         if not self._access.required and not self._access.admin_apart:
-            self._allow(host, b"", LOCAL.name, fronts=True)
+            self._allow(name, None, LOCAL)
             return
         action, model = of_http(scope["method"], scope["path"])
         if action is Action.ADMIN or scope["path"].lower().startswith(_ADMIN_PATHS):
             self._access.check_listener(peer.admin)
         if not self._access.required:
-            self._allow(host, b"", LOCAL.name, fronts=True)
+            self._allow(name, None, LOCAL)
             return
         if action is Action.OPEN:
             return
@@ -174,13 +176,8 @@ class AccessCheck:
             principal.check(action, model)
         if action in CHANGES:
             REQUESTER.set(f"{principal.name} at {REQUESTER.get()}")
-        if (
-            authorization is not None
-            and principal.models is None
-            and principal.may(Action.READ)
-            and not principal.rates
-        ):
-            self._allow(host, authorization, principal.name, fronts=principal.may(Action.FRONT))
+        if authorization is not None and principal.may_at_all(Action.READ):
+            self._allow(name, authorization, principal)
 
 
 def _is_same_origin(origin: str, host: str) -> bool:

@@ -110,8 +110,7 @@ class InferCall(HttpCall[InferRequest]):
     def _open(self, parsed: InferRequest) -> Inference:
         inference = super()._open(parsed)
         self._layout = _layout_of(parsed, self.model, inference.plan)
-        # reactors count nothing, so a model with rates is not theirs
-        if self.service.plans is not None and self._tail is not None and not self.service.rates.of_model(self.model):
+        if self.service.plans is not None and self._tail is not None:
             self._teach(self.service.plans, parsed, inference)
         return inference
 

@@ -2,7 +2,8 @@
 
 Token buckets that hold what a second allows. A request passes while no bucket is empty, and then costs what it costs, even if a
 bucket goes below zero: so one that is larger than a second allows is served, and what follows waits longer. The keys of a request
-are known once it is planned, and are charged then. Any thread; nothing survives a restart.
+are known once it is planned, and are charged then. Reactors draw from the same buckets (`kernels/rates.py`). Any thread; nothing
+survives a restart.
 """
 
 from __future__ import annotations
@@ -11,59 +12,60 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from tierstore.access.roles import NO_LIMITS, Principal, Rates
 from tierstore.config import ANY_MODEL, ModelQuota, Settings
 from tierstore.errors import RateLimited
+from tierstore.kernels import rates as kernel
+from tierstore.kernels.codec import address_of
 
 _MOST_BUCKETS = 20_000
 _UNITS = ("requests", "keys", "bytes")
 
+Words = npt.NDArray[np.int64]
 
-class _Buckets:
-    """Those of one caller, or of one model. Guarded by the lock of `RateLimits`."""
 
-    __slots__ = ("at_s", "levels", "name", "rates")
+class _Bucket:
+    """That of one caller, or of one model. Any thread."""
 
-    def __init__(self, name: str, rates: Rates, now_s: float) -> None:
-        self.name, self.at_s = name, now_s
-        self.rates = (rates.requests, rates.keys, rates.nbytes)
-        self.levels = [max(1.0, rate or 0.0) for rate in self.rates]
+    __slots__ = ("address", "name", "rates", "words")
 
-    def refill(self, now_s: float) -> None:
-        passed_s, self.at_s = max(0.0, now_s - self.at_s), now_s
-        for i, rate in enumerate(self.rates):
-            if rate is not None:
-                self.levels[i] = min(max(1.0, rate), self.levels[i] + passed_s * rate)
+    def __init__(self, name: str, rates: Rates) -> None:
+        self.name, self.rates = name, (rates.requests, rates.keys, rates.nbytes)
+        self.words: Words = np.zeros(kernel.BUCKET_WORDS, np.int64)
+        for unit, rate in enumerate(self.rates):
+            self.words[kernel.MILLI_RATE + unit] = 0 if rate is None else max(1, round(rate * 1000))
+        self.address = address_of(self.words)
 
-    def check(self) -> None:
-        """RateLimited where a bucket has less than one."""
-        for unit, rate, level in zip(_UNITS, self.rates, self.levels, strict=True):
-            if rate is not None and level < 1:
-                wait_s = (1 - level) / rate
-                raise RateLimited(
-                    f"{self.name} may have {rate:g} {unit} a second; try again in {wait_s:.2g} s", retry_after_s=wait_s
-                )
-
-    def spend(self, requests: float, keys: float, nbytes: float) -> None:
-        for i, cost in enumerate((requests, keys, nbytes)):
-            if self.rates[i] is not None:
-                self.levels[i] -= cost
+    def check(self, now_ns: int) -> None:
+        """RateLimited where less than one of something is left."""
+        unit = kernel.empty(self.address, now_ns)
+        if unit != kernel.FREE:
+            rate = self.rates[unit]
+            assert rate is not None
+            drawn_s = (int(self.words[kernel.FULL_NS + unit]) - now_ns) / 1e9
+            wait_s = max(0.0, drawn_s - max(rate - 1, 0.0) / rate)
+            raise RateLimited(
+                f"{self.name} may have {rate:g} {_UNITS[unit]} a second; try again in {wait_s:.2g} s",
+                retry_after_s=wait_s,
+            )
 
 
 class Charge:
     """What one request costs; its keys once they are known. One thread at a time."""
 
-    __slots__ = ("_buckets", "_lock")
+    __slots__ = ("_buckets", "_now_ns")
 
-    def __init__(self, lock: threading.Lock, buckets: list[_Buckets]) -> None:
-        self._lock, self._buckets = lock, buckets
+    def __init__(self, buckets: list[_Bucket], now_ns: int) -> None:
+        self._buckets, self._now_ns = buckets, now_ns
 
     def keys(self, keys: int) -> None:
         """Charge them; only the first call does."""
         buckets, self._buckets = self._buckets, []
-        with self._lock:
-            for each in buckets:
-                each.spend(0, keys, 0)
+        for each in buckets:
+            kernel.draw(each.address, self._now_ns, 0, keys, 0)
 
 
 class RateLimits:
@@ -73,36 +75,44 @@ class RateLimits:
         self._models = {name: _rates(quota) for name, quota in settings.quotas.items()}
         self._clock = clock
         self._lock = threading.Lock()
-        # guarded by _lock
-        self._buckets: dict[tuple[str, str], _Buckets] = {}
+        self._buckets: dict[tuple[str, str], _Bucket] = {}  # guarded by _lock
 
     def of_model(self, model: str) -> Rates:
         """The rates of all callers of a model together."""
         rates = self._models.get(model)
         return rates if rates is not None else self._models.get(ANY_MODEL, NO_LIMITS)
 
+    def words_of(self, principal: Principal) -> Words | None:
+        """A caller's bucket, for compiled threads; None where it has no rates."""
+        return self._bucket("", principal.name, principal.rates).words if principal.rates else None
+
+    def words_of_model(self, model: str) -> Words | None:
+        """A model's, likewise."""
+        rates = self.of_model(model)
+        return self._bucket("model ", model, rates).words if rates else None
+
+    def _bucket(self, kind: str, name: str, rates: Rates) -> _Bucket:
+        with self._lock:
+            each = self._buckets.get((kind, name))
+            if each is None:
+                if len(self._buckets) >= _MOST_BUCKETS:  # deltas may name models that there are not
+                    del self._buckets[next(iter(self._buckets))]
+                each = self._buckets[kind, name] = _Bucket(kind + name, rates)
+            return each
+
     def admit(self, principal: Principal, model: str, nbytes: int) -> Charge | None:
         """Charge a request with a body of `nbytes`. RateLimited, and nothing is charged, where there is no room. None: no rates."""
         of_model = self.of_model(model)
         if not principal.rates and not of_model:
             return None
-        with self._lock:
-            now_s = self._clock()
-            buckets = []
-            for kind, name, rates in (("", principal.name, principal.rates), ("model ", model, of_model)):
-                if rates:
-                    each = self._buckets.get((kind, name))
-                    if each is None:
-                        if len(self._buckets) >= _MOST_BUCKETS:  # deltas may name models that there are not
-                            del self._buckets[next(iter(self._buckets))]
-                        each = self._buckets[kind, name] = _Buckets(kind + name, rates, now_s)
-                    each.refill(now_s)
-                    buckets.append(each)
-            for each in buckets:
-                each.check()
-            for each in buckets:
-                each.spend(1, 0, nbytes)
-        return Charge(self._lock, buckets)
+        now_ns = int(self._clock() * 1e9)
+        named = (("", principal.name, principal.rates), ("model ", model, of_model))
+        buckets = [self._bucket(kind, name, rates) for kind, name, rates in named if rates]
+        for each in buckets:
+            each.check(now_ns)
+        for each in buckets:
+            kernel.draw(each.address, now_ns, 1, 0, nbytes)
+        return Charge(buckets, now_ns)
 
 
 def _rates(quota: ModelQuota) -> Rates:

@@ -32,6 +32,7 @@ from tierstore.kernels.httpdate import DATE_PLACE
 from tierstore.kernels.pool import combiner_code
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, Plan, Request
+from tierstore.service.limits.rates import RateLimits
 from tierstore.service.oip.json_request import InBody, InferRequest
 from tierstore.service.oip.json_response import ResponseLayout
 from tierstore.service.reactor.count_rows import CountRows, Counts
@@ -68,16 +69,30 @@ class _Variant:
 class _Planned:
     """A structure with its variants, the newest first; `words` is what the reactor reads."""
 
-    def __init__(self, place: Place, model: int, wanted: int, labelled: int, variants: list[_Variant]) -> None:
+    def __init__(
+        self, place: Place, model: int, rates: Words | None, wanted: int, labelled: int, variants: list[_Variant]
+    ) -> None:
         path, structure, form = place
-        self.place, self.variants = place, variants
+        self.place, self.variants, self._rates = place, variants, rates
         self._bytes = np.frombuffer(path, np.uint8), np.frombuffer(structure, np.uint8)
         at = [address_of(array) for array in self._bytes]
         one, other = (*(address_of(variant.words) for variant in variants), 0)[:2]
-        self.words = np.array(
-            [at[0], len(path), at[1], len(structure), form, model, wanted, labelled, one, other, time.monotonic_ns()],
-            np.int64,
-        )
+        self.words = np.zeros(layout.PLAN_WORDS, np.int64)
+        for which, value in {
+            layout.PATH_AT: at[0],
+            layout.PATH_BYTES: len(path),
+            layout.STRUCTURE_AT: at[1],
+            layout.STRUCTURE_BYTES: len(structure),
+            layout.FORM: form,
+            layout.MODEL: model,
+            layout.RATES_AT: 0 if rates is None else address_of(rates),
+            layout.WANTED: wanted,
+            layout.LABELLED: labelled,
+            layout.VARIANT: one,
+            layout.OTHER_VARIANT: other,
+            layout.LAST_USED: time.monotonic_ns(),
+        }.items():
+            self.words[which] = value
         self.hash = int(layout.place(at[0], len(path), at[1], len(structure), form))
 
     @property
@@ -89,11 +104,17 @@ class PlanIndex:
     """The index of one service. `shared` is the memory of the reactors, where they find the index."""
 
     def __init__(
-        self, store: Any, shared: Words, threads: int, absorb: Any, clock: Callable[[], float] = time.monotonic
+        self,
+        store: Any,
+        rates: RateLimits,
+        shared: Words,
+        threads: int,
+        absorb: Any,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`absorb` is called with a version, its new counts, and the highest counts of any thread."""
+        """`rates` are those that reactors draw from. `absorb` is called with a version, its new counts, and the highest counts of any thread."""
         # constant after construction
-        self._store, self._clock = store, clock
+        self._store, self._rates, self._clock = store, rates, clock
         self._epochs: Epochs = store.epochs
         self.versions: CountRows[Version | None] = CountRows(threads, _MOST_VERSIONS, kernel.COUNT_WORDS, absorb)
         self.tables: CountRows[LookupCounts] = CountRows(threads, _MOST_TABLES, kernel.TABLE_COUNT_WORDS, _add_keys)
@@ -157,7 +178,7 @@ class PlanIndex:
                 if len(self._unfit) > _MOST_UNFIT:
                     self._unfit.popitem(last=False)
                 return
-            self._keep(place, slot, wanted, labelled, new)
+            self._keep(place, model, slot, wanted, labelled, new)
 
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None:
         """Keep how a front's requests for rows of a table, at `path`, are answered under `view`, if a reactor can do it."""
@@ -176,7 +197,7 @@ class PlanIndex:
             number = list(view.open_version.tables).index(table)
             words = [token, _address(head), len(head), head.index(DATE_PLACE), head.index(_DIGITS), number, *rows]
             variant = _Variant(token, words, None, [cascade.counts], head)
-            self._keep(place, slot, layout.ONE_VERSION, 0, variant)
+            self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
 
     def _place(self, path: bytes, text: memoryview) -> Place | None:
         """Where requests of the structure of a JSON are found; None where reactors do not know its form. Called with the lock held."""
@@ -201,13 +222,14 @@ class PlanIndex:
             return False
         return any(variant.token == token for variant in before.variants)
 
-    def _keep(self, place: Place, slot: int, wanted: int, labelled: int, new: _Variant) -> None:
+    def _keep(self, place: Place, model: str, slot: int, wanted: int, labelled: int, new: _Variant) -> None:
         """Have reactors answer requests of `place` by a further variant. Called with the lock held."""
         before = self._planned.get(place)
         variants = [] if before is None else [variant for variant in before.variants if variant.token != new.token]
         if wanted == layout.BY_LABEL:  # it stands for one version at a time
             variants = []
-        planned = _Planned(place, slot, wanted, labelled, [new, *variants[:1]])
+        rates = self._rates.words_of_model(model)
+        planned = _Planned(place, slot, rates, wanted, labelled, [new, *variants[:1]])
         ways = self._sets.setdefault(planned.hash & (layout.SETS - 1), {})
         if before is not None:
             way = next(way for way, other in ways.items() if other is before)

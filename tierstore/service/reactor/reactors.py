@@ -38,7 +38,6 @@ from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits import slow_clients
 from tierstore.service.process import request_short_slices
-from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.cold_reads import ColdReaders, free, malloc
 from tierstore.service.reactor.lanes import Lanes, Message
 from tierstore.service.reactor.memory import areas, register
@@ -161,8 +160,6 @@ class Reactors:
         self.sending: dict[
             tuple[int, int], tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
         ] = {}
-        tables = kernel.ALLOWED_AT, kernel.ALLOWED_FRONTS_AT
-        self._allowed = tuple(Allowed(address_of(self.words) + 8 * at, epochs) for at in tables)
         self.lanes = Lanes(self._serve_message)
         self._receiver: HandoffReceiver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -250,16 +247,6 @@ class Reactors:
                 for what, *_ in _MESSAGE.iter_unpack(data):
                     if what & 255 == kernel.COME_BACK:
                         os.close(what >> 8)
-
-    def allow(self, host: bytes, authorization: bytes, caller: str, *, fronts: bool) -> None:
-        """Answer look-ups with these headers, and with `fronts` what fronts ask; see `Allowed.add`. Event loop only."""
-        for table in self._allowed[: 1 + fronts]:
-            table.add(host, authorization, caller)
-
-    def forget_allowed(self) -> None:
-        """Answer nothing until `allow` is called again. Event loop only."""
-        for table in self._allowed:
-            table.clear()
 
     @property
     def idle(self) -> bool:

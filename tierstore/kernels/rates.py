@@ -1,0 +1,64 @@
+"""Rates of requests, keys and bytes: token buckets that compiled threads and Python draw from alike, without a lock.
+
+A bucket holds what a second allows, at least one. What is drawn is kept as a moment: when all of it will have flowed back (the
+generic cell rate algorithm of ATM, ITU-T I.371). Two that draw at the same moment may both pass by what one of them leaves.
+
+Free functions of addresses, nogil; the memory belongs to the caller. Layout: int64 words, 0 where there is no limit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+from numba import types
+
+from tierstore.kernels import FIRST, compiled
+from tierstore.kernels.atomics import add_at, raise_at, relaxed_i64
+
+# of requests, keys and bytes: when it is full again, on the monotonic clock in ns; thousandths a second
+REQUESTS, KEYS, BYTES = range(3)
+UNITS = 3
+FULL_NS, MILLI_RATE = 0, UNITS
+BUCKET_WORDS = 2 * UNITS
+FREE = -1  # of `empty_at`: none of them
+
+
+@nb.njit
+def empty_at(bucket, now_ns):  # type: ignore[no-untyped-def]
+    """The first unit of which less than one is left, or FREE. `bucket` is an address; 0: there are no limits."""
+    if bucket == 0:
+        return FREE
+    for unit in range(UNITS):
+        rate = relaxed_i64(bucket + 8 * (MILLI_RATE + unit))
+        if rate > 0:
+            drawn_ns = relaxed_i64(bucket + 8 * (FULL_NS + unit)) - now_ns
+            room = max(rate - 1000, 0)  # thousandths, beside the one that must be left
+            if drawn_ns > 0 and nb.float64(drawn_ns) * nb.float64(rate) > nb.float64(room) * 1e9:
+                return unit
+    return FREE
+
+
+@nb.njit
+def draw_at(bucket, now_ns, requests, keys, nbytes):  # type: ignore[no-untyped-def]
+    """Draw from a bucket, even if it is empty then. Negative numbers give back."""
+    if bucket == 0:
+        return
+    for unit in range(UNITS):
+        cost = requests if unit == REQUESTS else keys if unit == KEYS else nbytes
+        rate = relaxed_i64(bucket + 8 * (MILLI_RATE + unit))
+        if rate > 0 and cost != 0:
+            raise_at(bucket + 8 * (FULL_NS + unit), now_ns)
+            add_at(bucket + 8 * (FULL_NS + unit), nb.int64(nb.float64(cost) * 1e12 / nb.float64(rate)))
+
+
+@compiled(types.int64(types.int64, types.int64), when=FIRST)
+def empty(bucket: Any, now_ns: Any) -> Any:
+    """`empty_at` for Python."""
+    return empty_at(bucket, now_ns)
+
+
+@compiled(types.void(*[types.int64] * 5), when=FIRST)
+def draw(bucket: Any, now_ns: Any, requests: Any, keys: Any, nbytes: Any) -> Any:
+    """`draw_at` for Python."""
+    draw_at(bucket, now_ns, requests, keys, nbytes)
