@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from tierstore.errors import InvalidInput
-from tierstore.kernels import jsonscan
+from tierstore.kernels import jsonscan, jsontext
 from tierstore.kernels import request_record as layout
 from tierstore.kernels.codec import address_of
 from tierstore.service.dataplane.plan import Request
@@ -153,7 +153,7 @@ def test_what_clients_send_is_scanned_however_it_is_written(seed: int) -> None:
         scanned = scan(text)
         if scanned is None:  # ids that are written back in another way are for the full parser
             odd = made.get("id") or ""
-            assert not odd.isascii() or "\x01" in odd or "\x7f" in odd or len(odd) > jsonscan.MOST_ID_BYTES, text
+            assert not odd.isascii() or "\x01" in odd or "\x7f" in odd or len(odd) > jsontext.MOST_ID_BYTES, text
             left += 1
             continue
         check_means_the_same(text, scanned[1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numba as nb
@@ -26,7 +26,7 @@ from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.oip.json_request import parse_request
 from tierstore.service.oip.json_response import ResponseLayout
-from tierstore.service.reactor.plan_index import answer_pieces, is_runnable, planned_words
+from tierstore.service.reactor.plan_words import answer_pieces, is_runnable, variant_words
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, Tier
 
@@ -170,15 +170,7 @@ class Variant:
         assert is_runnable(request, self.plan, layout)
         pieces = answer_pieces(self.plan, layout)
         assert pieces is not None
-        order = list(view.tables)
-        calls = [planned_words(call, self.plan, order.index(call.table.name), 0, view) for call in self.plan.calls]
-        elements = [1 if spec.datatype == "BOOL" else spec.dtype.itemsize * spec.shape[-1] for spec in self.plan.specs]
-        texts = [np.frombuffer(text, np.uint8) for text, _ in pieces]
-        placed = [(address_of(text), len(text), value) for text, (_, value) in zip(texts, pieces, strict=True)]
-        parts = [np.array(part, np.int64) for part in (list(chain(*calls)), elements, list(chain(*placed)))]
-        at = [address_of(part) for part in parts]
-        words = [1, 0, 0, 0, 0, len(elements), 0, len(calls), at[0], at[1], len(pieces), at[2]]
-        self._kept = texts, parts
+        words, self._kept = variant_words(1, self.plan, pieces, view, [0] * (1 + len(self.plan.calls)))
         self.words = np.array(words, np.int64)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from tierstore.kernels import lookupplan
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.httpdate import DATE_BYTES
-from tierstore.kernels.jsonscan import MOST_ID_BYTES, is_utf8
+from tierstore.kernels.jsontext import MOST_ID_BYTES, is_utf8
 from tierstore.kernels.lookupplan import (
     ANSWER_BYTES,
     BAG_KEYS,

@@ -40,13 +40,13 @@ from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import add_at, relaxed_i64
 from tierstore.kernels.httpdate import write_date_at
 from tierstore.kernels.raw import load_u32, load_u64
-from tierstore.kernels.reactor_answers import finish_job
 from tierstore.kernels.reactor_connections import (
     accept_new,
     end,
     set_send_deadline,
     start_serving,
 )
+from tierstore.kernels.reactor_jobs import finish_job
 from tierstore.kernels.reactor_requests import continue_sending, read_requests
 from tierstore.kernels.reactor_words import (
     AGAIN_WORDS,

@@ -60,7 +60,7 @@ def ipv4(at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def is_known_host(table, at, n):  # type: ignore[no-untyped-def]
+def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
     """Whether the `n` bytes of a Host header are a name of this service, with or without a port."""
     if n > 0 and load_u8(at, 0) == _OPEN:
         begin, end = 1, 1
@@ -123,7 +123,7 @@ def caller_of(table, at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def may_ask(caller, model):  # type: ignore[no-untyped-def]
+def may_look_up(caller, model):  # type: ignore[no-untyped-def]
     """Whether a caller may look up in the model of a slot."""
     if caller == EVERYBODY:
         return True

@@ -10,33 +10,30 @@ import numpy as np
 
 from tierstore.kernels import (
     binding,
-    coldread,
     front_rows,
     httphead,
     jsonscan,
     lookupplan,
+    plansearch,
     rates,
     reactor_access,
     request_record,
 )
-from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, relaxed_i64, release_i64
+from tierstore.kernels.atomics import acquire_i64, copy_bytes, relaxed_i64
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.raw import call_at, load_u64, store_u8, store_u64
-from tierstore.kernels.reactor_connections import end, notify, send_first, set_send_deadline
+from tierstore.kernels.reactor_connections import send_first
+from tierstore.kernels.reactor_jobs import count, make_job
 from tierstore.kernels.reactor_words import (
     ACCESS,
     ALLOWED_AT,
-    ANNOUNCED,
     ANSWERED,
     ANSWERS,
     BEGAN_NS,
-    BOUNDS,
-    BUCKETS_FROM,
     BUSY,
     CANARY,
     CLOSES,
     COUNT_WORDS,
-    DATE_S,
     DESCRIPTION,
     DICE,
     DRAIN,
@@ -47,51 +44,29 @@ from tierstore.kernels.reactor_words import (
     FULL_REFUSALS,
     HEAD_ROOM,
     HEADER,
-    IN_AT,
-    INFER_NS,
     INFLIGHT,
-    INPUT_NS,
-    JOB,
-    LAST_MS,
-    LOST,
     MADE_A_JOB,
     MODE,
     MODELS_AT,
     MOST_ANSWER,
     MOST_INFLIGHT,
     MOST_WAIT_NS,
-    NEEDED,
     NO_PLAN,
     OTHER_INFLIGHT,
-    OUT_AT,
-    OUT_BASE,
-    OUT_BYTES,
-    OUTPUT_NS,
-    PIECES,
     PLANS_AT,
     PREDICTION,
-    REASONS_FROM,
     REFUSAL_NS,
     REFUSALS,
-    REQUEST,
     ROWS_ON_DISK,
-    SENDING,
-    SERIAL,
     SIZE,
-    STATE,
-    SUCCESS_NS,
-    SUCCESSES,
     TABLE_COUNT_WORDS,
     VALUES,
     WAIT_NS,
     shared_at,
 )
 from tierstore.kernels.sysio import (
-    allocate,
     monotonic_ns,
     move_bytes,
-    release,
-    write,
 )
 
 _CLOSE = np.frombuffer(b"connection: close\r\n", np.uint8)
@@ -101,10 +76,10 @@ _MOST_TIMEOUT_US = 1 << 50
 
 
 @nb.njit
-def _may_ask(me, at):  # type: ignore[no-untyped-def]
+def _has_access(me, at):  # type: ignore[no-untyped-def]
     """Whether the caller of the request at `at`, whose head is in `found`, is known here and may ask; `found` has who it is then."""
     table, found = acquire_i64(shared_at(me, ALLOWED_AT)), me.found
-    if not reactor_access.is_known_host(table, at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]):
+    if not reactor_access.is_own_host(table, at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]):
         return False
     token, size = at + found[httphead.AUTHORIZATION_AT], found[httphead.AUTHORIZATION_BYTES]
     caller = found[httphead.CALLER] = reactor_access.caller_of(table, token, size)
@@ -119,7 +94,7 @@ def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
     """Whether the caller of a request, whose plan is known, may ask of its model, and neither has used up its rates."""
     caller = me.found[httphead.CALLER]
     return (
-        reactor_access.may_ask(caller, lookupplan.word(plan, lookupplan.MODEL))
+        reactor_access.may_look_up(caller, lookupplan.word(plan, lookupplan.MODEL))
         and rates.empty_at(reactor_access.bucket_of(caller), now) == rates.FREE
         and rates.empty_at(lookupplan.word(plan, lookupplan.RATES_AT), now) == rates.FREE
     )
@@ -145,125 +120,6 @@ def roll(me):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-def]
-    at = me.counts + 8 * COUNT_WORDS * lookupplan.word(variant, lookupplan.COUNTS)
-    took = sent - began
-    bucket, beyond = 0, BOUNDS.size
-    while bucket < beyond:
-        middle = (bucket + beyond) >> 1
-        if took > BOUNDS[middle]:
-            bucket = middle + 1
-        else:
-            beyond = middle
-    for which, more in (
-        (SUCCESSES, 1),
-        (SUCCESS_NS, took),
-        (INPUT_NS, planned - began),
-        (INFER_NS, ran - planned),
-        (OUTPUT_NS, sent - ran),
-        (BUCKETS_FROM + bucket, 1),
-    ):
-        store_u64(at, which, load_u64(at, which) + nb.uint64(more))
-    store_u64(at, LAST_MS, nb.uint64(me.lines[me.number, DATE_S] * 1000))
-
-
-@nb.njit
-def make_job(me, fd, variant, view, closing, probed, began, planned):  # type: ignore[no-untyped-def]
-    """Leave the request whose run is at `me.bound` to the readers, theirs once its bytes have their place.
-
-    `probed`: memory has answered what it holds, and they add what is on disk; else they do all of it. Returns MADE_A_JOB or a reason.
-    """
-    if me.free_jobs[0] == 0:
-        return BUSY
-    data, keys = lookupplan.word(me.bound, lookupplan.ANSWER_BYTES), lookupplan.word(me.bound, lookupplan.KEYS)
-    end = me.answer + HEAD_ROOM
-    begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
-    head, found = end - begin, me.found
-    run_bytes = 8 * (lookupplan.RUN_WORDS + lookupplan.CALL_WORDS * lookupplan.word(me.bound, lookupplan.CALLS))
-    states = head + data
-    run = (states + keys + 7) & ~7
-    codes = run + run_bytes
-    block = allocate(codes + (8 * keys if probed else 0))
-    if block == 0:
-        return BUSY
-    copy_bytes(block, begin, head + (data if probed else 0))
-    copy_bytes(block + run, me.bound, run_bytes)
-    if probed:
-        copy_bytes(block + states, me.states, keys)
-        copy_bytes(block + codes, me.codes, 8 * keys)
-        store_u64(block + run, lookupplan.CODES_AT, nb.uint64(block + codes))
-    add_at(shared_at(me, INFLIGHT), head + data)
-    number = me.free_jobs[me.free_jobs[0]]
-    me.free_jobs[0] -= 1
-    job = me.jobs + 8 * coldread.JOB_WORDS * number
-    for which, value in (
-        (coldread.FD, fd), (coldread.SERIAL, me.conns[fd, SERIAL]), (coldread.VARIANT, variant), (coldread.VIEW, view),
-        (coldread.BLOCK, block), (coldread.HEAD_BYTES, head), (coldread.DATA_BYTES, data), (coldread.STATES, block + states),
-        (coldread.RUN, block + run), (coldread.PROBED, 1 if probed else 0),
-        (coldread.REACTOR, me.number), (coldread.BEGAN_NS, began), (coldread.PLANNED_NS, planned),
-        (coldread.TAIL, found[httphead.HEAD_BYTES] + found[httphead.JSON_BYTES]),
-    ):  # fmt: skip
-        store_u64(job, which, nb.uint64(value))
-    release_i64(job + 8 * coldread.ANNOUNCED, me.lines[me.number, ANNOUNCED])  # before the reactor's own is cleared
-    me.conns[fd, JOB] = number + 1
-    if closing:
-        me.conns[fd, FLAGS] |= CLOSES
-    return MADE_A_JOB
-
-
-@nb.njit
-def submit(me, fd):  # type: ignore[no-untyped-def]
-    """Give a connection's job to the readers. Its request stays where it is until they are done."""
-    row = me.conns[fd]
-    number = row[JOB] - 1
-    job = me.jobs + 8 * coldread.JOB_WORDS * number
-    store_u64(job, coldread.TAIL, nb.uint64(row[IN_AT] + lookupplan.word(job, coldread.TAIL)))
-    at = me.date + 64
-    store_u64(at, 0, nb.uint64(number))
-    if write(me.job_outbox, at, 8) != 8:  # there is room for all of them
-        store_u64(job, coldread.OUTCOME, nb.uint64(coldread.FOR_PYTHON))
-        finish_job(me, number)
-
-
-@nb.njit
-def finish_job(me, number):  # type: ignore[no-untyped-def]
-    """A job that readers are done with. Returns its connection if there is an answer to be sent, or -1."""
-    job = me.jobs + 8 * coldread.JOB_WORDS * number
-    fd, variant = lookupplan.word(job, coldread.FD), lookupplan.word(job, coldread.VARIANT)
-    row = me.conns[fd]
-    block, size = (
-        lookupplan.word(job, coldread.BLOCK),
-        lookupplan.word(job, coldread.HEAD_BYTES) + lookupplan.word(job, coldread.DATA_BYTES),
-    )
-    answered = lookupplan.word(job, coldread.OUTCOME) == coldread.DONE
-    if answered:
-        began, planned = lookupplan.word(job, coldread.BEGAN_NS), lookupplan.word(job, coldread.PLANNED_NS)
-        tail, states = lookupplan.word(job, coldread.TAIL), lookupplan.word(job, coldread.STATES)
-        run = lookupplan.word(job, coldread.RUN)
-        lookupplan.count_keys(run, tail, states, me.table_counts, TABLE_COUNT_WORDS)
-        now = monotonic_ns()
-        count(me, variant, began, planned, now, now)
-        me.lines[me.number, ANSWERS] += 1
-    release_i64(job + 8 * coldread.ANNOUNCED, 0)
-    me.free_jobs[0] += 1
-    me.free_jobs[me.free_jobs[0]] = number
-    row[JOB] = 0
-    if not answered:
-        release(block)
-        add_at(shared_at(me, INFLIGHT), -size)
-        me.lines[me.number, REASONS_FROM + ROWS_ON_DISK] += 1
-        if row[LOST] != 0 or not notify(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
-            end(me, fd, True)
-        return -1
-    row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES], row[STATE] = block, block, size, 0, SENDING
-    if row[LOST] != 0:
-        end(me, fd, True)
-        return -1
-    set_send_deadline(me, fd, size)
-    return fd
-
-
-@nb.njit
 def _add_close(variant, head):  # type: ignore[no-untyped-def]
     """Add the header that ends a connection to the `head` of an answer, behind its date. What is before it moves forward."""
     before = lookupplan.word(variant, binding.DATE_AT) + DATE_BYTES + 2
@@ -285,7 +141,7 @@ def why_not(me, fd, at, began):  # type: ignore[no-untyped-def]
         return ENDING
     if _is_late(me, fd, found[httphead.TIMEOUT_MS] * 1_000_000, began):
         return BUSY
-    return MAY if _may_ask(me, at) else ACCESS
+    return MAY if _has_access(me, at) else ACCESS
 
 
 @nb.njit
@@ -335,7 +191,7 @@ def _send(me, fd, at, size, closing):  # type: ignore[no-untyped-def]
 @nb.njit
 def _find(me, at, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
     """(plan, what its model serves) of the request at `at`, whose head is in `found`; the second is 0 where there is none."""
-    plan = lookupplan.find_plan(
+    plan = plansearch.find_plan(
         me.shared[PLANS_AT],
         at + me.found[httphead.PATH_AT],
         me.found[httphead.PATH_BYTES],
@@ -414,7 +270,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return ACCESS
     if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
         return CANARY  # its id says which version answers
-    variant, view = lookupplan.choose(plan, served, roll(me))
+    variant, view = plansearch.choose(plan, served, roll(me))
     if variant == 0:
         return NO_PLAN
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
@@ -468,7 +324,7 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return NO_PLAN
     if not _may_draw(me, plan, began):
         return ACCESS
-    variant, view = lookupplan.choose(plan, served, 0)
+    variant, view = plansearch.choose(plan, served, 0)
     if variant == 0:
         return NO_PLAN
     table = view + 8 * (lookupplan.VIEW_WORDS + lookupplan.TABLE_WORDS * lookupplan.word(variant, front_rows.TABLE))
@@ -489,18 +345,3 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     count(me, variant, began, planned, ran, monotonic_ns())
     _send_ready(me, fd, variant, _is_closing(me, last), data)
     return ANSWERED
-
-
-@nb.njit
-def drop_job(me, fd):  # type: ignore[no-untyped-def]
-    """Take a job back that no reader was given: its request cannot be kept."""
-    row = me.conns[fd]
-    number = row[JOB] - 1
-    row[JOB] = 0
-    job = me.jobs + 8 * coldread.JOB_WORDS * number
-    size = lookupplan.word(job, coldread.HEAD_BYTES) + lookupplan.word(job, coldread.DATA_BYTES)
-    release(lookupplan.word(job, coldread.BLOCK))
-    add_at(shared_at(me, INFLIGHT), -size)
-    release_i64(job + 8 * coldread.ANNOUNCED, 0)
-    me.free_jobs[0] += 1
-    me.free_jobs[me.free_jobs[0]] = number

@@ -9,7 +9,7 @@ import numba as nb
 
 from tierstore.kernels import httphead
 from tierstore.kernels.atomics import acquire_i64, copy_bytes, fence_all, release_i64
-from tierstore.kernels.reactor_answers import answer, answer_rows, drop_job, has_room, submit
+from tierstore.kernels.reactor_answers import answer, answer_rows, has_room
 from tierstore.kernels.reactor_connections import (
     end,
     hold,
@@ -18,6 +18,7 @@ from tierstore.kernels.reactor_connections import (
     send_on,
     yield_to_requests,
 )
+from tierstore.kernels.reactor_jobs import drop_job, submit
 from tierstore.kernels.reactor_words import (
     AGAIN_WORDS,
     ANNOUNCED,

@@ -26,7 +26,6 @@ from tierstore.engine.store import Store
 from tierstore.errors import MissingExtra, TierstoreError
 from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
-from tierstore.kernels.codec import address_of
 from tierstore.service.access import check_access
 from tierstore.service.addresses import bind_admin, bind_http, grpc_port_in_use, host_port, url_of
 from tierstore.service.admin.application import AdminApplication
@@ -108,8 +107,7 @@ class HttpService:
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)
-        table = address_of(reactors.words) + 8 * kernel.ALLOWED_AT
-        self._allowed = Allowed(table, store.epochs, self.service.access, self.service.rates)
+        self._allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
         root = make_root(self.service, self._admin, self._allowed.add)
         self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
         self._listeners = self._make_listeners()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tierstore.access.roles import LOCAL, Action, Principal
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.kernels import reactor_access as layout
+from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.access import Access
 from tierstore.service.limits.rates import RateLimits
@@ -29,12 +30,12 @@ Words = npt.NDArray[np.int64]
 
 
 class Allowed:
-    """Publishes its table in the word at an address, one of those that reactors share."""
+    """Publishes its table in `shared`, the memory of the reactors."""
 
-    def __init__(self, word: int, epochs: Epochs, access: Access, rates: RateLimits) -> None:
-        self._word, self._epochs, self._rates = word, epochs, rates
+    def __init__(self, shared: Words, epochs: Epochs, access: Access, rates: RateLimits) -> None:
+        self._word, self._epochs, self._rates = address_of(shared) + 8 * kernel.ALLOWED_AT, epochs, rates
         self._rules = (layout.ANY_NAME if access.any_name else 0) | (layout.ANY_IPV4 if access.any_address else 0)
-        self._known = {*_ALWAYS, *access.names}
+        self._fixed = {*_ALWAYS, *access.names}
         self._names: dict[str, None] = {}  # others that have passed, the oldest first
         self._tokens: dict[bytes, Principal] = {}  # the oldest first
         self._open = False  # whether nobody needs a token
@@ -60,7 +61,7 @@ class Allowed:
             self._publish()
 
     def _add_name(self, host: str) -> bool:
-        if host in self._known or host in self._names:
+        if host in self._fixed or host in self._names:
             return False
         if _IPV4.fullmatch(host):  # told by their form
             return False
@@ -83,7 +84,7 @@ class Allowed:
             kept.append(array)
             return address_of(array), len(array)
 
-        names = [*self._known, *self._names]
+        names = [*self._fixed, *self._names]
         words = [len(names), self._rules, layout.NEEDED_BY_NOBODY if self._open else len(self._tokens)]
         for name in names:
             words += placed(name.encode())

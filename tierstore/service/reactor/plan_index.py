@@ -9,12 +9,10 @@ structure each time costs what Python's answers cost. Any thread may call anythi
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,18 +22,17 @@ from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import CANARY, STABLE
 from tierstore.engine.serving.words import can_be_read, labels_word
-from tierstore.kernels import binding, front_rows, jsonscan, request_record
+from tierstore.kernels import front_rows, jsonscan, plansearch, request_record
 from tierstore.kernels import lookupplan as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.httpdate import DATE_PLACE
-from tierstore.kernels.pool import combiner_code
-from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
-from tierstore.service.dataplane.plan import Call, Plan, Request
+from tierstore.service.dataplane.plan import Plan
 from tierstore.service.limits.rates import RateLimits
-from tierstore.service.oip.json_request import InBody, InferRequest
+from tierstore.service.oip.json_request import InferRequest
 from tierstore.service.oip.json_response import ResponseLayout
 from tierstore.service.reactor.count_rows import CountRows, Counts
+from tierstore.service.reactor.plan_words import address, answer_pieces, is_runnable, variant_words
 from tierstore.types import Tier
 
 MOST_PLANS = layout.SETS * layout.WAYS
@@ -93,7 +90,7 @@ class _Planned:
             layout.LAST_USED: time.monotonic_ns(),
         }.items():
             self.words[which] = value
-        self.hash = int(layout.place(at[0], len(path), at[1], len(structure), form))
+        self.hash = int(plansearch.place(at[0], len(path), at[1], len(structure), form))
 
     @property
     def last_used_ns(self) -> int:
@@ -195,7 +192,7 @@ class PlanIndex:
                 return
             head = _ROWS_HEAD % (DATE_PLACE, _DIGITS)
             number = list(view.open_version.tables).index(table)
-            words = [token, _address(head), len(head), head.index(DATE_PLACE), head.index(_DIGITS), number, *rows]
+            words = [token, address(head), len(head), head.index(DATE_PLACE), head.index(_DIGITS), number, *rows]
             variant = _Variant(token, words, None, [cascade.counts], head)
             self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
 
@@ -287,7 +284,7 @@ class PlanIndex:
         rows = self._count_rows(version, [])
         if rows is None:
             return None
-        words = [token, _address(refusal), len(refusal), refusal.index(DATE_PLACE), 0, 0, *rows]
+        words = [token, address(refusal), len(refusal), refusal.index(DATE_PLACE), 0, 0, *rows]
         return _Variant(token, words, version, [], refusal)
 
     def _variant(
@@ -306,20 +303,8 @@ class PlanIndex:
         rows = self._count_rows(version, counts)
         if rows is None:
             return None
-        order = list(tables)
-        calls = [
-            planned_words(call, plan, order.index(call.table.name), row, view)
-            for call, row in zip(plan.calls, rows[1:], strict=True)
-        ]
-        texts = [text for text, _ in pieces]
-        at = [(_address(text), len(text), value) for text, value in pieces]
-        elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
-        parts = [np.array(part, np.int64) for part in (list(chain(*calls)), elements, list(chain(*at)))]
-        calls_at, elements_at, pieces_at = map(address_of, parts)
-        words = [
-            token, 0, 0, 0, 0, len(plan.specs), rows[0], len(calls), calls_at, elements_at, len(pieces), pieces_at,
-        ]  # fmt: skip
-        return _Variant(token, words, version, counts, texts, parts)
+        words, kept = variant_words(token, plan, pieces, view, rows)
+        return _Variant(token, words, version, counts, kept)
 
     def collect(self) -> None:
         """Bring the stats of versions and tables up to now."""
@@ -329,11 +314,6 @@ class PlanIndex:
 
 def _add_keys(counts: LookupCounts, new: Counts, _: Counts) -> None:
     counts.add(new[: len(Tier)])
-
-
-FOUND = ".found"
-_PLACES = 1 << 61  # a number that stands for a value in the text of an answer, and those behind it for others
-_PLACE = re.compile(rb"(23058430092136[0-9]{5})")
 
 
 def _wanted(version: int | str | None) -> int:
@@ -348,83 +328,3 @@ def _wanted(version: int | str | None) -> int:
 def _path(model: str, version: int | str | None) -> bytes:
     of = "" if version is None else f"versions/{version}/"
     return f"/v2/models/{model}/{of}infer".encode()
-
-
-def _address(data: bytes) -> int:
-    return address_of(np.frombuffer(data, np.uint8))
-
-
-def is_runnable(parsed: InferRequest, plan: Plan, answer: ResponseLayout) -> bool:
-    """Whether a reactor can answer requests of this structure, whatever their sizes."""
-    if plan.dense is not None or plan.numbers is not None or not isinstance(parsed.request, Request):
-        return False
-    if answer.header is None or answer.tail_bytes is None or answer.spans:
-        return False
-    if any(place is None for place in answer.positions) or not all(type(source) is InBody for source in parsed.sources):
-        return False
-    # strings that nothing is asked of are checked by Python
-    return not any(call.spec.datatype == BYTES and not call.rows and not call.found for call in plan.calls)
-
-
-def answer_pieces(plan: Plan, answer: ResponseLayout) -> list[tuple[bytes, int]] | None:
-    """The text of an answer in pieces: (text, the value behind it, or NONE); None where it is too long for a reactor.
-
-    Values are as `binding.py` has them. The brace that ends the text is not in it: an id may come before that.
-    """
-    shapes, sizes = [], []
-    for i, spec in enumerate(plan.specs):
-        first = _PLACES + binding.VALUE_WORDS * i
-        inner = 0 if spec.name.endswith(FOUND) else 1  # sizes that are the same for all requests
-        lead = len(spec.shape) - inner
-        shapes.append([*(first + k for k in range(lead)), *spec.shape[lead:]])
-        sizes.append(first + 2)
-    text = answer.text_with(shapes, sizes)
-    parts = _PLACE.split(text[:-1])
-    values = [int(number) - _PLACES for number in parts[1::2]]
-    wanted = [
-        number - _PLACES
-        for shape, size in zip(shapes, sizes, strict=True)
-        for number in (*shape, size)
-        if number >= _PLACES
-    ]
-    if values != wanted or any(len(spec.shape) > 3 for spec in plan.specs):
-        return None
-    pieces = list(zip(parts[::2], [*values, binding.NONE], strict=True))
-    room = kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * len(values)
-    return pieces if sum(map(len, parts[::2])) <= room else None
-
-
-def planned_words(call: Call, plan: Plan, table: int, counts: int, view: Any) -> list[int]:
-    """A call as `binding.bind` reads it."""
-    ragged = call.rows and call.pooled
-    kind = (
-        layout.BAGS_OF_ROWS
-        if ragged
-        else layout.ROWS
-        if call.rows
-        else layout.FOUND_ALONE
-        if call.found
-        else layout.CHECKED
-    )
-    half = bool(call.rows) and plan.specs[call.rows[0]].datatype == "FP16"
-    padding = view.open_version.padding.get(call.feature.name)
-    usual = call.spec.datatype == KEY_DATATYPES[call.table.key][0]
-    form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
-    words = [0] * binding.PLANNED_WORDS
-    for which, value in {
-        layout.TABLE: table,
-        layout.KIND: kind,
-        layout.OUT_CODE: int(half),
-        layout.COMBINER: 0 if call.combiner is None else combiner_code(call.combiner),
-        layout.PADDED: int(padding is not None),
-        layout.PADDING: 0 if padding is None else int(padding),
-        layout.TABLE_COUNTS: counts,
-        layout.KEY_FORM: form,
-        binding.KEYS_OF: call.keys,
-        binding.OFFSETS_OF: binding.NONE if call.offsets is None else call.offsets,
-        binding.WEIGHTS_OF: binding.NONE if call.weights is None else call.weights,
-        binding.ROWS_TO: call.rows[0] if call.rows else binding.NONE,
-        binding.FOUND_TO: call.found[0] if call.found else binding.NONE,
-    }.items():
-        words[which] = value
-    return words

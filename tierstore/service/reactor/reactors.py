@@ -373,15 +373,13 @@ class Reactors:
             "Requests and connections that it handed to Python, by the reason.",
             labels=["reactor", "reason"],
         )
-        connections = GaugeMetricFamily(
-            "tierstore_reactor_connections", "Connections that it serves.", labels=["reactor"]
-        )
+        served = GaugeMetricFamily("tierstore_reactor_connections", "Connections that it serves.", labels=["reactor"])
         for number, line in enumerate(self._lines):
             answers.add_metric([str(number)], int(line[kernel.ANSWERS]))
             for reason, name in enumerate(kernel.REASONS):
                 handed.add_metric([str(number), name], int(line[kernel.REASONS_FROM + reason]))
-            connections.add_metric([str(number)], int(line[kernel.LOAD]))
-        yield from (answers, handed, connections)
+            served.add_metric([str(number)], int(line[kernel.LOAD]))
+        yield from (answers, handed, served)
         yield GaugeMetricFamily(
             "tierstore_unfinished_requests", "Requests that have begun to arrive.", value=self.unfinished
         )
