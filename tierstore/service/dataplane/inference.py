@@ -42,7 +42,7 @@ from tierstore.service.dataplane.hps import split
 from tierstore.service.dataplane.plan import Call, Plan, Request, check_rows, parts_of
 from tierstore.service.dataplane.planner import make_plan, raw_input
 from tierstore.service.dataplane.tensors import Elements, shown
-from tierstore.service.dataplane.view import Lookup, View
+from tierstore.service.dataplane.view import Lookup, RowsLookup, View
 from tierstore.types import NAME
 
 AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
@@ -57,6 +57,7 @@ class Inference:
     __slots__ = (
         "_dense_inputs",
         "_device",
+        "_gathered",
         "_lease",
         "_lookups",
         "_max_response",
@@ -74,6 +75,7 @@ class Inference:
         self._lookups: list[tuple[Call, Lookup]] = []
         self._device: str | None = None  # that the dense part reads rows on, if not in CPU memory
         self._slot: Slot | None = None
+        self._gathered: RowsLookup | None = None  # of the calls that are `gathered`
         self._dense_inputs: dict[str, npt.NDArray[Any]] = {}
         self.lookup_ns = self.dense_ns = 0
         self.arrays: list[Any] = []
@@ -131,13 +133,20 @@ class Inference:
         checked = [(call, *parts_of(call, elements)) for call in self.plan.calls]
         dense = self.plan.dense
         if dense is not None:
-            assert self._view.predictor is not None
+            session = self._view.predictor
+            assert session is not None
             for tensor, position in dense.inputs:
                 self._dense_inputs[tensor.name] = _own_array(tensor.name, tensor.datatype, elements[position])
-            self._device = self._view.rows_on(self._view.predictor)
-            hidden = [call.feature.name for call in self.plan.calls if call.hidden and not self._reads_on_device(call)]
-            self._slot = self._view.predictor.acquire(dense.run, hidden)
+            self._device = self._view.rows_on(session)
+            self._slot = session.acquire(dense.run, dense.hidden if self._device is None else self._hidden())
+            if dense.gathered and self._device is None:
+                gathering = self._view.gathering(session.bindings, dense.gathered)
+                if gathering is not None:
+                    keys = [elements[call.keys] for call in self.plan.calls if call.gathered]
+                    self._gathered = gathering.begin(keys, dense.run.places, self._slot.memory)
         for call, offsets, weights in checked:
+            if call.gathered and self._gathered is not None:
+                continue
             options: dict[str, Any] = {}
             begin: Callable[..., Lookup] = self._view.begin
             if call.feeds is not None or call.rows:
@@ -167,6 +176,10 @@ class Inference:
         self.lookup_ns += time.perf_counter_ns() - began_ns
         return not any(lookup.pending for _, lookup in self._lookups)
 
+    def _hidden(self) -> list[str]:
+        """The features whose rows the dense part reads in CPU memory, where it reads others on the device."""
+        return [call.feature.name for call in self.plan.calls if call.hidden and not self._reads_on_device(call)]
+
     def _reads_on_device(self, call: Call) -> bool:
         """Whether the dense part reads a call's rows in device memory, where the look-up puts them."""
         return self._device is not None and call.hidden and not call.rows and 0 not in call.lead
@@ -175,7 +188,8 @@ class Inference:
         """Where a call's rows go, and in which dtype."""
         if call.feeds is not None and call.hidden:
             assert self._slot is not None
-            return self._slot.arrays[call.feature.name], call.feeds.dtype
+            assert self._view.predictor is not None
+            return self._view.predictor.rows_of(self._slot, call.feature.name), call.feeds.dtype
         position = call.rows[0]
         out: npt.NDArray[Any] = self.arrays[position]
         if call.feeds is not None:
@@ -185,6 +199,8 @@ class Inference:
     def finish(self) -> None:
         """Read the pending rows from disk, run the dense part, and complete the arrays."""
         began_ns = time.perf_counter_ns()
+        if self._gathered is not None:
+            self._gathered.finish()
         for call, lookup in self._lookups:
             rows = lookup.finish()
             if self._reads_on_device(call):

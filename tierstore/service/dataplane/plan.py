@@ -68,6 +68,7 @@ class Call:
     found: list[int] = field(default_factory=list)
     feeds: FeatureInput | None = None  # the input of the dense part that takes the rows
     hidden: bool = False  # whether those go into a buffer of the dense part, not into an output
+    gathered: bool = False  # whether nothing but that is to be done for it
     # once the request is planned
     shape: tuple[int, int] = (0, 0)  # of its rows as one matrix
     pooled: bool = False  # whether bags must be pooled: one unweighted key a bag is that key's row
@@ -93,11 +94,16 @@ class Call:
 
 @dataclass(slots=True)
 class DensePlan:
-    """One run of the dense part. `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`."""
+    """One run of the dense part. `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`.
+
+    `hidden` and `gathered` are names of features, those of the calls that are so.
+    """
 
     run: Run
     inputs: list[tuple[Tensor, int]]
     positions: list[int]
+    hidden: list[str]
+    gathered: tuple[str, ...]
 
     @property
     def hidden_bytes(self) -> int:

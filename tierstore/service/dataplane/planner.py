@@ -58,13 +58,16 @@ def _dense_plan(
         call = calls[name]
         call.feeds = feature
         call.hidden = not call.rows or specs[call.rows[0]].datatype != feature.tensor.datatype
+        call.gathered = not call.rows and not call.found and not call.pooled
     for position, shape in zip(positions, run.shapes, strict=True):
         spec = specs[position]
         fixed = session.is_fixed(spec.name, shape)
         specs[position] = OutputSpec(
             spec.name, spec.datatype, (-1,) if shape is None else shape, spec.index, fixed=fixed
         )
-    return DensePlan(run, inputs, positions)
+    hidden = [name for name, call in calls.items() if call.hidden]
+    gathered = tuple(name for name, call in calls.items() if call.gathered)
+    return DensePlan(run, inputs, positions, hidden, gathered)
 
 
 def _combiners(view: View, request: Request) -> dict[str, Combiner | None]:
