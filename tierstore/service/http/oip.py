@@ -24,7 +24,7 @@ from tierstore.service.dataplane.plan import Plan, Request, is_short
 from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements, shown
 from tierstore.service.http.application import ProtocolApplication, allow
-from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, HttpCall, PendingResponse
+from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, Answered, HttpCall, PendingResponse
 from tierstore.service.http.messages import (
     PEER,
     PRINCIPAL,
@@ -145,11 +145,11 @@ class InferCall(HttpCall[InferRequest]):
 
     # --- in a batch (see `dataplane/batching.py`)
 
-    def _hand_over(self, work: Callable[[], Response]) -> PendingResponse:
+    def _hand_over(self, work: Callable[[], Response], answered: Answered | None) -> PendingResponse | None:
         plan = self._plan
         joint = None if plan is None else self._joint_of(plan)
         if plan is None or joint is None:
-            return super()._hand_over(work)
+            return super()._hand_over(work, answered)
         return self.service.batches.add(self, self.model, plan.version, joint)
 
     def _joint_of(self, plan: Plan) -> Joint | None:
