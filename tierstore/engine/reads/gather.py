@@ -77,7 +77,11 @@ class Gathering:
             as_codes(of, source.table.spec.key, source.colliding)
             for of, source in zip(keys, self._sources, strict=True)
         ]
-        return GatheredRows(self, np.concatenate(codes) if len(codes) > 1 else codes[0], places, memory)
+        return self.begin_codes(np.concatenate(codes) if len(codes) > 1 else codes[0], places, memory)
+
+    def begin_codes(self, codes: Keys, places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]) -> GatheredRows:
+        """`begin`, with the codes of all keys, feature after feature."""
+        return GatheredRows(self, codes, places, memory)
 
 
 def can_gather(table: Cascade) -> bool:

@@ -79,6 +79,14 @@ class Call:
         ragged = self.offsets is not None or self.weights is not None or len(self.spec.shape) == 2
         self.pooled = self.combiner is not None and ragged
 
+    def resized(self, spec: TensorSpec) -> Call:
+        """A call that is `gathered`, for other keys."""
+        n = math.prod(spec.shape)
+        return Call(
+            self.feature, self.table, spec, self.combiner, self.keys, feeds=self.feeds, hidden=True, gathered=True,
+            shape=(n, self.table.dim),
+        )  # fmt: skip
+
     @property
     def lead(self) -> tuple[int, ...]:
         """Shape of the output before its last dimension."""
@@ -96,7 +104,8 @@ class Call:
 class DensePlan:
     """One run of the dense part. `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`.
 
-    `hidden` and `gathered` are names of features, those of the calls that are so.
+    `hidden` and `gathered` are names of features, those of the calls that are so. `joined` are the first and the last of the inputs
+    that are keys of all gathered calls, in their order and as their tables have them, with nothing in between; None where they are not.
     """
 
     run: Run
@@ -104,6 +113,7 @@ class DensePlan:
     positions: list[int]
     hidden: list[str]
     gathered: tuple[str, ...]
+    joined: tuple[int, int] | None
 
     @property
     def hidden_bytes(self) -> int:

@@ -72,6 +72,9 @@ class Gathering(Protocol):
     def begin(
         self, keys: Sequence[Any], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]
     ) -> RowsLookup: ...
+    def begin_codes(
+        self, codes: npt.NDArray[np.int64], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]
+    ) -> RowsLookup: ...
 
 
 class RowsLookup(Protocol):
