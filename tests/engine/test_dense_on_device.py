@@ -53,7 +53,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Bound:
     bind = Slot.bind
 
     def spy(slot: Slot, name: str, address: int, owner: Any) -> None:
-        assert name not in slot.arrays
+        assert name not in slot.hidden
         assert owner.array.ctypes.data == address
         seen.names.append(name)
         seen.owners.append(owner)

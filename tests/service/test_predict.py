@@ -98,6 +98,35 @@ def test_scores_are_the_default_answer(wire: Wire, binary: bool) -> None:
     assert answer.as_numpy("score").dtype == np.float32
 
 
+def test_requests_of_one_structure_and_any_size_are_answered_each_by_its_own(wire: Wire) -> None:
+    draw = np.random.default_rng(4)
+    for number, n in enumerate([8, 3, 0, 1, 57, 8, 200]):
+        items_asked, clicked = draw.choice(KEYS, n), draw.choice(KEYS, n)
+        hour = draw.normal(size=(n, 2)).astype(np.float32)
+        inputs = [
+            wire.tensor("item_id", items_asked, "INT64"),
+            wire.tensor("clicked", clicked, "INT64"),
+            wire.tensor("hour", hour, "FP32"),
+        ]
+        if number % 2:
+            inputs.reverse()
+        answer = wire.client.infer("ctr", inputs, outputs=None, request_id=f"{number}")
+        assert wire.answered(answer) == (str(VERSION), f"{number}", ["score"])
+        expected = (
+            items(items_asked) @ WEIGHTS["item_id"] + items(clicked) @ WEIGHTS["clicked"] + hour @ WEIGHTS["hour"]
+        )
+        np.testing.assert_allclose(answer.as_numpy("score"), expected.reshape(n, 1) + 0.5, rtol=1e-4)
+    with pytest.raises(InferenceServerException, match=r"inputs .* must agree in dimension 'batch'"):
+        wire.client.infer(
+            "ctr",
+            [
+                wire.tensor("item_id", KEYS[:3], "INT64"),
+                wire.tensor("clicked", KEYS[:2], "INT64"),
+                wire.tensor("hour", HOUR[:3], "FP32"),
+            ],
+        )
+
+
 @pytest.mark.parametrize("binary", [True, False])
 def test_rows_may_be_requested_with_scores(wire: Wire, binary: bool) -> None:
     inputs = [*wanted(wire), wire.tensor("big", np.array([5], np.uint64), "UINT64")]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -20,7 +21,9 @@ from tierstore.engine.store import Store
 from tierstore.service import app
 from tierstore.service import server as server_module
 from tierstore.service.http import server as http_server
+from tierstore.service.http.handoff import Handoff
 from tierstore.service.http.middleware import CUT_OFF
+from tierstore.service.http.oip import InferCall
 from tierstore.service.process import EXIT_CODE
 from tierstore.service.server import ServerThread
 
@@ -110,6 +113,44 @@ def test_a_request_that_a_stop_cuts_off_is_503_and_one_line(
     assert [answer.status_code for answer in answers] == [503]
     assert answers[0].json()["detail"] == CUT_OFF
     assert not [record for record in caplog.records if record.exc_info]
+    assert len([record for record in caplog.records if CUT_OFF in record.getMessage()]) == 1
+
+
+def test_a_prediction_that_a_stop_cuts_off_is_503_and_what_its_thread_answers_later_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "FINISH_S", 0.2)
+    came, goes_on, answers, told = threading.Event(), threading.Event(), [], []
+    work, answer_left = InferCall._all, Handoff._answer_left
+
+    def held_up(call: InferCall) -> object:
+        came.set()
+        assert goes_on.wait(60)
+        return work(call)
+
+    def telling(*of: Any) -> bool:
+        told.append(answer_left(*of))
+        return told[-1]
+
+    monkeypatch.setattr(InferCall, "_all", held_up)
+    monkeypatch.setattr(Handoff, "_answer_left", telling)
+    with Store(settings_for(tmp_path)) as store:
+        store.load_snapshot(scenes.write_snapshot(tmp_path, dense=scenes.some_dense()))
+        body = {"inputs": [{"name": "user_id", "datatype": "INT64", "shape": [1], "data": [1]}]}
+        with ServerThread(store) as server:
+            ask = threading.Thread(
+                target=lambda: answers.append(httpx.post(f"{server.url}/v2/models/ctr/infer", json=body, timeout=60))
+            )
+            ask.start()
+            assert came.wait(60)
+            end = threading.Thread(target=server.close)
+            end.start()
+            ask.join(60)
+            goes_on.set()
+            end.join(60)
+    assert [answer.status_code for answer in answers] == [503]
+    assert answers[0].json()["error"] == CUT_OFF
+    assert told == [True, False]
     assert len([record for record in caplog.records if CUT_OFF in record.getMessage()]) == 1
 
 

@@ -5,14 +5,19 @@ Immutable values and pure functions; any thread may use them. Raises InvalidInpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from tierstore.errors import InvalidInput
-from tierstore.predict.signature import Dim, Shape, Signature, Tensor
+from tierstore.predict.signature import BYTES, Dim, Shape, Signature, Tensor
 from tierstore.types import FeatureSpec, TableSpec
 
 _ROW_DTYPES = {"FP32": "float32", "FP16": "float16"}
+ALIGNMENT = 64  # of rows in a run's buffer, in bytes: a cache line, and good for vector instructions
 PARTS = ("offsets", "weights", "found")  # what may follow a feature's name and a dot in a request
 
 
@@ -23,6 +28,7 @@ class FeatureInput:
     tensor: Tensor
     dim: int
     dtype: str
+    row_bytes: int
 
     def shape_for(self, lead: Shape) -> Shape:
         """The shape of the input for rows [*lead, dim], without moving bytes.
@@ -78,19 +84,119 @@ class Bindings:
         for name in wanted:
             declared = self.outputs[name].shape
             outputs.append(None if declared is None or name in loose else tuple(_resolved(d, sizes) for d in declared))
-        return Run(inputs, tuple(wanted), tuple(outputs))
+        rows = [math.prod(leads[name]) for name in self.features]
+        return self.run(inputs, tuple(wanted), tuple(outputs), rows)
+
+    def run(
+        self,
+        inputs: Mapping[str, Shape],
+        wanted: tuple[str, ...],
+        outputs: tuple[Shape | None, ...],
+        rows: Sequence[int],
+    ) -> Run:
+        """A run of these shapes, and so many rows of each feature."""
+        places: list[int] = []
+        at = 0
+        for n, feature in zip(rows, self.features.values(), strict=True):
+            places += (n, at)
+            at += (n * feature.row_bytes + ALIGNMENT - 1) & -ALIGNMENT
+        nbytes = 0
+        for name, shape in zip(wanted, outputs, strict=True):
+            if shape is None or -1 in shape or self.outputs[name].datatype == BYTES:
+                nbytes = -1
+                break
+            nbytes += math.prod(shape) * self.outputs[name].dtype.itemsize
+        return Run(inputs, wanted, outputs, np.array(places, np.int64).reshape(-1, 2), at, nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """Shapes of one run: of every input by name; of the outputs in order, with -1 for sizes that are known after the run.
 
-    None for an output whose number of dimensions is not known before the run.
+    None for an output whose number of dimensions is not known before the run. `places` int64[features, 2]: how many rows each
+    feature has, and at which of the `buffer_bytes` bytes of a buffer they begin. `output_bytes` -1: not known before the run.
     """
 
     inputs: Mapping[str, Shape]
     outputs: tuple[str, ...]
     shapes: tuple[Shape | None, ...]
+    places: npt.NDArray[np.int64]
+    buffer_bytes: int
+    output_bytes: int
+
+
+_Axes = list[tuple[int, int]]
+
+
+class Structure:
+    """`Bindings.plan` for requests that differ in nothing but sizes: what does not depend on those is done once. Any thread."""
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        leads: Mapping[str, Shape],
+        shapes: Mapping[str, Shape],
+        wanted: Sequence[str],
+        loose: frozenset[str],
+    ) -> None:
+        """For requests such as this one, which `bindings` has planned."""
+        self._bindings, self._wanted = bindings, tuple(wanted)
+        numbers: dict[str, int] = {}  # of the named sizes
+        # name, rank, numbers of a row (0: no feature), sizes that are given, sizes that have names
+        self._inputs: list[tuple[str, int, int, _Axes, _Axes]] = []
+        for tensor in bindings.signature.inputs:
+            feature, declared = bindings.features.get(tensor.name), tensor.shape or ()
+            rank = len(shapes[tensor.name] if feature is None else leads[tensor.name])
+            fixed = [(axis, dim) for axis, dim in enumerate(declared) if isinstance(dim, int)]
+            named = [(a, numbers.setdefault(d, len(numbers))) for a, d in enumerate(declared) if isinstance(d, str)]
+            if feature is not None and len(declared) == rank + 1:
+                fixed = [(axis, dim) for axis, dim in fixed if axis < rank]  # the last one is the feature's own
+            self._inputs.append((tensor.name, rank, 0 if feature is None else feature.dim, fixed, named))
+        self._sizes = [-1] * len(numbers)
+        self._outputs: list[list[tuple[bool, int]] | None] = []
+        for name in wanted:
+            shape = bindings.outputs[name].shape
+            if shape is None or name in loose:
+                self._outputs.append(None)
+            else:
+                self._outputs.append([_dim_source(dim, numbers) for dim in shape])
+
+    def plan(self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> Run | None:
+        """The shapes of a request's run; None where sizes do not fit, or `Bindings.plan` has to look."""
+        sizes = self._sizes.copy()
+        inputs: dict[str, Shape] = {}
+        for name, rank, dim, fixed, named in self._inputs:
+            if not dim:
+                shape = shapes[name]
+                if len(shape) != rank or (not fixed and not named and rank == 1):  # maybe a number without dimensions
+                    return None
+            else:
+                lead = leads[name]
+                if len(lead) != rank:
+                    return None
+                shape = (lead[0], dim) if rank == 1 and dim > 1 else self._bindings.features[name].shape_for(lead)
+            for axis, size in fixed:
+                if shape[axis] != size:
+                    return None
+            for axis, number in named:
+                if sizes[number] < 0:
+                    sizes[number] = shape[axis]
+                elif sizes[number] != shape[axis]:
+                    return None
+            inputs[name] = shape
+        outputs = tuple(
+            None if dims is None else tuple([sizes[at] if by_name else at for by_name, at in dims])
+            for dims in self._outputs
+        )
+        rows = [math.prod(leads[name]) for name in self._bindings.features]
+        return self._bindings.run(inputs, self._wanted, outputs, rows)
+
+
+def _dim_source(dim: Dim, numbers: Mapping[str, int]) -> tuple[bool, int]:
+    """(whether it is a named size, its number or the size itself)."""
+    if isinstance(dim, int):
+        return False, dim
+    return (False, -1) if dim is None or dim not in numbers else (True, numbers[dim])
 
 
 def wire(signature: Signature, features: Mapping[str, FeatureSpec], tables: Mapping[str, TableSpec]) -> Bindings:
@@ -143,7 +249,7 @@ def _wire(tensor: Tensor, feature: FeatureSpec, table: TableSpec) -> FeatureInpu
             f"input {name!r}: feature {feature.name!r} ({kind}) reads table {table.name!r} of dim {dim}; "
             f"expected {expected}, the dense part declares {tensor.shown()}"
         )
-    return FeatureInput(tensor, dim, dtype)
+    return FeatureInput(tensor, dim, dtype, dim * tensor.dtype.itemsize)
 
 
 def _unify(tensor: Tensor, shape: Shape, sizes: dict[str, tuple[int, str]]) -> None:

@@ -12,22 +12,35 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from tierstore.errors import Closed, RunLimit, TooLarge
 
 
 class LimitedRun:
-    """One run. `options` are for ONNX Runtime; `ended` says why it was ended."""
+    """One run; `with` it around the run itself. `options` are for ONNX Runtime; `ended` says why it was ended."""
 
-    __slots__ = ("began_s", "ended", "options")
+    __slots__ = ("_runs", "began_s", "ended", "options")
 
-    def __init__(self, options: Any) -> None:
-        self.options = options
+    def __init__(self, runs: RunLimits, options: Any) -> None:
+        self._runs, self.options = runs, options
         self.began_s = time.monotonic()
         self.ended: str | None = None
+
+    def __enter__(self) -> Any:
+        """The options. Closed after `RunLimits.close`."""
+        self._runs.begin(self)
+        return self.options
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """RunLimit where the run was ended."""
+        self._runs.finish(self)
+        if self.ended is not None and isinstance(error, Exception):
+            raise RunLimit(self.ended) from error
 
     def end(self, why: str) -> None:
         self.ended = why
@@ -47,15 +60,18 @@ class RunLimits:
         self._waits = False  # the thread waits for a run, whichever comes; else it looks again at the oldest one's end
         self._closed = False
 
-    @contextmanager
-    def run(self, *, shrink: bool = False) -> Iterator[Any]:
-        """The options of one run, which is ended when its time is over. RunLimit where it was ended, Closed after `close`.
+    def run(self, *, shrink: bool = False) -> LimitedRun:
+        """A run, which is ended when its time is over.
 
         With `shrink` the session's arena gives the memory back that it does not need any more.
         """
-        run = LimitedRun(self._options())
+        run = LimitedRun(self, self._options())
         if shrink:
             run.options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        return run
+
+    def begin(self, run: LimitedRun) -> None:
+        """For a run: it begins."""
         with self._changed:
             if self._closed:
                 raise Closed("the store was closed")
@@ -66,15 +82,11 @@ class RunLimits:
             elif self._waits:
                 self._waits = False
                 self._changed.notify()
-        try:
-            yield run.options
-        except Exception as error:
-            if run.ended is not None:
-                raise RunLimit(run.ended) from error
-            raise
-        finally:
-            with self._changed:
-                self._running.pop(run, None)
+
+    def finish(self, run: LimitedRun) -> None:
+        """For a run: it is over."""
+        with self._changed:
+            self._running.pop(run, None)
 
     def going_on(self, may_go_on: Callable[[], None]) -> Callable[[], None]:
         """`may_go_on` for what is no run: it raises Closed as well once all that runs is ended."""
@@ -129,7 +141,7 @@ class SessionLimits:
         self.memory_bytes = memory_bytes
         self._runs, self._shrinks, self._shrinks_next = runs, shrinks, False
 
-    def run(self) -> AbstractContextManager[Any]:
+    def run(self) -> LimitedRun:
         shrink, self._shrinks_next = self._shrinks or self._shrinks_next, False
         return self._runs.run(shrink=shrink)
 

@@ -6,10 +6,9 @@ lives as long as there are references to it. Nothing here survives a crash.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,15 +17,15 @@ import numpy.typing as npt
 
 from tierstore.errors import InferenceError, InvalidInput, Overloaded, TierstoreError
 from tierstore.kernels.codec import address_of
-from tierstore.predict.binding import Bindings, Run
+from tierstore.predict.binding import ALIGNMENT, Bindings, FeatureInput, Run, Structure
 from tierstore.predict.limits import SessionLimits
 from tierstore.predict.placement import ON_CPU, Placement
 from tierstore.predict.signature import BYTES, Shape, Signature
 
 Array = npt.NDArray[Any]
-_KEPT_PLANS = 64
-_KEPT_SLOTS = 1024  # whatever their bytes: a binding uses memory as well
-_ALIGNMENT = 64  # bytes: a cache line, and good for vector instructions
+_KEPT_PLANS = 256
+_KEPT_SLOTS = 1024  # whatever their bytes
+_COPIED_BYTES = 64 << 10  # of outputs, up to which they are copied
 _OURS = ("EP_FAIL", "ENGINE_ERROR", "NOT_IMPLEMENTED")
 _NO_MEMORY = ("bad_alloc", "allocate memory", "bad allocation", "smaller than requested bytes")
 _OTHER_SHAPE = ("shape verification failed", "pre-allocated")  # of an output that was bound to an array
@@ -53,18 +52,47 @@ class DenseCounts:
 
 
 class Slot:
-    """Memory of one run, and the binding that points to it. One thread at a time.
+    """Memory of one run. One thread at a time.
 
-    `arrays` are float32 or float16 of the shapes in which the inputs of these names are bound: look rows up into them.
-    `bound` are rows that lie on the session's device, by input: their address, and what keeps them there.
+    `memory` is a buffer in which each feature has its place, as `run.places` says: look the rows of those in `hidden` up into
+    it. `bound` are rows that lie on the session's device, by input: their address, and what keeps them there.
     """
 
-    __slots__ = ("arrays", "binding", "bound", "key", "nbytes")
+    __slots__ = ("_arrays", "_whole", "bound", "hidden", "memory", "run")
 
-    def __init__(self, key: tuple[Any, ...], arrays: Mapping[str, Array], binding: Any) -> None:
-        self.key, self.arrays, self.binding = key, arrays, binding
+    def __init__(self) -> None:
         self.bound: dict[str, tuple[int, Any]] = {}
-        self.nbytes = sum(array.nbytes for array in arrays.values())
+        self._resize(0)
+
+    def _resize(self, nbytes: int) -> None:
+        self._whole = np.empty(nbytes + ALIGNMENT, np.uint8)
+        skip = -address_of(self._whole) % ALIGNMENT
+        self.memory = self._whole[skip : skip + nbytes]
+        self.run: Run | None = None
+        self.hidden: Sequence[str] = ()
+        self._arrays: dict[str, Array] | None = None
+
+    def prepare(self, run: Run, hidden: Sequence[str]) -> None:
+        """Have room for a run, whose features in `hidden` are looked up here."""
+        if self.memory.nbytes < run.buffer_bytes:
+            self._resize(run.buffer_bytes)
+        if self.run is not run or self.hidden != hidden:
+            self.run, self.hidden, self._arrays = run, hidden, None
+
+    def arrays(self, features: Mapping[str, FeatureInput]) -> dict[str, Array]:
+        """The places of the `hidden` features, as arrays of the shapes in which the graph reads them."""
+        if self._arrays is None:
+            assert self.run is not None
+            self._arrays = {
+                name: np.ndarray(self.run.inputs[name], feature.tensor.dtype, self.memory, at)
+                for (name, feature), (_, at) in zip(features.items(), self.run.places.tolist(), strict=True)
+                if name in self.hidden
+            }
+        return self._arrays
+
+    @property
+    def nbytes(self) -> int:
+        return self._whole.nbytes - ALIGNMENT
 
     def bind(self, name: str, address: int, owner: Any) -> None:
         """Let an input be read at an address of the session's device. `owner` is held until the slot is released."""
@@ -89,24 +117,38 @@ class DenseSession:
         self.warmed = 0  # requests run before it serves
         self._session, self._counts, self._limit = session, counts, buffers_bytes
         self._bindable = all(tensor.datatype != BYTES for tensor in self.signature.inputs)
-        # A binding to a GPU copies CPU memory when it is bound, not when it is run: then rows must be there before.
-        self._bind_late = placement is not ON_CPU
-        self._plans: dict[tuple[Any, ...], Run] = {}  # of the latest shapes; threads that race set equal ones
+        self._on_device = placement is not ON_CPU
+        # of the latest shapes and structures; threads that race set equal ones
+        self._plans: dict[tuple[Any, ...], Run] = {}
+        self._structures: dict[tuple[Any, ...], Structure] = {}
         self._lock = threading.Lock()
         # guarded by _lock
-        self._free: OrderedDict[tuple[Any, ...], list[Slot]] = OrderedDict()
-        self._free_bytes = self._free_slots = 0
+        self._free: deque[Slot] = deque()  # the last one was used last
+        self._free_bytes = 0
 
     def plan(self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape], wanted: Sequence[str] = ()) -> Run:
         """`Bindings.plan` for these outputs, by default all."""
         key = (*leads.items(), None, *shapes.items(), None, *wanted, self.loose)
         run = self._plans.get(key)
         if run is None:
-            run = self.bindings.plan(leads, shapes, wanted or tuple(self.bindings.outputs), self.loose)
+            run = self._planned(leads, shapes, wanted or tuple(self.bindings.outputs), self.loose)
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
             self._plans[key] = run
         return run
+
+    def _planned(
+        self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape], wanted: Sequence[str], loose: frozenset[str]
+    ) -> Run:
+        key = (*leads, None, *map(len, leads.values()), *shapes, None, *map(len, shapes.values()), *wanted, loose)
+        structure = self._structures.get(key)
+        if structure is None:
+            run = self.bindings.plan(leads, shapes, wanted, loose)
+            if len(self._structures) >= _KEPT_PLANS:
+                self._structures.clear()
+            self._structures[key] = Structure(self.bindings, leads, shapes, wanted, loose)
+            return run
+        return structure.plan(leads, shapes) or self.bindings.plan(leads, shapes, wanted, loose)
 
     def sizes(self, name: str) -> Shape:
         """The shape of an output for metadata documents, with -1 for sizes that are not fixed."""
@@ -130,74 +172,70 @@ class DenseSession:
         return self._free_bytes
 
     def acquire(self, run: Run, hidden: Sequence[str]) -> Slot:
-        """A slot with an array for each of the feature inputs `hidden`. `release` it after the run.
+        """A slot with a place for each of the feature inputs `hidden`. `release` it after the run.
 
         Rows of other features are `inputs` of the run or, where they are on the device, `bound` to the slot.
         """
-        key = tuple((name, run.inputs[name]) for name in hidden)
-        with self._lock:
-            kept = self._free.get(key)
-            if kept:
-                slot = kept.pop()
-                self._free_bytes -= slot.nbytes
-                self._free_slots -= 1
-                if not kept:
-                    del self._free[key]
-                return slot
-        arrays = {name: _aligned(run.inputs[name], self.bindings.features[name].tensor.dtype) for name in hidden}
-        binding = self._session.io_binding() if self._bindable else None
-        if binding is not None and not self._bind_late:
-            for name, array in arrays.items():
-                binding.bind_input(name, "cpu", 0, array.dtype, array.shape, address_of(array))
-        return Slot(key, arrays, binding)
+        slot = None
+        if run.buffer_bytes <= self._limit:
+            with self._lock:
+                if self._free:
+                    slot = self._free.pop()
+                    self._free_bytes -= slot.nbytes
+        slot = slot or Slot()
+        slot.prepare(run, hidden)
+        return slot
+
+    def rows_of(self, slot: Slot, name: str) -> Array:
+        """The place of a feature's rows in a slot, in the shape in which the graph reads them."""
+        return slot.arrays(self.bindings.features)[name]
 
     def release(self, slot: Slot) -> None:
-        """Keep a slot for the next run of its shapes. Where there is no room, the slots unused for longest go."""
-        if slot.binding is not None:
-            slot.binding.clear_binding_outputs()
-            if self._bind_late:
-                slot.binding.clear_binding_inputs()  # they hold memory of the device
+        """Keep a slot for the next run. Where there is no room, those unused for longest go."""
         slot.bound.clear()
         with self._lock:
             if slot.nbytes > self._limit:
                 return
-            while self._free_bytes + slot.nbytes > self._limit or self._free_slots >= _KEPT_SLOTS:
-                shapes, slots = next(iter(self._free.items()))
-                self._free_bytes -= slots.pop().nbytes
-                self._free_slots -= 1
-                if not slots:
-                    del self._free[shapes]
-            self._free.setdefault(slot.key, []).append(slot)
-            self._free.move_to_end(slot.key)
+            while self._free_bytes + slot.nbytes > self._limit or len(self._free) >= _KEPT_SLOTS:
+                self._free_bytes -= self._free.popleft().nbytes
+            self._free.append(slot)
             self._free_bytes += slot.nbytes
-            self._free_slots += 1
 
     # --- runs
 
-    def run(self, run: Run, slot: Slot, inputs: Mapping[str, Array], outputs: Sequence[Array | None]) -> list[Array]:
+    def run(
+        self, run: Run, slot: Slot, inputs: Mapping[str, Array], outputs: Sequence[Array | None] | None = None
+    ) -> list[Array]:
         """Run the graph once. Returns an array for each of the planned outputs.
 
         Args:
             slot: whose arrays are filled. inputs: the other inputs, C-contiguous, of their declared dtypes and planned
                 numbers of elements; object arrays of str for strings.
             outputs: one a planned output: a C-contiguous array of its shape and dtype to write into, or None where
-                `is_fixed` is false.
+                `is_fixed` is false. None in place of all: they are made here.
 
         Raises InvalidInput where the graph cannot be run on these inputs, InferenceError where the request is not the reason.
         """
         began_s = time.perf_counter()
         failed = True
         try:
-            if slot.binding is not None and (slot.bound or all(array is not None for array in outputs)):
+            if self._binds(run, slot):
+                if outputs is None:
+                    outputs = [
+                        np.empty(shape or (), self.bindings.outputs[name].dtype) if self.is_fixed(name, shape) else None
+                        for name, shape in zip(run.outputs, run.shapes, strict=True)
+                    ]
                 answer = self._run_bound(run, slot, inputs, outputs)
             else:
-                answer = self._run_free(run, slot, inputs, outputs)
+                answer = self._run_free(run, slot, inputs, outputs or (None,) * len(run.outputs))
             failed = False
         except TierstoreError:
             raise
         except Exception as error:  # ONNX Runtime has a class a status, and a bound run raises RuntimeError alone
             if any(mark in str(error) for mark in _OTHER_SHAPE):
-                self._probe_bound(run, slot, inputs) if slot.bound else self.probe(run, {**slot.arrays, **inputs})
+                self._probe_bound(run, slot, inputs) if slot.bound else self.probe(
+                    run, {**slot.arrays(self.bindings.features), **inputs}
+                )
                 raise InferenceError(
                     f"an output of the dense part has another shape than it declares ({_short(str(error))}); try again: its shape is not relied on any more"
                 ) from error
@@ -206,12 +244,18 @@ class DenseSession:
             self._counts.add(time.perf_counter() - began_s, failed=failed)
         return answer
 
+    def _binds(self, run: Run, slot: Slot) -> bool:
+        """Whether a run is to be bound to memory: it costs 3 µs for each input and output, and saves the copy of outputs."""
+        if not self._bindable:
+            return False
+        return bool(slot.bound) or (run.output_bytes >= 0 and (self._on_device or run.output_bytes > _COPIED_BYTES))
+
     def _run_bound(
         self, run: Run, slot: Slot, inputs: Mapping[str, Array], outputs: Sequence[Array | None]
     ) -> list[Array]:
         """Run with bound memory: rows are read where the look-up has put them, outputs are written into the caller's arrays."""
-        bind, place = slot.binding, self._placement
-        for name, array in (*slot.arrays.items(), *inputs.items()) if self._bind_late else inputs.items():
+        bind, place = self._session.io_binding(), self._placement
+        for name, array in (*slot.arrays(self.bindings.features).items(), *inputs.items()):
             bind.bind_input(name, "cpu", 0, array.dtype, run.inputs[name], address_of(array))
         for name, (address, _) in slot.bound.items():
             # The look-up has waited for its own stream: the rows are there, whichever stream reads them.
@@ -223,11 +267,11 @@ class DenseSession:
                 bind.bind_output(name, "cpu")  # ONNX Runtime's own memory, once the size is known
             else:
                 bind.bind_output(name, "cpu", 0, out.dtype, out.shape, address_of(out))
-        if self._bind_late:
+        if self._on_device:
             bind.synchronize_inputs()
         with self.limits.run() as options:
             self._session.run_with_iobinding(bind, options)
-        if self._bind_late:
+        if self._on_device:
             bind.synchronize_outputs()
         if not any(out is None for out in outputs):
             return [out for out in outputs if out is not None]
@@ -237,22 +281,27 @@ class DenseSession:
     def _run_free(
         self, run: Run, slot: Slot, inputs: Mapping[str, Array], outputs: Sequence[Array | None]
     ) -> list[Array]:
-        """Run without bound memory: for strings, which cannot be bound, and for outputs whose size is known after the run."""
-        feed = {name: array.reshape(run.inputs[name]) for name, array in (*slot.arrays.items(), *inputs.items())}
+        """Run without bound memory: rows are read where the look-up has put them, outputs are copied."""
+        feed = slot.arrays(self.bindings.features)
+        if inputs:
+            feed = feed | {name: array.reshape(run.inputs[name]) for name, array in inputs.items()}
         with self.limits.run() as options:
             results = self._session.run(list(run.outputs), feed, options)
         answer: list[Array] = []
         for name, planned, result, out in zip(run.outputs, run.shapes, results, outputs, strict=True):
-            if out is None:
+            if out is None and not self.is_fixed(name, planned):
                 answer.append(result)
                 continue
-            if out.shape != result.shape:
+            if planned != result.shape:
                 self.loose |= {name}
                 raise InferenceError(
                     f"output {name!r}: expected shape {list(planned or ())}, as the dense part declares it, got {list(result.shape)}; "
                     "try again: its shape is not relied on any more"
                 )
-            out[...] = result
+            if out is None:
+                out = result
+            else:
+                out[...] = result
             answer.append(out)
         return answer
 
@@ -274,7 +323,6 @@ class DenseSession:
     def _probe_bound(self, run: Run, slot: Slot, inputs: Mapping[str, Array]) -> None:
         """`probe`, with rows on the device."""
         try:
-            slot.binding.clear_binding_outputs()
             results = self._run_bound(run, slot, inputs, [None] * len(run.outputs))
         except TierstoreError:
             raise
@@ -298,12 +346,6 @@ class DenseSession:
         if any(mark in text for mark in _OURS):
             return InferenceError(f"ONNX Runtime failed: {_short(text)}")
         return InvalidInput(f"the dense part cannot be run on these inputs: {_short(text)}")
-
-
-def _aligned(shape: Shape, dtype: np.dtype[Any]) -> Array:
-    memory = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
-    skip = -address_of(memory) % _ALIGNMENT
-    return np.ndarray(shape, dtype, memory, skip)
 
 
 def _short(text: str) -> str:

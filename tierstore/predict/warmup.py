@@ -40,7 +40,7 @@ def warm(session: DenseSession, rows_of: RowsOf, pause: Callable[[], None]) -> N
             continue
         slot = session.acquire(run, list(leads))
         for name, array in rows.items():
-            slot.arrays[name].reshape(-1)[:] = array.reshape(-1)
+            session.rows_of(slot, name).reshape(-1)[:] = array.reshape(-1)
         outputs = [
             _output(session, name, shape or ()) if session.is_fixed(name, shape) else None
             for name, shape in zip(run.outputs, run.shapes, strict=True)

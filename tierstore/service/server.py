@@ -272,6 +272,7 @@ class HttpService:
             async with asyncio.timeout(FINISH_S):
                 while self._handoff.busy or not self._reactors.idle:
                     await asyncio.sleep(0.01)
+        self._handoff.cut_off()
 
     def _drain(self, drain_s: float) -> None:
         if self._draining:

@@ -101,7 +101,7 @@ class Cascade:
         if overlays or host is None or self.device is not None:
             pending = self.probe(overlays, keys, out, state)
         elif host.lookup(keys, out, state) == len(state):
-            self._all_from_host(keys)
+            self.count_from_host(keys)
             return
         else:
             pending = np.flatnonzero(state == _PENDING)
@@ -123,7 +123,7 @@ class Cascade:
     def finish(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States, skipped: int) -> None:
         """Read what is `pending` from disk, promote it, and count. `skipped` keys were not looked up at all."""
         if pending is _ALL_HOST:
-            self._all_from_host(keys)
+            self.count_from_host(keys)
             return
         if pending.size:
             self._read_disk(seq, keys, pending, out, state)
@@ -140,7 +140,7 @@ class Cascade:
         counts[Tier.ABSENT] -= skipped
         self.counts.add(counts)
 
-    def _all_from_host(self, keys: Keys) -> None:
+    def count_from_host(self, keys: Keys) -> None:
         """Count and offer keys that the host tier has answered, as most are; cheaper than telling tiers apart."""
         self.counts.add_host(len(keys))
         if self.offer is not None:

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tierstore.engine.reads.gather import Gathering
 from tierstore.errors import InvalidInput
+from tierstore.predict.binding import Bindings
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Shape, Tensor
 from tierstore.types import FeatureSpec
@@ -36,6 +38,7 @@ class Rows(Protocol):
     def begin(
         self, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str, out: Array | None
     ) -> StartedLookup: ...
+    def gathering(self, bindings: Bindings, features: tuple[str, ...]) -> Gathering | None: ...
     def rows_on(self, session: DenseSession) -> str | None: ...
     def begin_on_device(
         self, device: str, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str
@@ -56,41 +59,49 @@ def predict(
     if unknown:
         raise InvalidInput(f"no output {unknown[0]!r}; the dense part has {', '.join(bindings.outputs)}")
     leads: dict[str, Shape] = {}
-    lookups: dict[str, tuple[Any, dict[str, Any]]] = {}
+    rows: dict[str, Any] = {}  # keys whose rows are not pooled
+    bags: dict[str, tuple[Any, dict[str, Any]]] = {}  # and how they are
     plain: dict[str, Array] = {}
     for name, value in inputs.items():
         if name in bindings.features:
+            if type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in "iu":  # as most are
+                leads[name], rows[name] = value.shape, value
+                continue
             leads[name], keys, bag = _keys(view, name, value)
-            lookups[name] = keys, bag
+            if bag:
+                bags[name] = keys, bag
+            else:
+                rows[name] = keys
         elif name in bindings.plain:
             plain[name] = _tensor(bindings.plain[name], value)
         else:
             names = ", ".join(tensor.name for tensor in session.signature.inputs)
             raise InvalidInput(f"the dense part has no input {name!r}; its inputs are {names}")
     run = session.plan(leads, {name: array.shape for name, array in plain.items()}, outputs)
-    arrays = [
-        np.empty(shape or (), bindings.outputs[name].dtype) if session.is_fixed(name, shape) else None
-        for name, shape in zip(run.outputs, run.shapes, strict=True)
-    ]
     device = view.rows_on(session)
-    device_rows = {name for name in lookups if device is not None and 0 not in leads[name]}
-    slot = session.acquire(run, [name for name in lookups if name not in device_rows])
-    on_cpu: list[StartedLookup] = []
+    device_rows = () if device is None else [name for name, lead in leads.items() if 0 not in lead]
+    slot = session.acquire(run, [name for name in leads if name not in device_rows])
+    lookups: list[StartedLookup] = []
     on_device: dict[str, StartedLookup] = {}
-    for name, (keys, bag) in lookups.items():
+    gathering = None if device_rows or not rows else view.gathering(bindings, tuple(rows))
+    if gathering is not None:
+        lookups.append(gathering.begin(list(rows.values()), run.places, slot.memory))
+    else:
+        bags = {name: (keys, {}) for name, keys in rows.items()} | bags
+    for name, (keys, bag) in bags.items():
         feature = bindings.features[name]
         if name in device_rows:
             assert device is not None
             on_device[name] = view.begin_on_device(device, name, keys, dtype=feature.dtype, **bag)
         else:
-            out = slot.arrays[name].reshape(math.prod(leads[name]), feature.dim)
-            on_cpu.append(view.begin(name, keys, dtype=feature.dtype, out=out, **bag))
-    for lookup in on_cpu:
+            out = session.rows_of(slot, name).reshape(math.prod(leads[name]), feature.dim)
+            lookups.append(view.begin(name, keys, dtype=feature.dtype, out=out, **bag))
+    for lookup in lookups:
         lookup.finish()
     for name, started in on_device.items():
-        rows = started.finish()
-        slot.bind(name, rows.address, rows)
-    answer = session.run(run, slot, plain, arrays)
+        there = started.finish()
+        slot.bind(name, there.address, there)
+    answer = session.run(run, slot, plain)
     session.release(slot)  # a run that failed keeps its slot to itself
     return dict(zip(run.outputs, answer, strict=True))
 

@@ -15,6 +15,7 @@ from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import Overlay, OverlayTable
 from tierstore.engine.reads.batch import KeyBatch, answer_array, answer_dtype, checked_weights, combiner_of
 from tierstore.engine.reads.device import DeviceLookup, answer_on_device, devices_of
+from tierstore.engine.reads.gather import Gathering, Source, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup, begin
 from tierstore.engine.reads.predict import predict
 from tierstore.engine.versions.version import Version
@@ -22,6 +23,7 @@ from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
 from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.keys import as_codes
 from tierstore.kernels.pool import check_offsets
+from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.lookup import Bags
@@ -29,12 +31,23 @@ from tierstore.types import FeatureSpec, KeyType, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
 _STATE = np.dtype(np.uint8)
+_MOST_GATHERINGS = 64  # of one view
 
 
 class View:
     """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
 
-    __slots__ = ("_by_table", "_padding", "_version", "colliding", "overlays", "predictor", "readers", "seq")
+    __slots__ = (
+        "_by_table",
+        "_gatherings",
+        "_padding",
+        "_version",
+        "colliding",
+        "overlays",
+        "predictor",
+        "readers",
+        "seq",
+    )
 
     def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
         self._version, self.overlays, self.seq = version, overlays, seq
@@ -49,6 +62,7 @@ class View:
         # of the newest delta that has one, else of the version
         newest = next((overlay for overlay in overlays if overlay.dense is not None), None)
         self.predictor: DenseSession | None = version.predictor if newest is None else newest.predictor
+        self._gatherings: dict[tuple[str, ...], Gathering] = {}  # threads that race set equal ones
         self.readers = 0  # guarded by the publisher's lock
 
     @property
@@ -220,6 +234,26 @@ class View:
         return begin(
             self._batch(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out)
         )
+
+    def gathering(self, bindings: Bindings, features: tuple[str, ...]) -> Gathering | None:
+        """How the rows of some features are looked up where a dense part reads them; None where each has to be by itself."""
+        gathering = self._gatherings.get(features)
+        if gathering is not None and gathering.bindings is bindings:
+            return gathering
+        sources = []
+        places = {name: place for place, name in enumerate(bindings.features)}
+        for name in features:
+            spec, table = self._feature(name)
+            if not can_gather(table):
+                return None
+            padding = None if spec.padding_key is None else int(self._padding[name])
+            code = int(bindings.features[name].dtype == "float16")
+            colliding = self.colliding.get(spec.table)
+            sources.append(Source(table, self._by_table[spec.table], colliding, code, padding, places[name]))
+        if len(self._gatherings) >= _MOST_GATHERINGS:
+            self._gatherings.clear()
+        gathering = self._gatherings[features] = Gathering(bindings, sources, self.seq)
+        return gathering
 
     def rows_on(self, session: DenseSession) -> str | None:
         """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""

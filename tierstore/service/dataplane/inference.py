@@ -37,12 +37,12 @@ import pyarrow as pa
 from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.predict.session import Slot
 from tierstore.service.access import check_model
-from tierstore.service.dataplane.datatypes import BYTES, VECTOR_DATATYPES
+from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE, VECTOR_DATATYPES
 from tierstore.service.dataplane.hps import split
 from tierstore.service.dataplane.plan import Call, Plan, Request, check_rows, parts_of
-from tierstore.service.dataplane.planner import make_plan, raw_input
+from tierstore.service.dataplane.planner import Planner, raw_input
 from tierstore.service.dataplane.tensors import Elements, shown
-from tierstore.service.dataplane.view import Lookup, View
+from tierstore.service.dataplane.view import Lookup, RowsLookup, View
 from tierstore.types import NAME
 
 AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
@@ -57,27 +57,35 @@ class Inference:
     __slots__ = (
         "_dense_inputs",
         "_device",
+        "_gathered",
         "_lease",
         "_lookups",
         "_max_response",
         "_slot",
         "_view",
         "arrays",
+        "codes",
         "dense_ns",
         "lookup_ns",
         "plan",
         "raw",
     )
 
-    def __init__(self, lease: Any, request: AnyRequest, max_response: int) -> None:
+    def __init__(
+        self, lease: Any, request: AnyRequest, max_response: int, plan_of: Callable[[View, Request], Plan]
+    ) -> None:
         self._lease, self._max_response = lease, max_response
         self._lookups: list[tuple[Call, Lookup]] = []
         self._device: str | None = None  # that the dense part reads rows on, if not in CPU memory
         self._slot: Slot | None = None
+        self._gathered: RowsLookup | None = None  # of the calls that are `gathered`
         self._dense_inputs: dict[str, npt.NDArray[Any]] = {}
         self.lookup_ns = self.dense_ns = 0
         self.arrays: list[Any] = []
         self.raw: Elements = None  # the keys of a raw body
+        self.codes: npt.NDArray[np.int64] | None = (
+            None  # of the plan's `joined` inputs, set before `begin`, in place of their elements
+        )
         self._view: View = lease.__enter__()
         try:
             if isinstance(request, memoryview):
@@ -85,7 +93,7 @@ class Inference:
                 request = Request([spec], [])
             elif not isinstance(request, Request):
                 request = request(self._view)
-            plan = self.plan = _planned(self._view, request)
+            plan = self.plan = _planned(self._view, request, plan_of)
             if plan.numbers is None:  # with `numbers` the size depends on the data
                 check_rows(plan.work_bytes, max_response)
         except BaseException as error:
@@ -131,13 +139,24 @@ class Inference:
         checked = [(call, *parts_of(call, elements)) for call in self.plan.calls]
         dense = self.plan.dense
         if dense is not None:
-            assert self._view.predictor is not None
+            session = self._view.predictor
+            assert session is not None
             for tensor, position in dense.inputs:
                 self._dense_inputs[tensor.name] = _own_array(tensor.name, tensor.datatype, elements[position])
-            self._device = self._view.rows_on(self._view.predictor)
-            hidden = [call.feature.name for call in self.plan.calls if call.hidden and not self._reads_on_device(call)]
-            self._slot = self._view.predictor.acquire(dense.run, hidden)
+            self._device = self._view.rows_on(session)
+            self._slot = session.acquire(dense.run, dense.hidden if self._device is None else self._hidden())
+            if dense.gathered and self._device is None:
+                gathering = self._view.gathering(session.bindings, dense.gathered)
+                if gathering is not None and self.codes is not None:
+                    self._gathered = gathering.begin_codes(self.codes, dense.run.places, self._slot.memory)
+                elif gathering is not None:
+                    keys = [elements[call.keys] for call in self.plan.calls if call.gathered]
+                    self._gathered = gathering.begin(keys, dense.run.places, self._slot.memory)
+            if self.codes is not None and self._gathered is None:
+                elements = self._apart(elements, self.codes)
         for call, offsets, weights in checked:
+            if call.gathered and self._gathered is not None:
+                continue
             options: dict[str, Any] = {}
             begin: Callable[..., Lookup] = self._view.begin
             if call.feeds is not None or call.rows:
@@ -167,6 +186,20 @@ class Inference:
         self.lookup_ns += time.perf_counter_ns() - began_ns
         return not any(lookup.pending for _, lookup in self._lookups)
 
+    def _apart(self, elements: Sequence[Elements], codes: npt.NDArray[np.int64]) -> list[Elements]:
+        """The elements with those of each gathered call, which came as one."""
+        every, at = list(elements), 0
+        for call in self.plan.calls:
+            if call.gathered:
+                of_call = codes[at : at + call.shape[0]]
+                every[call.keys] = of_call.view(NUMPY_DTYPE[call.spec.datatype])
+                at += call.shape[0]
+        return every
+
+    def _hidden(self) -> list[str]:
+        """The features whose rows the dense part reads in CPU memory, where it reads others on the device."""
+        return [call.feature.name for call in self.plan.calls if call.hidden and not self._reads_on_device(call)]
+
     def _reads_on_device(self, call: Call) -> bool:
         """Whether the dense part reads a call's rows in device memory, where the look-up puts them."""
         return self._device is not None and call.hidden and not call.rows and 0 not in call.lead
@@ -175,7 +208,8 @@ class Inference:
         """Where a call's rows go, and in which dtype."""
         if call.feeds is not None and call.hidden:
             assert self._slot is not None
-            return self._slot.arrays[call.feature.name], call.feeds.dtype
+            assert self._view.predictor is not None
+            return self._view.predictor.rows_of(self._slot, call.feature.name), call.feeds.dtype
         position = call.rows[0]
         out: npt.NDArray[Any] = self.arrays[position]
         if call.feeds is not None:
@@ -185,6 +219,8 @@ class Inference:
     def finish(self) -> None:
         """Read the pending rows from disk, run the dense part, and complete the arrays."""
         began_ns = time.perf_counter_ns()
+        if self._gathered is not None:
+            self._gathered.finish()
         for call, lookup in self._lookups:
             rows = lookup.finish()
             if self._reads_on_device(call):
@@ -238,6 +274,7 @@ class DataPlane:
     def __init__(self, store: Any, *, max_response: int) -> None:
         self._store = store
         self._max_response = max_response
+        self._planner = Planner()
 
     def model(self, name: str) -> Any:
         """The engine's model. NotFound for a name that no model has or can have, Forbidden for one that is not the caller's."""
@@ -272,16 +309,17 @@ class DataPlane:
         view that will answer it. `version` is a number, a label, or None: then the active version answers or, for its share, the
         canary, and the same one for equal `route`s. The `version` of an error is the one that had been chosen.
         """
-        return Inference(self.model(model).view(version, route), request, self._max_response)
+        plan_of = partial(self._planner.plan, model)
+        return Inference(self.model(model).view(version, route), request, self._max_response, plan_of)
 
 
-def _planned(view: View, request: Request) -> Plan:
+def _planned(view: View, request: Request, plan_of: Callable[[View, Request], Plan]) -> Plan:
     """The request's plan under the view's version: a kept one, or a new one."""
     plan = request.plan
     if plan is not None and plan.fits(view):
         return plan
     other = request.other_plan
     if other is None or not other.fits(view):
-        other = make_plan(view, request)
+        other = plan_of(view, request)
     request.plan, request.other_plan = other, plan
     return other

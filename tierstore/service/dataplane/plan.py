@@ -68,6 +68,7 @@ class Call:
     found: list[int] = field(default_factory=list)
     feeds: FeatureInput | None = None  # the input of the dense part that takes the rows
     hidden: bool = False  # whether those go into a buffer of the dense part, not into an output
+    gathered: bool = False  # whether nothing but that is to be done for it
     # once the request is planned
     shape: tuple[int, int] = (0, 0)  # of its rows as one matrix
     pooled: bool = False  # whether bags must be pooled: one unweighted key a bag is that key's row
@@ -77,6 +78,14 @@ class Call:
         self.shape = math.prod(self.lead), self.table.dim
         ragged = self.offsets is not None or self.weights is not None or len(self.spec.shape) == 2
         self.pooled = self.combiner is not None and ragged
+
+    def resized(self, spec: TensorSpec) -> Call:
+        """A call that is `gathered`, for other keys."""
+        n = math.prod(spec.shape)
+        return Call(
+            self.feature, self.table, spec, self.combiner, self.keys, feeds=self.feeds, hidden=True, gathered=True,
+            shape=(n, self.table.dim),
+        )  # fmt: skip
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -93,11 +102,18 @@ class Call:
 
 @dataclass(slots=True)
 class DensePlan:
-    """One run of the dense part. `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`."""
+    """One run of the dense part. `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`.
+
+    `hidden` and `gathered` are names of features, those of the calls that are so. `joined` are the first and the last of the inputs
+    that are keys of all gathered calls, in their order and as their tables have them, with nothing in between; None where they are not.
+    """
 
     run: Run
     inputs: list[tuple[Tensor, int]]
     positions: list[int]
+    hidden: list[str]
+    gathered: tuple[str, ...]
+    joined: tuple[int, int] | None
 
     @property
     def hidden_bytes(self) -> int:

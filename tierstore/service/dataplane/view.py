@@ -5,13 +5,14 @@ Functions of a view; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.predict.binding import Bindings
 from tierstore.predict.session import DenseSession
 from tierstore.service.dataplane.datatypes import KEY_DATATYPES
 from tierstore.types import FeatureSpec, TableSpec
@@ -40,6 +41,7 @@ class View(Protocol):
         dtype: str = ...,
         out: Any = ...,
     ) -> Lookup: ...
+    def gathering(self, bindings: Bindings, features: tuple[str, ...]) -> Gathering | None: ...
     def rows_on(self, session: DenseSession) -> str | None: ...
     def begin_on_device(
         self,
@@ -62,6 +64,23 @@ class Lookup(Protocol):
     @property
     def found(self) -> npt.NDArray[np.bool_]: ...
     def finish(self) -> Any: ...
+
+
+class Gathering(Protocol):
+    """What the data plane needs to look rows of several features up at once."""
+
+    def begin(
+        self, keys: Sequence[Any], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]
+    ) -> RowsLookup: ...
+    def begin_codes(
+        self, codes: npt.NDArray[np.int64], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]
+    ) -> RowsLookup: ...
+
+
+class RowsLookup(Protocol):
+    """What the data plane needs of a look-up whose rows go where its caller said."""
+
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

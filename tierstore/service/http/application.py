@@ -14,10 +14,12 @@ from tierstore.errors import TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.tensors import shown
 from tierstore.service.error_status import HttpError, http_outcome
-from tierstore.service.http.call import DIRECT_BODY_BYTES, HttpCall, PendingResponse
+from tierstore.service.http.call import DIRECT_BODY_BYTES, Answered, HttpCall, PendingResponse
 from tierstore.service.http.messages import (
     ARRIVED,
     ERROR,
+    LATER,
+    LEFT,
     PRINCIPAL,
     SPENT,
     Disconnected,
@@ -54,26 +56,53 @@ class ProtocolApplication:
         began_ns: int = scope.get(ARRIVED) or time.perf_counter_ns()
         headers: Headers = dict(scope["headers"])
         holding = Reservation(self._service.inflight)
-        pending = None
+        waits = False
         try:
             call = self._call(scope, headers, holding, began_ns)
             if call is None:
                 return None
             scope[SPENT] = call.spent
             holding.reserve(len(body))
-            answer = self._begin(call, body, scope)
+            answer = self._begin(call, body, scope, self._answered(call, scope, began_ns))
             if not isinstance(answer, Response):
-                pending = scope[_STARTED] = call, answer
+                waits = True
+                if answer is None:
+                    scope[LEFT] = True
+                else:
+                    scope[_STARTED] = call, answer
                 return None
         except Gone:
             return None
         except Exception as error:  # noqa: BLE001 - as below
             answer = self._refused(error, scope)
         finally:
-            if pending is None:
+            if not waits:
                 holding.release()
         self._count(answer, began_ns)
         return answer
+
+    def _answered(self, call: HttpCall[Any], scope: Scope, began_ns: int) -> Answered | None:
+        """What a thread of the pool is to do with the response of a call, or the error; None where the loop awaits it."""
+        later = scope.get(LATER)
+        if later is None:
+            return None
+
+        def answered(response: Response | None, error: BaseException | None) -> None:
+            call.release()
+            try:
+                if error is None:
+                    self._count_done(call)
+                elif not isinstance(error, Gone):
+                    if isinstance(error, TierstoreError):
+                        self._count_failed(call, error)
+                    response = self._refused(error, scope)
+                first = later(response)
+            finally:
+                call.holding.release()
+            if first and response is not None:
+                self._count(response, began_ns)
+
+        return answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started: tuple[HttpCall[Any], PendingResponse] | None = scope.get(_STARTED)
@@ -106,6 +135,7 @@ class ProtocolApplication:
         scope[SPENT] = call.spent
         body = await read_body(receive, headers, self._service.settings.max_request, holding)
         answer = self._begin(call, body, scope)
+        assert answer is not None
         return answer if isinstance(answer, Response) else await self._await(call, answer)
 
     # --- for subclasses
@@ -118,17 +148,19 @@ class ProtocolApplication:
         """The response to a request that is no look-up."""
         raise NotImplementedError
 
-    def _error(self, error: Exception) -> Response:
+    def _error(self, error: BaseException) -> Response:
         """An error in the protocol's words."""
         return error_response(error)
 
     # --- counted
 
-    def _begin(self, call: HttpCall[Any], body: memoryview, scope: Scope) -> Response | PendingResponse:
+    def _begin(
+        self, call: HttpCall[Any], body: memoryview, scope: Scope, answered: Answered | None = None
+    ) -> Response | PendingResponse | None:
         call.started_ns = time.perf_counter_ns()
         try:
             call.charge = self._service.rates.admit(scope.get(PRINCIPAL, LOCAL), call.model, len(body))
-            answer = call.begin(body)
+            answer = call.begin(body, answered)
         except TierstoreError as error:
             self._count_failed(call, error)
             raise
@@ -156,7 +188,7 @@ class ProtocolApplication:
             error.version = call.chosen
         self._service.count_failed(call.model, time.perf_counter_ns() - call.started_ns, error)
 
-    def _refused(self, error: Exception, scope: Scope) -> Response:
+    def _refused(self, error: BaseException, scope: Scope) -> Response:
         scope[ERROR] = error
         return self._error(error)
 

@@ -29,6 +29,7 @@ DIRECT_JSON_BYTES = 8 << 10  # elements in JSON, either way, cost far more a byt
 
 A = TypeVar("A")  # a body, parsed
 PendingResponse: TypeAlias = "asyncio.Future[Response]"  # a response that a thread will give
+Answered: TypeAlias = Callable[[Response | None, BaseException | None], None]  # is told a response, or else the error
 
 
 class HttpCall(Generic[A]):
@@ -75,8 +76,11 @@ class HttpCall(Generic[A]):
         self.charge: Charge | None = None  # where the caller or the model has rates
         self._plan: Plan | None = None  # of a request that proved too large for the loop
 
-    def begin(self, body: memoryview) -> Response | PendingResponse:
-        """Answer, or hand off to a thread what cannot be answered without waiting. Event loop only."""
+    def begin(self, body: memoryview, answered: Answered | None = None) -> Response | PendingResponse | None:
+        """Answer, or hand off to a thread what cannot be answered without waiting. Event loop only.
+
+        None: that thread will tell `answered`, where it is given, and the caller of `begin` sees to `release` then.
+        """
         self.body = body
         self.started_ns = self._began_ns = time.perf_counter_ns()
         work = self._all
@@ -86,11 +90,11 @@ class HttpCall(Generic[A]):
                     return self._finish()
                 work = self._go_on
             self._began_ns = time.perf_counter_ns()
-            pending = self._hand_over(work)
+            pending = self._hand_over(work, answered)
         except BaseException:
             self._close()
             raise
-        if self._inference is not None:  # released by `work`, unless that is not run any more
+        if pending is not None and self._inference is not None:  # released by `work`, unless that is not run any more
             pending.add_done_callback(lambda _: self._close())
         return pending
 
@@ -109,8 +113,15 @@ class HttpCall(Generic[A]):
         self._close()  # a view is not held while a request waits for a thread
         return False
 
-    def _hand_over(self, work: Callable[[], Response]) -> PendingResponse:
-        return self.service.lookup_pool.run(work, caller=self.caller)
+    def _hand_over(self, work: Callable[[], Response], answered: Answered | None) -> PendingResponse | None:
+        if answered is None:
+            return self.service.lookup_pool.run(work, caller=self.caller)
+        self.service.lookup_pool.start(answered, work, caller=self.caller)
+        return None
+
+    def release(self) -> None:
+        """Release the view, where no thread has done so."""
+        self._close()
 
     # --- on a thread of the pool
 

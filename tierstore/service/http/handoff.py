@@ -2,7 +2,7 @@
 
 A request goes to the application as from the HTTP server, but without that server: the reactor has checked its head, so it
 is only split. A connection is served by the HTTP server from its first byte on, and goes back when it is answered and
-nothing more has come (`connection.py`). Event loop only.
+nothing more has come (`connection.py`). Event loop only, but that threads answer the requests that were left to them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from tierstore.service.http.messages import ARRIVED, CONNECTION, Scope
-from tierstore.service.http.middleware import DataApp
+from tierstore.errors import Closed
+from tierstore.service.http.messages import ARRIVED, CONNECTION, ERROR, LATER, LEFT, Response, Scope, error_for_path
+from tierstore.service.http.middleware import CUT_OFF, DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
 from tierstore.service.reactor.reactors import Reactors, Reply
 
@@ -41,6 +44,9 @@ class Handoff:
     def __init__(self, reactors: Reactors, app: DataApp, server: ConnectionServer, inflight: ByteBudget) -> None:
         self._reactors, self._app, self._server, self._inflight = reactors, app, server, inflight
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._left: dict[Reply, Scope] = {}  # requests that a thread may answer
         self.draining = False  # whether answers end connections on which nothing more has come
         self.ending = False  # whether answers end their connections
 
@@ -48,7 +54,7 @@ class Handoff:
     def busy(self) -> bool:
         """Whether a request is in progress, or its answer is not sent."""
         reactors = self._reactors
-        return bool(self._tasks or reactors.lanes or reactors.sending or reactors.unsent_bytes)
+        return bool(self._tasks or self._left or reactors.lanes or reactors.sending or reactors.unsent_bytes)
 
     def connection(self, sock: socket.socket, data: bytes) -> None:
         self._server.adopt(sock, data, refused=False)
@@ -73,15 +79,37 @@ class Handoff:
             "headers": headers,
             ARRIVED: reply.began_ns or now_ns,
             CONNECTION: reply,
+            LATER: partial(self._answer_left, reply),
         }
         body = memoryview(data)[end + 4 :]
+        self._left[reply] = scope
         response = self._app.at_once(scope, body)
+        if LEFT in scope:
+            return
+        del self._left[reply]
         if response is not None:
             self._answer(reply, response.status, *response.pieces())
             return
         task = asyncio.get_running_loop().create_task(self._answer_later(reply, scope, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _answer_left(self, reply: Reply, response: Response | None) -> bool:
+        """Answer a request that was left to a thread; None: nobody waits for that. Returns whether it was not answered yet. Any thread."""
+        with self._lock:
+            if self._left.pop(reply, None) is None:
+                return False
+            if response is None:
+                reply.drop()
+            else:
+                self._answer(reply, response.status, *response.pieces())
+            return True
+
+    def cut_off(self) -> None:
+        """Answer requests that were left to threads, in place of those."""
+        for scope in list(self._left.values()):
+            error = scope[ERROR] = Closed(CUT_OFF)
+            scope[LATER](error_for_path(scope["path"], error))
 
     async def _answer_later(self, reply: Reply, scope: Scope, body: memoryview) -> None:
         """Have the application answer as any ASGI server would."""

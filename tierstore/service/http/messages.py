@@ -60,6 +60,11 @@ class Peer:
 UNNAMED = Peer()
 
 
+# in a scope: what is told, on any thread, the response to a request that `at_once` leaves to a thread; None: nobody waits for one.
+# It returns whether that was the first response. And whether `at_once` has done so.
+LATER, LEFT = "tierstore.later", "tierstore.left"
+
+
 class Disconnected(Exception):
     """The client went away before its body was complete; there is nobody to answer."""
 

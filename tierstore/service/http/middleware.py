@@ -29,6 +29,7 @@ from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
     ERROR,
+    LATER,
     PEER,
     PRINCIPAL,
     REQUEST_ID,
@@ -203,9 +204,20 @@ class RequestLogging:
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
+        request_id = _id_of(scope)
+        send: Callable[[Response | None], bool] = scope[LATER]
+
+        def later(response: Response | None) -> bool:
+            if response is not None and request_id is not None:
+                response.headers.append((REQUEST_ID, request_id))
+            first = send(response)
+            if first and response is not None:
+                self._note(scope, response.status, began_ns, request_id)
+            return first
+
+        scope[LATER] = later
         response = self._app.at_once(scope, body)  # type: ignore[union-attr]  # asked only of one that has it
         if response is not None:
-            request_id = _id_of(scope)
             if request_id is not None:
                 response.headers.append((REQUEST_ID, request_id))
             self._note(scope, response.status, began_ns, request_id)

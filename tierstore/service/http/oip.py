@@ -24,7 +24,7 @@ from tierstore.service.dataplane.plan import Plan, Request, is_short
 from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements, shown
 from tierstore.service.http.application import ProtocolApplication, allow
-from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, HttpCall, PendingResponse
+from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, Answered, HttpCall, PendingResponse
 from tierstore.service.http.messages import (
     PEER,
     PRINCIPAL,
@@ -46,6 +46,7 @@ from tierstore.service.oip import documents
 from tierstore.service.oip.json_request import (
     HEADER_LENGTH,
     InferRequest,
+    joined_codes,
     parse_cached,
     parse_raw,
     parse_request,
@@ -99,7 +100,9 @@ class InferCall(HttpCall[InferRequest]):
         if self.service.batches.max_items or not isinstance(parsed.request, Request):
             return False
         plan = parsed.request.plan
-        return plan is not None and not is_short(plan)
+        if plan is None:  # by default the dense part's outputs are wanted
+            return not parsed.request.outputs and self.service.dataplane.scores(self.model)
+        return not is_short(plan)
 
     def _fits_here(self, parsed: InferRequest, plan: Plan) -> bool:
         return parsed.span_bytes <= DIRECT_BODY_BYTES and self._layout.json_bytes <= DIRECT_JSON_BYTES
@@ -125,15 +128,22 @@ class InferCall(HttpCall[InferRequest]):
         plans.learn(self.model, view, parsed, self.version, text, plan, self._layout, refusal)
 
     def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
-        return self._elements(inference.plan, raw=inference.raw), self._answer.arrays
+        parsed, dense = self._parsed, inference.plan.dense
+        assert parsed is not None
+        if dense is not None and dense.joined is not None and self._tail is not None:
+            inference.codes = joined_codes(parsed, self._tail, *dense.joined)
+        joined = None if inference.codes is None or dense is None else dense.joined
+        return self._elements(inference.plan, raw=inference.raw, joined=joined), self._answer.arrays
 
-    def _elements(self, plan: Plan, more_bytes: int = 0, raw: Elements = None) -> list[Elements]:
-        """The elements of the inputs; and memory for the response, in `_answer`."""
+    def _elements(
+        self, plan: Plan, more_bytes: int = 0, raw: Elements = None, joined: tuple[int, int] | None = None
+    ) -> list[Elements]:
+        """The elements of the inputs, but of those that are `joined`; and memory for the response, in `_answer`."""
         parsed, regions = self._parsed, self.service.regions.of(self.caller.principal)
         assert parsed is not None
         self._layout.check_spans(regions)
         self.holding.reserve(plan.work_bytes + more_bytes + parsed.span_bytes)
-        elements = [raw] if raw is not None else read_elements(parsed, self._tail, regions)
+        elements = [raw] if raw is not None else read_elements(parsed, self._tail, regions, joined)
         self._answer = self._layout.allocate()
         return elements
 
@@ -145,11 +155,11 @@ class InferCall(HttpCall[InferRequest]):
 
     # --- in a batch (see `dataplane/batching.py`)
 
-    def _hand_over(self, work: Callable[[], Response]) -> PendingResponse:
+    def _hand_over(self, work: Callable[[], Response], answered: Answered | None) -> PendingResponse | None:
         plan = self._plan
         joint = None if plan is None else self._joint_of(plan)
         if plan is None or joint is None:
-            return super()._hand_over(work)
+            return super()._hand_over(work, answered)
         return self.service.batches.add(self, self.model, plan.version, joint)
 
     def _joint_of(self, plan: Plan) -> Joint | None:

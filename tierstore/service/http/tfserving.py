@@ -113,7 +113,7 @@ class TfsHttp(ProtocolApplication):
         document = await self._service.admin_pool.run(documents.status_document, self._service.store, name, version)
         return json_response(document)
 
-    def _error(self, error: Exception) -> Response:
+    def _error(self, error: BaseException) -> Response:
         response = super()._error(error)
         if isinstance(error, NotReady):
             response.status = HTTPStatus.NOT_FOUND  # in this protocol, what is not served is not found

@@ -1,18 +1,19 @@
 """Worker threads with a bounded queue, and budgets of bytes in flight.
 
-`WorkerPool.run` is called on one event loop only; the calls run on the pool's threads. Any thread may use `ByteBudget`.
-Nothing survives a crash.
+`WorkerPool.run` and `start` are called on one event loop only; the calls run on the pool's threads. Any thread may use
+`ByteBudget`. Nothing survives a crash.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +22,14 @@ from tierstore.errors import Closed, Overloaded
 from tierstore.kernels.reactor_words import FULL
 from tierstore.service.limits.shedding import Caller, Waits
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
-# loop, future, when it was queued, the caller, the function and its arguments
-_Item = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", int, Caller | None, Callable[..., Any], tuple[Any, ...]]
+Done: TypeAlias = Callable[[Any, BaseException | None], None]  # is told the result, or else the error
+# whether it is awaited no more, what is told, when it was queued, the caller, the function and its arguments
+_Item = tuple[Callable[[], bool] | None, Done, int, Caller | None, Callable[..., Any], tuple[Any, ...]]
 
 
 class WorkerPool:
@@ -43,9 +47,11 @@ class WorkerPool:
         self._waits = waits
         # written on the event loop alone
         self.rejected = 0  # by reactors too
-        self._pending = 0
         self._wait_ns = np.zeros(1, np.int64)
         self._closed = False
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._pending = 0
         # synchronized by itself
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()  # None ends a thread
         self._workers = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
@@ -71,6 +77,33 @@ class WorkerPool:
 
         The future raises DeadlineExceeded, Gone or Overloaded where the call is not run, see `Waits.check`.
         """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def done(result: Any, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
+                loop.call_soon_threadsafe(self._finish, future, result, error)
+
+        self._put(future.cancelled, done, caller, function, args)
+        return future
+
+    def start(self, done: Done, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> None:
+        """As `run`, but the worker tells `done` what came of it: nothing goes back to the loop."""
+
+        def counted(result: Any, error: BaseException | None) -> None:
+            self._count(-1)
+            done(result, error)
+
+        self._put(None, counted, caller, function, args)
+
+    def _put(
+        self,
+        cancelled: Callable[[], bool] | None,
+        done: Done,
+        caller: Caller | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+    ) -> None:
         if self._closed:
             raise Closed("the service is shutting down")
         if self._is_full():
@@ -82,11 +115,8 @@ class WorkerPool:
             )
         if self._waits is not None:
             self._waits.admit(self._expected_s(), None if caller is None else caller.remaining_s())
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
         self._count(1)
-        self._queue.put((loop, future, time.perf_counter_ns(), caller, function, args))
-        return future
+        self._queue.put((cancelled, done, time.perf_counter_ns(), caller, function, args))
 
     def publish_wait(self, word: npt.NDArray[np.int64]) -> None:
         """From now on write to `word`, int64[1], how many nanoseconds a call that comes now would wait, or FULL. Event loop only."""
@@ -99,8 +129,9 @@ class WorkerPool:
         return 0.0 if self._waits is None else self._waits.expected_s(self._pending, self.threads)
 
     def _count(self, calls: int) -> None:
-        self._pending += calls
-        self._wait_ns[0] = FULL if self._is_full() else int(self._expected_s() * 1e9)
+        with self._lock:
+            self._pending += calls
+            self._wait_ns[0] = FULL if self._is_full() else int(self._expected_s() * 1e9)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let the threads finish the queue, then end them."""
@@ -113,20 +144,23 @@ class WorkerPool:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            loop, future, queued_ns, caller, function, args = item
+            cancelled, done, queued_ns, caller, function, args = item
             result, error = None, None
             try:
-                if not future.cancelled():
+                if cancelled is None or not cancelled():
                     if self._waits is not None:
                         self._waits.check(queued_ns, caller)
                     result = function(*args) if self._waits is None else self._waits.timed(function, *args)
             except BaseException as caught:  # noqa: BLE001 - handed to whoever awaits the future
                 error = caught
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
-                loop.call_soon_threadsafe(self._finish, future, result, error)
+            try:
+                done(result, error)
+            except Exception:
+                logger.exception("what came of a call on %s was not told", self.name)
             del (
                 item,
-                future,
+                cancelled,
+                done,
                 caller,
                 function,
                 args,

@@ -61,7 +61,7 @@ class HandoffReceiver(Protocol):
 
 
 class Reply:
-    """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once. Event loop only."""
+    """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once. Any thread."""
 
     __slots__ = ("_fd", "_reactor", "_reactors", "_serial")
 

@@ -83,6 +83,11 @@ class HostTable:
         return int(self.budget_bytes * self._fraction)
 
     @property
+    def areas(self) -> Areas | None:
+        """What keeps the mapping, for who reads by `words_at`; None where the table holds nothing."""
+        return self._areas
+
+    @property
     def words_at(self) -> int:
         """The address of the words by which kernels look up here (`host_cache/lookup.py`, `WHERE`), or 0 where the table holds nothing."""
         return 0 if self._areas is None else address_of(self._where)
