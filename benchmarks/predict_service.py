@@ -185,6 +185,7 @@ class Client:
             length = re.search(rb"\r\ncontent-length: (\d+)", head, re.I)
             body = await self._reader.readexactly(int(length[1]) if length else 0)
         except (OSError, asyncio.IncompleteReadError):
+            self.close()
             return 0, b"", b""
         return int(head[9:12]), head, body
 

@@ -25,7 +25,8 @@ class Authority:
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder, self._key = folder, folder / f"{name}.key"
         self.ca = folder / f"{name}.pem"
-        _openssl("req", "-x509", *_KEY, "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.ca)
+        use = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]  # Python 3.13 takes no authority without it
+        _openssl("req", "-x509", *_KEY, *use, "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.ca)
 
     def issue(self, name: str, others: str = "IP:127.0.0.1", into: str | None = None) -> Pair:
         """A certificate with the common name `name` and `others`, if any, as its alternative names."""

@@ -21,7 +21,7 @@ settings.load_profile("patient")
 LONG = (
     "test_benchmarks", "test_unfinished", "test_faults", "test_resume", "test_bulkload", "test_partitions", "test_crash",
     "test_full_disk", "test_disk", "test_corrupt", "test_rollout", "test_switch", "test_story", "test_model_based",
-    "test_reactor_differential", "test_first_start",
+    "test_reactor_differential", "test_first_start", "test_look_ups",
 )  # fmt: skip
 
 

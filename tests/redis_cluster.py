@@ -38,7 +38,7 @@ NODE_TIMEOUT_MS = 2000
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
@@ -128,7 +128,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         wait_for(lambda: self.client.ping(), f"redis-server on {self.address}; its log is in {self.directory}")
 

@@ -22,7 +22,7 @@ from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for
 from .fake_store import FakeLookup, FakeStore
-from .raw_clients import Answer, Connection, request
+from .raw_clients import Answer, connections, request
 
 PATH = "/v2/models/ctr/infer"
 ITEM: dict[str, Any] = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}]}
@@ -142,14 +142,14 @@ def blocked(store: FakeStore, server: ServerThread, clock: Clock, messages: list
     before = references()
 
     async def run() -> list[Answer]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(60), connections(server.port) as connect:
             store.model("ctr").gate.clear()
-            first = asyncio.ensure_future((await Connection.to(server.port)).ask(request(PATH, ITEM)))
+            first = asyncio.ensure_future((await connect()).ask(request(PATH, ITEM)))
             while references() == before:
                 await asyncio.sleep(0.001)
             asking = []
             for number, message in enumerate(messages, 1):
-                asking.append(asyncio.ensure_future((await Connection.to(server.port)).ask(message)))
+                asking.append(asyncio.ensure_future((await connect()).ask(message)))
                 while pool.waiting < number:
                     await asyncio.sleep(0.001)
             clock.ahead_ns = 20_000_000_000
@@ -208,12 +208,12 @@ def test_a_request_of_a_client_that_has_gone_is_not_worked_on(
     pool, counts = server.service.lookup_pool, server.service.shed
 
     async def run() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(60), connections(server.port) as connect:
             store.model("ctr").gate.clear()
-            first = asyncio.ensure_future((await Connection.to(server.port)).ask(request(PATH, ITEM)))
+            first = asyncio.ensure_future((await connect()).ask(request(PATH, ITEM)))
             while pool.busy < 1:
                 await asyncio.sleep(0.001)
-            leaver = await Connection.to(server.port)
+            leaver = await connect()
             asking = asyncio.ensure_future(leaver.ask(request(PATH, LARGE)))
             while pool.waiting < 1:
                 await asyncio.sleep(0.001)

@@ -25,7 +25,7 @@ from tierstore.service.server import ServerThread
 
 from .conftest import settings_for
 from .fake_store import USERS
-from .raw_clients import Answer, Connection, request
+from .raw_clients import Answer, connections, request
 from .scenes import write_snapshot
 
 WEIGHTS = {"item_id": [1.0, 0.5, 0.25, 0.125], "clicked": [1.0, 1.0, 1.0, 1.0], "hour": [1.0, -1.0]}
@@ -98,10 +98,10 @@ def send(server: ServerThread, documents: list[dict[str, Any]], model: str = "ct
     """The answers to all of them, sent one after the other before the first is answered."""
 
     async def run() -> list[Answer]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(60), connections(server.port) as connect:
             asking = []
             for document in documents:
-                connection = await Connection.to(server.port)
+                connection = await connect()
                 asking.append(asyncio.ensure_future(connection.ask(request(f"/v2/models/{model}/infer", document))))
             return list(await asyncio.gather(*asking))
 
@@ -266,16 +266,17 @@ def test_a_request_whose_deadline_passes_in_a_batch_is_left_out(
 
         async def run() -> list[Answer]:
             nonlocal ahead_ns
-            asking = []
-            for number, more in enumerate(({}, {"parameters": {"timeout": 3_600_000_000}}, {})):
-                connection = await Connection.to(server.port)
-                document = ask([number + 1], **more)
-                asking.append(asyncio.ensure_future(connection.ask(request("/v2/models/ctr/infer", document))))
-                while server.service.batches.waiting < min(number + 1, 2):
-                    await asyncio.sleep(0.001)
-                if number == 1:
-                    ahead_ns = 7_200_000_000_000
-            return list(await asyncio.gather(*asking))
+            async with connections(server.port) as connect:
+                asking = []
+                for number, more in enumerate(({}, {"parameters": {"timeout": 3_600_000_000}}, {})):
+                    connection = await connect()
+                    document = ask([number + 1], **more)
+                    asking.append(asyncio.ensure_future(connection.ask(request("/v2/models/ctr/infer", document))))
+                    while server.service.batches.waiting < min(number + 1, 2):
+                        await asyncio.sleep(0.001)
+                    if number == 1:
+                        ahead_ns = 7_200_000_000_000
+                return list(await asyncio.gather(*asking))
 
         answers = asyncio.run(run())
     assert [answer.status for answer in answers] == [200, 504, 200]
@@ -300,14 +301,17 @@ def test_without_a_delay_those_are_joined_that_wait_for_a_thread(store: Store, p
         assert waits.wait(60)
 
         async def run() -> list[Answer]:
-            asking = []
-            for key in range(10):
-                connection = await Connection.to(server.port)
-                asking.append(asyncio.ensure_future(connection.ask(request("/v2/models/ctr/infer", ask([key + 1])))))
-            while server.service.batches.waiting < 10:
-                await asyncio.sleep(0.001)
-            gate.set()
-            return list(await asyncio.gather(*asking))
+            async with connections(server.port) as connect:
+                asking = []
+                for key in range(10):
+                    connection = await connect()
+                    asking.append(
+                        asyncio.ensure_future(connection.ask(request("/v2/models/ctr/infer", ask([key + 1]))))
+                    )
+                while server.service.batches.waiting < 10:
+                    await asyncio.sleep(0.001)
+                gate.set()
+                return list(await asyncio.gather(*asking))
 
         answers = asyncio.run(run())
         assert stats(server) == {"batches": 1, "requests": 10, "items": 10, "apart": 0}
@@ -356,17 +360,18 @@ def test_a_batch_is_answered_from_one_view_while_deltas_come(tmp_path: Path) -> 
         acknowledged, wrong, stop = 1, [], threading.Event()
 
         async def read(server: ServerThread) -> None:
-            connection = await Connection.to(server.port)
-            while not stop.is_set():
-                floor = acknowledged
-                answer = await connection.ask(message)
-                assert answer.status == 200, answer.body
-                outputs = [
-                    np.reshape(out["data"], out["shape"])[:, 0] - keys % 64 for out in answer.document["outputs"]
-                ]
-                stamps = {float(stamp) / 64 for out in outputs for stamp in out}
-                if len(stamps) != 1 or not stamps <= {float(seq % 16) for seq in range(floor, acknowledged + 2)}:
-                    wrong.append((stamps, floor, acknowledged))
+            async with connections(server.port) as connect:
+                connection = await connect()
+                while not stop.is_set():
+                    floor = acknowledged
+                    answer = await connection.ask(message)
+                    assert answer.status == 200, answer.body
+                    outputs = [
+                        np.reshape(out["data"], out["shape"])[:, 0] - keys % 64 for out in answer.document["outputs"]
+                    ]
+                    stamps = {float(stamp) / 64 for out in outputs for stamp in out}
+                    if len(stamps) != 1 or not stamps <= {float(seq % 16) for seq in range(floor, acknowledged + 2)}:
+                        wrong.append((stamps, floor, acknowledged))
 
         async def all_of(server: ServerThread) -> None:
             await asyncio.gather(*(read(server) for _ in range(8)))

@@ -23,7 +23,7 @@ from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for
 from .fake_store import FakeStore
-from .raw_clients import Answer, Connection, burst, many_files, request, statuses
+from .raw_clients import Answer, burst, connections, many_files, request, statuses
 from .scenes import write_snapshot
 
 PATH = "/v2/models/ctr/infer"
@@ -153,17 +153,17 @@ def test_connections_beyond_the_limit_are_refused_in_the_words_of_their_protocol
     with ServerThread(store) as server, ExitStack() as stack:  # type: ignore[arg-type]
 
         async def run() -> None:
-            first = [await Connection.to(server.port) for _ in range(2)]
-            assert [(await one.ask(request("/v2"))).status for one in first] == [200, 200]
-            extra = await Connection.to(server.port)
-            answer = await extra.ask(request(path))
-            assert (answer.status, answer.headers["content-type"]) == (503, kind)
-            assert answer.headers["retry-after"] == "1"
-            assert answer.headers["connection"] == "close"
-            assert "2 connections are open" in answer.document["error" if path.startswith("/v") else "detail"]
-            assert (await extra.ask(request(path))).status == 0, "it is closed then"
-            assert (await first[0].ask(request("/v2"))).status == 200
-            first[1].close()
+            async with connections(server.port) as connect:
+                first = [await connect() for _ in range(2)]
+                assert [(await one.ask(request("/v2"))).status for one in first] == [200, 200]
+                extra = await connect()
+                answer = await extra.ask(request(path))
+                assert (answer.status, answer.headers["content-type"]) == (503, kind)
+                assert answer.headers["retry-after"] == "1"
+                assert answer.headers["connection"] == "close"
+                assert "2 connections are open" in answer.document["error" if path.startswith("/v") else "detail"]
+                assert (await extra.ask(request(path))).status == 0, "it is closed then"
+                assert (await first[0].ask(request("/v2"))).status == 200
 
         within(run())
         eventually(lambda: server.service.connection_limit.open == 0, "they have left")  # type: ignore[union-attr]
@@ -178,11 +178,12 @@ def test_a_refusal_reaches_a_client_that_is_sending_its_body(tmp_path: Path) -> 
     with ServerThread(store) as server:  # type: ignore[arg-type]
 
         async def run() -> None:
-            first = await Connection.to(server.port)
-            await first.ask(request("/v2"))
-            extra = await Connection.to(server.port)
-            answer = await extra.ask(request(PATH, ITEM | {"x": "y" * 500_000}))
-            assert answer.status == 503
+            async with connections(server.port) as connect:
+                first = await connect()
+                await first.ask(request("/v2"))
+                extra = await connect()
+                answer = await extra.ask(request(PATH, ITEM | {"x": "y" * 500_000}))
+                assert answer.status == 503
 
         within(run())
 
@@ -195,13 +196,14 @@ def test_refused_connections_are_bounded_too(tmp_path: Path, monkeypatch: pytest
         assert entrance is not None
 
         async def run() -> None:
-            first = await Connection.to(server.port)
-            await first.ask(request("/v2"))
-            idle = [await Connection.to(server.port) for _ in range(3)]
-            while entrance.refused < 3:
-                await asyncio.sleep(0.001)
-            assert (await (await Connection.to(server.port)).ask(request("/v2"))).status == 0
-            assert [(await one.ask(request("/v2"))).status for one in idle] == [503] * 3
+            async with connections(server.port) as connect:
+                first = await connect()
+                await first.ask(request("/v2"))
+                idle = [await connect() for _ in range(3)]
+                while entrance.refused < 3:
+                    await asyncio.sleep(0.001)
+                assert (await (await connect()).ask(request("/v2"))).status == 0
+                assert [(await one.ask(request("/v2"))).status for one in idle] == [503] * 3
 
         within(run())
         eventually(lambda: (entrance.open, entrance.refused) == (0, 0), "all have left")
