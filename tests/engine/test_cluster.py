@@ -70,6 +70,20 @@ def test_errors_of_deltas_are_those_of_any_store(open_node: OpenNode, tmp_path: 
         store.load_snapshot(scenes.write_snapshot(tmp_path / "again", delta_seq=8))
 
 
+def test_seqs_may_be_larger_than_the_doubles_of_the_scripts(open_node: OpenNode, tmp_path: Path) -> None:
+    a, b, at = open_node("a"), open_node("b"), 2**53
+    a.load_snapshot(scenes.write_snapshot(tmp_path, delta_seq=at))
+    scenes.eventually(lambda: "ctr" in b.models() and b.model("ctr").active_version == 1, "b serves version 1", 60)
+    for seq in (at + 1, at + 2, at + 3):
+        delta = scenes.stamped(seq, {"item": range(seq - at)})
+        assert a.apply_delta(delta).applied
+        assert not b.apply_delta(delta).applied
+    for store in (a, b):
+        scenes.eventually(lambda store=store: store.status()["models"]["ctr"]["overlays"] == 0, "they are folded", 60)
+        check(store, "item", range(1), at + 3)
+        assert set(marks(store)) == {at + 3}
+
+
 def test_rows_that_are_too_old_do_not_get_into_a_cluster(open_node: OpenNode, tmp_path: Path) -> None:
     now, keys = time.time(), np.arange(40)
     with tierstore.SnapshotWriter(tmp_path / "s", model="ctr", version=1) as snapshot:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tierstore.engine.cluster.followed import Followed, LogEntry, Pointer
+from tierstore.engine.cluster.followed import Followed, Forked, LogEntry, Pointer
 from tierstore.engine.model import Model
 from tierstore.engine.nodes.version_copies import VersionCopies
 from tierstore.engine.serving.routing import Routing
@@ -45,12 +45,16 @@ class Follower:
         self.changed = threading.Condition()
         self.pointer = Pointer()
         self.problem: str | None = None  # why the cluster cannot be followed at the moment
+        self.lost: str | None = (
+            None  # what this node had acknowledged, and the cluster has otherwise; until another version serves
+        )
         self._prepared: int | None = None
         self._failed: tuple[int, int, str] | None = None  # version, generation, why
         self._stopping = False
         # of the thread
         self._reported: tuple[float, dict[str, Any]] = (0.0, {})
-        self._generation = -1
+        self._seen: tuple[str, int] = ("", -1)  # the pointer's server and generation: another server may count again
+        self._put_back_to = ""  # the server that has all that this node has
         self._looked_s = time.monotonic()
 
     # --- start and stop
@@ -136,14 +140,20 @@ class Follower:
         pointer = self.shared.pointer()
         self._looked_s = time.monotonic()
         moved = pointer != self.pointer
-        if pointer.generation != self._generation:
+        seen = pointer.server, pointer.generation
+        if seen != self._seen:
             self._copies.update(self.shared.versions(), pointer)
         self._note_marks(pointer)
         with self.changed:
             self.pointer = pointer
             self.changed.notify_all()
-        self._put_back(pointer)
-        self._apply(pointer)
+        try:
+            self._check_digest(pointer)
+            self._put_back(pointer)
+            self._apply(pointer)
+        except Forked:
+            self._follow_instead(pointer)
+        self._put_back_to = pointer.server
         if start and pointer.current is not None:
             self._begin(pointer)
             self._beat()  # so that rows wait for this node from now on
@@ -152,7 +162,7 @@ class Follower:
             self.model.switcher.follow_canary(pointer.current, pointer.canary, pointer.share)
             self._check_line(pointer)
             self._follow(pointer)
-        self._generation = pointer.generation  # only now: what failed is tried again
+        self._seen = seen  # only now: what failed is tried again
         self._beat()
         with self.changed:
             self.changed.notify_all()
@@ -176,15 +186,40 @@ class Follower:
     def _put_back(self, pointer: Pointer) -> None:
         """Append again what the cluster has acknowledged and lost, as a failover may: this node has it."""
         local = self.model.state.log
-        if not self.shared.forgetful:
+        if not self.shared.forgetful or pointer.seq is None or local.start is None or local.last is None:
             return
-        if pointer.seq is None or local.last is None or pointer.current != self.model.active_version:
-            return
-        for seq in range(max(pointer.seq, local.start or 0) + 1, local.last + 1):
+        if pointer.seq < local.start:
+            return  # a switch was lost, with which the log began anew
+        for seq in range(pointer.seq + 1, local.last + 1):
             data, digest = local.read(seq), local.digest(seq)
             assert digest is not None
-            self.shared.append(seq, digest, data)
-            log.warning("model %s: the cluster had lost delta %d; it is put back", self.model.name, seq)
+            if self.shared.put_back(seq, digest, data, local.digest(seq - 1)):
+                log.warning("model %s: the cluster had lost delta %d; it is put back", self.model.name, seq)
+
+    def _check_digest(self, pointer: Pointer) -> None:
+        """Forked where the newest delta of the cluster is another one here."""
+        held = None if pointer.seq is None else self.model.state.log.digest(pointer.seq)
+        if None not in (held, pointer.digest) and held != pointer.digest:
+            raise Forked(f"delta {pointer.seq} of {self.model.name!r} is another one in the cluster")
+
+    def _follow_instead(self, pointer: Pointer) -> None:
+        """Serve what the cluster has, where this node has other deltas: it was cut off while they were lost, and others came since."""
+        local = self.model.state.log
+        lost = local.last
+        after = max(0, (local.start or 0))
+        while entries := self.shared.read(after, BATCH):
+            after = entries[-1].seq
+            differing = [entry.seq for entry in entries if local.digest(entry.seq) not in (None, entry.digest)]
+            if differing:
+                lost = differing[0]
+                break
+        deltas = f"delta {lost}" if lost == local.last else f"deltas {lost} to {local.last}"
+        self.lost = (
+            f"the cluster has lost {deltas}, which this node had, and has other content there by now, which this node serves from now "
+            "on: send again under new seqs what was lost"
+        )
+        log.error("model %s: %s", self.model.name, self.lost)
+        self._begin_again(self.shared.pointer(), "its deltas were not those of the cluster")
 
     def _apply(self, pointer: Pointer) -> None:
         local = self.model.state.log
@@ -196,6 +231,8 @@ class Follower:
                 if pointer.current == self.model.active_version:
                     self._begin_again(pointer, "missed deltas that the log does not have any more")
                 return  # else the log was begun again by a switch that this node has not made yet
+            if entries[0].after not in ("", local.digest(local.last) or entries[0].after):
+                raise Forked(f"delta {entries[0].seq} of {self.model.name!r} comes after another one in the cluster")
             for entry in entries:
                 if not self._apply_one(entry):
                     return
@@ -289,7 +326,10 @@ class Follower:
             if self._stopping:
                 raise Closed(f"the store of model {self.model.name!r} is being closed")
 
+        before = self.model.active_version
         self.model.switcher.follow(number, ready, start=start, progress=report)
+        if self.model.active_version != before:
+            self.lost = None
 
     def _await_turn(self, number: int) -> float | None:
         """Wait until the pointer is at a version that is ready. Returns its share as the canary, None where it is current.
@@ -315,6 +355,7 @@ class Follower:
             canary = self.model.publisher.served.canary
             report = {
                 "seq": self._lowest_seq(),
+                "server": self._put_back_to,
                 "active": self.model.active_version,
                 "canary": None if canary is None else canary.version,
                 "prepared": self._prepared,

@@ -60,6 +60,7 @@ class Ingester:
         self.problem: str | None = None
         # of the thread
         self._acquired_s = 0.0
+        self._above = 0  # the newest epoch that a tag has refused this node for
         self._writers: dict[int, Writer] = {}  # by version, whose tags refuse what is older than `epoch`
         self._reached: dict[int, int] = {}  # by version, what all tags have
         self._nodes: dict[str, tuple[int, float]] = {}  # the seq of each, and since when
@@ -88,6 +89,7 @@ class Ingester:
                 self.problem = "; ".join(self._failed.values()) or None
             except (Fenced, LeaseLost) as error:
                 log.warning("model %s: %s", self._model.name, error)
+                self._above = max(self._above, error.epoch if isinstance(error, Fenced) else 0)
                 self._forget()
                 pause_s = self._settings.remote_lease_s / 5
             except Exception as error:
@@ -143,7 +145,7 @@ class Ingester:
     def _have_lease(self) -> int | None:
         """The epoch; None where the lease is another node's."""
         if self.epoch is None or time.monotonic() - self._acquired_s > self._settings.remote_lease_s / 3:
-            epoch = self._shared.acquire(self._node, self._settings.remote_lease_s)
+            epoch = self._shared.acquire(self._node, self._settings.remote_lease_s, self._above)
             self._acquired_s = time.monotonic()
             if epoch != self.epoch:
                 self._forget()
@@ -216,7 +218,7 @@ class Ingester:
         if overlay.dense is not None:
             self._shared.put_file(info.number, DENSE, overlay.dense)
         changes = [Change(name, rows.keys, rows.rows, rows.deleted) for name, rows in sorted(overlay.tables.items())]
-        writer.apply_delta(epoch, entry.seq, changes)
+        writer.apply_delta(epoch, entry.seq, changes, entry.digest)
 
     def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:
         """As the nodes do that serve the version: what does not fit it is passed over."""
