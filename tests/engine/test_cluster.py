@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,67 @@ def test_a_load_that_was_cancelled_goes_on_from_what_the_cluster_has(
     assert written == ["user", "item"]
     check(store, "user", range(500), 0)
     check(store, "item", range(1000), 0)
+
+
+def test_rows_of_a_load_that_a_server_has_lost_are_written_again(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, cancelled, written = open_node(), threading.Event(), []
+    write_rows = Writer.write_rows
+
+    def write(self: Writer, table: str, *rows: Any) -> None:
+        write_rows(self, table, *rows)
+        written.append((table, len(rows[0])))
+        cancelled.set()
+
+    monkeypatch.setattr(Writer, "write_rows", write)
+    snapshot = scenes.write_snapshot(tmp_path)
+    with pytest.raises(tierstore.errors.LoadCancelled):
+        store.load_snapshot(snapshot, cancelled=cancelled)
+    assert written == [("user", 500)]
+    shared = member(store).shared
+    tag = shared.versions()[1]["tags"][1]
+    rows = f"ts:{{{tag}}}:ctr:1:user"
+    lost = shared._cluster.call("HLEN", rows)
+    shared._cluster.call("DEL", rows)  # as a failover leaves it; the checkpoints are elsewhere
+    store.load_snapshot(snapshot)
+    assert written == [("user", 500), ("item", 1000), ("user", lost)]
+    check(store, "user", range(500), 0)
+    check(store, "item", range(1000), 0)
+
+
+def test_the_log_keeps_what_a_version_lacks_that_is_being_loaded(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.05)
+    store, uploading, go_on = open_node(remote_log_retention_s=0.0), threading.Event(), threading.Event()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 1))
+    write_rows = Writer.write_rows
+
+    def write(self: Writer, *words: Any) -> None:
+        uploading.set()
+        assert go_on.wait(60)
+        write_rows(self, *words)
+
+    monkeypatch.setattr(Writer, "write_rows", write)
+    shared, cleaned = member(store).shared, threading.Event()
+    for seq in (1, 2):
+        store.apply_delta(scenes.stamped(seq, {"item": range(20)}))
+    scenes.eventually(lambda: not shared.read(0, 9), "without a load the log is cut off", 60)
+    with ThreadPoolExecutor(1) as threads:
+        load = threads.submit(store.load_snapshot, scenes.write_snapshot(tmp_path, 2, delta_seq=2))
+        assert uploading.wait(60)
+        for seq in (3, 4):
+            store.apply_delta(scenes.stamped(seq, {"item": range(20)}))
+        scenes.eventually(lambda: store.status()["models"]["ctr"]["overlays"] == 0, "they are folded", 60)
+        trim = ingester.Ingester._trim
+        monkeypatch.setattr(ingester.Ingester, "_trim", lambda self, *words: (trim(self, *words), cleaned.set()))
+        assert cleaned.wait(60)
+        assert [entry.seq for entry in shared.read(0, 9)] == [3, 4]
+        go_on.set()
+        assert load.result() == 2
+    check(store, "item", range(20), 4)
+    scenes.eventually(lambda: not shared.read(0, 9), "nobody needs it any more", 60)
 
 
 def test_a_version_that_one_node_cannot_serve_is_not_switched_to(

@@ -20,6 +20,7 @@ from tierstore.config import Settings
 from tierstore.engine.cluster.followed import LogEntry, Pointer
 from tierstore.engine.cluster.shared_model import SharedModel
 from tierstore.engine.data.overlay import Overlay, encode_delta
+from tierstore.engine.deltas.retention import needed_above
 from tierstore.engine.model import Model
 from tierstore.engine.nodes.upload import CLAIM_S, LOADING, READY, Writers
 from tierstore.engine.versions.info import VersionInfo
@@ -241,7 +242,7 @@ class Ingester:
         records = self._shared.versions()
         self._mark_surplus(records, pointer)
         self._drop(records)
-        self._trim(pointer, epoch)
+        self._trim(records, pointer, epoch)
         for number, writer in list(self._writers.items()):
             if self._lowest_of_tags(number, writer) < self._reached[number]:
                 log.warning(
@@ -278,18 +279,21 @@ class Ingester:
     def _writer_of(self, number: int, record: Mapping[str, Any]) -> Writer:
         return self._open_writer(self._model.name, number, record["tables"], [tag.encode() for tag in record["tags"]])
 
-    def _trim(self, pointer: Pointer, epoch: int) -> None:
-        """Cut off of the log what every version has, once it is old enough."""
-        begins = self._shared.read(0, 1)
-        if not begins or not self._reached:
+    def _trim(self, records: Mapping[int, dict[str, Any]], pointer: Pointer, epoch: int) -> None:
+        """Cut off of the log what every version has, those included that are being loaded, once it is old enough."""
+        entries = self._shared.read(0, BATCH)
+        if not entries or not self._reached:
             return
-        fresh = [seq for seq in self._reached.values() if seq >= begins[0].seq - 1]  # the others are stale
+        held, loading = [], []
+        for number, record in records.items():
+            if record["state"] == READY:
+                loaded = int(record["record"]["manifest"]["delta_seq"])
+                held.append(self._reached.get(number, max(loaded, pointer.marks.get(number, 0))))
+            elif record["state"] == LOADING and "delta_seq" in record:
+                loading.append(int(record["delta_seq"]))
+        needed = needed_above(held, loading, entries[0].seq - 1) or 0
         oldest_ms = (time.time() - self._settings.remote_log_retention_s) * 1000
-        old = [
-            entry.seq
-            for entry in self._shared.read(0, BATCH)
-            if entry.ms < oldest_ms and entry.seq <= min(fresh, default=0)
-        ]
+        old = [entry.seq for entry in entries if entry.ms < oldest_ms and entry.seq <= needed]
         if old:
             number, reached = next(iter(self._reached.items()))
             self._shared.progress(epoch, number, reached, old[-1] + 1)

@@ -63,7 +63,7 @@ class Writer:
         self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],
         *, timeout_s: float = 30.0, wait_replicas: int = 0,
     ) -> None:  # fmt: skip
-        self._cluster, self._model, self._version = cluster, model, version
+        self._cluster, self._model, self.version = cluster, model, version
         self._row_bytes, self._tags = dict(row_bytes), list(tags)
         self._slots = [slot_of(tag) for tag in tags]
         self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
@@ -99,9 +99,13 @@ class Writer:
         fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0")
         self._on_tags(lambda tag: self._call(tag, [command(b"HSET", self._watermark_key(tag), *fields)]))
 
+    def counts(self, table: str) -> list[int]:
+        """Rows of a table that each tag has."""
+        return self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0]))
+
     def count(self, table: str) -> int:
         """Rows of a table that the cluster has."""
-        return sum(self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0])))
+        return sum(self.counts(table))
 
     def verify(self, table: str, rows: int, codes: Keys, sample: Rows) -> None:
         """Compare the number of rows, and the rows of `codes`. Raises Corruption that says what differs.
@@ -111,9 +115,9 @@ class Writer:
         found = self.count(table)
         if found != rows:
             raise Corruption(
-                f"{self._model}, version {self._version}: table {table} has {found} rows in the cluster, expected {rows}"
+                f"{self._model}, version {self.version}: table {table} has {found} rows in the cluster, expected {rows}"
             )
-        reader = RemoteTable(self._cluster, self._model, self._version, table, self._tags, self._row_bytes[table])
+        reader = RemoteTable(self._cluster, self._model, self.version, table, self._tags, self._row_bytes[table])
         for start in range(0, len(codes), _FIRST_STEP):
             part = codes[start : start + _FIRST_STEP]
             got, state = np.zeros((len(part), self._row_bytes[table]), np.uint8), np.zeros(len(part), np.uint8)
@@ -121,7 +125,7 @@ class Writer:
             wrong = (state != Tier.REMOTE) | (got != sample[start : start + _FIRST_STEP]).any(axis=1)
             if wrong.any():
                 raise Corruption(
-                    f"{self._model}, version {self._version}: {int(wrong.sum())} of {len(part)} sampled rows of table {table} "
+                    f"{self._model}, version {self.version}: {int(wrong.sum())} of {len(part)} sampled rows of table {table} "
                     f"differ in the cluster, code {int(part[wrong.argmax()])} first"
                 )
 
@@ -194,7 +198,7 @@ class Writer:
         for piece in pieces:
             arguments += [b"%d" % piece.row_bytes, piece.codes, piece.rows, piece.gone]
         outcome, value = self._call(tag, [command(b"EVAL", APPLY, b"%d" % len(keys), *keys, *arguments)])[0]
-        what = f"{self._model}, version {self._version}, tag {self._tags[tag].decode()}"
+        what = f"{self._model}, version {self.version}, tag {self._tags[tag].decode()}"
         if outcome == FENCED:
             raise Fenced(
                 f"{what}: epoch {epoch} is over, epoch {int(value)} writes now; this node is not the ingester any more",
@@ -275,10 +279,10 @@ class Writer:
         return out.data
 
     def _watermark_key(self, tag: int) -> bytes:
-        return watermark_key(self._tags[tag], self._model, self._version)
+        return watermark_key(self._tags[tag], self._model, self.version)
 
     def _rows_key(self, tag: int, table: str) -> bytes:
-        return rows_key(self._tags[tag], self._model, self._version, table)
+        return rows_key(self._tags[tag], self._model, self.version, table)
 
 
 class _Piece(NamedTuple):
