@@ -19,6 +19,7 @@ from tierstore import kernels
 from tierstore.engine.nodes import follower, ingester
 from tierstore.engine.nodes.member import Member
 from tierstore.engine.store import Store
+from tierstore.formats.delta.reader import read_delta
 from tierstore.kernels import resp, ssd_cache
 from tierstore.tiers.remote.write import Writer
 
@@ -83,6 +84,46 @@ def test_seqs_may_be_larger_than_the_doubles_of_the_scripts(open_node: OpenNode,
         scenes.eventually(lambda store=store: store.status()["models"]["ctr"]["overlays"] == 0, "they are folded", 60)
         check(store, "item", range(1), at + 3)
         assert set(marks(store)) == {at + 3}
+
+
+SMALL = "1KiB"  # overlay_budget of a node; a delta of 100 rows of table item takes 6 KiB
+
+
+def test_a_delta_that_a_node_cannot_take_is_refused_by_every_node(open_node: OpenNode, tmp_path: Path) -> None:
+    a, b = open_node("a"), open_node("b", overlay_budget=SMALL)
+    a.load_snapshot(scenes.write_snapshot(tmp_path))
+    scenes.eventually(lambda: "ctr" in b.models() and b.model("ctr").active_version == 1, "b serves it", 60)
+    assert a.apply_delta(scenes.stamped(1, {"item": range(5)})).applied
+    for store in (a, b):
+        with pytest.raises(tierstore.TooLarge, match="overlay_budget of node"):
+            store.apply_delta(scenes.stamped(2, {"item": range(100)}))
+    b.close()
+    assert a.apply_delta(scenes.stamped(2, {"item": range(100)})).applied
+
+
+def test_a_node_without_room_for_a_delta_goes_on_once_rows_have_it(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingester, "STALLED_S", 0.2)
+    a, b = open_node("a"), open_node("b", overlay_budget=SMALL)
+    a.load_snapshot(scenes.write_snapshot(tmp_path))
+    scenes.eventually(lambda: "ctr" in b.models() and b.model("ctr").active_version == 1, "b serves it", 60)
+    check(b, "item", range(200), 0)
+    delta = scenes.stamped(1, {"item": range(100)})
+    assert member(a).shared.append(1, read_delta(delta).digest, delta, None)
+    scenes.eventually(lambda: b.status()["models"]["ctr"]["watermark"] == 1, "b has it from the rows", 60)
+    check(b, "item", range(100), 1)
+    check(b, "item", range(100, 1000), 0)
+    # one that starts meanwhile
+    bring = ingester.Ingester._bring
+    monkeypatch.setattr(ingester.Ingester, "_bring", lambda *_: None)
+    delta = scenes.stamped(2, {"item": range(100)})
+    assert member(a).shared.append(2, read_delta(delta).digest, delta, None)
+    c = open_node("c", overlay_budget=SMALL)
+    scenes.eventually(lambda: member(c).follower._failed is not None, "c cannot serve yet", 60)
+    monkeypatch.setattr(ingester.Ingester, "_bring", bring)
+    scenes.eventually(lambda: c.model("ctr").active_version == 1, "c serves", 60)
+    check(c, "item", range(100), 2)
 
 
 def test_rows_that_are_too_old_do_not_get_into_a_cluster(open_node: OpenNode, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tierstore.engine.cluster.followed import Followed, Forked, LogEntry, Pointe
 from tierstore.engine.model import Model
 from tierstore.engine.nodes.version_copies import VersionCopies
 from tierstore.engine.serving.routing import Routing
-from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError
+from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError, TooLarge
 from tierstore.formats.delta.reader import read_delta
 from tierstore.types import Progress
 
@@ -50,6 +50,7 @@ class Follower:
         )
         self._prepared: int | None = None
         self._failed: tuple[int, int, str] | None = None  # version, generation, why
+        self._failed_at = 0  # what its rows had then
         self._stopping = False
         # of the thread
         self._reported: tuple[float, dict[str, Any]] = (0.0, {})
@@ -234,15 +235,22 @@ class Follower:
             if entries[0].after not in ("", local.digest(local.last) or entries[0].after):
                 raise Forked(f"delta {entries[0].seq} of {self.model.name!r} comes after another one in the cluster")
             for entry in entries:
-                if not self._apply_one(entry):
+                if not self._apply_one(entry, pointer):
                     return
 
-    def _apply_one(self, entry: LogEntry) -> bool:
-        """Make a delta visible. False where there is no room for it in memory yet."""
+    def _apply_one(self, entry: LogEntry, pointer: Pointer) -> bool:
+        """Make a delta visible. False where there is no room for it in memory yet, or was none, and its rows have it."""
         delta = read_delta(entry.data)
         try:
             self.model.deltas.apply(delta, entry.data, lenient=True)
         except Overloaded:
+            return False
+        except TooLarge:
+            if pointer.current is None or pointer.current != self.model.active_version:
+                raise
+            if self._mark(pointer, pointer.current) < entry.seq:
+                raise
+            self._begin_again(pointer, f"delta {entry.seq} is too large for the memory of this node")
             return False
         with self.changed:
             self.changed.notify_all()
@@ -306,7 +314,10 @@ class Follower:
             return
 
     def _failed_before(self, number: int, pointer: Pointer) -> bool:
-        return self._failed is not None and self._failed[:2] == (number, pointer.generation)
+        """It may succeed once more deltas are in its rows: then fewer have to be in memory."""
+        if self._failed is None or self._failed[:2] != (number, pointer.generation):
+            return False
+        return self._failed_at >= self.model.catalogue.info(number).watermark
 
     def _make_ready(self, number: int) -> None:
         try:
@@ -314,6 +325,7 @@ class Follower:
         except Exception as error:
             with self.changed:
                 self._failed = number, self.pointer.generation, str(error)
+                self._failed_at = self.model.catalogue.info(number).watermark
             if not isinstance(error, (Closed, Conflict)):
                 log.exception("model %s: version %d is not ready", self.model.name, number)
         with self.changed:
@@ -356,6 +368,7 @@ class Follower:
             report = {
                 "seq": self._lowest_seq(),
                 "server": self._put_back_to,
+                "overlay_budget": self.model.state.shared.overlay_budget.total,
                 "active": self.model.active_version,
                 "canary": None if canary is None else canary.version,
                 "prepared": self._prepared,

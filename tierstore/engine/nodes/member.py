@@ -20,7 +20,7 @@ from tierstore.engine.nodes.ingester import DROPPING, Ingester
 from tierstore.engine.nodes.upload import READY, Writers
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.routing_record import check_share
-from tierstore.errors import Conflict, DeltaError, InvalidInput, NotReady, Overloaded, SequenceGap
+from tierstore.errors import Conflict, DeltaError, InvalidInput, NotReady, Overloaded, SequenceGap, TooLarge
 from tierstore.formats.delta.reader import Delta
 from tierstore.types import DeltaResult, Progress, ProgressFn
 
@@ -122,11 +122,22 @@ class Member:
         return self.shared.recovered(pointer.recovering, reached, digests.get(reached or 0, ""), owed)
 
     def _check(self, delta: Delta) -> None:
-        """DeltaError for one that does not fit what is served: once it is in the log, every node passes over it."""
+        """DeltaError for one that does not fit what is served: once it is in the log, every node passes over it.
+
+        TooLarge for one that not every node can have in memory.
+        """
         with self.model.publisher.hold_all() as served:
             overlays = self.model.deltas.check(delta, served)
-            budget = self.model.state.shared.overlay_budget
-            if budget.used + sum(overlay.nbytes for overlay in overlays) > budget.total:
+            budget, nbytes = self.model.state.shared.overlay_budget, sum(overlay.nbytes for overlay in overlays)
+            reports = self.shared.beat(self._node, None)
+            budgets = {name: of["overlay_budget"] for name, of in reports.items() if "overlay_budget" in of}
+            smallest, node = min([(total, name) for name, total in budgets.items()] + [(budget.total, self._node)])
+            if nbytes > smallest:
+                raise TooLarge(
+                    f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget of node {node}, {smallest:,}; split it or raise the "
+                    "setting there"
+                )
+            if budget.used + nbytes > budget.total:
                 raise Overloaded(
                     f"deltas come faster than the cluster takes them: {budget.used:,} of {budget.total:,} overlay bytes are in use; "
                     "send it again"
