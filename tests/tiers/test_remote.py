@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,17 @@ class BehindACacheOnSsd:
 
     def __init__(self, rows: Any, tables: dict[int, RemoteTable], cache: SsdCache) -> None:
         self._rows, self._tables, self._cache, self._seq = rows, tables, cache, 0
-        self._base = RemoteBase("a version", tables, 0, "refuse", newer="answer", cache=cache)
+        self._base = RemoteBase("a version", tables, 0, "refuse", cache=cache)
         for number in tables:
             self._base.keep(number, 100_000, ROW_BYTES)
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
-        self._base.get_at(table_id, keys, rows, state, self._seq)
+        wanted = state.copy()
+        while True:  # rows of a put that is not over yet are refused; whoever asked for them asks again
+            with suppress(Overloaded):
+                self._base.get_at(table_id, keys, rows, state, self._seq)
+                break
+            state[:] = wanted
         self._cache.drain()
         state[state == Tier.DISK] = Tier.REMOTE
 
