@@ -16,7 +16,7 @@ import tierstore
 from tests.engine import scenes
 from tests.redis_cluster import RedisCluster
 from tierstore import kernels
-from tierstore.engine.nodes import follower, ingester
+from tierstore.engine.nodes import fleet, follower, ingester
 from tierstore.engine.nodes.member import Member
 from tierstore.engine.store import Store
 from tierstore.formats.delta.reader import read_delta
@@ -310,6 +310,13 @@ def test_without_the_cluster_memory_answers_and_the_remaining_keys_are_refused(
     assert unknown_model(refusing) is tierstore.NotFound
     for store in (refusing, defaulting):
         check(store, "item", range(1000), 0)  # a default was never kept as the key's answer
+
+
+def test_a_replica_that_came_later_is_found(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "REFRESH_EVERY_S", 0.0)
+    cluster = open_node().fleet.cluster  # type: ignore[union-attr]
+    cluster._topology = {slot: of[:1] for slot, of in cluster.topology.items()}  # as if replicas had not been there
+    scenes.eventually(lambda: len(cluster.replicas_of(0)) == 1, "the replica can be asked", 60)
 
 
 def test_a_load_that_was_cancelled_goes_on_from_what_the_cluster_has(

@@ -5,11 +5,13 @@ Any thread. The data directory has only copies and caches: what it has of anothe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from tierstore.engine.nodes.directory import check_directory, clear, open_ssd_ca
 from tierstore.engine.nodes.member import Member
 from tierstore.engine.nodes.upload import ClusterTarget
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import StorageError, TierstoreError, unknown_model
+from tierstore.errors import ClusterUnavailable, ConfigError, StorageError, TierstoreError, unknown_model
 from tierstore.formats.names import DataDirectory
 from tierstore.kernels import resp
 from tierstore.tiers.remote.cluster import connect
@@ -35,6 +37,7 @@ from tierstore.types import ProgressFn
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # for new models
+REFRESH_EVERY_S = 10.0  # which servers there are: a replica that comes later is to be asked, too
 
 
 class Fleet:
@@ -85,7 +88,12 @@ class Fleet:
             self.ssd_cache.close()
 
     def _run(self) -> None:
+        refreshed_s = time.monotonic()
         while not self._stopping.wait(LOOK_EVERY_S):
+            if time.monotonic() - refreshed_s > REFRESH_EVERY_S:
+                refreshed_s = time.monotonic()
+                with contextlib.suppress(ClusterUnavailable, ConfigError):  # as if there were nothing new
+                    self.cluster.refresh(deadline_s=refreshed_s + LOOK_EVERY_S)
             try:
                 for name in model_names(self._commands):
                     if not self._stopping.is_set():
