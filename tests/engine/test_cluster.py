@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,15 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
+from tests.engine.cluster_scenes import OpenNode, check, marks, member
 from tests.redis_cluster import RedisCluster
 from tierstore import kernels
-from tierstore.engine.nodes import fleet, follower, ingester
-from tierstore.engine.nodes.member import Member
+from tierstore.engine.nodes import follower, ingester
 from tierstore.engine.store import Store
-from tierstore.formats.delta.reader import read_delta
 from tierstore.kernels import resp, ssd_cache
 from tierstore.tiers.remote.write import Writer
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
-
-OpenNode = Callable[..., Store]
-
-
-def check(store: Store, table: str, keys: range, stamp: int) -> None:
-    rows, found = store.model("ctr").lookup(f"{table}_id", np.array(keys), return_found=True)
-    assert found.all()
-    np.testing.assert_array_equal(rows, scenes.vectors(table, stamp, keys))
 
 
 def test_a_model_is_loaded_served_changed_and_there_after_a_restart(open_node: OpenNode, tmp_path: Path) -> None:
@@ -72,78 +61,6 @@ def test_errors_of_deltas_are_those_of_any_store(open_node: OpenNode, tmp_path: 
         store.load_snapshot(scenes.write_snapshot(tmp_path / "again", delta_seq=8))
 
 
-def test_seqs_may_be_larger_than_the_doubles_of_the_scripts(open_node: OpenNode, tmp_path: Path) -> None:
-    a, b, at = open_node("a"), open_node("b"), 2**53
-    a.load_snapshot(scenes.write_snapshot(tmp_path, delta_seq=at))
-    scenes.eventually(lambda: "ctr" in b.models() and b.model("ctr").active_version == 1, "b serves version 1", 60)
-    for seq in (at + 1, at + 2, at + 3):
-        delta = scenes.stamped(seq, {"item": range(seq - at)})
-        assert a.apply_delta(delta).applied
-        assert not b.apply_delta(delta).applied
-    for store in (a, b):
-        scenes.eventually(lambda store=store: store.status()["models"]["ctr"]["overlays"] == 0, "they are folded", 60)
-        check(store, "item", range(1), at + 3)
-        assert set(marks(store)) == {at + 3}
-
-
-SMALL = "1KiB"  # overlay_budget of a node; a delta of 100 rows of table item takes 6 KiB
-
-
-def test_a_delta_that_a_node_cannot_take_is_refused_by_every_node(open_node: OpenNode, tmp_path: Path) -> None:
-    a, b = open_node("a"), open_node("b", overlay_budget=SMALL)
-    a.load_snapshot(scenes.write_snapshot(tmp_path))
-    scenes.eventually(lambda: "ctr" in b.models() and b.model("ctr").active_version == 1, "b serves it", 60)
-    assert a.apply_delta(scenes.stamped(1, {"item": range(5)})).applied
-    for store in (a, b):
-        with pytest.raises(tierstore.TooLarge, match="overlay_budget of node"):
-            store.apply_delta(scenes.stamped(2, {"item": range(100)}))
-    b.close()
-    assert a.apply_delta(scenes.stamped(2, {"item": range(100)})).applied
-
-
-def test_a_node_without_room_for_a_delta_goes_on_once_rows_have_it(
-    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ingester, "STALLED_S", 0.2)
-    a, b = open_node("a"), open_node("b", overlay_budget=SMALL)
-    a.load_snapshot(scenes.write_snapshot(tmp_path))
-    scenes.eventually(lambda: "ctr" in b.models() and b.model("ctr").active_version == 1, "b serves it", 60)
-    check(b, "item", range(200), 0)
-    delta = scenes.stamped(1, {"item": range(100)})
-    assert member(a).shared.append(1, read_delta(delta).digest, delta, None)
-    scenes.eventually(lambda: b.status()["models"]["ctr"]["watermark"] == 1, "b has it from the rows", 60)
-    check(b, "item", range(100), 1)
-    check(b, "item", range(100, 1000), 0)
-    # one that starts meanwhile
-    bring = ingester.Ingester._bring
-    monkeypatch.setattr(ingester.Ingester, "_bring", lambda *_: None)
-    delta = scenes.stamped(2, {"item": range(100)})
-    assert member(a).shared.append(2, read_delta(delta).digest, delta, None)
-    c = open_node("c", overlay_budget=SMALL)
-    scenes.eventually(lambda: member(c).follower._failed is not None, "c cannot serve yet", 60)
-    monkeypatch.setattr(ingester.Ingester, "_bring", bring)
-    scenes.eventually(lambda: c.model("ctr").active_version == 1, "c serves", 60)
-    check(c, "item", range(100), 2)
-
-
-def test_rows_that_are_too_old_do_not_get_into_a_cluster(open_node: OpenNode, tmp_path: Path) -> None:
-    now, keys = time.time(), np.arange(40)
-    with tierstore.SnapshotWriter(tmp_path / "s", model="ctr", version=1) as snapshot:
-        user = snapshot.table("user", dim=4, ttl_s="30d", time_column="seen")
-        user.write(keys, scenes.vectors("user", 0, keys), now - 86400 * keys - 60)
-        snapshot.feature("user_id", table="user")
-    store = open_node()
-    store.load_snapshot(tmp_path / "s")
-    store.apply_delta(scenes.stamped(1, {"user": [35, 2]}))
-    scenes.eventually(lambda: store.status()["models"]["ctr"]["overlays"] == 0, "the delta is folded", 60)
-    store.model("ctr").housekeeping.run_tasks()
-    assert store.model("ctr").problem is None
-    _, found = store.model("ctr").lookup("user_id", keys, return_found=True)
-    assert set(keys[found].tolist()) == {*range(30), 35}
-    ttl = store.status()["models"]["ctr"]["tables"]["user"]["ttl"]
-    assert (ttl["expired_at_load"], ttl["expired_since"], ttl["checked_at"]) == (10, 0, None)
-
-
 def test_what_one_node_does_every_node_serves(open_node: OpenNode, tmp_path: Path) -> None:
     a, b = open_node("a"), open_node("b")
     a.load_snapshot(scenes.write_snapshot(tmp_path, 1))
@@ -170,19 +87,6 @@ def test_what_one_node_does_every_node_serves(open_node: OpenNode, tmp_path: Pat
         check(store, "item", range(10, 30), 2)
     a.drop("ctr", 2)
     scenes.eventually(lambda: a.model("ctr").versions == [1] and b.model("ctr").versions == [1], "2 is dropped", 60)
-
-
-def member(store: Store) -> Member:
-    assert store.fleet is not None
-    return store.fleet.existing("ctr")
-
-
-def marks(store: Store) -> list[int]:
-    """The seq of every tag of version 1, and of the pointer's mark."""
-    of = member(store)
-    info = of.model.catalogue.info(1)
-    with store.fleet.open_writer("ctr", 1, {}, info.tags) as writer:  # type: ignore[union-attr]
-        return [state.seq for state in writer.states() if state is not None] + [of.shared.pointer().marks.get(1, 0)]
 
 
 class Paused:
@@ -310,117 +214,6 @@ def test_without_the_cluster_memory_answers_and_the_remaining_keys_are_refused(
     assert unknown_model(refusing) is tierstore.NotFound
     for store in (refusing, defaulting):
         check(store, "item", range(1000), 0)  # a default was never kept as the key's answer
-
-
-def test_a_replica_that_came_later_is_found(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "REFRESH_EVERY_S", 0.0)
-    cluster = open_node().fleet.cluster  # type: ignore[union-attr]
-    cluster._topology = {slot: of[:1] for slot, of in cluster.topology.items()}  # as if replicas had not been there
-    scenes.eventually(lambda: len(cluster.replicas_of(0)) == 1, "the replica can be asked", 60)
-
-
-def test_a_load_that_was_cancelled_goes_on_from_what_the_cluster_has(
-    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, cancelled, written = open_node(), threading.Event(), []
-    write_rows = Writer.write_rows
-
-    def write(self: Writer, table: str, *rows: Any) -> None:
-        write_rows(self, table, *rows)
-        written.append(table)
-        cancelled.set()
-
-    monkeypatch.setattr(Writer, "write_rows", write)
-    snapshot = scenes.write_snapshot(tmp_path)
-    with pytest.raises(tierstore.errors.LoadCancelled):
-        store.load_snapshot(snapshot, cancelled=cancelled)
-    assert written == ["user"]
-    store.load_snapshot(snapshot)
-    assert written == ["user", "item"]
-    check(store, "user", range(500), 0)
-    check(store, "item", range(1000), 0)
-
-
-def test_rows_of_a_load_that_a_server_has_lost_are_written_again(
-    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, cancelled, written = open_node(), threading.Event(), []
-    write_rows = Writer.write_rows
-
-    def write(self: Writer, table: str, *rows: Any) -> None:
-        write_rows(self, table, *rows)
-        written.append((table, len(rows[0])))
-        cancelled.set()
-
-    monkeypatch.setattr(Writer, "write_rows", write)
-    snapshot = scenes.write_snapshot(tmp_path)
-    with pytest.raises(tierstore.errors.LoadCancelled):
-        store.load_snapshot(snapshot, cancelled=cancelled)
-    assert written == [("user", 500)]
-    shared = member(store).shared
-    tag = shared.versions()[1]["tags"][1]
-    rows = f"ts:{{{tag}}}:ctr:1:user"
-    lost = shared._cluster.call("HLEN", rows)
-    shared._cluster.call("DEL", rows)  # as a failover leaves it; the checkpoints are elsewhere
-    store.load_snapshot(snapshot)
-    assert written == [("user", 500), ("item", 1000), ("user", lost)]
-    check(store, "user", range(500), 0)
-    check(store, "item", range(1000), 0)
-
-
-def test_the_log_keeps_what_a_version_lacks_that_is_being_loaded(
-    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.05)
-    store, uploading, go_on = open_node(remote_log_retention_s=0.0), threading.Event(), threading.Event()
-    store.load_snapshot(scenes.write_snapshot(tmp_path, 1))
-    write_rows = Writer.write_rows
-
-    def write(self: Writer, *words: Any) -> None:
-        uploading.set()
-        assert go_on.wait(60)
-        write_rows(self, *words)
-
-    monkeypatch.setattr(Writer, "write_rows", write)
-    shared, cleaned = member(store).shared, threading.Event()
-    for seq in (1, 2):
-        store.apply_delta(scenes.stamped(seq, {"item": range(20)}))
-    scenes.eventually(lambda: not shared.read(0, 9), "without a load the log is cut off", 60)
-    with ThreadPoolExecutor(1) as threads:
-        load = threads.submit(store.load_snapshot, scenes.write_snapshot(tmp_path, 2, delta_seq=2))
-        assert uploading.wait(60)
-        for seq in (3, 4):
-            store.apply_delta(scenes.stamped(seq, {"item": range(20)}))
-        scenes.eventually(lambda: store.status()["models"]["ctr"]["overlays"] == 0, "they are folded", 60)
-        trim = ingester.Ingester._trim
-        monkeypatch.setattr(ingester.Ingester, "_trim", lambda self, *words: (trim(self, *words), cleaned.set()))
-        assert cleaned.wait(60)
-        assert [entry.seq for entry in shared.read(0, 9)] == [3, 4]
-        go_on.set()
-        assert load.result() == 2
-    check(store, "item", range(20), 4)
-    scenes.eventually(lambda: not shared.read(0, 9), "nobody needs it any more", 60)
-
-
-def test_a_version_that_one_node_cannot_serve_is_not_switched_to(
-    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a = open_node("a")
-    a.load_snapshot(scenes.write_snapshot(tmp_path, 1))
-    b = open_node("b")
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise tierstore.errors.StorageError("no memory here")
-
-    monkeypatch.setattr(member(b).model.opener, "warmed", fail)
-    with pytest.raises(tierstore.Conflict, match="no memory here"):
-        a.load_snapshot(scenes.write_snapshot(tmp_path, 2, stamp=2))
-    assert a.model("ctr").active_version == b.model("ctr").active_version == 1
-    monkeypatch.undo()
-    a.activate("ctr", 2)
-    scenes.eventually(lambda: b.model("ctr").active_version == 2, "b serves version 2", 60)
-    for store in (a, b):
-        check(store, "item", range(1000), 2)
 
 
 def test_a_delta_that_the_cluster_has_lost_is_put_back_by_a_node_that_has_it(

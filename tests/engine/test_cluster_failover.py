@@ -13,16 +13,15 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
+from tests.engine.cluster_scenes import OpenNode, member
 from tests.redis_cluster import RedisCluster, Server, wait_for
 from tierstore.engine.cluster.shared_model import SharedModel
 from tierstore.engine.nodes import follower
-from tierstore.engine.nodes.member import Member
 from tierstore.engine.store import Store
 from tierstore.tiers.remote.layout import slot_of
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
-OpenNode = Callable[..., Store]
 LOG_SLOT = slot_of(b"ts:ctr")
 NOBODY = "0" * 40  # the id of a server that is none
 
@@ -57,13 +56,6 @@ def cut(away: dict[Store, threading.Event], *nodes: Store) -> None:
     for node in nodes:
         away[node] = threading.Event()
         scenes.eventually(lambda node=node: member(node).follower.problem is not None, "it is cut off", 60)
-
-
-def member(store: Store) -> Member:
-    assert store.fleet is not None
-    found = store.fleet.existing("ctr")
-    assert isinstance(found, Member)
-    return found
 
 
 def shared(store: Store) -> SharedModel:

@@ -89,13 +89,25 @@ class SharedModel:
     def record(self, number: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
         """Replace the record of a version (None: there is none). False where it is not `before` any more."""
         if before is None and after is not None:
-            self._cluster.call("SADD", MODELS, self.name)
-        return bool(self._run(scripts.RECORD, [self._versions, self._current], number, _text(before), _text(after)))
+            self.list_model()
+        done = bool(self._run(scripts.RECORD, [self._versions, self._current], number, _text(before), _text(after)))
+        if before is None and after is not None:
+            self.list_model()  # again: it may have been forgotten meanwhile, as it had no version
+        return done
+
+    def list_model(self) -> None:
+        """Have every node find the model."""
+        self._cluster.call("SADD", MODELS, self.name)
 
     def forget_model(self) -> None:
-        """Take the model off the list, if it has no version and no log."""
-        if not self.versions() and self.pointer().seq is None:
+        """Remove the model from the list, if it has no version and no log. Nodes then forget it."""
+        if self._is_nothing():
             self._cluster.call("SREM", MODELS, self.name)
+            if not self._is_nothing():
+                self.list_model()
+
+    def _is_nothing(self) -> bool:
+        return not self.versions() and self.pointer().seq is None
 
     # --- side files and the state of a load
 

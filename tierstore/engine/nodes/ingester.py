@@ -1,6 +1,6 @@
 """The node with a model's lease brings acknowledged deltas into the rows in the cluster, and cleans up there.
 
-Every node has one of these threads; the lease says whose works. It has an epoch, which each tag compares as it changes rows: a
+Every node has one of these threads; the lease says whose works. The others only look whether the rows are there. It has an epoch, which each tag compares as it changes rows: a
 node that lost the lease and does not know it is refused. A delta goes to all tags of a version before the next one does. It
 waits until every node that reports has the delta and reads no view from before it, so that no request finds rows that are newer
 than its view. A node that has gone silent is not waited for: what it reads tells it.
@@ -122,6 +122,7 @@ class Ingester:
         """One look at everything. Whether there was something to do."""
         epoch = self._have_lease()
         if epoch is None:
+            self._check_tags()
             return False
         before = dict(self._reached)
         pointer = self._shared.pointer()
@@ -204,6 +205,20 @@ class Ingester:
                 reached = self._reached[number] = entry.seq
         if pointer.marks.get(number, -1) < reached and not self._shared.progress(epoch, number, reached, None):
             raise LeaseLost("the lease is another node's")
+
+    def _check_tags(self) -> None:
+        """On a node without the lease: notice where tags of what it serves are gone."""
+        if time.monotonic() - self._cleaned_s < CLEAN_EVERY_S:
+            return
+        self._cleaned_s, failed = time.monotonic(), dict[int, str]()
+        for view in self._model.publisher.served.views:
+            info = view.open_version.info
+            with self._open_writer(self._model.name, info.number, {}, info.tags) as writer:
+                try:
+                    self._lowest_of_tags(info.number, writer)
+                except StorageError as error:
+                    failed[info.number] = str(error)
+        self._failed = failed
 
     def _lowest_of_tags(self, number: int, writer: Writer) -> int:
         states = writer.states()

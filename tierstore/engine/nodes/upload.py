@@ -18,7 +18,7 @@ import numpy as np
 from tierstore.config import Settings
 from tierstore.engine.cluster.shared_model import SharedModel
 from tierstore.engine.versions.info import make_record
-from tierstore.errors import Conflict, SnapshotError
+from tierstore.errors import Conflict, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.keys import partition_of
 from tierstore.formats.names import VersionDirectory
@@ -208,6 +208,20 @@ class ClusterTarget:
             raise Conflict(f"version {number} of {shared.name!r} was dropped while it was loaded")
         files.publish_record(where.record, record)
         shared.end_load(number)
+
+    def abandon(self, number: int) -> None:
+        """Nothing of the load stays in the cluster, nor of the model, where this would have been its first version."""
+        shared, record = self._shared, self._record
+        try:
+            tags = [tag.encode() for tag in record["tags"]]
+            with self._writers(shared.name, number, record["tables"], tags) as writer:
+                writer.drop(pause_s=0.01)
+            shared.remove_files(number)
+            shared.end_load(number)
+            shared.record(number, record, None)
+            shared.forget_model()
+        except StorageError as error:  # it goes after `load_retention_s`
+            log.warning("what a failed load has left in the cluster stays for now: %s", error)
 
     def activate(self, number: int, progress: ProgressFn) -> None:
         self._activate(number, progress)
