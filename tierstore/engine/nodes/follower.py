@@ -143,7 +143,7 @@ class Follower:
         moved = pointer != self.pointer
         seen = pointer.server, pointer.generation
         if seen != self._seen:
-            self._copies.update(self.shared.versions(), pointer)
+            pointer = self._copies.update(self.shared.versions(), pointer)
         self._note_marks(pointer)
         with self.changed:
             self.pointer = pointer
@@ -281,12 +281,14 @@ class Follower:
 
     def _begin_again(self, pointer: Pointer, why: str) -> None:
         """Nothing in memory can be trusted."""
-        assert pointer.current is not None
+        number = pointer.current
+        assert number is not None
         log.warning("model %s: %s; its caches begin again", self.model.name, why)
         with self.model.state.switch:
+            pointer = replace(self._copies.update_dense(number), current=number)
             self._begin(pointer)
-            self.model.catalogue.info(pointer.current).watermark = self._mark(pointer, pointer.current)
-            self._serve(pointer.current, lambda: None)
+            self.model.catalogue.info(number).watermark = self._mark(pointer, number)
+            self._serve(number, lambda: None)
 
     def _mark(self, pointer: Pointer, number: int) -> int:
         return max(pointer.marks.get(number, 0), self.model.catalogue.info(number).manifest.delta_seq)
