@@ -32,6 +32,7 @@ from tierstore.formats.keys import partition_of
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.joining import NO_LIMIT
 from tierstore.tiers.remote import write
+from tierstore.tiers.remote.calls import call, command
 from tierstore.tiers.remote.cluster import Cluster, connect
 from tierstore.tiers.remote.layout import slot_of, watermark_key
 from tierstore.tiers.remote.options import Options
@@ -315,7 +316,13 @@ def test_rows_of_two_deltas_with_one_seq_are_refused(loaded: Loaded, monkeypatch
     with pytest.raises(Corruption, match="another delta 7"):
         loaded.writer.apply_delta(1, 7, [change], "b2")
     loaded.writer.apply_delta(1, 7, [change], "a1")
-    assert {state and state.seq for state in loaded.writer.states()} == {7}
+    assert {(state.seq, state.digest) for state in loaded.writer.states() if state} == {(7, "a1")}
+    # an earlier release writes no digest
+    for tag in loaded.tags:
+        key = watermark_key(tag, loaded.model, 1)
+        call(loaded.cluster, slot_of(tag), [command(b"HSET", key, b"seq", b"8", b"applying", b"8")], timeout_s=60)
+    assert {(state.seq, state.digest) for state in loaded.writer.states() if state} == {(8, "")}
+    assert loaded.writer.apply_delta(1, 8, [change], "b2") == [False] * 6
 
 
 @pytest.mark.parametrize("at", [2**53, 10**16 - 1, 10**18 - 3])

@@ -24,7 +24,7 @@ SEQ = b"seq"  # the newest delta whose rows are all there
 APPLYING = b"applying"  # the newest delta of which rows may be there
 EPOCH = b"epoch"  # of the newest writer; one with a lower epoch is refused
 CHUNK = b"chunk"  # of the delta `applying`: how many of its chunks are there
-DIGEST = b"digest"  # of the delta `applying`: another one under its seq is refused
+DIGEST = b"digest"  # seq and digest of the delta `applying`: another one under its seq is refused
 
 
 def slot_of(tag: bytes) -> int:

@@ -15,7 +15,8 @@ local stored = tonumber(mark[3] or '0')
 if epoch < stored then return {3, stored} end
 if epoch > stored then redis.call('HSET', KEYS[1], 'epoch', ARGV[1]) end
 local at, is_begun = mark[1], mark[2] == seq
-if is_begun and mark[5] and mark[5] ~= '' and digest ~= '' and mark[5] ~= digest then return {5, seq} end
+local named, held = string.match(mark[5] or '', '^(%d+) (%w+)$')
+if is_begun and named == seq and digest ~= '' and held ~= digest then return {5, seq} end
 if #seq < #at or (#seq == #at and seq <= at) then return {1, at} end
 local done = 0
 if is_begun then done = tonumber(mark[4] or '0') end
@@ -48,9 +49,9 @@ for piece = 2, #KEYS do
   end
 end
 if ARGV[6] == '1' then
-  redis.call('HSET', KEYS[1], 'seq', seq, 'applying', seq, 'chunk', '0', 'digest', digest)
+  redis.call('HSET', KEYS[1], 'seq', seq, 'applying', seq, 'chunk', '0', 'digest', seq .. ' ' .. digest)
 else
-  redis.call('HSET', KEYS[1], 'applying', seq, 'chunk', tostring(chunk + 1), 'digest', digest)
+  redis.call('HSET', KEYS[1], 'applying', seq, 'chunk', tostring(chunk + 1), 'digest', seq .. ' ' .. digest)
 end
 return {0, seq}
 """

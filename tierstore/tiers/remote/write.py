@@ -140,7 +140,8 @@ class Writer:
             if numbers[0] is None:
                 return None
             seq, applying, epoch, chunk = (int(value or 0) for value in numbers)
-            return TagState(seq, applying, epoch, chunk, (digest or b"").decode())
+            named, _, of = (digest or b"").decode().partition(" ")  # a node of an earlier release leaves it as it was
+            return TagState(seq, applying, epoch, chunk, of if named == str(applying) else "")
 
         return self._on_tags(read)
 
