@@ -49,11 +49,11 @@ local fields = redis.call('HMGET', KEYS[1], 'seq', 'digest', 'recovering', 'owed
 local last = fields[1]
 if not last then return {'none', '', ''} end
 local digest = of(last, fields[2]) or ''
+if fields[3] and ARGV[7] ~= '1' and less(last, ARGV[1]) then return {'recovering', last, digest} end
 if last ~= ARGV[2] then return {'at', last, digest} end
 if digest ~= '' and ARGV[6] ~= '' and digest ~= ARGV[6] then return {'forked', last, digest} end
 local owed = of(ARGV[1], fields[4])
 if owed and owed ~= ARGV[3] then return {'owed', last, digest} end
-if fields[3] and ARGV[7] ~= '1' then return {'recovering', last, digest} end
 local after = digest
 if after == '' then after = ARGV[6] end
 redis.call('XADD', KEYS[2], ARGV[1] .. '-0', 'digest', ARGV[3], 'ms', ARGV[4], 'data', ARGV[5], 'after', after)

@@ -45,9 +45,7 @@ class Follower:
         self.changed = threading.Condition()
         self.pointer = Pointer()
         self.problem: str | None = None  # why the cluster cannot be followed at the moment
-        self.lost: str | None = (
-            None  # what this node had acknowledged, and the cluster has otherwise; until another version serves
-        )
+        self._lost: tuple[int | None, str] | None = None  # see `lost`, and the version that served then
         self._prepared: int | None = None
         self._failed: tuple[int, int, str] | None = None  # version, generation, why
         self._failed_at = 0  # what its rows had then
@@ -105,6 +103,12 @@ class Follower:
         """Why this node does not know what the cluster says; None where it does. A call may hang for long before it fails."""
         silent_s = time.monotonic() - self._looked_s
         return self.problem or (f"it has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else None)
+
+    @property
+    def lost(self) -> str | None:
+        """Which deltas this node had and the cluster has otherwise by now; until another version serves."""
+        lost = self._lost
+        return lost[1] if lost is not None and lost[0] == self.model.active_version else None
 
     # --- the thread
 
@@ -215,11 +219,12 @@ class Follower:
                 lost = differing[0]
                 break
         deltas = f"delta {lost}" if lost == local.last else f"deltas {lost} to {local.last}"
-        self.lost = (
+        why = (
             f"the cluster has lost {deltas}, which this node had, and has other content there by now, which this node serves from now "
             "on: send again under new seqs what was lost"
         )
-        log.error("model %s: %s", self.model.name, self.lost)
+        self._lost = pointer.current, why
+        log.error("model %s: %s", self.model.name, why)
         self._begin_again(self.shared.pointer(), "its deltas were not those of the cluster")
 
     def _apply(self, pointer: Pointer) -> None:
@@ -340,10 +345,7 @@ class Follower:
             if self._stopping:
                 raise Closed(f"the store of model {self.model.name!r} is being closed")
 
-        before = self.model.active_version
         self.model.switcher.follow(number, ready, start=start, progress=report)
-        if self.model.active_version != before:
-            self.lost = None
 
     def _await_turn(self, number: int) -> float | None:
         """Wait until the pointer is at a version that is ready. Returns its share as the canary, None where it is current.
