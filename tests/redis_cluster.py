@@ -159,6 +159,10 @@ class Server:
                 return [slot for low, _, high in ranges for slot in range(int(low), int(high or low) + 1)]
         return []
 
+    def master_id(self) -> str:
+        """The id of the master that it is a replica of."""
+        return next(line[3] for line in self.nodes() if "myself" in line[2].split(","))
+
     def nodes(self) -> list[list[str]]:
         """The lines of `CLUSTER NODES`, as words."""
         return [line.split() for line in raw(self, "CLUSTER", "NODES").decode().splitlines()]
@@ -259,6 +263,20 @@ class RedisCluster:
                 before_end()
         for server in (target, source, *(one for one in self.masters() if one not in (source, target))):
             server.call("CLUSTER", "SETSLOT", slot, "NODE", target.node_id)
+
+    def cut_replica(self, master: Server) -> Server:
+        """From now on the replica of a master gets nothing of what is written to it. Returns the replica."""
+        replica = next(one for one in self.running() if not one.is_master() and one.master_id() == master.node_id)
+        replica.call("CONFIG", "SET", "masteruser", "nobody", "masterauth", "nothing")
+        master.call("CLIENT", "KILL", "TYPE", "REPLICA")
+        wait_for(lambda: replica.call("ROLE")[3] != b"connected", "the replica to be cut off")
+        return replica
+
+    def lose(self, master: Server, replica: Server) -> None:
+        """End a master whose replica was cut off. Returns once the replica is the master, without what was written since."""
+        master.kill()
+        wait_for(lambda: replica.is_master() and replica.slots(), "the failover")
+        replica.call("CONFIG", "SET", "masteruser", "", "masterauth", "")
 
     def flush(self) -> None:
         for server in self.masters():

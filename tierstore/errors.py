@@ -109,7 +109,11 @@ class Conflict(TierstoreError):
 
 
 class Fenced(Conflict):
-    """A write under a lower epoch than one before: another node is the ingester now. Nothing was written."""
+    """A write under a lower epoch than one before, `epoch`: another node is the ingester now. Nothing was written."""
+
+    def __init__(self, message: str, *, epoch: int = 0) -> None:
+        super().__init__(message)
+        self.epoch = epoch
 
 
 class SequenceGap(Conflict):

@@ -1,10 +1,12 @@
-"""Two nodes over a real cluster, and the one that brings deltas into it is killed or frozen in the middle of one, over and over.
+"""Two nodes over a real cluster; the one that brings deltas into it, or the server that has the log, ends in the middle of one, over and over.
 
 `python -m tools.cluster_chaos --rounds 100 --seed 1`, from the root of the repository; needs `redis-server`.
 
 Each round sends a delta over both tables to the other node, and ends (SIGKILL) or stops (SIGSTOP) the node that has the lease
 at a random moment after that. The other one must take over and finish. A node that was stopped wakes up then, and must be
-refused where it writes; one that was killed is started again. At the end of each round both nodes must report the same
+refused where it writes; one that was killed is started again. In every third round, by lot, it is the master with the log of deltas
+that is killed instead, after its replica was cut off: it has acknowledged the delta, and takes it along. Other content is then sent under
+its seq to both nodes until it is refused, which it must be. At the end of each round both nodes must report the same
 watermark, every tag must have it, and every row must be the one that the deltas so far say. Ends with status 1 at the first
 round that is not so.
 """
@@ -26,7 +28,8 @@ import numpy as np
 
 import tierstore
 from tests.engine import scenes
-from tests.redis_cluster import RedisCluster, free_ports, redis_cluster
+from tests.redis_cluster import RedisCluster, free_ports, redis_cluster, wait_for
+from tierstore.tiers.remote.layout import slot_of
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 300.0  # a start may take a minute and more where the machine is busy
@@ -108,6 +111,7 @@ class Chaos:
     def __init__(self, servers: RedisCluster, directory: Path, seed: int) -> None:
         self.random, self.numbers = random.Random(seed), np.random.default_rng(seed)
         self.stamps = {table: np.zeros(rows, np.int64) for table, rows in scenes.ROWS.items()}
+        self.servers = servers
         self.nodes = [Node(name, directory, servers.url) for name in ("a", "b")]
         self.nodes[0].client.load_snapshot(str(scenes.write_snapshot(directory)), model="ctr")
         for node in self.nodes:
@@ -117,6 +121,10 @@ class Chaos:
         old = eventually(lambda: next((node for node in self.nodes if node.has_lease), None), "a node has the lease")
         new = next(node for node in self.nodes if node is not old)
         delta = self._delta(seq)
+        if self.random.random() < 1 / 3:
+            self._lose_log(new, seq, delta)
+            self._compare_all(seq)
+            return f"lost the master with the log, node {new.name} had the delta"
         kill = self.random.random() < 0.5
         new.client.apply_delta(delta)
         time.sleep(self.random.random() * 0.03)
@@ -129,11 +137,40 @@ class Chaos:
             old.start()
         else:
             old.signal(signal.SIGCONT)
+        self._compare_all(seq)
+        return f"{'killed' if kill else 'stopped'} {old.name}, {'after' if reached == seq else 'within'} the delta"
+
+    def _lose_log(self, node: Node, seq: int, delta: bytes) -> None:
+        """A delta is acknowledged by a master that ends without its replica having it, and by a node that lives on."""
+        servers = self.servers
+        master = servers.master_of(slot_of(b"ts:ctr"))
+        wait_for(lambda: master.call("WAIT", 1, 1000), "the replica has everything so far")
+        replica = servers.cut_replica(master)
+        node.client.apply_delta(delta)
+        servers.lose(master, replica)
+        other = scenes.delta(seq, {"item": ([0], np.full((1, scenes.DIM["item"]), 7777, np.float32))})
+        asked = self.random.sample(self.nodes, 2)
+
+        def is_refused() -> bool:
+            for one in asked:
+                try:
+                    one.client.apply_delta(other)
+                except tierstore.SequenceGap:
+                    return False
+                except tierstore.Conflict:
+                    continue
+                raise Wrong(f"node {one.name} has taken other content as delta {seq}, which was acknowledged")
+            return True
+
+        eventually(is_refused, f"both nodes refuse other content as delta {seq}")
+        master.start()
+        servers.wait_until_ok()
+
+    def _compare_all(self, seq: int) -> None:
         for node in self.nodes:
             eventually(lambda node=node: node.status()["watermark"] == seq, f"node {node.name} has delta {seq}")
             eventually(lambda node=node: node.status()["overlays"] == 0, f"node {node.name} has folded delta {seq}")
             self._compare(node, seq)
-        return f"{'killed' if kill else 'stopped'} {old.name}, {'after' if reached == seq else 'within'} the delta"
 
     def _delta(self, seq: int) -> bytes:
         upserts, deletes = {}, {}

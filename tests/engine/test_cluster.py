@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,15 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
+from tests.engine.cluster_scenes import OpenNode, check, marks, member
 from tests.redis_cluster import RedisCluster
 from tierstore import kernels
 from tierstore.engine.nodes import follower, ingester
-from tierstore.engine.nodes.member import Member
 from tierstore.engine.store import Store
 from tierstore.kernels import resp, ssd_cache
 from tierstore.tiers.remote.write import Writer
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
-
-OpenNode = Callable[..., Store]
-
-
-def check(store: Store, table: str, keys: range, stamp: int) -> None:
-    rows, found = store.model("ctr").lookup(f"{table}_id", np.array(keys), return_found=True)
-    assert found.all()
-    np.testing.assert_array_equal(rows, scenes.vectors(table, stamp, keys))
 
 
 def test_a_model_is_loaded_served_changed_and_there_after_a_restart(open_node: OpenNode, tmp_path: Path) -> None:
@@ -70,24 +61,6 @@ def test_errors_of_deltas_are_those_of_any_store(open_node: OpenNode, tmp_path: 
         store.load_snapshot(scenes.write_snapshot(tmp_path / "again", delta_seq=8))
 
 
-def test_rows_that_are_too_old_do_not_get_into_a_cluster(open_node: OpenNode, tmp_path: Path) -> None:
-    now, keys = time.time(), np.arange(40)
-    with tierstore.SnapshotWriter(tmp_path / "s", model="ctr", version=1) as snapshot:
-        user = snapshot.table("user", dim=4, ttl_s="30d", time_column="seen")
-        user.write(keys, scenes.vectors("user", 0, keys), now - 86400 * keys - 60)
-        snapshot.feature("user_id", table="user")
-    store = open_node()
-    store.load_snapshot(tmp_path / "s")
-    store.apply_delta(scenes.stamped(1, {"user": [35, 2]}))
-    scenes.eventually(lambda: store.status()["models"]["ctr"]["overlays"] == 0, "the delta is folded", 60)
-    store.model("ctr").housekeeping.run_tasks()
-    assert store.model("ctr").problem is None
-    _, found = store.model("ctr").lookup("user_id", keys, return_found=True)
-    assert set(keys[found].tolist()) == {*range(30), 35}
-    ttl = store.status()["models"]["ctr"]["tables"]["user"]["ttl"]
-    assert (ttl["expired_at_load"], ttl["expired_since"], ttl["checked_at"]) == (10, 0, None)
-
-
 def test_what_one_node_does_every_node_serves(open_node: OpenNode, tmp_path: Path) -> None:
     a, b = open_node("a"), open_node("b")
     a.load_snapshot(scenes.write_snapshot(tmp_path, 1))
@@ -114,19 +87,6 @@ def test_what_one_node_does_every_node_serves(open_node: OpenNode, tmp_path: Pat
         check(store, "item", range(10, 30), 2)
     a.drop("ctr", 2)
     scenes.eventually(lambda: a.model("ctr").versions == [1] and b.model("ctr").versions == [1], "2 is dropped", 60)
-
-
-def member(store: Store) -> Member:
-    assert store.fleet is not None
-    return store.fleet.existing("ctr")
-
-
-def marks(store: Store) -> list[int]:
-    """The seq of every tag of version 1, and of the pointer's mark."""
-    of = member(store)
-    info = of.model.catalogue.info(1)
-    with store.fleet.open_writer("ctr", 1, {}, info.tags) as writer:  # type: ignore[union-attr]
-        return [state.seq for state in writer.states() if state is not None] + [of.shared.pointer().marks.get(1, 0)]
 
 
 class Paused:
@@ -254,49 +214,6 @@ def test_without_the_cluster_memory_answers_and_the_remaining_keys_are_refused(
     assert unknown_model(refusing) is tierstore.NotFound
     for store in (refusing, defaulting):
         check(store, "item", range(1000), 0)  # a default was never kept as the key's answer
-
-
-def test_a_load_that_was_cancelled_goes_on_from_what_the_cluster_has(
-    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, cancelled, written = open_node(), threading.Event(), []
-    write_rows = Writer.write_rows
-
-    def write(self: Writer, table: str, *rows: Any) -> None:
-        write_rows(self, table, *rows)
-        written.append(table)
-        cancelled.set()
-
-    monkeypatch.setattr(Writer, "write_rows", write)
-    snapshot = scenes.write_snapshot(tmp_path)
-    with pytest.raises(tierstore.errors.LoadCancelled):
-        store.load_snapshot(snapshot, cancelled=cancelled)
-    assert written == ["user"]
-    store.load_snapshot(snapshot)
-    assert written == ["user", "item"]
-    check(store, "user", range(500), 0)
-    check(store, "item", range(1000), 0)
-
-
-def test_a_version_that_one_node_cannot_serve_is_not_switched_to(
-    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a = open_node("a")
-    a.load_snapshot(scenes.write_snapshot(tmp_path, 1))
-    b = open_node("b")
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise tierstore.errors.StorageError("no memory here")
-
-    monkeypatch.setattr(member(b).model.opener, "warmed", fail)
-    with pytest.raises(tierstore.Conflict, match="no memory here"):
-        a.load_snapshot(scenes.write_snapshot(tmp_path, 2, stamp=2))
-    assert a.model("ctr").active_version == b.model("ctr").active_version == 1
-    monkeypatch.undo()
-    a.activate("ctr", 2)
-    scenes.eventually(lambda: b.model("ctr").active_version == 2, "b serves version 2", 60)
-    for store in (a, b):
-        check(store, "item", range(1000), 2)
 
 
 def test_a_delta_that_the_cluster_has_lost_is_put_back_by_a_node_that_has_it(

@@ -167,26 +167,59 @@ def test_the_front_follows_the_slowest_partition(scene: Scene) -> None:
     check(front, "item", KEYS, 1)
 
 
-def test_where_a_node_is_too_far_behind_the_others_answer_with_newer_rows(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def no_held_views(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fronts, "LAG_S", 0.0)
     monkeypatch.setattr(fronts, "KEEP_S", 0.0)
+
+
+def is_refused(front: Store, keys: np.ndarray) -> bool:
+    """Whether rows that are newer than the front are refused; there are none of another seq in any case."""
+    try:
+        rows = front.model("ctr").lookup("item_id", keys)
+    except tierstore.Overloaded:
+        return True
+    np.testing.assert_array_equal(rows, scenes.vectors("item", 0, keys))
+    return False
+
+
+def test_where_a_node_is_too_far_behind_rows_of_the_others_are_refused(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_held_views(monkeypatch)
     nodes = scene.quarters()
     front = scene.front(host_budget=NO_CACHE)
     for node in nodes[:-1]:
         node.store.apply_delta(scenes.stamped(1, {"item": KEYS}))
     ahead = np.setdiff1d(np.arange(1000), of_share(np.arange(1000), nodes[-1].own))
-
-    def newer() -> bool:
-        return bool((front.model("ctr").lookup("item_id", ahead) == scenes.vectors("item", 1, ahead)).all())
-
-    scenes.eventually(newer, "the views before the delta are held no more")
+    scenes.eventually(lambda: is_refused(front, ahead), "the views before the delta are held no more")
     assert watermark(front) == 0
     check(front, "item", of_share(np.arange(1000), nodes[-1].own), 0)
     nodes[-1].store.apply_delta(scenes.stamped(1, {"item": KEYS}))
     await_watermark(front, 1)
     check(front, "item", KEYS, 1)
+
+
+def test_a_front_whose_own_disk_is_full_answers_no_newer_rows(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_held_views(monkeypatch)
+    scene.quarters()
+    front = scene.front()
+    in_memory, others = np.arange(500), np.arange(500, 1000)
+    check(front, "item", in_memory, 0)
+
+    def full(_: int) -> None:
+        raise tierstore.errors.DiskFull("no room for a delta")
+
+    room = front.model("ctr").state.room
+    with monkeypatch.context() as patched:
+        patched.setattr(room, "check_delta", full)
+        for seq in (1, 2, 3):
+            scene.apply(scenes.stamped(seq, {"item": KEYS}))
+        scenes.eventually(lambda: is_refused(front, others), "the views before the delta are held no more")
+        check(front, "item", in_memory, 0)
+        assert is_refused(front, np.arange(1000))
+        assert "no room" in front.status("ctr")["models"]["ctr"]["upstream"]["problem"]
+    await_watermark(front, 3)
+    check(front, "item", KEYS, 3)
 
 
 def test_a_node_that_is_gone_fails_its_keys_alone(scene: Scene) -> None:

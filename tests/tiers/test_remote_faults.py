@@ -159,6 +159,33 @@ def test_a_slow_master_is_left_for_its_replica(servers: RedisCluster, loaded: Lo
     cluster.close()
 
 
+def test_a_master_is_waited_for_where_its_replica_is_behind(servers: RedisCluster, loaded: Loaded) -> None:
+    cluster, table = table_on(loaded, servers, replace(PATIENT, replica_after_s=0.1, suspect_s=60.0))
+    wait_for(lambda: fetch(table)[1] == set(), "a first answer")
+    master = servers.masters()[0]
+    replica = servers.cut_replica(master)
+    loaded.writer.apply_delta(2, 1, [loaded.change(KEYS, ROWS)])
+    rows, state = np.zeros_like(ROWS), np.zeros(len(KEYS), np.uint8)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            asleep = threads.submit(master.call, "DEBUG", "SLEEP", "1.0")
+            time.sleep(0.2)
+            marks = table.fetch(KEYS, rows, state, floor=1)
+            assert marks.lowest == 1
+            assert (state == Tier.REMOTE).all()
+            asleep.result()
+        master.pause()
+        began_s, state[:] = time.monotonic(), 0
+        with pytest.raises(ClusterUnavailable, match=r"a replica that is behind: it has deltas up to 0, .* up to 1"):
+            table.fetch(KEYS, rows, state, deadline_s=began_s + 1.0, floor=1)
+        assert time.monotonic() - began_s > 0.9
+        master.resume()
+    finally:
+        master.resume()
+        replica.call("CONFIG", "SET", "masteruser", "", "masterauth", "")
+    cluster.close()
+
+
 def test_a_cluster_that_is_cut_off_fails_in_time_and_comes_back(servers: RedisCluster, loaded: Loaded) -> None:
     cluster, table = table_on(loaded, servers, replace(PATIENT, timeout_s=0.5, connect_timeout_s=0.3))
     wait_for(lambda: fetch(table)[1] == set(), "a first answer")

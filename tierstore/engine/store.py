@@ -67,7 +67,7 @@ class Store(ParkedMessages):
         try:
             self.lookup_times = LookupTimes()
             self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
-            self._models_lock = threading.Lock()
+            self._models_lock = threading.RLock()
             self._models: dict[str, Model] = {}
             self._loads: Counter[str] = Counter()  # under way, by model; guarded by _models_lock
             self._closed = False
@@ -76,7 +76,7 @@ class Store(ParkedMessages):
                 target=sweep, args=(self._leftovers, lambda: self._closed), name="tierstore-sweeper", daemon=True
             )
             try:
-                self.fleet = rows_elsewhere(self.shared, self.root, self._begin_model)
+                self.fleet = rows_elsewhere(self.shared, self.root, self._begin_model, self._release_model)
                 if self.fleet is None:
                     start_models(self.root, self.shared, self._models)
                 else:
@@ -136,14 +136,9 @@ class Store(ParkedMessages):
         return model
 
     def load_snapshot(
-        self,
-        source: str | Path,
-        *,
-        activate: bool = True,
-        progress: ProgressFn | None = None,
-        cancelled: threading.Event | None = None,
-        model: str | None = None,
-    ) -> int:
+        self, source: str | Path, *, activate: bool = True, progress: ProgressFn | None = None,
+        cancelled: threading.Event | None = None, model: str | None = None,
+    ) -> int:  # fmt: skip
         """Load the snapshot directory `source`: bulk load, verify, catch up, warm, and switch to it. Returns its version.
 
         `source` may be what `build_snapshot` has made of one: then it is only copied and verified.
@@ -163,13 +158,14 @@ class Store(ParkedMessages):
             raise SnapshotError(
                 f"expected a snapshot of model {model!r}, got one of {manifest.model!r}", file="snapshot.json"
             )
-        if self.fleet is not None:
-            self.fleet.member(manifest.model)
         with self._models_lock:
-            held = self._models.get(manifest.model) or self._begin_model(manifest.model)
-            self._loads[held.name] += 1
-            aside = any(other.active_version is not None for other in self._models.values())
+            self._loads[manifest.model] += 1
         try:
+            if self.fleet is not None:
+                self.fleet.member(manifest.model)
+            with self._models_lock:
+                held = self._models.get(manifest.model) or self._begin_model(manifest.model)
+                aside = any(other.active_version is not None for other in self._models.values())
             with held.changing("load", version=manifest.version, source=str(source)):
                 return load(
                     held,
@@ -183,12 +179,21 @@ class Store(ParkedMessages):
                 )
         finally:
             with self._models_lock:
-                self._loads[held.name] -= 1
-                if held.catalogue.is_empty and not self._loads[held.name] and not self._closed and self.fleet is None:
-                    # a first load that failed leaves no trace of the model, unless another one is coming
-                    del self._models[held.name]
-                    held.close()
-                    files.remove_tree(held.where.root)
+                self._loads[manifest.model] -= 1
+                if (
+                    self.fleet is None
+                    and not self._closed
+                    and (empty := self._release_model(manifest.model)) is not None
+                ):
+                    empty.close()  # a first load that failed leaves no trace of the model, unless another one is coming
+                    files.remove_tree(empty.where.root)
+
+    def _release_model(self, name: str) -> Model | None:
+        """Remove a model that has no version and is not being loaded; None where there is none."""
+        with self._models_lock:
+            model = self._models.get(name)
+            is_needed = model is None or self._loads[name] or not model.catalogue.is_empty
+            return None if is_needed else self._models.pop(name)
 
     def verbs(self, model: Model) -> Verbs:
         return LocalVerbs(model) if self.fleet is None else self.fleet.existing(model.name)
@@ -320,16 +325,9 @@ class Store(ParkedMessages):
         return verify_store(models, guarded(progress or ignore), self.shared.throttle)
 
     def export(
-        self,
-        model: str,
-        directory: str | Path,
-        *,
-        version: int | str | None = None,
-        as_version: int | None = None,
-        partitions: int | None = None,
-        progress: ProgressFn | None = None,
-        cancelled: threading.Event | None = None,
-    ) -> ExportReport:
+        self, model: str, directory: str | Path, *, version: int | str | None = None, as_version: int | None = None,
+        partitions: int | None = None, progress: ProgressFn | None = None, cancelled: threading.Event | None = None,
+    ) -> ExportReport:  # fmt: skip
         """Write what a model serves now, with all deltas up to one seq, as a snapshot in the new `directory`, or below a URL.
 
         `version` is a number or a label that is served, by default the active version's; `as_version` is the number that

@@ -38,8 +38,7 @@ class FetchTable(Protocol):
 class RemoteBase:
     """Of one version. `tables` by id. `reached`: the seq that all of its rows have reached, as far as this node has heard.
 
-    `where` the rows are is for messages. `line`: see `Pointer`. `newer`: what becomes of rows that are newer than the view. `cache`:
-    rows of its tables are kept there.
+    `where` the rows are is for messages. `line`: see `Pointer`. `cache`: rows of its tables are kept there.
     """
 
     def __init__(
@@ -50,12 +49,11 @@ class RemoteBase:
         on_failure: Literal["refuse", "default"],
         *,
         where: str = "the cluster",
-        newer: Literal["refuse", "answer"] = "refuse",
         line: str = "",
         cache: SsdCache | None = None,
     ) -> None:
         self._name, self._tables, self._on_failure = name, tables, on_failure
-        self._where, self._newer, self.line = where, newer, line
+        self._where, self.line = where, line
         self._cache, self._cached = cache, dict[int, SsdTable]()
         self._lock = threading.Lock()
         # guarded by _lock
@@ -128,7 +126,7 @@ class RemoteBase:
                 "acknowledged; they are applied again from the log if that has them",
                 keys=keys.tolist(),
             )
-        if seq is not None and marks.highest > seq and self._newer == "refuse":
+        if seq is not None and marks.highest > seq:
             state[:] = Tier.PENDING
             raise Overloaded(
                 f"{self._name}: {self._where} has rows of delta {marks.highest}, this node answers as of {seq} and is catching up; send "

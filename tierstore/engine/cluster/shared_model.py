@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tierstore.engine.cluster import scripts
-from tierstore.engine.cluster.followed import LogEntry, Pointer
-from tierstore.errors import Conflict, Corruption, NotFound, NotReady, SequenceGap
+from tierstore.engine.cluster.followed import Forked, LogEntry, Pointer
+from tierstore.errors import Conflict, Corruption, NotFound, NotReady, Overloaded, SequenceGap
 
 MODELS = b"ts:models"  # a set: the names of all models
-NODE_GONE_MS = 5000  # a node that has not reported for so long is waited for no more
+
+
+class Recovering(Overloaded):
+    """Another server has the log, and nodes are putting back what it may lack."""
 
 
 class Commands(Protocol):
@@ -54,7 +57,8 @@ class SharedModel:
         marks = {int(name[5:]): int(value) for name, value in fields.items() if name.startswith("mark:")}
         return Pointer(
             number("generation") or 0, number("current"), number("previous"), number("wanted"), number("seq"), marks,
-            canary=number("canary"), share=float(fields.get("share") or 0.0),
+            canary=number("canary"), share=float(fields.get("share") or 0.0), digest=_digest_of(fields),
+            server=fields.get("server", b"").decode(), recovering=fields.get("recovering", b"").decode() or None,
         )  # fmt: skip
 
     def change(self, before: Pointer, **changes: float | None) -> bool:
@@ -85,13 +89,25 @@ class SharedModel:
     def record(self, number: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
         """Replace the record of a version (None: there is none). False where it is not `before` any more."""
         if before is None and after is not None:
-            self._cluster.call("SADD", MODELS, self.name)
-        return bool(self._run(scripts.RECORD, [self._versions, self._current], number, _text(before), _text(after)))
+            self.list_model()
+        done = bool(self._run(scripts.RECORD, [self._versions, self._current], number, _text(before), _text(after)))
+        if before is None and after is not None:
+            self.list_model()  # again: it may have been forgotten meanwhile, as it had no version
+        return done
+
+    def list_model(self) -> None:
+        """Have every node find the model."""
+        self._cluster.call("SADD", MODELS, self.name)
 
     def forget_model(self) -> None:
-        """Take the model off the list, if it has no version and no log."""
-        if not self.versions() and self.pointer().seq is None:
+        """Remove the model from the list, if it has no version and no log. Nodes then forget it."""
+        if self._is_nothing():
             self._cluster.call("SREM", MODELS, self.name)
+            if not self._is_nothing():
+                self.list_model()
+
+    def _is_nothing(self) -> bool:
+        return not self.versions() and self.pointer().seq is None
 
     # --- side files and the state of a load
 
@@ -132,40 +148,83 @@ class SharedModel:
 
     # --- the log
 
-    def append(self, seq: int, digest: str, data: bytes | memoryview) -> bool:
-        """Acknowledge a delta: it is in the log. False where the log has it already. Conflict and SequenceGap as for any delta."""
-        last = self._run(
-            scripts.APPEND, [self._current, self._log], seq, seq - 1, digest, int(time.time() * 1000), bytes(data)
-        )
-        if not last:
+    def append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None) -> bool:
+        """Acknowledge a delta: it is in the log. False where the log has it already. Conflict and SequenceGap as for any delta.
+
+        `after` is the digest of the delta before it, where the caller has that one. Forked where the log has another one there.
+        Recovering where the log may lack what was acknowledged: nodes are putting it back.
+        """
+        return self._append(seq, digest, data, after, again=False)
+
+    def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:
+        """As in `Followed`. False where the log has it already, or has not come so far."""
+        try:
+            return self._append(seq, digest, data, after, again=True)
+        except SequenceGap:
+            return False
+        except Conflict as error:
+            raise Forked(str(error)) from error
+
+    def _append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None, *, again: bool) -> bool:
+        keys = [self._current, self._log, self._nodes, self._alive]
+        words = (seq, seq - 1, digest, int(time.time() * 1000), bytes(data), after or "", int(again))
+        outcome, last, there = (of.decode() for of in self._run(scripts.APPEND, keys, *words))
+        what = f"delta {seq} of {self.name!r}"
+        if outcome == "appended":
             return True
-        if last == b"none":
+        if outcome == "none":
             raise NotReady(f"model {self.name!r} has no active version; load or activate one before sending deltas")
+        if outcome == "recovering":
+            raise Recovering(f"{what} is not taken yet: a server of the cluster was replaced; send it again")
+        if outcome == "forked":
+            raise Forked(f"{what} is not taken: this node has another delta {seq - 1} than the cluster; send it again")
         newest = int(last)
-        if seq > newest:
-            raise SequenceGap(
-                f"delta {seq} of {self.name!r} came out of turn; {newest + 1} is next", expected_seq=newest + 1
-            )
-        held = self.read(seq - 1, 1)
-        if held and held[0].seq == seq and held[0].digest != digest:
+        if outcome == "owed":
             raise Conflict(
-                f"delta {seq} of {self.name!r} is held with other content; give new content a new seq, {newest + 1} is next"
+                f"{what} was acknowledged with other content, of which rows are in the cluster, before its log was lost: send that "
+                "content, or load a newer snapshot"
             )
+        if seq > newest:
+            raise SequenceGap(f"{what} came out of turn; {newest + 1} is next", expected_seq=newest + 1)
+        if seq < newest or not there:
+            held = self.read(seq - 1, 1)
+            there = held[0].digest if held and held[0].seq == seq else ""
+        if there and there != digest:
+            raise Conflict(f"{what} is held with other content; give new content a new seq, {newest + 1} is next")
         return False
+
+    def recovered(self, recovering: str, reached: int | None, digest: str, owed: tuple[int, str] | None) -> bool:
+        """Take new deltas again, once every node has put back what it has. False where some are still waited for.
+
+        `reached` is what all rows have, `digest` that of its delta: the log goes on after it, though it may not have it any more.
+        `owed`: the delta, with its digest, of which some rows are there and others not.
+        """
+        keys = [self._current, self._nodes, self._alive]
+        words = (
+            recovering,
+            "" if reached is None else reached,
+            digest,
+            "" if owed is None else f"{owed[0]} {owed[1]}",
+        )
+        return bool(self._run(scripts.RECOVERED, keys, *words))
 
     def read(self, after: int, count: int) -> list[LogEntry]:
         """At most `count` entries above `after`, ascending. The first is not `after + 1` where the log begins later."""
         entries = []
         for name, fields in self._cluster.call("XRANGE", self._log, f"({after}-0", "+", "COUNT", count) or ():
             of = _pairs(fields)
-            entries.append(LogEntry(int(name.split(b"-")[0]), of["digest"].decode(), of["data"], int(of["ms"])))
+            seq, before = int(name.split(b"-")[0]), of.get("after", b"").decode()
+            entries.append(LogEntry(seq, of["digest"].decode(), of["data"], int(of["ms"]), before))
         return entries
 
     # --- the lease, and the nodes
 
-    def acquire(self, owner: str, ttl_s: float) -> int | None:
-        """The fencing epoch, where `owner` has the lease for `ttl_s` more; None where another node has it."""
-        return int(self._run(scripts.ACQUIRE, [self._lease, self._epochs], owner, int(ttl_s * 1000))) or None
+    def acquire(self, owner: str, ttl_s: float, above: int = 0) -> int | None:
+        """The fencing epoch, where `owner` has the lease for `ttl_s` more; None where another node has it.
+
+        It is beyond the epoch `above`: epochs that were given out may be lost with a server.
+        """
+        return int(self._run(scripts.ACQUIRE, [self._lease, self._epochs], owner, int(ttl_s * 1000), above)) or None
 
     def release(self, owner: str) -> None:
         self._run(scripts.RELEASE, [self._lease], owner)
@@ -187,9 +246,8 @@ class SharedModel:
 
     def beat(self, node: str, report: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
         """Say that a node is there (None: only look), and return the reports of all that are, by node."""
-        found = self._run(
-            scripts.BEAT, [self._nodes, self._alive], node, "" if report is None else json.dumps(report), NODE_GONE_MS
-        )
+        keys = [self._nodes, self._alive, self._current]
+        found = self._run(scripts.BEAT, keys, node, "" if report is None else json.dumps(report))
         return {name: json.loads(text) for name, text in _pairs(found).items()}
 
     def withdraw_node(self, node: str) -> None:
@@ -201,6 +259,12 @@ class SharedModel:
 def model_names(cluster: Commands) -> list[str]:
     """The models that a cluster has, sorted."""
     return sorted(name.decode() for name in cluster.call("SMEMBERS", MODELS))
+
+
+def _digest_of(fields: Mapping[str, bytes]) -> str | None:
+    """The digest of the newest delta; None where what is there is of another one."""
+    seq, _, digest = fields.get("digest", b"").partition(b" ")
+    return digest.decode() or None if seq == fields.get("seq") else None
 
 
 def _text(record: Mapping[str, Any] | None) -> str:

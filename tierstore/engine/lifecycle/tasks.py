@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tierstore.engine.deltas.replay import catch_up
+from tierstore.engine.deltas.retention import needed_above
 from tierstore.engine.events.changes import requester
 from tierstore.engine.lifecycle.drop import Drops
 from tierstore.engine.lifecycle.expiry import Expiry
@@ -52,17 +53,18 @@ class Tasks:
         with state.live.write:
             state.record.repair()
             # a stale version that serves goes on from where the log begins
-            needed = [
+            held = [
                 max(self._lowest_needed(info), log_.start or 0)
                 for info in state.catalogue.infos()
                 if not state.catalogue.is_stale(info) or info.number in state.live.served.versions
             ]
-            needed += [delta_seq for delta_seq, _ in state.catalogue.loading.values()]
-            if needed:
+            loading = [delta_seq for delta_seq, _ in state.catalogue.loading.values()]
+            needed = needed_above(held, loading, log_.start or 0)
+            if needed is not None:
                 before, settings = log_.start, state.shared.settings
                 is_copy = state.shared.open_remote is not None
                 age_s = settings.remote_log_retention_s if is_copy else settings.log_retention_s
-                if dropped := log_.prune(min(needed), min_age_s=age_s):
+                if dropped := log_.prune(needed, min_age_s=age_s):
                     self._report("prune", deltas=dropped, before={"start": before}, after={"start": log_.start})
 
     def _lowest_needed(self, info: VersionInfo) -> int:

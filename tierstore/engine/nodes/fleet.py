@@ -5,11 +5,13 @@ Any thread. The data directory has only copies and caches: what it has of anothe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +25,8 @@ from tierstore.engine.nodes.directory import check_directory, clear, open_ssd_ca
 from tierstore.engine.nodes.member import Member
 from tierstore.engine.nodes.upload import ClusterTarget
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import StorageError, TierstoreError, unknown_model
+from tierstore.errors import ClusterUnavailable, ConfigError, StorageError, TierstoreError, unknown_model
+from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.kernels import resp
 from tierstore.tiers.remote.cluster import connect
@@ -35,17 +38,24 @@ from tierstore.types import ProgressFn
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # for new models
+REFRESH_EVERY_S = 10.0  # which servers there are: a replica that comes later is to be asked, too
 
 
 class Fleet:
-    """This node's part of a cluster. `begin_model` makes a model of the store. Raises as `connect`."""
+    """This node's part of a cluster. Raises as `connect`.
 
-    def __init__(self, shared: Shared, root: DataDirectory, begin_model: Callable[[str], Model]) -> None:
+    `begin_model` makes a model of the store, `release` removes one that has no version, to be closed; None where it is needed.
+    """
+
+    def __init__(
+        self, shared: Shared, root: DataDirectory, begin_model: Callable[[str], Model],
+        release: Callable[[str], Model | None],
+    ) -> None:  # fmt: skip
         settings = shared.settings
         assert settings.remote is not None
         check_directory(root, "--remote")
         # constant after construction
-        self._settings, self._root, self._begin_model = settings, root, begin_model
+        self._settings, self._root, self._begin_model, self._release = settings, root, begin_model, release
         self._share = lambda: shared.throttle.share
         self.node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.cluster = connect(settings.remote, Options(timeout_s=settings.remote_timeout_s))
@@ -72,11 +82,14 @@ class Fleet:
         if self._thread.ident is not None:
             self._thread.join()
         for member in self._members.values():
-            member.close()
-            try:
-                member.shared.withdraw_node(self.node)
-            except StorageError as error:
-                log.warning("the cluster does not hear that this node ends: %s", error)
+            self._end(member)
+
+    def _end(self, member: Member) -> None:
+        member.close()
+        try:
+            member.shared.withdraw_node(self.node)
+        except StorageError as error:
+            log.warning("the cluster does not hear that this node ends: %s", error)
 
     def disconnect(self) -> None:
         """After the models are closed."""
@@ -85,11 +98,19 @@ class Fleet:
             self.ssd_cache.close()
 
     def _run(self) -> None:
+        refreshed_s = time.monotonic()
         while not self._stopping.wait(LOOK_EVERY_S):
+            if time.monotonic() - refreshed_s > REFRESH_EVERY_S:
+                refreshed_s = time.monotonic()
+                with contextlib.suppress(ClusterUnavailable, ConfigError):  # as if there were nothing new
+                    self.cluster.refresh(deadline_s=refreshed_s + LOOK_EVERY_S)
             try:
-                for name in model_names(self._commands):
+                names = model_names(self._commands)
+                for name in names:
                     if not self._stopping.is_set():
                         self.member(name)
+                for name in self._members.keys() - set(names):
+                    self._forget(name)
                 self.problem = None
             except Exception as error:
                 if str(error) != self.problem:
@@ -115,6 +136,22 @@ class Fleet:
                     del self._members[name]
                     raise
             return member
+
+    def _forget(self, name: str) -> None:
+        """End a model that is not on the cluster's list: its only load has failed. One that is served was lost from the list."""
+        with self._lock:
+            member = self._members[name]
+            if member.follower.pointer.current is not None:
+                member.shared.list_model()
+                return
+            model = self._release(name)
+            if model is None:
+                return
+            log.info("model %s has no version in the cluster any more", name)
+            del self._members[name]
+            self._end(member)
+            model.close()
+            files.remove_tree(model.where.root)
 
     def existing(self, name: str) -> Member:
         """NotFound, naming those there are, for an unknown one."""

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tierstore.engine.cluster.followed import Followed, LogEntry, Pointer
+from tierstore.engine.cluster.followed import Followed, Forked, LogEntry, Pointer
 from tierstore.engine.model import Model
 from tierstore.engine.nodes.version_copies import VersionCopies
 from tierstore.engine.serving.routing import Routing
-from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError
+from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError, TooLarge
 from tierstore.formats.delta.reader import read_delta
 from tierstore.types import Progress
 
@@ -45,12 +45,15 @@ class Follower:
         self.changed = threading.Condition()
         self.pointer = Pointer()
         self.problem: str | None = None  # why the cluster cannot be followed at the moment
+        self._lost: tuple[int | None, str] | None = None  # see `lost`, and the version that served then
         self._prepared: int | None = None
         self._failed: tuple[int, int, str] | None = None  # version, generation, why
+        self._failed_at = 0  # what its rows had then
         self._stopping = False
         # of the thread
         self._reported: tuple[float, dict[str, Any]] = (0.0, {})
-        self._generation = -1
+        self._seen: tuple[str, int] = ("", -1)  # the pointer's server and generation: another server may count again
+        self._put_back_to = ""  # the server that has all that this node has
         self._looked_s = time.monotonic()
 
     # --- start and stop
@@ -101,6 +104,12 @@ class Follower:
         silent_s = time.monotonic() - self._looked_s
         return self.problem or (f"it has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else None)
 
+    @property
+    def lost(self) -> str | None:
+        """Which deltas this node had and the cluster has otherwise by now; until another version serves."""
+        lost = self._lost
+        return lost[1] if lost is not None and lost[0] == self.model.active_version else None
+
     # --- the thread
 
     def _run(self) -> None:
@@ -136,14 +145,20 @@ class Follower:
         pointer = self.shared.pointer()
         self._looked_s = time.monotonic()
         moved = pointer != self.pointer
-        if pointer.generation != self._generation:
-            self._copies.update(self.shared.versions(), pointer)
+        seen = pointer.server, pointer.generation
+        if seen != self._seen:
+            pointer = self._copies.update(self.shared.versions(), pointer)
         self._note_marks(pointer)
         with self.changed:
             self.pointer = pointer
             self.changed.notify_all()
-        self._put_back(pointer)
-        self._apply(pointer)
+        try:
+            self._check_digest(pointer)
+            self._put_back(pointer)
+            self._apply(pointer)
+        except Forked:
+            self._follow_instead(pointer)
+        self._put_back_to = pointer.server
         if start and pointer.current is not None:
             self._begin(pointer)
             self._beat()  # so that rows wait for this node from now on
@@ -152,7 +167,7 @@ class Follower:
             self.model.switcher.follow_canary(pointer.current, pointer.canary, pointer.share)
             self._check_line(pointer)
             self._follow(pointer)
-        self._generation = pointer.generation  # only now: what failed is tried again
+        self._seen = seen  # only now: what failed is tried again
         self._beat()
         with self.changed:
             self.changed.notify_all()
@@ -176,15 +191,41 @@ class Follower:
     def _put_back(self, pointer: Pointer) -> None:
         """Append again what the cluster has acknowledged and lost, as a failover may: this node has it."""
         local = self.model.state.log
-        if not self.shared.forgetful:
+        if not self.shared.forgetful or pointer.seq is None or local.start is None or local.last is None:
             return
-        if pointer.seq is None or local.last is None or pointer.current != self.model.active_version:
-            return
-        for seq in range(max(pointer.seq, local.start or 0) + 1, local.last + 1):
+        if pointer.seq < local.start:
+            return  # a switch was lost, with which the log began anew
+        for seq in range(pointer.seq + 1, local.last + 1):
             data, digest = local.read(seq), local.digest(seq)
             assert digest is not None
-            self.shared.append(seq, digest, data)
-            log.warning("model %s: the cluster had lost delta %d; it is put back", self.model.name, seq)
+            if self.shared.put_back(seq, digest, data, local.digest(seq - 1)):
+                log.warning("model %s: the cluster had lost delta %d; it is put back", self.model.name, seq)
+
+    def _check_digest(self, pointer: Pointer) -> None:
+        """Forked where the newest delta of the cluster is another one here."""
+        held = None if pointer.seq is None else self.model.state.log.digest(pointer.seq)
+        if None not in (held, pointer.digest) and held != pointer.digest:
+            raise Forked(f"delta {pointer.seq} of {self.model.name!r} is another one in the cluster")
+
+    def _follow_instead(self, pointer: Pointer) -> None:
+        """Serve what the cluster has, where this node has other deltas: it was cut off while they were lost, and others came since."""
+        local = self.model.state.log
+        lost = local.last
+        after = max(0, (local.start or 0))
+        while entries := self.shared.read(after, BATCH):
+            after = entries[-1].seq
+            differing = [entry.seq for entry in entries if local.digest(entry.seq) not in (None, entry.digest)]
+            if differing:
+                lost = differing[0]
+                break
+        deltas = f"delta {lost}" if lost == local.last else f"deltas {lost} to {local.last}"
+        why = (
+            f"the cluster has lost {deltas}, which this node had, and has other content there by now, which this node serves from now "
+            "on: send again under new seqs what was lost"
+        )
+        self._lost = pointer.current, why
+        log.error("model %s: %s", self.model.name, why)
+        self._begin_again(self.shared.pointer(), "its deltas were not those of the cluster")
 
     def _apply(self, pointer: Pointer) -> None:
         local = self.model.state.log
@@ -196,16 +237,25 @@ class Follower:
                 if pointer.current == self.model.active_version:
                     self._begin_again(pointer, "missed deltas that the log does not have any more")
                 return  # else the log was begun again by a switch that this node has not made yet
+            if entries[0].after not in ("", local.digest(local.last) or entries[0].after):
+                raise Forked(f"delta {entries[0].seq} of {self.model.name!r} comes after another one in the cluster")
             for entry in entries:
-                if not self._apply_one(entry):
+                if not self._apply_one(entry, pointer):
                     return
 
-    def _apply_one(self, entry: LogEntry) -> bool:
-        """Make a delta visible. False where there is no room for it in memory yet."""
+    def _apply_one(self, entry: LogEntry, pointer: Pointer) -> bool:
+        """Make a delta visible. False where there is no room for it in memory yet, or was none, and its rows have it."""
         delta = read_delta(entry.data)
         try:
             self.model.deltas.apply(delta, entry.data, lenient=True)
         except Overloaded:
+            return False
+        except TooLarge:
+            if pointer.current is None or pointer.current != self.model.active_version:
+                raise
+            if self._mark(pointer, pointer.current) < entry.seq:
+                raise
+            self._begin_again(pointer, f"delta {entry.seq} is too large for the memory of this node")
             return False
         with self.changed:
             self.changed.notify_all()
@@ -236,12 +286,14 @@ class Follower:
 
     def _begin_again(self, pointer: Pointer, why: str) -> None:
         """Nothing in memory can be trusted."""
-        assert pointer.current is not None
+        number = pointer.current
+        assert number is not None
         log.warning("model %s: %s; its caches begin again", self.model.name, why)
         with self.model.state.switch:
+            pointer = replace(self._copies.update_dense(number), current=number)
             self._begin(pointer)
-            self.model.catalogue.info(pointer.current).watermark = self._mark(pointer, pointer.current)
-            self._serve(pointer.current, lambda: None)
+            self.model.catalogue.info(number).watermark = self._mark(pointer, number)
+            self._serve(number, lambda: None)
 
     def _mark(self, pointer: Pointer, number: int) -> int:
         return max(pointer.marks.get(number, 0), self.model.catalogue.info(number).manifest.delta_seq)
@@ -269,7 +321,10 @@ class Follower:
             return
 
     def _failed_before(self, number: int, pointer: Pointer) -> bool:
-        return self._failed is not None and self._failed[:2] == (number, pointer.generation)
+        """It may succeed once more deltas are in its rows: then fewer have to be in memory."""
+        if self._failed is None or self._failed[:2] != (number, pointer.generation):
+            return False
+        return self._failed_at >= self.model.catalogue.info(number).watermark
 
     def _make_ready(self, number: int) -> None:
         try:
@@ -277,6 +332,7 @@ class Follower:
         except Exception as error:
             with self.changed:
                 self._failed = number, self.pointer.generation, str(error)
+                self._failed_at = self.model.catalogue.info(number).watermark
             if not isinstance(error, (Closed, Conflict)):
                 log.exception("model %s: version %d is not ready", self.model.name, number)
         with self.changed:
@@ -315,6 +371,8 @@ class Follower:
             canary = self.model.publisher.served.canary
             report = {
                 "seq": self._lowest_seq(),
+                "server": self._put_back_to,
+                "overlay_budget": self.model.state.shared.overlay_budget.total,
                 "active": self.model.active_version,
                 "canary": None if canary is None else canary.version,
                 "prepared": self._prepared,

@@ -1,6 +1,6 @@
 """The node with a model's lease brings acknowledged deltas into the rows in the cluster, and cleans up there.
 
-Every node has one of these threads; the lease says whose works. It has an epoch, which each tag compares as it changes rows: a
+Every node has one of these threads; the lease says whose works. The others only look whether the rows are there. It has an epoch, which each tag compares as it changes rows: a
 node that lost the lease and does not know it is refused. A delta goes to all tags of a version before the next one does. It
 waits until every node that reports has the delta and reads no view from before it, so that no request finds rows that are newer
 than its view. A node that has gone silent is not waited for: what it reads tells it.
@@ -20,6 +20,7 @@ from tierstore.config import Settings
 from tierstore.engine.cluster.followed import LogEntry, Pointer
 from tierstore.engine.cluster.shared_model import SharedModel
 from tierstore.engine.data.overlay import Overlay, encode_delta
+from tierstore.engine.deltas.retention import needed_above
 from tierstore.engine.model import Model
 from tierstore.engine.nodes.upload import CLAIM_S, LOADING, READY, Writers
 from tierstore.engine.versions.info import VersionInfo
@@ -60,6 +61,7 @@ class Ingester:
         self.problem: str | None = None
         # of the thread
         self._acquired_s = 0.0
+        self._above = 0  # the newest epoch that a tag has refused this node for
         self._writers: dict[int, Writer] = {}  # by version, whose tags refuse what is older than `epoch`
         self._reached: dict[int, int] = {}  # by version, what all tags have
         self._nodes: dict[str, tuple[int, float]] = {}  # the seq of each, and since when
@@ -88,6 +90,7 @@ class Ingester:
                 self.problem = "; ".join(self._failed.values()) or None
             except (Fenced, LeaseLost) as error:
                 log.warning("model %s: %s", self._model.name, error)
+                self._above = max(self._above, error.epoch if isinstance(error, Fenced) else 0)
                 self._forget()
                 pause_s = self._settings.remote_lease_s / 5
             except Exception as error:
@@ -119,6 +122,7 @@ class Ingester:
         """One look at everything. Whether there was something to do."""
         epoch = self._have_lease()
         if epoch is None:
+            self._check_tags()
             return False
         before = dict(self._reached)
         pointer = self._shared.pointer()
@@ -143,7 +147,7 @@ class Ingester:
     def _have_lease(self) -> int | None:
         """The epoch; None where the lease is another node's."""
         if self.epoch is None or time.monotonic() - self._acquired_s > self._settings.remote_lease_s / 3:
-            epoch = self._shared.acquire(self._node, self._settings.remote_lease_s)
+            epoch = self._shared.acquire(self._node, self._settings.remote_lease_s, self._above)
             self._acquired_s = time.monotonic()
             if epoch != self.epoch:
                 self._forget()
@@ -202,6 +206,20 @@ class Ingester:
         if pointer.marks.get(number, -1) < reached and not self._shared.progress(epoch, number, reached, None):
             raise LeaseLost("the lease is another node's")
 
+    def _check_tags(self) -> None:
+        """On a node without the lease: notice where tags of what it serves are gone."""
+        if time.monotonic() - self._cleaned_s < CLEAN_EVERY_S:
+            return
+        self._cleaned_s, failed = time.monotonic(), dict[int, str]()
+        for view in self._model.publisher.served.views:
+            info = view.open_version.info
+            with self._open_writer(self._model.name, info.number, {}, info.tags) as writer:
+                try:
+                    self._lowest_of_tags(info.number, writer)
+                except StorageError as error:
+                    failed[info.number] = str(error)
+        self._failed = failed
+
     def _lowest_of_tags(self, number: int, writer: Writer) -> int:
         states = writer.states()
         if missing := sum(state is None for state in states):
@@ -216,7 +234,7 @@ class Ingester:
         if overlay.dense is not None:
             self._shared.put_file(info.number, DENSE, overlay.dense)
         changes = [Change(name, rows.keys, rows.rows, rows.deleted) for name, rows in sorted(overlay.tables.items())]
-        writer.apply_delta(epoch, entry.seq, changes)
+        writer.apply_delta(epoch, entry.seq, changes, entry.digest)
 
     def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:
         """As the nodes do that serve the version: what does not fit it is passed over."""
@@ -239,7 +257,7 @@ class Ingester:
         records = self._shared.versions()
         self._mark_surplus(records, pointer)
         self._drop(records)
-        self._trim(pointer, epoch)
+        self._trim(records, pointer, epoch)
         for number, writer in list(self._writers.items()):
             if self._lowest_of_tags(number, writer) < self._reached[number]:
                 log.warning(
@@ -276,18 +294,21 @@ class Ingester:
     def _writer_of(self, number: int, record: Mapping[str, Any]) -> Writer:
         return self._open_writer(self._model.name, number, record["tables"], [tag.encode() for tag in record["tags"]])
 
-    def _trim(self, pointer: Pointer, epoch: int) -> None:
-        """Cut off of the log what every version has, once it is old enough."""
-        begins = self._shared.read(0, 1)
-        if not begins or not self._reached:
+    def _trim(self, records: Mapping[int, dict[str, Any]], pointer: Pointer, epoch: int) -> None:
+        """Cut off of the log what every version has, those included that are being loaded, once it is old enough."""
+        entries = self._shared.read(0, BATCH)
+        if not entries or not self._reached:
             return
-        fresh = [seq for seq in self._reached.values() if seq >= begins[0].seq - 1]  # the others are stale
+        held, loading = [], []
+        for number, record in records.items():
+            if record["state"] == READY:
+                loaded = int(record["record"]["manifest"]["delta_seq"])
+                held.append(self._reached.get(number, max(loaded, pointer.marks.get(number, 0))))
+            elif record["state"] == LOADING and "delta_seq" in record:
+                loading.append(int(record["delta_seq"]))
+        needed = needed_above(held, loading, entries[0].seq - 1) or 0
         oldest_ms = (time.time() - self._settings.remote_log_retention_s) * 1000
-        old = [
-            entry.seq
-            for entry in self._shared.read(0, BATCH)
-            if entry.ms < oldest_ms and entry.seq <= min(fresh, default=0)
-        ]
+        old = [entry.seq for entry in entries if entry.ms < oldest_ms and entry.seq <= needed]
         if old:
             number, reached = next(iter(self._reached.items()))
             self._shared.progress(epoch, number, reached, old[-1] + 1)

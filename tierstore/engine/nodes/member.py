@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tierstore.config import Settings
-from tierstore.engine.cluster.followed import Pointer
-from tierstore.engine.cluster.shared_model import SharedModel
+from tierstore.engine.cluster.followed import Forked, Pointer
+from tierstore.engine.cluster.shared_model import Recovering, SharedModel
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.model import Model
 from tierstore.engine.nodes.follower import Follower
@@ -20,11 +20,12 @@ from tierstore.engine.nodes.ingester import DROPPING, Ingester
 from tierstore.engine.nodes.upload import READY, Writers
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.routing_record import check_share
-from tierstore.errors import Conflict, DeltaError, InvalidInput, NotReady, Overloaded
+from tierstore.errors import Conflict, DeltaError, InvalidInput, NotReady, Overloaded, SequenceGap, TooLarge
 from tierstore.formats.delta.reader import Delta
 from tierstore.types import DeltaResult, Progress, ProgressFn
 
 VISIBLE_S = 30.0  # that a delta may take until this node serves it
+_PAUSE_S = 0.05  # between two tries to append
 _TRIES = 50  # of a change that others come before
 
 
@@ -35,6 +36,7 @@ class Member:
         self.model, self.shared, self._node, self._settings = model, shared, node, settings
         self.follower = Follower(model, shared, node)
         self.ingester = Ingester(model, shared, node, settings, writers)
+        self._writers = writers
         self._switching = threading.Lock()
 
     def start(self) -> None:
@@ -58,12 +60,13 @@ class Member:
 
         The origin is not kept: every node notes by itself how far it has read.
         """
-        if self.model.log.digest(delta.seq) == delta.digest:
+        held = self.model.log.digest(delta.seq)
+        if held == delta.digest and (self.follower.pointer.seq or 0) >= delta.seq:
             return DeltaResult(self.model.name, delta.seq, applied=False)
         pointer = self.shared.pointer()
         if pointer.seq is not None and delta.seq == pointer.seq + 1:
             self._check(delta)
-        applied = self.shared.append(delta.seq, delta.digest, data)
+        applied = self._append(delta, data)
         if not self.follower.wait_for(delta.seq, VISIBLE_S):
             raise Overloaded(
                 f"delta {delta.seq} of {self.model.name!r} is in the cluster's log, and this node does not serve it yet: "
@@ -71,12 +74,70 @@ class Member:
             )
         return DeltaResult(self.model.name, delta.seq, applied=applied)
 
+    def _append(self, delta: Delta, data: bytes | memoryview) -> bool:
+        """Append a delta to the cluster's log, where that has all that this node has. Waits for what was lost to be put back."""
+        seq, mine, until_s = delta.seq, self.model.log, time.monotonic() + VISIBLE_S
+        while True:
+            held, newest = mine.digest(seq), mine.last or 0
+            if held not in (None, delta.digest):
+                raise Conflict(
+                    f"delta {seq} of {self.model.name!r} is held with other content; give new content a new seq, {newest + 1} is next"
+                )
+            try:
+                return self.shared.append(seq, delta.digest, data, mine.digest(seq - 1))
+            except SequenceGap as gap:
+                if gap.expected_seq > newest:
+                    raise
+                if seq > newest + 1:
+                    raise SequenceGap(
+                        f"delta {seq} of {self.model.name!r} came out of turn; {newest + 1} is next",
+                        expected_seq=newest + 1,
+                    ) from gap
+                if time.monotonic() > until_s:
+                    raise Overloaded(f"{gap}: this node puts back what the cluster has lost; send it again") from gap
+            except Forked as error:  # this node has noticed it, and begins again
+                if time.monotonic() > until_s:
+                    raise Overloaded(str(error)) from error
+            except Recovering:
+                if not self._recover() and time.monotonic() > until_s:
+                    raise
+            self.follower.wake()
+            time.sleep(_PAUSE_S)
+
+    def _recover(self) -> bool:
+        """After another server has taken over: have new deltas taken again, once nodes have put back what they have.
+
+        Where no node had what all rows have, the log goes on after that; of a delta that only some rows have, nothing else is taken.
+        """
+        pointer = self.shared.pointer()
+        if pointer.recovering is None or pointer.current is None:
+            return True
+        info = self.model.catalogue.info(pointer.current)
+        with self._writers(self.model.name, info.number, {}, info.tags) as writer:
+            states = [state for state in writer.states() if state is not None]
+        reached = min((state.seq for state in states), default=None)
+        digests = {state.applying: state.digest for state in states}
+        newest = max(digests, default=0)
+        owed = (newest, digests[newest]) if newest > max(reached or 0, pointer.seq or 0) and digests[newest] else None
+        return self.shared.recovered(pointer.recovering, reached, digests.get(reached or 0, ""), owed)
+
     def _check(self, delta: Delta) -> None:
-        """DeltaError for one that does not fit what is served: once it is in the log, every node passes over it."""
+        """DeltaError for one that does not fit what is served: once it is in the log, every node passes over it.
+
+        TooLarge for one that not every node can have in memory.
+        """
         with self.model.publisher.hold_all() as served:
             overlays = self.model.deltas.check(delta, served)
-            budget = self.model.state.shared.overlay_budget
-            if budget.used + sum(overlay.nbytes for overlay in overlays) > budget.total:
+            budget, nbytes = self.model.state.shared.overlay_budget, sum(overlay.nbytes for overlay in overlays)
+            reports = self.shared.beat(self._node, None)
+            budgets = {name: of["overlay_budget"] for name, of in reports.items() if "overlay_budget" in of}
+            smallest, node = min([(total, name) for name, total in budgets.items()] + [(budget.total, self._node)])
+            if nbytes > smallest:
+                raise TooLarge(
+                    f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget of node {node}, {smallest:,}; split it or raise the "
+                    "setting there"
+                )
+            if budget.used + nbytes > budget.total:
                 raise Overloaded(
                     f"deltas come faster than the cluster takes them: {budget.used:,} of {budget.total:,} overlay bytes are in use; "
                     "send it again"
@@ -302,10 +363,10 @@ class Member:
 
     def status(self) -> dict[str, Any]:
         """What this node knows of the model in the cluster, without asking it."""
-        pointer = self.follower.pointer
+        pointer, problems = self.follower.pointer, (self.follower.silent, self.ingester.problem, self.follower.lost)
         return {
             "reachable": self.follower.silent is None,
-            "problem": self.follower.silent or self.ingester.problem,
+            "problem": "; ".join(filter(None, problems)) or None,
             "current": pointer.current,
             "wanted": pointer.wanted,
             "canary": pointer.canary,

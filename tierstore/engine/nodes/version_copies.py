@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+import xxhash
+
 from tierstore.engine.cluster.followed import Followed, Pointer
 from tierstore.engine.model import Model
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Corruption
 from tierstore.formats import files
 from tierstore.formats.names import DENSE, VersionDirectory
+from tierstore.formats.regular import read_regular
 from tierstore.formats.snapshot.checksum import checksum
 
 log = logging.getLogger(__name__)
@@ -30,8 +33,12 @@ class VersionCopies:
         self._model, self._shared = model, shared
         self._fresh: set[int] = set()  # made by this process: side files of an earlier one may be older than the rows
 
-    def update(self, records: Mapping[int, Mapping[str, Any]], pointer: Pointer) -> None:
-        """Have a copy of every version that is ready, and of no other but those that are still served."""
+    def update(self, records: Mapping[int, Mapping[str, Any]], pointer: Pointer) -> Pointer:
+        """Have a copy of every version that is ready, and of no other but those that are still served.
+
+        Returns the pointer by which new copies may be opened: dense parts may be of deltas that came since `pointer` was read.
+        """
+        fetched: list[int] = []
         model, catalogue = self._model, self._model.catalogue
         ready = {number: record["record"] for number, record in records.items() if record["state"] == READY}
         for number, record in ready.items():
@@ -43,11 +50,33 @@ class VersionCopies:
                 continue  # if it was loaded again under its number, it is replaced once it is closed
             self._fetch(number, record, pointer)
             self._fresh.add(number)
+            fetched.append(number)
         for info in catalogue.infos():
             served = info.number in model.state.live.served.versions or info.number in model.state.retiring
             if info.number not in ready and not served and info.number not in catalogue.loading:
                 catalogue.forget(info.number)
                 files.remove_tree(info.where.root)
+        for number in fetched:
+            pointer = self.update_dense(number)
+        return pointer
+
+    def update_dense(self, number: int) -> Pointer:
+        """Have the dense part of a version as the other machines have it. Returns the pointer as of then.
+
+        A delta's dense part is there before its rows are, and its seq is in the log before. So with all deltas of that pointer there
+        are no rows of a delta whose dense part is missing, and no dense part whose rows are.
+        """
+        info = self._model.catalogue.info(number)
+        dense = read_regular(info.where.dense) if files.exists(info.where.dense) else None
+        while True:
+            pointer, now = self._shared.pointer(), self._shared.files(number).get(DENSE)
+            if now is None or now == dense:
+                break
+            files.publish_bytes(info.where.dense, now)
+            dense = now
+        if dense is not None:
+            info.has_dense, info.loaded_dense_digest = True, xxhash.xxh3_64_hexdigest(dense)
+        return pointer
 
     def _fetch(self, number: int, record: Mapping[str, Any], pointer: Pointer) -> None:
         where = self._model.where.version(number)

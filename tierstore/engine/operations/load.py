@@ -21,7 +21,7 @@ from tierstore.formats.names import VersionDirectory
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.formats.snapshot.requests import read_request
-from tierstore.ingest.bulkload import BulkLoad
+from tierstore.ingest.bulkload import BulkLoad, can_go_on
 from tierstore.ingest.results import BaseBuild
 from tierstore.ingest.side_files import copy_side_files
 from tierstore.predict.session import DenseCounts
@@ -48,6 +48,9 @@ class Target(Protocol):
     def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
         """Write the record: from here on the version is there. Side files are in `where` already."""
 
+    def abandon(self, number: int) -> None:
+        """After `claim`: the load has failed, and no other one can go on from it."""
+
     def activate(self, number: int, progress: ProgressFn) -> None: ...
 
 
@@ -71,6 +74,9 @@ class LocalTarget:
 
     def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
         files.publish_record(where.record, make_record(where, manifest, build))
+
+    def abandon(self, number: int) -> None:
+        """Nothing: the directory goes with the claim."""
 
     def activate(self, number: int, progress: ProgressFn) -> None:
         self._model.switcher.activate(number, progress=progress)
@@ -113,13 +119,20 @@ def load(
         if number not in model.catalogue:  # else it was loaded before, and not switched to
             where = model.catalogue.where(number)
             target.claim(snapshot, identity)
-            build = _build(model, snapshot, shared, target, where, aside=aside, progress=report, cancelled=cancelled)
-            may_go_on()
-            copy_side_files(snapshot, where, build.own)
-            snapshot.check_unchanged(identity)
-            may_go_on()
-            model.state.live.check_open()
-            target.publish(where, build, manifest)
+            try:
+                build = _build(
+                    model, snapshot, shared, target, where, aside=aside, progress=report, cancelled=cancelled
+                )
+                may_go_on()
+                copy_side_files(snapshot, where, build.own)
+                snapshot.check_unchanged(identity)
+                may_go_on()
+                model.state.live.check_open()
+                target.publish(where, build, manifest)
+            except BaseException as error:
+                if not can_go_on(error):
+                    target.abandon(number)
+                raise
             files.remove_tree(where.build)  # not before: else a crash in between would cost the whole load
             model.catalogue.add(VersionInfo(where))
         if activate:

@@ -57,10 +57,12 @@ def no_model(name: str, there: Sequence[str], elsewhere: Elsewhere | None) -> No
     return unknown_model(name, there)
 
 
-def rows_elsewhere(shared: Shared, root: DataDirectory, begin_model: Callable[[str], Model]) -> Elsewhere | None:
+def rows_elsewhere(
+    shared: Shared, root: DataDirectory, begin_model: Callable[[str], Model], release: Callable[[str], Model | None]
+) -> Elsewhere | None:
     """None where the rows are on this machine. ConfigError for settings that contradict each other."""
     if shared.settings.upstream is None:
-        return None if shared.settings.remote is None else Fleet(shared, root, begin_model)
+        return None if shared.settings.remote is None else Fleet(shared, root, begin_model, release)
     if shared.settings.remote is not None:
         raise ConfigError("remote and upstream: rows are either in a cluster or on nodes upstream; set one of them")
     return Front(shared, root, begin_model)

@@ -245,7 +245,7 @@ class Front:
         what, on_failure = f"version {number} of {name!r}", self._settings.remote_on_failure
         return RemoteBase(
             what, tables, info.watermark, on_failure,
-            where="a node upstream", newer="answer", line=line, cache=self.ssd_cache,
+            where="a node upstream", line=line, cache=self.ssd_cache,
         )  # fmt: skip
 
     def add_status(self, document: dict[str, Any]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class UpstreamModel:
             raise ClusterUnavailable(f"no node gives delta {after + 1} of {self.name!r}: {'; '.join(problems[:3])}")
         return []
 
-    def append(self, seq: int, digest: str, data: bytes) -> bool:
+    def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:
         raise AssertionError("a node in front acknowledges nothing")
 
     def beat(self, node: str, report: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Names of everything in the cluster, and which tag a key's row lies under. Pure functions; any thread may call them.
 
-    ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk (the watermark of this tag)
+    ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk, digest (the watermark of this tag)
     ts:{<tag>}:<model>:<version>:<table>   hash: code (8 bytes, little-endian) → row as stored
 
 A *tag* is what Redis calls a hash tag: keys with the same tag lie in the same slot, so that one server has them and one
@@ -24,6 +24,7 @@ SEQ = b"seq"  # the newest delta whose rows are all there
 APPLYING = b"applying"  # the newest delta of which rows may be there
 EPOCH = b"epoch"  # of the newest writer; one with a lower epoch is refused
 CHUNK = b"chunk"  # of the delta `applying`: how many of its chunks are there
+DIGEST = b"digest"  # seq and digest of the delta `applying`: another one under its seq is refused
 
 
 def slot_of(tag: bytes) -> int:

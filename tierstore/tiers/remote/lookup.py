@@ -36,6 +36,7 @@ class Cause(Enum):
     UNREACHABLE = "does not answer"
     BUSY = "is not ready"
     SUSPECT = "is not asked for a moment"
+    BEHIND = "is a replica that is behind"
     MOVED = "has given the slot away"
     MIGRATING = "is giving the slot away"
     MISSING = "does not have the version"
@@ -63,11 +64,13 @@ _BY_WORD = {
 
 
 class Read:
-    """Of the places `wanted` of `codes`, into the same places of `rows` and `state`."""
+    """Of the places `wanted` of `codes`, into the same places of `rows` and `state`. A replica without the delta `floor` is of no use."""
 
     def __init__(
-        self, cluster: Cluster, table: TableLayout, codes: Keys, wanted: Keys, rows: Rows, state: States
+        self, cluster: Cluster, table: TableLayout, codes: Keys, wanted: Keys, rows: Rows, state: States, floor: int = 0
     ) -> None:
+        self._floor = floor
+        self._behind: dict[int, Failure] = {}  # of tags, what their replicas have answered
         self._cluster, self._table = cluster, table
         self._codes, self._rows, self._state = codes, rows, state
         tags = len(table.tags)
@@ -82,9 +85,10 @@ class Read:
         """Until the deadline (of `time.monotonic`). Raises ClusterUnavailable for keys that were not read, after all others were."""
         pending = np.flatnonzero(np.diff(self._starts)).tolist()
         read = list(pending)
-        for attempt in range(_ATTEMPTS):
+        attempts = 0
+        while attempts < _ATTEMPTS:
             topology = self._cluster.topology
-            groups, until_s = self._assign(pending, deadline_s, first=attempt == 0)
+            groups, until_s = self._assign(pending, deadline_s, first=attempts == 0 and not self._behind)
             self._exchange(groups, until_s)
             self._clear_failed()
             pending = sorted(self._failures)
@@ -95,6 +99,7 @@ class Read:
                 pending = sorted(self._failures)
                 if not pending:
                     break
+            attempts += not self._behind.keys() >= self._failures.keys()  # these have until the deadline
         if pending:
             raise self._error(pending)
         marks = Watermarks.none(len(self._table.tags))
@@ -121,12 +126,13 @@ class Read:
                 continue
             replicas = cluster.replicas_of(slot) if options.replica_after_s > 0 else ()
             others |= bool(replicas)
-            if not cluster.is_suspect(master):
+            before = failures.get(tag)
+            if not cluster.is_suspect(master) or (before is not None and before.cause is Cause.BEHIND):
                 groups[master, False].append(tag)
             elif sound := [one for one in replicas if not cluster.is_suspect(one)]:
                 groups[sound[0], True].append(tag)
             else:
-                text = failures[tag].text if tag in failures else "it has failed a moment ago"
+                text = "it has failed a moment ago" if before is None else before.text
                 self._failures[tag] = Failure(Cause.SUSPECT, master, text)
         until_s = deadline_s
         if first and others:
@@ -200,7 +206,7 @@ class Read:
         if status == resp.DONE:
             self._cluster.connections.release(connection, replica=replica)
             for tag in tags:
-                if failure := self._failure_of(tag, address):
+                if failure := self._failure_of(tag, address, replica):
                     self._failures[tag] = failure
             return
         connection.close()
@@ -218,7 +224,7 @@ class Read:
             failure = Failure(Cause.UNREACHABLE, address, "it closed the connection")
         self._failures.update(dict.fromkeys(tags, failure))
 
-    def _failure_of(self, tag: int, address: Address) -> Failure | None:
+    def _failure_of(self, tag: int, address: Address, replica: bool) -> Failure | None:
         """What the replies for one tag say is wrong."""
         if self._errors[tag, 0]:
             text = self._errors[tag].tobytes().rstrip(b"\0").decode(errors="replace")
@@ -234,6 +240,10 @@ class Read:
                 address,
                 f"there is no watermark of {self._table} under the tag {self._table.tags[tag].decode()}",
             )
+        if replica and self._marks[tag, 0] < self._floor:
+            text = f"it has deltas up to {self._marks[tag, 0]}, and its master had them up to {self._floor}"
+            self._behind[tag] = Failure(Cause.BEHIND, address, text)
+            return self._behind[tag]
         return None
 
     def _clear_failed(self) -> None:
@@ -261,7 +271,7 @@ class Read:
             for failure in set(self._failures.values()):
                 if failure.target is not None:
                     cluster.moved(failure.slot, failure.target)
-        if Cause.BUSY in causes:
+        if causes & {Cause.BUSY, Cause.BEHIND}:
             time.sleep(max(0.0, min(_PAUSE_S, deadline_s - time.monotonic())))
         return True
 
@@ -295,7 +305,8 @@ class Read:
 
     def _error(self, pending: list[int]) -> ClusterUnavailable:
         keys = np.sort(np.concatenate([self._codes[self._places(tag)] for tag in pending]))
-        reasons = dict.fromkeys(str(self._failures[tag]) for tag in pending)
+        failures = [failure for tag in pending for failure in (self._failures[tag], self._behind.get(tag)) if failure]
+        reasons = dict.fromkeys(map(str, failures))
         return ClusterUnavailable(
             f"{len(keys)} keys of {self._table} could not be read: {'; '.join(list(reasons)[:3])}", keys=keys.tolist()
         )

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-APPLIED, ALREADY, GAP, FENCED, MISSING = range(5)  # what it returns first
+APPLIED, ALREADY, GAP, FENCED, MISSING, FORKED = range(6)  # what it returns first
 
-# KEYS: the watermark, then the rows of a table for each piece. ARGV: epoch, seq, chunk, whether it is the last; then for each
-# piece: bytes of a row, codes, rows, codes of deleted keys. Returns an outcome, and the epoch or seq that it is about.
+# KEYS: the watermark, then the rows of a table for each piece. ARGV: epoch, seq, the seq before it, digest ('': not known), chunk, whether
+# it is the last; then for each piece: bytes of a row, codes, rows, codes of deleted keys. Returns an outcome, and the epoch or seq that
+# it is about. Seqs are compared as text: Lua's numbers are doubles, which end at 2⁵³.
 APPLY = b"""
-local mark = redis.call('HMGET', KEYS[1], 'seq', 'applying', 'epoch', 'chunk')
+local mark = redis.call('HMGET', KEYS[1], 'seq', 'applying', 'epoch', 'chunk', 'digest')
 if not mark[1] then return {4, 0} end
-local epoch, seq, chunk = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local epoch, seq, digest, chunk = tonumber(ARGV[1]), ARGV[2], ARGV[4], tonumber(ARGV[5])
 local stored = tonumber(mark[3] or '0')
 if epoch < stored then return {3, stored} end
 if epoch > stored then redis.call('HSET', KEYS[1], 'epoch', ARGV[1]) end
-local at = tonumber(mark[1])
-if seq <= at then return {1, at} end
+local at, is_begun = mark[1], mark[2] == seq
+local named, held = string.match(mark[5] or '', '^(%d+) (%w+)$')
+if is_begun and named == seq and digest ~= '' and held ~= digest then return {5, seq} end
+if #seq < #at or (#seq == #at and seq <= at) then return {1, at} end
 local done = 0
-if tonumber(mark[2] or '0') == seq then done = tonumber(mark[4] or '0') end
-if seq > at + 1 or chunk > done then return {2, at + 1} end
+if is_begun then done = tonumber(mark[4] or '0') end
+if at ~= ARGV[3] or chunk > done then return {2, at} end
 for piece = 2, #KEYS do
-  local first = 5 + (piece - 2) * 4
+  local first = 7 + (piece - 2) * 4
   local size, codes, rows, gone = tonumber(ARGV[first]), ARGV[first + 1], ARGV[first + 2], ARGV[first + 3]
   local count = #codes / 8
   local i = 0
@@ -45,10 +48,10 @@ for piece = 2, #KEYS do
     redis.call('HDEL', KEYS[piece], unpack(words))
   end
 end
-if ARGV[4] == '1' then
-  redis.call('HSET', KEYS[1], 'seq', ARGV[2], 'applying', ARGV[2], 'chunk', '0')
+if ARGV[6] == '1' then
+  redis.call('HSET', KEYS[1], 'seq', seq, 'applying', seq, 'chunk', '0', 'digest', seq .. ' ' .. digest)
 else
-  redis.call('HSET', KEYS[1], 'applying', ARGV[2], 'chunk', tostring(chunk + 1))
+  redis.call('HSET', KEYS[1], 'applying', seq, 'chunk', tostring(chunk + 1), 'digest', seq .. ' ' .. digest)
 end
 return {0, seq}
 """

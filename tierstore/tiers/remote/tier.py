@@ -29,8 +29,8 @@ class RemoteTable(JoinedTable):
     def _read(
         self, codes: Keys, places: Keys, rows: Rows, state: States, deadline_s: float, bounds: Bounds
     ) -> Watermarks:
-        # a cluster has rows of one moment: what does not fit the bounds is for the caller to refuse
-        return Read(self._cluster, self.layout, codes, places, rows, state).run(deadline_s)
+        # a cluster has rows of one moment: what a master has that does not fit the bounds is for the caller to refuse
+        return Read(self._cluster, self.layout, codes, places, rows, state, bounds.floor).run(deadline_s)
 
 
 class RemoteTier:

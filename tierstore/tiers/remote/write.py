@@ -24,8 +24,8 @@ from tierstore.kernels import partitions, resp
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.remote.calls import call, command
 from tierstore.tiers.remote.cluster import Cluster
-from tierstore.tiers.remote.layout import APPLYING, CHUNK, EPOCH, SEQ, rows_key, slot_of, watermark_key
-from tierstore.tiers.remote.scripts import ALREADY, APPLIED, APPLY, FENCED, GAP
+from tierstore.tiers.remote.layout import APPLYING, CHUNK, DIGEST, EPOCH, SEQ, rows_key, slot_of, watermark_key
+from tierstore.tiers.remote.scripts import ALREADY, APPLIED, APPLY, FENCED, FORKED, GAP
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.types import Keys, Rows, Tier
 
@@ -53,6 +53,7 @@ class TagState(NamedTuple):
     applying: int
     epoch: int
     chunk: int
+    digest: str = ""  # of the delta `applying`; empty where it is not known
 
 
 class Writer:
@@ -62,7 +63,7 @@ class Writer:
         self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],
         *, timeout_s: float = 30.0, wait_replicas: int = 0,
     ) -> None:  # fmt: skip
-        self._cluster, self._model, self._version = cluster, model, version
+        self._cluster, self._model, self.version = cluster, model, version
         self._row_bytes, self._tags = dict(row_bytes), list(tags)
         self._slots = [slot_of(tag) for tag in tags]
         self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
@@ -98,9 +99,13 @@ class Writer:
         fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0")
         self._on_tags(lambda tag: self._call(tag, [command(b"HSET", self._watermark_key(tag), *fields)]))
 
+    def counts(self, table: str) -> list[int]:
+        """Rows of a table that each tag has."""
+        return self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0]))
+
     def count(self, table: str) -> int:
         """Rows of a table that the cluster has."""
-        return sum(self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0])))
+        return sum(self.counts(table))
 
     def verify(self, table: str, rows: int, codes: Keys, sample: Rows) -> None:
         """Compare the number of rows, and the rows of `codes`. Raises Corruption that says what differs.
@@ -110,9 +115,9 @@ class Writer:
         found = self.count(table)
         if found != rows:
             raise Corruption(
-                f"{self._model}, version {self._version}: table {table} has {found} rows in the cluster, expected {rows}"
+                f"{self._model}, version {self.version}: table {table} has {found} rows in the cluster, expected {rows}"
             )
-        reader = RemoteTable(self._cluster, self._model, self._version, table, self._tags, self._row_bytes[table])
+        reader = RemoteTable(self._cluster, self._model, self.version, table, self._tags, self._row_bytes[table])
         for start in range(0, len(codes), _FIRST_STEP):
             part = codes[start : start + _FIRST_STEP]
             got, state = np.zeros((len(part), self._row_bytes[table]), np.uint8), np.zeros(len(part), np.uint8)
@@ -120,7 +125,7 @@ class Writer:
             wrong = (state != Tier.REMOTE) | (got != sample[start : start + _FIRST_STEP]).any(axis=1)
             if wrong.any():
                 raise Corruption(
-                    f"{self._model}, version {self._version}: {int(wrong.sum())} of {len(part)} sampled rows of table {table} "
+                    f"{self._model}, version {self.version}: {int(wrong.sum())} of {len(part)} sampled rows of table {table} "
                     f"differ in the cluster, code {int(part[wrong.argmax()])} first"
                 )
 
@@ -130,20 +135,25 @@ class Writer:
         """The watermark of each tag; None where there is none, because the version is not complete or was dropped."""
 
         def read(tag: int) -> TagState | None:
-            (values,) = self._call(tag, [command(b"HMGET", self._watermark_key(tag), SEQ, APPLYING, EPOCH, CHUNK)])
-            return None if values[0] is None else TagState(*(int(value or 0) for value in values))
+            request = command(b"HMGET", self._watermark_key(tag), SEQ, APPLYING, EPOCH, CHUNK, DIGEST)
+            *numbers, digest = self._call(tag, [request])[0]
+            if numbers[0] is None:
+                return None
+            seq, applying, epoch, chunk = (int(value or 0) for value in numbers)
+            named, _, of = (digest or b"").decode().partition(" ")  # a node of an earlier release leaves it as it was
+            return TagState(seq, applying, epoch, chunk, of if named == str(applying) else "")
 
         return self._on_tags(read)
 
     def fence(self, epoch: int) -> None:
         """From now on refuse writes under a lower epoch than this. Raises Fenced if there is a higher one already."""
-        self._on_tags(lambda tag: self._run(tag, epoch, 0, 0, True, []))
+        self._on_tags(lambda tag: self._run(tag, epoch, 0, "", 0, True, []))
 
-    def apply_delta(self, epoch: int, seq: int, changes: Sequence[Change]) -> list[bool]:
+    def apply_delta(self, epoch: int, seq: int, changes: Sequence[Change], digest: str = "") -> list[bool]:
         """Put delta `seq` into every tag, those included that it does not change. Returns for each whether it was new there.
 
         Raises Fenced, SequenceGap (a tag lacks deltas before this one; `expected_seq` is the lowest), ClusterUnavailable. Some
-        tags may have it then: apply it again.
+        tags may have it then: apply it again. Corruption where a tag has rows of this seq from a delta with another digest.
         """
         grouped = [
             (change, self._checked(change.table, change.codes, change.rows), *self._grouped(change.codes))
@@ -154,7 +164,7 @@ class Writer:
             chunks = list(_chunked(self._of_tag(tag, grouped)))
             outcome = ALREADY
             for number, chunk in enumerate(chunks):
-                outcome = self._run(tag, epoch, seq, number, number == len(chunks) - 1, chunk)
+                outcome = self._run(tag, epoch, seq, digest, number, number == len(chunks) - 1, chunk)
                 if outcome == ALREADY:
                     break
             return outcome == APPLIED
@@ -180,20 +190,28 @@ class Writer:
                     change.codes[gone[start : start + _DELTA_BYTES // 8]].tobytes(),
                 )
 
-    def _run(self, tag: int, epoch: int, seq: int, chunk: int, last: bool, pieces: Sequence[_Piece]) -> int:
+    def _run(
+        self, tag: int, epoch: int, seq: int, digest: str, chunk: int, last: bool, pieces: Sequence[_Piece]
+    ) -> int:
         """The script on one tag: APPLIED or ALREADY."""
         keys = [self._watermark_key(tag), *(self._rows_key(tag, piece.table) for piece in pieces)]
-        arguments = [b"%d" % number for number in (epoch, seq, chunk, last)]
+        arguments = [b"%d" % epoch, b"%d" % seq, b"%d" % (seq - 1), digest.encode(), b"%d" % chunk, b"%d" % last]
         for piece in pieces:
             arguments += [b"%d" % piece.row_bytes, piece.codes, piece.rows, piece.gone]
         outcome, value = self._call(tag, [command(b"EVAL", APPLY, b"%d" % len(keys), *keys, *arguments)])[0]
-        what = f"{self._model}, version {self._version}, tag {self._tags[tag].decode()}"
+        what = f"{self._model}, version {self.version}, tag {self._tags[tag].decode()}"
         if outcome == FENCED:
             raise Fenced(
-                f"{what}: epoch {epoch} is over, epoch {int(value)} writes now; this node is not the ingester any more"
+                f"{what}: epoch {epoch} is over, epoch {int(value)} writes now; this node is not the ingester any more",
+                epoch=int(value),
             )
         if outcome == GAP:
-            raise SequenceGap(f"{what}: expected delta {int(value)}, got {seq}", expected_seq=int(value))
+            raise SequenceGap(f"{what}: expected delta {int(value) + 1}, got {seq}", expected_seq=int(value) + 1)
+        if outcome == FORKED:
+            raise Corruption(
+                f"{what}: it has rows of another delta {seq} than the log has: the cluster has lost that one, and no node had it any "
+                "more; load a newer snapshot"
+            )
         if outcome not in (APPLIED, ALREADY):
             raise StorageError(f"{what}: there is no watermark: the version is not complete, or was dropped")
         return int(outcome)
@@ -262,10 +280,10 @@ class Writer:
         return out.data
 
     def _watermark_key(self, tag: int) -> bytes:
-        return watermark_key(self._tags[tag], self._model, self._version)
+        return watermark_key(self._tags[tag], self._model, self.version)
 
     def _rows_key(self, tag: int, table: str) -> bytes:
-        return rows_key(self._tags[tag], self._model, self._version, table)
+        return rows_key(self._tags[tag], self._model, self.version, table)
 
 
 class _Piece(NamedTuple):
