@@ -220,7 +220,7 @@ def test_what_a_thread_has_to_finish_is_not_started_again(
 ) -> None:
     started: list[object] = []
     begin = InferCall.begin
-    monkeypatch.setattr(InferCall, "begin", lambda self, body: (started.append(self), begin(self, body))[1])
+    monkeypatch.setattr(InferCall, "begin", lambda self, *more: (started.append(self), begin(self, *more))[1])
     _, _, http = ctr
     cold = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [60]}]}
     assert http.post(OIP, json=cold).status_code == 200

@@ -34,6 +34,7 @@ from __future__ import annotations
 from typing import Any
 
 import numba as nb
+import numpy as np
 from numba import types
 
 from tierstore.kernels import LAST, compiled
@@ -76,6 +77,7 @@ from tierstore.kernels.reactor_words import (
     MODE,
     MOST_INFLIGHT,
     MOVED_NS,
+    NEEDED,
     NEXT_SWEEP_NS,
     OTHER_INFLIGHT,
     OTHER_OPEN,
@@ -117,7 +119,14 @@ from tierstore.kernels.sysio import (
     monotonic_ns,
     read,
     release,
+    send,
     wall_ns,
+)
+
+_TOO_SLOW = np.frombuffer(
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 51\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
+    b'{"error":"the body of the request came too slowly"}',
+    np.uint8,
 )
 
 
@@ -200,6 +209,8 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
         elif (row[DEADLINE_NS] != 0 and now > row[DEADLINE_NS]) or (
             row[STATE] == SENDING and now - row[MOVED_NS] > stall
         ):
+            if row[STATE] == READING and row[NEEDED] > 0:  # its head has come
+                send(fd, nb.int64(_TOO_SLOW.ctypes.data), _TOO_SLOW.size, 0)
             end(me, fd, row[STATE] == SENDING)
         elif finishing and row[DEADLINE_NS] > now + me.limits[FINISH_NS]:
             row[DEADLINE_NS] = now + me.limits[FINISH_NS]
