@@ -24,7 +24,7 @@ from tierstore.service.access import Access
 from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan_cache import PlanCache
-from tierstore.service.error_status import http_outcome, http_status
+from tierstore.service.error_status import outcome_of
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.limits.shedding import Shed, Waits
@@ -183,7 +183,7 @@ class Service:
             except TierstoreError:
                 return
         if version is not None:
-            self.inference_stats.failed(model, version, elapsed_ns, http_outcome(http_status(error)))
+            self.inference_stats.failed(model, version, elapsed_ns, outcome_of(error))
 
     async def change(self, function: Callable[..., Any], *args: Any, pool: WorkerPool | None = None) -> Any:
         """Change what serves, on behalf of the requester; by default on the switch pool, as a change may last as long as a warm-up."""
