@@ -9,6 +9,7 @@ After a crash: a delta that was acknowledged is in the log; the view is made aga
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from tierstore.engine.deltas.dense import DenseParts
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.deltas.newest_event import NewestEvent
 from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.deltas.replay import missing, unfolded
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.current_record import CurrentRecord
@@ -88,8 +90,9 @@ class DeltaPath:
                 raise
             sessions = {}
         with self._live.write:
+            self._check_log(delta, self._live.served)
+            self._show_logged()
             served = self._live.served
-            self._check_log(delta, served)
             if self._is_held(delta, served):
                 return DeltaResult(model, delta.seq, applied=False)
             if served.active is None:
@@ -101,7 +104,12 @@ class DeltaPath:
                 overlays = [self._fitting(delta, view, served, sessions) for view in views]
             else:
                 overlays = self._overlays(delta, views, served, sessions)
-            self._log_and_publish(delta, data, origin, views, overlays, served)
+            try:
+                self._log_and_publish(delta, data, origin, views, overlays, served)
+            except BaseException:  # if it is in the log it will be taken for held
+                with contextlib.suppress(Exception):  # else the next delta tries again
+                    self._show_logged()
+                raise
             self.newest_event.applied(delta.seq, delta.event_time)
         freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
         rows = sum(len(table.keys) for table in delta.tables.values())
@@ -150,30 +158,57 @@ class DeltaPath:
         overlays: list[Overlay],
         served: Routing,
     ) -> None:
-        budget = self._live.overlay_budget
-        reserved = _bytes(overlays)
-        with _naming_the_canary(views[-1 if overlays[0].nbytes <= budget.total else 0], served):
-            budget.reserve(reserved)
+        def log_it() -> None:
+            self._record.repair()  # else the next start might serve another version, without this delta
+            self._log.append(delta.seq, data, delta.digest, origin)
+            if delta.dense is not None:
+                for view in views:
+                    view.open_version.info.dense_accepted_upto = delta.seq
+
+        fits_memory = overlays[0].nbytes <= self._live.overlay_budget.total
+        with _naming_the_canary(views[-1 if fits_memory else 0], served):
+            self._live.overlay_budget.reserve(_bytes(overlays))
+        self._publish(views, overlays, served, delta.seq, log_it)
+
+    def _publish(
+        self,
+        views: Sequence[View],
+        overlays: Sequence[Overlay],
+        served: Routing,
+        seq: int,
+        first: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Put overlays, whose bytes are reserved, over views. What may fail comes before `first`, but for want of memory."""
+        budget, after = self._live.overlay_budget, served
+        reserved = surplus = _bytes(overlays)
         try:
-            # all that may fail comes before the log: what is in it must become visible
             stacks = [
                 stack(view.overlays, overlay, frozen=self._live.folding)
                 for view, overlay in zip(views, overlays, strict=True)
             ]
             after = served.with_views(
-                View(view.open_version, stacked, delta.seq) for view, stacked in zip(views, stacks, strict=True)
+                View(view.open_version, stacked, seq) for view, stacked in zip(views, stacks, strict=True)
             )
-            self._record.repair()  # else the next start might serve another version, without this delta
-            self._log.append(delta.seq, data, delta.digest, origin)
+            # rows that a newer delta in the same overlay replaced are gone
+            surplus = sum(view.overlay_bytes for view in views) + reserved - sum(map(_bytes, stacks))
+            first()
+            self._live.publisher.publish(after)
         except BaseException:
-            budget.release(reserved)
+            shown = after is not served and self._live.served is after
+            budget.release(surplus if shown else reserved)
             raise
-        if delta.dense is not None:
-            for view in views:
-                view.open_version.info.dense_accepted_upto = delta.seq
-        # rows that a newer delta in the same overlay replaced are gone
-        budget.release(sum(view.overlay_bytes for view in views) + reserved - sum(map(_bytes, stacks)))
-        self._live.publisher.publish(after)
+        budget.release(surplus)
+
+    def _show_logged(self) -> None:
+        """Publish what the log has and views lack: where something came between (Ctrl-C, no memory). Holds `write`."""
+        for view in self._live.served.views:
+            served, budget = self._live.served, self._live.overlay_budget
+            if not missing(view, self._log):
+                continue
+            overlay = unfolded(view, self._log, self._dense, limit=budget.total)
+            if overlay is not None:
+                budget.reserve(overlay.nbytes)
+                self._publish([view], [overlay], served, overlay.hi)
 
     def _encode(self, delta: Delta, view: View, served: Routing) -> Overlay:
         with _naming_the_canary(view, served):
