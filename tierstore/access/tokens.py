@@ -263,7 +263,7 @@ def _read(path: Path) -> dict[str, Token]:
     """Tokens by id. NotFound, Corruption or StorageError where there are none to be had."""
     document = files.read_json(path)
     if document.get("format") != FORMAT:
-        raise Corruption(f"{path}: expected format {FORMAT}, got {document.get('format')!r}")
+        raise files.of_another_release(path, document.get("format"), str(FORMAT), document)
     try:
         tokens = [Token.parse(entry) for entry in document["tokens"]]
     except (LookupError, TypeError, ValueError, AttributeError) as error:

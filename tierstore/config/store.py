@@ -78,6 +78,9 @@ class StoreSettings(BaseModel):
         le=1,
         description="share of these rows that must be in memory before the service reports ready; it answers requests before that",
     )
+    ready_unserved: bool = Field(
+        False, description="report ready although a model that is on record could not be served at the start"
+    )
     hot_keys_every_s: float = Field(
         600.0, ge=0, description="seconds between two saves of the hot keys; 0: save them only when the store closes"
     )

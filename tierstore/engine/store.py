@@ -345,6 +345,10 @@ class Store(ParkedMessages):
         """How much of what a start reads into memory is there, 0 to 1; 1 where nothing is to be read."""
         return self.shared.warmer.share()
 
+    def unserved(self) -> list[str]:
+        """The models on record that could not be served at the start, and are not since; their `problem` says why."""
+        return [name for name in self.models() if self._models[name].state.live.start_problem is not None]
+
     def throttle(self) -> dict[str, Any]:
         """How fast background work may go while look-ups are served, and why; see `Throttle.status`."""
         return self.shared.throttle.status()

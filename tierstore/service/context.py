@@ -125,7 +125,11 @@ class Service:
             self._heard = self.store.fleet is None or self.store.fleet.ready
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
-        return self._heard and self._warm and not self.draining
+        return self._heard and self._warm and not self.draining and not self.unserved()
+
+    def unserved(self) -> list[str]:
+        """The models because of which the service wants no requests: a rolling update is not to go on to the next copy."""
+        return [] if self.settings.ready_unserved else self.store.unserved()
 
     def problems(self) -> list[str]:
         """What an operator should know of: files that could not be read again, and what keeps a source from its work. Any thread."""

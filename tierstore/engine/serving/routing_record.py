@@ -66,7 +66,7 @@ def read_routes(path: Path) -> RoutingRecord:
         return RoutingRecord()
     try:
         if document["format"] != FORMAT:
-            raise Corruption(f"{path}: expected format {FORMAT}, got {document['format']!r}; another release wrote it")
+            raise files.of_another_release(path, document["format"], str(FORMAT), document)
         canary = document["canary"] or {}
         labels = {check_label(name): int(number) for name, number in document["labels"].items()}
         number, share = canary.get("version"), check_share(canary.get("share", 0.0))

@@ -122,7 +122,7 @@ def read_undone(path: Path) -> Undone:
         return Undone()
     try:
         if document["format"] != FORMAT:
-            raise Corruption(f"{path}: expected format {FORMAT}, got {document['format']!r}; another release wrote it")
+            raise files.of_another_release(path, document["format"], str(FORMAT), document)
         ranges = _pairs(document["ranges"])
         ends = [-1, *(end for each in ranges for end in each)]
         if any(end >= next_ if at % 2 == 0 else end > next_ for at, (end, next_) in enumerate(pairwise(ends))):

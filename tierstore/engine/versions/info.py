@@ -141,9 +141,7 @@ class VersionInfo:
         record = files.read_json(where.record)
         formats = *RECORD_FORMATS, _IN_PARTITIONS
         if (form := record.get("format")) not in formats:
-            raise Corruption(
-                f"{where.record}: expected format {' or '.join(map(str, formats))}, got {form!r}; it was written by another release"
-            )
+            raise files.of_another_release(where.record, form, " or ".join(map(str, formats)), record)
         self.where = where
         self.loaded_at_s: float = record.get("loaded_at_s", 0.0)  # tells two loads of one number apart
         self.partitions: Partitions | None = None  # that its keys are in; None: of all keys, which are in no partitions
