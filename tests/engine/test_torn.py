@@ -17,7 +17,7 @@ from tests.engine import quick_build, scenes
 from tests.engine.test_undo import assert_equal, content, delta, undone
 from tierstore.engine.deltas import apply, log
 from tierstore.engine.lifecycle import routes
-from tierstore.engine.serving import current_record, publisher
+from tierstore.engine.serving import current_record, live, publisher
 from tierstore.errors import Conflict
 
 OpenStore = Callable[..., tierstore.Store]
@@ -175,9 +175,9 @@ def test_a_switch_that_was_cut_off_was_done_or_never_begun(tmp_path, open_store,
     begun, before = state(), content(store)
     ways = set()
     step = 3 if verb == "rollback to a delta" else 1  # which builds the version again each time
-    for n in range(0, 600, step):
+    for n in range(0, 300, step):
         try:
-            with Before(n, routes, current_record, publisher) as cut:
+            with Before(n, routes, current_record, live) as cut:
                 switch()
         except CutOff:
             pass

@@ -213,7 +213,8 @@ def test_producers_go_on_after_the_newest_seq(tmp_path, store):
         store.apply_delta(data)
     store.rollback("ctr", to_seq=1)
     before = content(store)
-    assert not any(store.apply_delta(data).applied for data in sent.values())
+    answers = [store.apply_delta(data) for data in sent.values()]
+    assert [(answer.applied, answer.send_as) for answer in answers] == [(False, None), (False, 4), (False, 4)]
     assert_equal(content(store), before)
     with pytest.raises(Conflict, match="held with other content"):
         store.apply_delta(delta(2, bad=True))

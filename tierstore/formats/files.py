@@ -26,14 +26,13 @@ from typing import Any, BinaryIO, cast
 
 import xxhash
 
-from tierstore import __version__
 from tierstore.errors import Corruption, DiskFull, NotFound, StorageError, TierstoreError
 from tierstore.formats.names import TEMPORARY, TRASH, is_scratch
 from tierstore.formats.private import make_private
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
+from tierstore.formats.release import WRITER, __version__
 
 _CHECKSUM, _NO_CHECKSUM = "xxh3", "0" * 16
-_WRITER = "written_by"  # the field of a record that names the release
 _DIGEST = re.compile("[0-9a-f]{16}")
 
 
@@ -175,24 +174,10 @@ def publish_json(path: str | Path, document: Any) -> None:
     publish_bytes(path, (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
-def of_another_release(path: str | Path, found: object, known: str, document: Mapping[str, Any]) -> Corruption:
-    """The error for a record of ours in a format that is not known."""
-    by = document.get(_WRITER)
-    writer = f"tierstore {by}" if isinstance(by, str) else "another release"
-    return Corruption(
-        f"{path} was written by {writer}, this is {__version__}: expected format {known}, got {found!r}; start that release again"
-    )
-
-
 def publish_record(path: str | Path, document: Mapping[str, Any], *, private: bool = False) -> None:
-    """As `publish_json`, with the release that writes it, and a checksum of all bytes in the last field, `xxh3`, whose own digits count as zeros."""
-    content = (
-        json.dumps(
-            {**document, _WRITER: __version__, _CHECKSUM: _NO_CHECKSUM}, indent=2, ensure_ascii=False, allow_nan=False
-        )
-        + "\n"
-    )
-    data = content.encode()
+    """As `publish_json`, with the release, and a checksum of all bytes in the last field, `xxh3`, whose own digits count as zeros."""
+    whole = {**document, WRITER: __version__, _CHECKSUM: _NO_CHECKSUM}
+    data = (json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
     publish_bytes(path, _checksum_in(data, _xxh3(data)), private=private)
 
 

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TypeVar
 
-from tierstore.engine.data.budget import OverlayBudget
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
 from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.incoming import gently
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.deltas.newest_event import NewestEvent
 from tierstore.engine.deltas.origin import Origin
@@ -34,16 +31,12 @@ from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
-from tierstore.formats.delta.reader import Delta, read_delta
-from tierstore.formats.regular import read_regular
+from tierstore.formats.delta.reader import Delta, DeltaHead
 from tierstore.predict.session import DenseSession
-from tierstore.tiers.background import in_background
 from tierstore.types import DeltaResult, TableSpec
 
 log = logging.getLogger(__name__)
 
-LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, which look-ups would wait for
-T = TypeVar("T")
 Sessions = dict[Version, DenseSession | None]  # of a delta's dense part, by version
 
 
@@ -79,7 +72,7 @@ class DeltaPath:
         """
         if delta.dense is not None:  # the threads of a session would inherit the priority
             return self._apply(delta, data, origin, lenient)
-        return _gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin, lenient))
+        return gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin, lenient))
 
     def _apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None, lenient: bool) -> DeltaResult:
         model = self._live.model
@@ -94,7 +87,7 @@ class DeltaPath:
             self._show_logged()
             served = self._live.served
             if self._is_held(delta, served):
-                return DeltaResult(model, delta.seq, applied=False)
+                return self._held_result(delta.seq)
             if served.active is None:
                 raise served.nothing(model, " before sending deltas")
             self._room.check_delta(len(data))
@@ -116,6 +109,20 @@ class DeltaPath:
         for observer in self._observers:
             observer.delta_visible(model, delta.seq, rows, freshness_s)
         return DeltaResult(model, delta.seq, applied=True)
+
+    def held(self, head: DeltaHead) -> DeltaResult | None:
+        """The result for a delta that the log has, which need not be decoded; None for another one, of whatever seq."""
+        if self._log.digest(head.seq) != head.digest:
+            return None
+        with self._live.write:
+            if self._log.unusable is not None or self._log.digest(head.seq) != head.digest:
+                return None
+            self._show_logged()
+            return self._held_result(head.seq)
+
+    def _held_result(self, seq: int) -> DeltaResult:
+        undone = self._log.undone.end_of_range(seq) is not None
+        return DeltaResult(self._live.model, seq, applied=False, send_as=(self._log.last or 0) + 1 if undone else None)
 
     def check(self, delta: Delta, served: Routing) -> list[Overlay]:
         """What a delta would put over the views that are served; DeltaError where it does not fit one. Nothing is changed."""
@@ -276,32 +283,3 @@ def _naming_the_canary(view: View, served: Routing) -> Iterator[None]:
 
 def _bytes(overlays: Sequence[Overlay]) -> int:
     return sum(overlay.nbytes for overlay in overlays)
-
-
-def delta_of(
-    source: bytes | bytearray | memoryview | str | Path, unfolded: OverlayBudget
-) -> tuple[Delta, bytes | memoryview]:
-    """A delta and its bytes, given as such or as a path or file:// URL. DeltaError where they cannot be read or are no delta."""
-    data = _bytes_of(source)
-    return _gently(data, unfolded, lambda: read_delta(data)), data
-
-
-def _gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
-    """Do `work` on a large delta at a low priority, unless deltas arrive faster than they are folded."""
-    return work() if len(data) < LARGE_BYTES or unfolded.used else in_background(work)
-
-
-def _bytes_of(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, (bytearray, memoryview)):
-        return memoryview(source).cast("B")
-    path = (
-        Path(urllib.parse.unquote(source.removeprefix("file://")))
-        if isinstance(source, str) and source.startswith("file://")
-        else Path(source)
-    )
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise DeltaError(f"cannot read the delta {path}: {error.strerror or error}") from error

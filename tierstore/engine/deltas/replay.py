@@ -96,11 +96,11 @@ def _gather(
     limit: int,
     lenient: bool,
     undone: Undone,
-    known: Mapping[str, CollidingKeys],
+    colliding: Mapping[str, CollidingKeys],
 ) -> tuple[Overlay, list[tuple[Delta, bytes]]]:
     """The deltas above `held`, up to `last` or until they have `limit` bytes, as one overlay; and their dense parts."""
     overlays: tuple[Overlay, ...] = ()
-    colliding = dict(known)
+    colliding = dict(colliding)
     dense_parts: list[tuple[Delta, bytes]] = []
     while held < last and _bytes(overlays, dense_parts) < limit:
         held += 1

@@ -17,6 +17,7 @@ from typing import Any
 from tierstore.errors import Corruption, NotFound
 from tierstore.formats import files
 from tierstore.formats.names import MAX_ORDINAL
+from tierstore.formats.release import of_another_release
 
 FORMAT = 1
 Ranges = tuple[tuple[int, int], ...]
@@ -122,7 +123,7 @@ def read_undone(path: Path) -> Undone:
         return Undone()
     try:
         if document["format"] != FORMAT:
-            raise files.of_another_release(path, document["format"], str(FORMAT), document)
+            raise of_another_release(path, document["format"], str(FORMAT), document)
         ranges = _pairs(document["ranges"])
         ends = [-1, *(end for each in ranges for end in each)]
         if any(end >= next_ if at % 2 == 0 else end > next_ for at, (end, next_) in enumerate(pairwise(ends))):
