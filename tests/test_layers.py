@@ -94,6 +94,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "ssd": 2,
     },
     "formats": {
+        "release": 0,
         "names": 0,
         "patience": 0,
         "ranges": 0,

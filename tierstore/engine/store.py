@@ -200,8 +200,7 @@ class Store(ParkedMessages):
     def apply_delta(self, source: Source, *, model: str | None = None, seq: int | None = None) -> DeltaResult:
         """Apply a delta, bytes or a path, of this `model` and `seq`. On return it is durable and visible; see `DeltaResult`.
 
-        Raises DeltaError for a bad one or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict for a seq
-        held with other content, Overloaded when deltas come faster than they are folded.
+        DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded.
         """
         self._check_open()
         incoming = Incoming(source, model, seq)
