@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -96,3 +97,18 @@ def test_what_it_forgets_is_read_again(seed: int) -> None:
 def test_bad_headers(headers: dict[str, object], why: str) -> None:
     with pytest.raises(DeltaError, match=why):
         head_of(message(0, b"value", 0, **headers))
+
+
+def test_deltas_that_pass_while_a_gap_is_open_leave_nothing_behind() -> None:
+    window = Window(1 << 20)
+    put(window, 0, 1_000_000)  # what it waits for does not come
+    tracemalloc.start()
+    try:
+        for offset in range(1, 20_000):
+            put(window, offset, offset)
+            window.remove(window.at("ctr", offset)[0])
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 100_000
+    assert window.needed(0, 20_000) == 0

@@ -27,6 +27,7 @@ FLOORS = {
     "types": 0,
     "config": 0,
     "log_limits": 0,
+    "machine": 0,
     "logs": 0,
     "kernels": 1,
     "formats": 1,
@@ -53,6 +54,7 @@ SIDEWAYS = {
     ("config", "errors"),
     ("config", "types"),
     ("config", "logs"),
+    ("config", "machine"),
     ("logs", "log_limits"),
     ("formats", "kernels"),
     ("cli", "client"),
@@ -92,6 +94,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "ssd": 2,
     },
     "formats": {
+        "release": 0,
         "names": 0,
         "patience": 0,
         "ranges": 0,

@@ -38,6 +38,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self
 
+# Outcomes of requests (the label in metrics) that speak against the version, or the service, that had them. What a caller does
+# wrong does not, nor what it may not have, nor that there are more requests than are taken.
+FAULTS = frozenset({"error", "unavailable", "deadline"})
+
 
 def explained(error: BaseException) -> str:
     """The message of an error, with the notes that were added to it."""

@@ -16,8 +16,12 @@ from tierstore.log_limits import Limited
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-# a token, credentials of an Authorization header, and what stands before the host of a URL
-_SECRET = re.compile(r"(tierstore_[0-9a-f]{12}_)[A-Za-z0-9_-]+|((?i:bearer|basic)\s+)[^\s\"',;]+|(://)[^\s\"'/]+(?=@)")
+# a token, credentials of an Authorization header, and what stands before the host of a URL; a password there may hold
+# slashes, which a host with its port, and a path behind it, looks like
+_SECRET = re.compile(
+    r"(tierstore_[0-9a-f]{12}_)[A-Za-z0-9_-]+|((?i:bearer|basic)\s+)[^\s\"',;]+|(://)(?:[^\s\"'/]+"
+    r"|(?!(?:[\w-]+\.[\w.-]{0,250}|localhost|\[[^\]\s]{0,60}\]):\d{1,5}/)[^\s\"'/@]{0,100}:[^\s\"']{1,300})(?=@)"
+)
 
 
 def without_secrets(text: str) -> str:

@@ -232,11 +232,15 @@ ProgressFn = Callable[[Progress], None]
 
 @dataclass(slots=True)
 class DeltaResult:
-    """The result of applying a delta: `applied` is False if the store already had it."""
+    """The result of applying a delta: `applied` is False if the store already had it.
+
+    `send_as`: of one that it had and that a rollback has undone, the seq under which to send it to have it applied.
+    """
 
     model: str
     seq: int
     applied: bool
+    send_as: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 import tierstore
 from tierstore.errors import Conflict, SequenceGap
-from tools.crash_work import DENSE, KEYS, MODEL, Ranges, after_rollback, delta, expected, expected_dense
+from tools.crash_work import DENSE, KEYS, MODEL, Seqs, delta, expected, expected_dense
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Acknowledged:
     last: int = 0
     routing: Routing = Routing()
     versions: dict[int, int] = field(default_factory=dict)  # version → delta_seq
-    undone: Ranges = ()
+    undone: Seqs = frozenset()
+    undone_at: dict[int, Seqs] = field(default_factory=lambda: {0: frozenset()})  # by delta: when it was applied
     loaded: set[int] = field(default_factory=set)  # ever
     unfinished: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
@@ -73,17 +74,27 @@ class Acknowledged:
     def _apply(self, verb: str, *numbers: int) -> None:
         self.routing = self.routing.after(verb, *numbers)
         if verb == "delta":
-            self.last = numbers[0]
+            self.moved_to(numbers[0])
         elif verb == "load":
             self.versions[numbers[0]] = numbers[1]
             self.loaded.add(numbers[0])
-            self.last = max(self.last, numbers[1])
+            self.moved_to(max(self.last, numbers[1]))
         elif verb == "activate":  # one that was loaded, and killed before it served, may be ahead of the log
-            self.last = max(self.last, self.versions[numbers[0]])
+            self.moved_to(max(self.last, self.versions[numbers[0]]))
         elif verb == "undo":
-            self.undone = after_rollback(self.undone, numbers[0], self.last)
+            self.undone = self.undone_after(numbers[0])
         elif verb == "drop":
             self.versions.pop(numbers[0], None)
+
+    def moved_to(self, last: int) -> None:
+        """The log ends with that delta now."""
+        if last > self.last:
+            self.undone_at[last] = self.undone
+        self.last = last
+
+    def undone_after(self, seq: int) -> Seqs:
+        """What is undone after a rollback to `seq`: what was when it was applied, and all that came since."""
+        return self.undone_at[seq] | {*range(seq + 1, self.last + 1)}
 
 
 class Wrong(AssertionError):
@@ -106,9 +117,9 @@ def check(acknowledged: Acknowledged, store: tierstore.Store) -> None:
     _demand(
         routing in may, f"{routing} serves, {acknowledged.routing} did, and {acknowledged.unfinished} was under way"
     )
-    undone = tuple((first, last) for first, last in status["undone"])
+    undone = frozenset(seq for first, end in status["undone"] for seq in range(first, end + 1))
     before = acknowledged.undone
-    after = after_rollback(before, numbers[0], acknowledged.last) if verb == "undo" else before
+    after = acknowledged.undone_after(numbers[0]) if verb == "undo" else before
     _demand(undone in (before, after), f"{undone} is undone, {before} was, and {acknowledged.unfinished} was under way")
     acknowledged.undone = undone
     new = set(versions) - set(acknowledged.versions)
@@ -125,12 +136,8 @@ def check(acknowledged: Acknowledged, store: tierstore.Store) -> None:
         last in ends,
         f"the log ends with {last}, acknowledged was {acknowledged.last}, under way {acknowledged.unfinished}",
     )
-    acknowledged.last, acknowledged.routing, acknowledged.versions, acknowledged.unfinished = (
-        last,
-        routing,
-        versions,
-        [],
-    )
+    acknowledged.moved_to(last)
+    acknowledged.routing, acknowledged.versions, acknowledged.unfinished = routing, versions, []
     acknowledged.loaded |= set(versions)
 
     report = store.verify()

@@ -104,36 +104,27 @@ def write_snapshot(
             writer.dense(dense_part(-version))
 
 
-Ranges = tuple[tuple[int, int], ...]  # (first, last) of undone deltas
+Seqs = frozenset[int]
 
 
-def after_rollback(undone: Ranges, seq: int, last: int) -> Ranges:
-    """What is undone after a rollback to `seq`, where `last` is the newest delta."""
-    return (*(each for each in undone if each[1] < seq), (seq + 1, last))
-
-
-def is_undone(undone: Ranges, seq: int) -> bool:
-    return any(first <= seq <= last for first, last in undone)
-
-
-def expected(seed: int, version: int, delta_seq: int, last: int, undone: Ranges = ()) -> dict[str, np.ndarray]:
+def expected(seed: int, version: int, delta_seq: int, last: int, undone: Seqs = frozenset()) -> dict[str, np.ndarray]:
     """By table: the row of each of NUMBERS, NaN where there is none: the snapshot and the deltas after `delta_seq`."""
     rows = {}
     for table in DIM:
         rows[table] = np.full((len(NUMBERS[table]), DIM[table]), np.nan, np.float32)
         rows[table][: ROWS[table]] = values(table, -version, np.arange(ROWS[table]))
     for seq in range(delta_seq + 1, last + 1):
-        if is_undone(undone, seq):
+        if seq in undone:
             continue
         for table, (keys, gone) in changes(seed, seq).items():
             rows[table][keys] = np.where(gone[:, None], np.nan, values(table, seq, keys))
     return rows
 
 
-def expected_dense(version: int, delta_seq: int, last: int, undone: Ranges = ()) -> int:
+def expected_dense(version: int, delta_seq: int, last: int, undone: Seqs = frozenset()) -> int:
     """The number that the dense part of a version names: its own, or that of the newest delta that brought one."""
     seqs = range(last, delta_seq, -1)
-    return next((seq for seq in seqs if brings_dense(seq) and not is_undone(undone, seq)), -version)
+    return next((seq for seq in seqs if brings_dense(seq) and seq not in undone), -version)
 
 
 # --- the child
@@ -235,9 +226,11 @@ def _undo_to(status: dict[str, Any], rng: random.Random) -> int | None:
     """A delta to roll back to, which changes something; None where that cannot be."""
     last, start = status["log"]["last"] or 0, status["log"]["start"] or 0
     bases = [entry["delta_seq"] for entry in status["versions"] if entry["version"] == status["active_version"]]
-    seq = last - rng.randint(1, 9)
+    seq = last - rng.randint(0, 9)
     possible = bool(bases) and start <= bases[0] <= seq
-    return seq if possible and [seq + 1, last] not in status["undone"] else None
+    ranges = status["undone"]
+    changes = any(high == last for _, high in ranges) if seq == last else [seq + 1, last] not in ranges
+    return seq if possible and changes else None
 
 
 def _rollback_to(versions: list[dict[str, Any]], active: int, start: int) -> int | None:

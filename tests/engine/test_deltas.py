@@ -11,7 +11,7 @@ import pytest
 from tests.engine import scenes
 from tests.engine.test_store import folded
 from tierstore.engine.data.overlay import OverlayTable
-from tierstore.engine.deltas import apply
+from tierstore.engine.deltas import apply, incoming
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, SnapshotError, TooLarge
 from tierstore.kernels import overlay_index
@@ -70,8 +70,8 @@ def test_a_large_delta_and_a_fold_are_worked_on_at_a_low_priority(store, tmp_pat
 
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     delta = scenes.stamped(1, {"item": [1]})
-    monkeypatch.setattr(apply, "LARGE_BYTES", len(delta) + (not large))
-    for owner, name in ((apply, "read_delta"), (apply, "encode_delta"), (Version, "fold")):
+    monkeypatch.setattr(incoming, "LARGE_BYTES", len(delta) + (not large))
+    for owner, name in ((incoming, "read_delta"), (apply, "encode_delta"), (Version, "fold")):
         noting(owner, name)
     assert store.apply_delta(delta).applied
     folded(store)

@@ -52,34 +52,32 @@ class Delta:
         self, data: bytes, base_version: int | None, changes: dict[str, dict[int, np.ndarray | None]], dense: bool
     ) -> None:
         self.data, self.base_version, self.changes, self.dense = data, base_version, changes, dense
-        self.undone = False
 
 
 class Version:
-    """What a version should hold: its snapshot, and of the deltas after it all but those in `holes`."""
+    """What a version should hold: its snapshot, and of the deltas after it that are not undone all but those in `holes`."""
 
     def __init__(self, number: int, delta_seq: int, rows: Rows) -> None:
         self.number, self.delta_seq, self.rows = number, delta_seq, rows
         self.holes: list[tuple[int, int]] = []
 
-    def applied(self, seq: int, deltas: dict[int, Delta]) -> list[int]:
-        """The deltas up to `seq` that it holds, ascending."""
+    def applied(self, deltas: dict[int, Delta]) -> list[int]:
+        """Those of the deltas that it holds, ascending."""
         return [
             number
             for number, delta in sorted(deltas.items())
-            if self.delta_seq < number <= seq
+            if self.delta_seq < number
             and not any(low < number <= high for low, high in self.holes)
-            and not delta.undone
             and delta.base_version in (None, self.number)
         ]
 
-    def dense_at(self, seq: int, deltas: dict[int, Delta]) -> int | None:
+    def dense_of(self, deltas: dict[int, Delta]) -> int | None:
         """The delta that brought the newest dense part; snapshots bring none."""
-        return max((number for number in self.applied(seq, deltas) if deltas[number].dense), default=None)
+        return max((number for number in self.applied(deltas) if deltas[number].dense), default=None)
 
-    def at(self, seq: int, deltas: dict[int, Delta]) -> Rows:
+    def with_deltas(self, deltas: dict[int, Delta]) -> Rows:
         rows = {table: dict(of) for table, of in self.rows.items()}
-        for number in self.applied(seq, deltas):
+        for number in self.applied(deltas):
             for table, changes in deltas[number].changes.items():
                 for key, new in changes.items():
                     if new is None:
@@ -104,7 +102,8 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         self.canary: int | None = None
         self.last: int | None = None
         self.deltas: dict[int, Delta] = {}
-        self.rollbacks: list[tuple[int, int]] = []  # to which delta, and which was the newest then
+        self.undone: frozenset[int] = frozenset()
+        self.undone_at: dict[int, frozenset[int]] = {}  # by delta: what was undone when it was applied
         self._snapshots = 0
         self._open(60.0)
 
@@ -191,7 +190,11 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         self.active, self.canary = number, None
         version = self.versions[number]
         if self.last is None or version.delta_seq > self.last:
-            self.last = version.delta_seq
+            self._moved_on(version.delta_seq)
+
+    def _moved_on(self, last: int) -> None:
+        self.last = last
+        self.undone_at[last] = self.undone
 
     def _beyond_repair(self, number: int) -> bool:
         """Whether the version holds what is undone, and the log does not reach back to its snapshot."""
@@ -239,20 +242,17 @@ class StoreAgainstDicts(RuleBasedStateMachine):
         assert self.active is not None
         assert self.last is not None
         seq, base = self.last - back, self.versions[self.active].delta_seq
-        if not base <= seq <= self.last or (self.start or 0) > base:
-            if seq != self.last or any(last == seq for _, last in self.rollbacks):
-                self._refused(Conflict, lambda: self.store.rollback("ctr", to_seq=seq))
+        if not base <= seq <= self.last:
+            self._refused(Conflict, lambda: self.store.rollback("ctr", to_seq=seq))
             return
-        changes = seq < self.last or any(last == seq for _, last in self.rollbacks)
-        again = bool(self.rollbacks) and self.rollbacks[-1] == (seq, self.last)
+        # the state right after that delta was applied: what was undone then, and all that came since
+        undone = self.undone_at[seq] | {*range(seq + 1, self.last + 1)}
+        if undone != self.undone and (self.start or 0) > base:
+            self._refused(Conflict, lambda: self.store.rollback("ctr", to_seq=seq))
+            return
         assert self.store.rollback("ctr", to_seq=seq) == self.active
-        self.rollbacks = [(to, last) for to, last in self.rollbacks if last < seq]
-        if seq < self.last:
-            self.rollbacks.append((seq, self.last))
-        for number, delta in self.deltas.items():
-            delta.undone = any(to < number <= last for to, last in self.rollbacks)
-        if changes and not again:
-            self.canary = None
+        if undone != self.undone:
+            self.undone, self.canary = undone, None
 
     @rule(number=versions_seen)
     def drop(self, number: int) -> None:
@@ -344,7 +344,7 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             return
         result = self.store.apply_delta(data)
         assert (result.seq, result.applied) == (seq, True)
-        self.last = seq
+        self._moved_on(seq)
         self.deltas[seq] = Delta(data, base_version, changes, dense)
 
     @staticmethod
@@ -421,14 +421,19 @@ class StoreAgainstDicts(RuleBasedStateMachine):
 
     def _expected(self) -> Rows:
         assert self.active is not None
-        assert self.last is not None
-        return self.versions[self.active].at(self.last, self.deltas)
+        return self.versions[self.active].with_deltas(self._counting())
+
+    def _counting(self) -> dict[int, Delta]:
+        """The deltas that are not undone."""
+        return {seq: delta for seq, delta in self.deltas.items() if seq not in self.undone}
 
     @invariant()
     def rows_are_as_in_the_dictionaries(self) -> None:
         if "ctr" not in self.store.models():
             return
         model = self.store.model("ctr")
+        ranges = self.store.status()["models"]["ctr"]["undone"]
+        assert {seq for first, last in ranges for seq in range(first, last + 1)} == self.undone
         assert model.active_version == self.active
         assert model.versions == sorted(self.versions)
         served = [number for number in (self.active, self.canary) if number is not None]
@@ -437,9 +442,8 @@ class StoreAgainstDicts(RuleBasedStateMachine):
             self._is_as_in_the_dictionaries(number)
 
     def _is_as_in_the_dictionaries(self, number: int) -> None:
-        assert self.last is not None
         version = self.versions[number]
-        expected, dense = version.at(self.last, self.deltas), version.dense_at(self.last, self.deltas)
+        expected, dense = version.with_deltas(self._counting()), version.dense_of(self._counting())
         with self.store.model("ctr").view(number) as view:
             for table, device in itertools.product(DIM, self.devices):
                 rows, found = view.lookup(f"{table}_id", ALL_KEYS, return_found=True, device=device)

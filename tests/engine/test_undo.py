@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,8 @@ from tests.engine import quick_build, scenes
 from tests.engine.test_faults import PowerCut
 from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
-from tierstore.engine.serving.undone_record import Undone
-from tierstore.errors import Conflict, InvalidInput, TierstoreError
+from tierstore.engine.serving.undone_record import Undone, read_undone, save_undone
+from tierstore.errors import Conflict, Corruption, InvalidInput, TierstoreError
 from tierstore.formats import files
 
 KEYS = np.array([*range(40), 499, 999, 1000, 7000, 7001, 7002, 7003, 7004, 7005, -5])
@@ -169,6 +170,42 @@ def test_a_rollback_can_be_undone_and_moved(tmp_path, open_store):
     assert undone(store) == [[4, 5], [7, 7]]
 
 
+def test_what_was_undone_before_a_delta_stays_undone_in_its_state(tmp_path, open_store, reference):
+    """Delta 2 is bad and undone; a rollback too far, which is taken back, must not bring it back."""
+    store = open_store()
+    where = scenes.write_snapshot(tmp_path)
+    store.load_snapshot(where)
+    reference.load_snapshot(where)
+    for seq in (1, 2):
+        store.apply_delta(delta(seq, bad=seq == 2))
+    store.rollback("ctr", to_seq=1)
+    for seq in (3, 4):
+        store.apply_delta(delta(seq))
+    store.rollback("ctr", to_seq=1)
+    assert undone(store) == [[2, 4]]
+    store.close()
+    store = open_store()
+    store.rollback("ctr", to_seq=4)
+    assert undone(store) == [[2, 2]]
+    for seq in range(1, 5):
+        reference.apply_delta(empty(seq) if seq == 2 else delta(seq))
+    assert_equal(content(store), content(reference))
+
+
+def test_a_record_of_a_release_without_history_is_read(tmp_path):
+    record = tmp_path / "undone.json"
+    files.publish_record(record, {"format": 1, "ranges": [[2, 3], [6, 9]], "lines": {"1": 2}, "outdated": []})
+    read = read_undone(record)
+    assert read.ranges == ((2, 3), (6, 9))
+    assert read.as_of(9, 9).ranges == ((2, 3),)
+    save_undone(record, read)
+    assert read_undone(record) == read
+    for rollbacks in ([[2, 3]], [[5, 9], [1, 3]], [[9, 5]]):
+        files.publish_record(record, read.document() | {"rollbacks": rollbacks})
+        with pytest.raises(Corruption, match="makes no sense"):
+            read_undone(record)
+
+
 def test_producers_go_on_after_the_newest_seq(tmp_path, store):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     sent = {seq: delta(seq) for seq in (1, 2, 3)}
@@ -176,7 +213,8 @@ def test_producers_go_on_after_the_newest_seq(tmp_path, store):
         store.apply_delta(data)
     store.rollback("ctr", to_seq=1)
     before = content(store)
-    assert not any(store.apply_delta(data).applied for data in sent.values())
+    answers = [store.apply_delta(data) for data in sent.values()]
+    assert [(answer.applied, answer.send_as) for answer in answers] == [(False, None), (False, 4), (False, 4)]
     assert_equal(content(store), before)
     with pytest.raises(Conflict, match="held with other content"):
         store.apply_delta(delta(2, bad=True))
@@ -446,8 +484,28 @@ def test_ranges():
     assert [undone.end_of_range(seq) for seq in (3, 4, 9, 10)] == [None, 9, 9, None]
     assert undone.with_last(6).ranges == ((4, 6),)
     assert undone.with_last(3).ranges == ()
-    halves = Undone(((4, 6), (7, 9)))
-    assert not halves.differs_from(undone, 0, 9)
-    assert halves.differs_from(Undone(), 0, 4)
-    assert not halves.differs_from(Undone(), 9, 20)
-    assert not halves.differs_from(Undone(), 0, 3)
+    assert Undone(((3, 9),)).differs_from(Undone(((6, 9),)), 0, 6)
+    assert not Undone(((3, 9),)).differs_from(Undone(((6, 9),)), 6, 9)
+    assert undone.differs_from(Undone(), 0, 4)
+    assert not undone.differs_from(Undone(), 9, 20)
+    assert not undone.differs_from(Undone(), 0, 3)
+
+
+def test_ranges_by_history():
+    """Against what was undone when each delta was applied, over all short histories."""
+    steps = [None, 0, 1, 2, 3, 4]  # a delta, or a rollback to that one
+    for history in itertools.product(steps, repeat=7):
+        last, now = 0, frozenset[int]()
+        at_the_time = {0: now}
+        undone = Undone()
+        for step in history:
+            if step is None:
+                last += 1
+                at_the_time[last] = now
+            elif step <= last:
+                now = at_the_time[step] | {*range(step + 1, last + 1)}
+                undone = undone.as_of(step, last)
+            assert {seq for first, end in undone.ranges for seq in range(first, end + 1)} == now, history
+            for cut in range(last + 1):
+                left = {seq for first, end in undone.with_last(cut).ranges for seq in range(first, end + 1)}
+                assert left == {seq for seq in now if seq <= cut}, (history, cut)

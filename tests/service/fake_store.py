@@ -190,7 +190,10 @@ class FakeStore:
             raise NotFound(f"no model {name!r}")
         return self._models[name]
 
-    def apply_delta(self, source: Any, *, model: str | None = None) -> DeltaResult:
+    def unserved(self) -> list[str]:
+        return []
+
+    def apply_delta(self, source: Any, *, model: str | None = None, seq: int | None = None) -> DeltaResult:
         if self.delta_error is not None:
             raise self.delta_error
         return DeltaResult(model or "", len(pa.py_buffer(source)), True)

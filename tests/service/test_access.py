@@ -22,7 +22,7 @@ import pytest
 from tests.engine import quick_build
 from tierstore.access import rules
 from tierstore.access.roles import Action, Principal, Role
-from tierstore.access.rules import GRPC, HTTP, is_listed, of_grpc, of_http
+from tierstore.access.rules import GRPC, HTTP, of_grpc, of_http
 from tierstore.access.tokens import TokenFile
 from tierstore.client import Client
 from tierstore.engine.store import Store
@@ -142,12 +142,12 @@ def test_the_data_plane_serves_what_the_rules_list_and_nothing_else(
 
         assert missing() == []
         monkeypatch.setattr(rules, "_PATTERNS", ())
-        is_listed.cache_clear()
+        rules._is_listed.cache_clear()
         try:
             assert missing() == listed
         finally:
-            is_listed.cache_clear()
-            of_http.cache_clear()
+            rules._is_listed.cache_clear()
+            rules._of_http.cache_clear()
 
 
 def test_a_token_for_metrics_is_for_metrics_alone(scene: Scene) -> None:

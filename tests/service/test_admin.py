@@ -17,7 +17,7 @@ from tests.engine import quick_build
 from tierstore.engine.store import Store
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, Overloaded
-from tierstore.service.admin.sources import resolve_source
+from tierstore.service.admin.sources import check_still_there, resolve_source
 from tierstore.service.context import ADMIN_THREADS
 from tierstore.service.server import ServerThread
 
@@ -373,3 +373,19 @@ def test_a_delta_waits_for_no_version_of_another_model_that_is_being_warmed(
         for thread in threads:
             thread.join(30)
     assert store.model("other").active_version == 1
+
+
+def test_a_source_that_becomes_a_link_while_its_load_waits_is_not_loaded(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    snapshot = write_snapshot(root, 1)
+    found = resolve_source(str(snapshot), [root])
+    check_still_there(found, [root])
+    snapshot.rename(tmp_path / "moved")
+    write_snapshot(outside, 1)
+    for target in (outside, root / "other"):
+        os.symlink(target, snapshot)
+        with pytest.raises(InvalidInput):
+            check_still_there(found, [root])
+        snapshot.unlink()
+    with pytest.raises(InvalidInput):
+        check_still_there(found, [root])

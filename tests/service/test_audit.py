@@ -192,3 +192,34 @@ def test_where_the_audit_cannot_be_written_changes_go_on_and_status_says_so(tmp_
             store.drop("ctr", 2)
         assert store.status()["audit"]["problem"] is None
     assert [line["what"] for line in lines(settings.data)] == ["load", "delta", "drop"]
+
+
+def test_a_line_names_its_own_caller_whatever_came_before_and_in_whichever_form(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path)
+    tokens = TokenFile(settings.data / "tokens.json")
+    admin, secret = tokens.create(Role.ADMIN)
+    bearer = {"authorization": f"Bearer {secret}"}
+    path = "/admin/models/ctr/versions/7"
+    with Store(settings) as store, ServerThread(store) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        store.load_snapshot(write_snapshot(tmp_path, 1))
+        for _ in range(3):
+            assert http.get("/v2/models/ctr", headers=bearer).status_code == 200
+            assert http.delete(path, headers=bearer).status_code == 404
+            assert http.post("/v2/models/ctr/unload", headers=bearer).status_code == 404
+        for more in (
+            {"x-request-id": "one"},
+            {"connection": "close"},
+            {"content-type": "a/b"},
+            {"expect": "100-continue"},
+        ):
+            assert http.delete(path, headers=bearer | more).status_code == 404
+        assert http.request("DELETE", path, headers=bearer, content=iter([b"a", b"b"])).status_code == 404
+        for prefix in ("/admin/models/ctr", "/v2/repository/models/ctr", "/v2/models/ctr", "/v1/models/ctr"):
+            assert http.post(f"{prefix}/unload").status_code in (401, 403, 404)
+    failed = lines(settings.data, what="drop", outcome="failed")
+    assert len(failed) == 8
+    assert {line["who"].partition(" at ")[0] for line in failed} == {f"token {admin.id}"}
+    refused = lines(settings.data, outcome="refused")
+    assert refused
+    assert all(line["who"].startswith("127.0.0.1:") for line in refused), refused
+    assert all(line["who"].count(" at ") <= 1 for line in lines(settings.data))

@@ -14,9 +14,11 @@ import tritonclient.http
 
 from tests.engine.quick_build import in_process
 from tierstore.engine.store import Store
+from tierstore.errors import StorageError
 from tierstore.service.dataplane.plan import Request
 from tierstore.service.dataplane.tensors import TensorSpec
 from tierstore.service.server import ServerThread
+from tierstore.service.sources.canary_trial import Requests
 
 from .conftest import GRPC, settings_for
 from .scenes import delta, row, write_snapshot
@@ -138,6 +140,20 @@ def test_metrics_distinguish_the_versions_and_go_with_them(scene: Scene) -> None
     scene.store.drop("ctr", 2)
     assert {labels[2] for labels in scene.series("tierstore_model_requests_total")} == {"1"}
     assert scene.series("tierstore_canary_version") == {("ctr",): 0.0}
+
+
+def test_what_a_caller_does_wrong_speaks_against_no_version(scene: Scene) -> None:
+    ids = [name for name in map(str, range(40)) if scene.version(**{"X-Request-Id": name}) == 2]
+    wrong = ASK.replace(b"item_id", b"nothing")
+    for name in ids:
+        refused = scene.http.post("/v2/models/ctr/infer", content=wrong, headers={"X-Request-Id": name})
+        assert refused.status_code in (400, 404)
+    stats = scene.server.service.inference_stats
+    asked = Requests.of(stats, "ctr", 2)
+    assert asked.total >= 2 * len(ids), "they were given to the canary"
+    assert asked.failed == 0
+    scene.server.service.count_failed("ctr", 1000, StorageError("the disk does not answer"))
+    assert Requests.of(stats, "ctr", 1).failed == 1
 
 
 def test_a_request_that_comes_again_is_planned_once_for_each_version(scene: Scene) -> None:

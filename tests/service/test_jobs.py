@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tierstore.errors import LoadCancelled, RateLimited
+from tierstore.errors import InvalidInput, LoadCancelled, RateLimited
 from tierstore.service.limits import jobs as module
 from tierstore.service.limits.jobs import Job, Jobs
 from tierstore.types import Progress
@@ -48,6 +48,38 @@ def jobs(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     for end in loads.ends.values():
         end.set()
     jobs.close()
+
+
+def test_a_job_for_which_no_thread_can_be_started_fails_and_the_next_runs(
+    jobs: Jobs, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name.startswith("tierstore-load"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        first = submit(jobs, "m", "first")
+        ended(first, "failed")
+    assert "no thread could be started" in str(first.error)
+    assert jobs.get(first.id) is first
+    second = submit(jobs, "m", "second")
+    eventually(lambda: "second" in loads.started, "the second to run")
+    loads.ends["second"].set()
+    ended(second, "done")
+
+
+def test_what_may_not_be_loaded_any_more_when_its_turn_has_come_is_not(jobs: Jobs, loads: Loads) -> None:
+    def check() -> None:
+        raise InvalidInput("it is a link now")
+
+    job = jobs.submit("m", Path("first"), activate=True, check=check)
+    ended(job, "failed")
+    assert job.error == "it is a link now"
+    assert loads.started == []
 
 
 def submit(jobs: Jobs, model: str, name: str) -> Job:

@@ -278,7 +278,7 @@ def test_a_canary_that_fails_is_withdrawn_and_reported(canaries: Watched) -> Non
     for _ in range(50):
         canaries.stats.succeeded("ctr", 1, 1000, Timings())
     for _ in range(3):
-        canaries.stats.failed("ctr", 2, 1000, "bad_input")
+        canaries.stats.failed("ctr", 2, 1000, "error")
     canaries.expect_problem("version 2 was the canary and is withdrawn: ")
     canaries.looks()
     served = canaries.store.model("ctr").served

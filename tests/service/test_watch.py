@@ -110,6 +110,18 @@ def test_a_file_for_another_model_or_too_large_is_refused(watched: Watched) -> N
     watched.held_up("max_delta")
 
 
+def test_a_file_that_holds_another_delta_is_refused_before_it_is_applied(watched: Watched) -> None:
+    watched.put("4.arrow", delta(5, {1: 50.0}))
+    watched.held_up("expected delta 4", "got delta 5")
+    watched.put("5.arrow", delta(4, {1: 44.0}))
+    watched.put("4.arrow", delta(4, {1: 40.0}))
+    watched.held_up("expected delta 5", "got delta 4")
+    watched.expect(1, 40.0)
+    watched.put("5.arrow", delta(5, {1: 50.0}))
+    watched.expect(1, 50.0)
+    assert watched.watcher.status()["held_up"] == {}
+
+
 def test_a_model_that_comes_later_is_caught_up(watched: Watched) -> None:
     watched.put("1.arrow", delta(1, {1: 10.0}, model="one"), model="one")
     watched.held_up("one", model="one")

@@ -103,15 +103,20 @@ GRPC: dict[str, Action] = {
 }
 
 _REMAINDER = ":path}"
+_LONGEST_CACHED = 512  # characters of a path: what is asked for before a token is checked must not take memory for good
 _PATTERNS = tuple(
     (frozenset(methods.split()), tuple(tuple(part.split("|")) for part in path.split("/") if part), action)
     for methods, path, action in HTTP
 )
 
 
-@lru_cache(1024)
 def of_http(method: str, path: str) -> tuple[Action, str | None]:
     """(what a request takes, the model that it concerns); `path` is decoded, without the query."""
+    return _of_http(method, path) if len(path) <= _LONGEST_CACHED else _of_http.__wrapped__(method, path)
+
+
+@lru_cache(1024)
+def _of_http(method: str, path: str) -> tuple[Action, str | None]:
     method, parts = "GET" if method == "HEAD" else method, _parts(path)
     for methods, pattern, action in _PATTERNS:
         if method in methods and (found := _match(pattern, parts)) is not None:
@@ -119,9 +124,13 @@ def of_http(method: str, path: str) -> tuple[Action, str | None]:
     return Action.ADMIN, None
 
 
-@lru_cache(1024)
 def is_listed(path: str) -> bool:
     """Whether the table has `path`, by whichever method."""
+    return _is_listed(path) if len(path) <= _LONGEST_CACHED else _is_listed.__wrapped__(path)
+
+
+@lru_cache(1024)
+def _is_listed(path: str) -> bool:
     parts = _parts(path)
     return any(_match(pattern, parts) is not None for _, pattern, _ in _PATTERNS)
 

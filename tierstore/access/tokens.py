@@ -36,6 +36,7 @@ from tierstore.access.roles import NO_LIMITS, Principal, Rates, Role
 from tierstore.errors import Corruption, InvalidInput, NotFound, StorageError, TierstoreError, Unauthorized
 from tierstore.formats import files
 from tierstore.formats.private import make_private
+from tierstore.formats.release import of_another_release
 from tierstore.types import check_name
 
 log = logging.getLogger(__name__)
@@ -263,7 +264,7 @@ def _read(path: Path) -> dict[str, Token]:
     """Tokens by id. NotFound, Corruption or StorageError where there are none to be had."""
     document = files.read_json(path)
     if document.get("format") != FORMAT:
-        raise Corruption(f"{path}: expected format {FORMAT}, got {document.get('format')!r}")
+        raise of_another_release(path, document.get("format"), str(FORMAT), document)
     try:
         tokens = [Token.parse(entry) for entry in document["tokens"]]
     except (LookupError, TypeError, ValueError, AttributeError) as error:

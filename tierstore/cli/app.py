@@ -22,6 +22,7 @@ from tierstore.cli.serve import ServeCommand, serve
 from tierstore.cli.target import key_type, open_data, open_target, parse_keys, say, warn_of_dense
 from tierstore.cli.tokens import token
 from tierstore.cli.versions import activate, canary, drop, label, promote, rollback, withdraw
+from tierstore.types import DeltaResult
 
 app = typer.Typer(
     help="A tiered embedding store: rows in memory and on SSD, daily snapshots, deltas in between.",
@@ -98,12 +99,17 @@ def delta(
                 result = target.apply_delta(file)
                 results.append(result)
                 if not json:
-                    typer.echo(
-                        f"{result.model} delta {result.seq} {'is applied' if result.applied else 'was there already'}"
-                    )
+                    typer.echo(f"{result.model} delta {result.seq} {_what_became_of(result)}")
     finally:
         if json:
-            show.as_json([asdict(result) for result in results])
+            documents = [asdict(result) for result in results]
+            show.as_json([{name: of for name, of in one.items() if of is not None} for one in documents])
+
+
+def _what_became_of(result: DeltaResult) -> str:
+    if result.send_as is not None:
+        return f"was undone by a rollback, and stays so; to have it applied, send it as delta {result.send_as}"
+    return "is applied" if result.applied else "was there already"
 
 
 def lookup(
@@ -191,11 +197,12 @@ def compile_(
     data directory where neither can be written. NUMBA_CACHE_DIR names another directory.
     """
     from tierstore import kernels
-    from tierstore.config import cores, load_settings
+    from tierstore.config import load_settings
     from tierstore.kernels import ahead
+    from tierstore.machine import processors
 
     kernels.use_data(load_settings(data=data).data)
-    seconds = ahead.compile_all(min(ahead.MOST, cores()), lambda line: typer.echo(f"tierstore: {line}", err=True))
+    seconds = ahead.compile_all(min(ahead.MOST, processors()), lambda line: typer.echo(f"tierstore: {line}", err=True))
     where = str(kernels.directory())
     done = f"compiled in {seconds:.1f} s" if seconds else "compiled already"
     say(json, {"directory": where, "seconds": round(seconds, 3)}, f"kernels are {done}: {where}")

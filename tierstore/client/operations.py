@@ -222,7 +222,7 @@ class Operations:
             "POST", path, self._deadline(timeout_s), content=data, content_type=content_type, repeat=True
         )
         document = reply.json()
-        return DeltaResult(model, int(document["seq"]), bool(document["applied"]))
+        return DeltaResult(model, int(document["seq"]), bool(document["applied"]), document.get("send_as"))
 
     def cancel(self, job: str) -> Operation[None]:
         self._one_node("a job")

@@ -23,6 +23,7 @@ from tierstore.client.replicas import compare_rows
 from tierstore.client.sources import snapshot_model, snapshot_version
 from tierstore.client.sync import Client
 from tierstore.errors import (
+    FAULTS,
     Conflict,
     InvalidInput,
     NotFound,
@@ -37,7 +38,6 @@ Policy = Literal["one-by-one", "all-at-once"]
 POLICIES: tuple[Policy, ...] = ("one-by-one", "all-at-once")
 POLL_S = 0.2
 _LINE_EVERY_S = 5.0  # of progress, a node
-_FAILED = frozenset({"error", "overloaded", "deadline", "unavailable"})  # outcomes that count as errors of the service
 _REQUESTS = re.compile(r"^tierstore_model_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
 
 T = TypeVar("T")
@@ -326,13 +326,13 @@ class _Rollout:
         return next((one["state"] for one in status["versions"] if one["version"] == self._version), None)
 
     def _counts(self, node: _Node) -> tuple[int, int]:
-        """Requests of the version, and how many of them failed by the service's fault."""
+        """Requests of the version, and how many of them failed by its fault."""
         requests = failed = 0
         for labels, value in _REQUESTS.findall(node.client.metrics()):
             named = dict(re.findall(r'(\w+)="([^"]*)"', labels))
             if named["model"] == self._model and named["version"] == str(self._version):
                 requests += int(float(value))
-                failed += int(float(value)) if named["outcome"] in _FAILED else 0
+                failed += int(float(value)) if named["outcome"] in FAULTS else 0
         return requests, failed
 
 

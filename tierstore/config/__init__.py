@@ -25,7 +25,7 @@ from tierstore.config.dense import DenseSettings
 from tierstore.config.service import ServiceSettings
 from tierstore.config.sources import SourceSettings
 from tierstore.config.store import StoreSettings
-from tierstore.config.values import ANY_MODEL, ModelQuota, SnapshotPolicy, WhenLoaded, cores
+from tierstore.config.values import ANY_MODEL, ModelQuota, SnapshotPolicy, WhenLoaded
 from tierstore.errors import ConfigError
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "Settings",
     "SnapshotPolicy",
     "WhenLoaded",
-    "cores",
     "described_settings",
     "environment",
     "load_settings",
@@ -85,7 +84,7 @@ class Settings(ServiceSettings, SourceSettings, DenseSettings, StoreSettings, Ba
 
 
 _SHOWN_DEFAULTS = {  # of those that depend on the machine
-    "host_budget": "4GiB, at most half of the memory",
+    "host_budget": "4GiB, at most half of the memory (of the control group)",
     "threads": "as many as processors",
     "lookup_threads": "as many as processors, at least 2",
     "load_workers": "as many as processors, at most 4",

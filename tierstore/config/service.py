@@ -10,22 +10,22 @@ from pydantic_settings import NoDecode
 
 from tierstore.config.values import (
     Size,
-    cores,
     split_names,
 )
 from tierstore.logs import LogFormat, LogLevel
+from tierstore.machine import processors
 
 
 class ServiceSettings(BaseModel):
     """Fields of `Settings`."""
 
     threads: int = Field(
-        default_factory=cores,
+        default_factory=processors,
         ge=1,
         description="reactor threads, which answer look-ups over HTTP whose rows are in memory",
     )
     lookup_threads: int = Field(
-        default_factory=lambda: max(2, cores()), ge=1, description="threads that run look-ups of the service"
+        default_factory=lambda: max(2, processors()), ge=1, description="threads that run look-ups of the service"
     )
     lookup_queue: int = Field(1024, ge=1, description="look-ups that may wait for a thread; above it clients get 503")
     max_queue_s: float = Field(2.0, gt=0, description="seconds a look-up may wait for a thread; after that it gets 503")

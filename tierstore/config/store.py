@@ -13,9 +13,9 @@ from tierstore.config.values import (
     PartitionsText,
     Size,
     SizeOrZero,
-    cores,
     default_host_budget,
 )
+from tierstore.machine import processors
 from tierstore.types import BaseKind, Partitions
 
 
@@ -65,7 +65,7 @@ class StoreSettings(BaseModel):
         description="p99 of look-ups during a load, verification or warming, as a multiple of their p99 without it; above it such work slows down; 0: it never slows down",
     )
     load_workers: int = Field(
-        default_factory=lambda: min(4, cores()), ge=1, description="helper processes of a bulk load"
+        default_factory=lambda: min(4, processors()), ge=1, description="helper processes of a bulk load"
     )
     warm_rate: int = Field(
         200_000,
@@ -77,6 +77,9 @@ class StoreSettings(BaseModel):
         ge=0,
         le=1,
         description="share of these rows that must be in memory before the service reports ready; it answers requests before that",
+    )
+    ready_unserved: bool = Field(
+        False, description="report ready although a model that is on record could not be served at the start"
     )
     hot_keys_every_s: float = Field(
         600.0, ge=0, description="seconds between two saves of the hot keys; 0: save them only when the store closes"

@@ -10,17 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from tierstore.machine import memory_bytes
 from tierstore.types import Partitions
 
 
-def cores() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def default_host_budget() -> ByteSize:
-    half_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return ByteSize(min(4 << 30, half_of_memory))
+    return ByteSize(min(4 << 30, memory_bytes() // 2))
 
 
 def split_roots(value: object) -> object:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
-from tierstore.engine.deltas.apply import delta_of
+from tierstore.engine.deltas.incoming import Incoming, Source
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
 from tierstore.engine.events.observer import Observer
@@ -34,7 +34,7 @@ from tierstore.engine.operations.verify import verify_store
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.upstream.elsewhere import Elsewhere, no_model, rows_elsewhere
-from tierstore.errors import Closed, DeltaError, InvalidInput, SnapshotError
+from tierstore.errors import Closed, InvalidInput, SnapshotError
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
@@ -202,19 +202,18 @@ class Store(ParkedMessages):
         model = self._models[name] = Model.begin(name, self.root.model(name), self.shared)
         return model
 
-    def apply_delta(
-        self, source: bytes | bytearray | memoryview | str | Path, *, model: str | None = None
-    ) -> DeltaResult:
-        """Apply a delta, given as bytes or as a path. On return it is durable and visible; see `DeltaResult.applied`.
+    def apply_delta(self, source: Source, *, model: str | None = None, seq: int | None = None) -> DeltaResult:
+        """Apply a delta, bytes or a path, of this `model` and `seq`. On return it is durable and visible; see `DeltaResult`.
 
-        `model` is the name that is expected. Raises DeltaError for a bad one, SequenceGap (`expected_seq`) for one out
-        of turn, Conflict for a seq held with other content, Overloaded when deltas come faster than they are folded.
+        DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded.
         """
         self._check_open()
-        delta, data = delta_of(source, self.shared.overlay_budget)
-        if model is not None and delta.model != model:
-            raise DeltaError(f"expected a delta of model {model!r}, got one of {delta.model!r}")
-        return self.verbs(self.model(delta.model)).apply_delta(delta, data)
+        incoming = Incoming(source, model, seq)
+        of = self.model(incoming.head.model)
+        if self.fleet is None and (held := of.deltas.held(incoming.head)) is not None:
+            return held
+        with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:
+            return self.verbs(of).apply_delta(delta, incoming.data)
 
     def activate(
         self,
@@ -342,6 +341,10 @@ class Store(ParkedMessages):
     def warm_share(self) -> float:
         """How much of what a start reads into memory is there, 0 to 1; 1 where nothing is to be read."""
         return self.shared.warmer.share()
+
+    def unserved(self) -> list[str]:
+        """The models on record that could not be served at the start, and are not since; their `problem` says why."""
+        return [name for name in self.models() if self._models[name].state.live.start_problem is not None]
 
     def throttle(self) -> dict[str, Any]:
         """How fast background work may go while look-ups are served, and why; see `Throttle.status`."""

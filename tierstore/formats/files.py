@@ -30,6 +30,7 @@ from tierstore.errors import Corruption, DiskFull, NotFound, StorageError, Tiers
 from tierstore.formats.names import TEMPORARY, TRASH, is_scratch
 from tierstore.formats.private import make_private
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
+from tierstore.formats.release import WRITER, __version__
 
 _CHECKSUM, _NO_CHECKSUM = "xxh3", "0" * 16
 _DIGEST = re.compile("[0-9a-f]{16}")
@@ -174,9 +175,9 @@ def publish_json(path: str | Path, document: Any) -> None:
 
 
 def publish_record(path: str | Path, document: Mapping[str, Any], *, private: bool = False) -> None:
-    """As `publish_json`, with a checksum of all bytes in the last field, `xxh3`, whose own digits count as zeros."""
-    content = json.dumps({**document, _CHECKSUM: _NO_CHECKSUM}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    data = content.encode()
+    """As `publish_json`, with the release, and a checksum of all bytes in the last field, `xxh3`, whose own digits count as zeros."""
+    whole = {**document, WRITER: __version__, _CHECKSUM: _NO_CHECKSUM}
+    data = (json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
     publish_bytes(path, _checksum_in(data, _xxh3(data)), private=private)
 
 

@@ -43,6 +43,9 @@ class Held:
         return b"".join(self.values[part] for part in sorted(self.values))
 
 
+_LEAST_HEAP = 64  # offsets, below which those that were removed may stay
+
+
 class _Offsets:
     """A multiset of offsets that gives its smallest one."""
 
@@ -58,6 +61,9 @@ class _Offsets:
         self._count[offset] -= 1
         if not self._count[offset]:
             del self._count[offset]
+            if len(self._heap) > 2 * len(self._count) + _LEAST_HEAP:  # while a gap is open its own offset stays on top
+                self._heap = list(self._count)
+                heapq.heapify(self._heap)
 
     def smallest(self) -> int | None:
         while self._heap and self._heap[0] not in self._count:

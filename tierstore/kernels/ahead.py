@@ -26,6 +26,7 @@ from numba.core.caching import NullCache
 
 from tierstore import kernels
 from tierstore.errors import StorageError
+from tierstore.machine import processors
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def start(say: Say = log.info) -> Compilation | None:
         if kernels.is_complete():
             return None
         if _running is None:
-            _running = Compilation(min(MOST, len(os.sched_getaffinity(0))), say, _NICE)
+            _running = Compilation(min(MOST, processors()), say, _NICE)
         return _running
 
 

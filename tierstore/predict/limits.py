@@ -77,8 +77,9 @@ class RunLimits:
                 raise Closed("the store was closed")
             self._running[run] = None
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="tierstore-dense-limits", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, name="tierstore-dense-limits", daemon=True)
+                thread.start()  # before it counts as there
+                self._thread = thread
             elif self._waits:
                 self._waits = False
                 self._changed.notify()

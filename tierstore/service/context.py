@@ -24,7 +24,7 @@ from tierstore.service.access import Access
 from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan_cache import PlanCache
-from tierstore.service.error_status import http_outcome, http_status
+from tierstore.service.error_status import outcome_of
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.limits.shedding import Shed, Waits
@@ -125,7 +125,11 @@ class Service:
             self._heard = self.store.fleet is None or self.store.fleet.ready
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
-        return self._heard and self._warm and not self.draining
+        return self._heard and self._warm and not self.draining and not self.unserved()
+
+    def unserved(self) -> list[str]:
+        """The models because of which the service wants no requests: a rolling update is not to go on to the next copy."""
+        return [] if self.settings.ready_unserved else self.store.unserved()
 
     def problems(self) -> list[str]:
         """What an operator should know of: files that could not be read again, and what keeps a source from its work. Any thread."""
@@ -183,7 +187,7 @@ class Service:
             except TierstoreError:
                 return
         if version is not None:
-            self.inference_stats.failed(model, version, elapsed_ns, http_outcome(http_status(error)))
+            self.inference_stats.failed(model, version, elapsed_ns, outcome_of(error))
 
     async def change(self, function: Callable[..., Any], *args: Any, pool: WorkerPool | None = None) -> Any:
         """Change what serves, on behalf of the requester; by default on the switch pool, as a change may last as long as a warm-up."""

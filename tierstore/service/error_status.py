@@ -121,6 +121,15 @@ def grpc_status(error: BaseException) -> str:
     return _status_of(error).grpc
 
 
+def outcome_of(error: BaseException) -> str:
+    """The metric label of `error` where it is counted for a version: storage that fails is told from requests that are too many."""
+    return (
+        "unavailable"
+        if isinstance(error, StorageError) and http_status(error) == 503
+        else http_outcome(http_status(error))
+    )
+
+
 def http_outcome(status: int) -> str:
     """The metric label of an HTTP status."""
     return _HTTP_OUTCOMES.get(status) or ("error" if status >= 500 else "bad_input" if status >= 400 else "ok")

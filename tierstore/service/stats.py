@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.lifecycle.throttle import LookupTimes
+from tierstore.errors import FAULTS
 
 REQUEST_BOUNDS_S = (
     0.0001,
@@ -34,7 +35,6 @@ REQUEST_BOUNDS_S = (
     10.0,
 )
 _NOT_DATA_PLANE = frozenset({"admin", "grpc", "upstream"})  # among protocols
-_FAILED = frozenset({"error", "overloaded", "deadline", "unavailable"})  # among outcomes
 FRESHNESS_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 86400.0)
 
 
@@ -230,11 +230,11 @@ class RequestTimes:
     def of_data_plane(self) -> dict[str, list[float] | list[int] | int]:
         """Requests of the data plane's protocols: upper bounds in seconds, requests in each bucket, and failures.
 
-        Failures are by the service's fault, or for lack of room or time.
+        Failures are `FAULTS`, and what there was no room for.
         """
         found = [item for item in list(self.histograms.items()) if item[0][0] not in _NOT_DATA_PLANE]
         counts = [sum(column) for column in zip(*(histogram.counts for _, histogram in found), strict=True)]
-        failed = sum(sum(histogram.counts) for (_, outcome), histogram in found if outcome in _FAILED)
+        failed = sum(sum(histogram.counts) for (_, outcome), histogram in found if outcome in {*FAULTS, "overloaded"})
         return {
             "bounds": list(REQUEST_BOUNDS_S),
             "counts": counts or [0] * (len(REQUEST_BOUNDS_S) + 1),

@@ -124,9 +124,34 @@ def yield_if_background() -> None:
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """Call `work` on a background thread, in the caller's context, and wait for it. Returns what it returns, raises what it raises."""
+    """Call `work` on a background thread, in the caller's context, and wait for it. Returns what it returns, raises what it raises.
+
+    Where no thread can be started, the caller works itself.
+    """
     with ThreadPoolExecutor(1, "tierstore-background", initializer=become_background) as thread:
-        return thread.submit(contextvars.copy_context().run, work).result()
+        try:
+            result = thread.submit(contextvars.copy_context().run, work)
+        except RuntimeError:  # no thread can be started
+            result = None
+        if result is not None:
+            return result.result()
+    return work()
+
+
+def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
+    """Start all threads of a pool that has run nothing yet. RuntimeError where one cannot be started.
+
+    By itself it starts them as calls come. Where there is no memory for one by then, `submit` raises and leaves its call in the
+    queue all the same.
+    """
+    together = threading.Barrier(count + 1)
+    try:
+        for _ in range(count):
+            ThreadPoolExecutor.submit(pool, together.wait)
+        together.wait()
+    except BaseException:
+        together.abort()
+        raise
 
 
 class Pace:

@@ -143,6 +143,47 @@ class HostBudget:
         return dict(zip(models, shares, strict=False))
 
 
+class DecodeBudget:
+    """Bytes of deltas that are being decoded, all together: a compressed one may take a thousand times its length."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lock = threading.Lock()
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    @contextmanager
+    def reserved(self, nbytes: int) -> Iterator[Callable[[int], None]]:
+        """Have so many bytes for the length of the block, and more with what it yields. Overloaded where others have them.
+
+        TooLarge for what could never fit.
+        """
+        held = 0
+
+        def more(nbytes: int) -> None:
+            nonlocal held
+            if held + nbytes > self.total:
+                raise TooLarge(f"a delta of {held + nbytes:,} bytes once decoded; {self.total:,} are allowed: split it")
+            with self._lock:
+                if self._used + nbytes > self.total:
+                    raise Overloaded(
+                        f"deltas that are being decoded take {self._used:,} of {self.total:,} bytes, and this one would take "
+                        f"{held + nbytes:,}; send it again"
+                    )
+                self._used += nbytes
+                held += nbytes
+
+        try:
+            more(nbytes)
+            yield more
+        finally:
+            with self._lock:
+                self._used -= held
+
+
 class OverlayBudget:
     """Bytes of deltas that are visible but not folded, all models together."""
 

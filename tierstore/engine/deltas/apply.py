@@ -9,22 +9,21 @@ After a crash: a delta that was acknowledged is in the log; the view is made aga
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TypeVar
 
-from tierstore.engine.data.budget import OverlayBudget
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
 from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.incoming import gently
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.deltas.newest_event import NewestEvent
 from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.deltas.replay import missing, unfolded
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.current_record import CurrentRecord
@@ -32,16 +31,12 @@ from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
-from tierstore.formats.delta.reader import Delta, read_delta
-from tierstore.formats.regular import read_regular
+from tierstore.formats.delta.reader import Delta, DeltaHead
 from tierstore.predict.session import DenseSession
-from tierstore.tiers.background import in_background
 from tierstore.types import DeltaResult, TableSpec
 
 log = logging.getLogger(__name__)
 
-LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, which look-ups would wait for
-T = TypeVar("T")
 Sessions = dict[Version, DenseSession | None]  # of a delta's dense part, by version
 
 
@@ -77,7 +72,7 @@ class DeltaPath:
         """
         if delta.dense is not None:  # the threads of a session would inherit the priority
             return self._apply(delta, data, origin, lenient)
-        return _gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin, lenient))
+        return gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin, lenient))
 
     def _apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None, lenient: bool) -> DeltaResult:
         model = self._live.model
@@ -88,10 +83,11 @@ class DeltaPath:
                 raise
             sessions = {}
         with self._live.write:
+            self._check_log(delta, self._live.served)
+            self._show_logged()
             served = self._live.served
-            self._check_log(delta, served)
             if self._is_held(delta, served):
-                return DeltaResult(model, delta.seq, applied=False)
+                return self._held_result(delta.seq)
             if served.active is None:
                 raise served.nothing(model, " before sending deltas")
             self._room.check_delta(len(data))
@@ -101,13 +97,32 @@ class DeltaPath:
                 overlays = [self._fitting(delta, view, served, sessions) for view in views]
             else:
                 overlays = self._overlays(delta, views, served, sessions)
-            self._log_and_publish(delta, data, origin, views, overlays, served)
+            try:
+                self._log_and_publish(delta, data, origin, views, overlays, served)
+            except BaseException:  # if it is in the log it will be taken for held
+                with contextlib.suppress(Exception):  # else the next delta tries again
+                    self._show_logged()
+                raise
             self.newest_event.applied(delta.seq, delta.event_time)
         freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
         rows = sum(len(table.keys) for table in delta.tables.values())
         for observer in self._observers:
             observer.delta_visible(model, delta.seq, rows, freshness_s)
         return DeltaResult(model, delta.seq, applied=True)
+
+    def held(self, head: DeltaHead) -> DeltaResult | None:
+        """The result for a delta that the log has, which need not be decoded; None for another one, of whatever seq."""
+        if self._log.digest(head.seq) != head.digest:
+            return None
+        with self._live.write:
+            if self._log.unusable is not None or self._log.digest(head.seq) != head.digest:
+                return None
+            self._show_logged()
+            return self._held_result(head.seq)
+
+    def _held_result(self, seq: int) -> DeltaResult:
+        undone = self._log.undone.end_of_range(seq) is not None
+        return DeltaResult(self._live.model, seq, applied=False, send_as=(self._log.last or 0) + 1 if undone else None)
 
     def check(self, delta: Delta, served: Routing) -> list[Overlay]:
         """What a delta would put over the views that are served; DeltaError where it does not fit one. Nothing is changed."""
@@ -150,30 +165,57 @@ class DeltaPath:
         overlays: list[Overlay],
         served: Routing,
     ) -> None:
-        budget = self._live.overlay_budget
-        reserved = _bytes(overlays)
-        with _naming_the_canary(views[-1 if overlays[0].nbytes <= budget.total else 0], served):
-            budget.reserve(reserved)
+        def log_it() -> None:
+            self._record.repair()  # else the next start might serve another version, without this delta
+            self._log.append(delta.seq, data, delta.digest, origin)
+            if delta.dense is not None:
+                for view in views:
+                    view.open_version.info.dense_accepted_upto = delta.seq
+
+        fits_memory = overlays[0].nbytes <= self._live.overlay_budget.total
+        with _naming_the_canary(views[-1 if fits_memory else 0], served):
+            self._live.overlay_budget.reserve(_bytes(overlays))
+        self._publish(views, overlays, served, delta.seq, log_it)
+
+    def _publish(
+        self,
+        views: Sequence[View],
+        overlays: Sequence[Overlay],
+        served: Routing,
+        seq: int,
+        first: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Put overlays, whose bytes are reserved, over views. What may fail comes before `first`, but for want of memory."""
+        budget, after = self._live.overlay_budget, served
+        reserved = surplus = _bytes(overlays)
         try:
-            # all that may fail comes before the log: what is in it must become visible
             stacks = [
                 stack(view.overlays, overlay, frozen=self._live.folding)
                 for view, overlay in zip(views, overlays, strict=True)
             ]
             after = served.with_views(
-                View(view.open_version, stacked, delta.seq) for view, stacked in zip(views, stacks, strict=True)
+                View(view.open_version, stacked, seq) for view, stacked in zip(views, stacks, strict=True)
             )
-            self._record.repair()  # else the next start might serve another version, without this delta
-            self._log.append(delta.seq, data, delta.digest, origin)
+            # rows that a newer delta in the same overlay replaced are gone
+            surplus = sum(view.overlay_bytes for view in views) + reserved - sum(map(_bytes, stacks))
+            first()
+            self._live.publisher.publish(after)
         except BaseException:
-            budget.release(reserved)
+            shown = after is not served and self._live.served is after
+            budget.release(surplus if shown else reserved)
             raise
-        if delta.dense is not None:
-            for view in views:
-                view.open_version.info.dense_accepted_upto = delta.seq
-        # rows that a newer delta in the same overlay replaced are gone
-        budget.release(sum(view.overlay_bytes for view in views) + reserved - sum(map(_bytes, stacks)))
-        self._live.publisher.publish(after)
+        budget.release(surplus)
+
+    def _show_logged(self) -> None:
+        """Publish what the log has and views lack: where something came between (Ctrl-C, no memory). Holds `write`."""
+        for view in self._live.served.views:
+            served, budget = self._live.served, self._live.overlay_budget
+            if not missing(view, self._log):
+                continue
+            overlay = unfolded(view, self._log, self._dense, limit=budget.total)
+            if overlay is not None:
+                budget.reserve(overlay.nbytes)
+                self._publish([view], [overlay], served, overlay.hi)
 
     def _encode(self, delta: Delta, view: View, served: Routing) -> Overlay:
         with _naming_the_canary(view, served):
@@ -241,32 +283,3 @@ def _naming_the_canary(view: View, served: Routing) -> Iterator[None]:
 
 def _bytes(overlays: Sequence[Overlay]) -> int:
     return sum(overlay.nbytes for overlay in overlays)
-
-
-def delta_of(
-    source: bytes | bytearray | memoryview | str | Path, unfolded: OverlayBudget
-) -> tuple[Delta, bytes | memoryview]:
-    """A delta and its bytes, given as such or as a path or file:// URL. DeltaError where they cannot be read or are no delta."""
-    data = _bytes_of(source)
-    return _gently(data, unfolded, lambda: read_delta(data)), data
-
-
-def _gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
-    """Do `work` on a large delta at a low priority, unless deltas arrive faster than they are folded."""
-    return work() if len(data) < LARGE_BYTES or unfolded.used else in_background(work)
-
-
-def _bytes_of(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, (bytearray, memoryview)):
-        return memoryview(source).cast("B")
-    path = (
-        Path(urllib.parse.unquote(source.removeprefix("file://")))
-        if isinstance(source, str) and source.startswith("file://")
-        else Path(source)
-    )
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise DeltaError(f"cannot read the delta {path}: {error.strerror or error}") from error

@@ -62,7 +62,7 @@ class DeltaLog:
         self.unusable: str | None = None  # why nothing may be added or forgotten: where the log begins is not known
         self._base_in_doubt = False  # base.json may say something else than `start`
         self._end = 0  # that the file of that name says; 0 where there is none
-        self._in_doubt: list[Path] = []  # entries that failed, and may have their names all the same
+        self._in_doubt: list[tuple[int, Path]] = []  # entries that may have their names though nothing counts them
         try:
             files.make_dir(where.log)
             found = where.log_on_disk()
@@ -185,19 +185,19 @@ class DeltaLog:
             self._publish_start(self._start)
         self._resolve_doubts()
         path = self._where.log_entry(seq, digest)
+        self._in_doubt.append((seq, path))
         try:
             with files.publish(path) as file:
                 file.write(data)
                 if origin is not None:
                     file.write(origins.encode(origin))
+            self._entries[seq] = digest
+            self.last = seq  # from here on it counts
         except BaseException:
             # not acknowledged, so the next start must not find it next to another delta of that seq
-            self._in_doubt.append(path)
             with contextlib.suppress(StorageError):
                 self._resolve_doubts()
             raise
-        self._entries[seq] = digest
-        self.last = seq
         self._note_end(seq)
 
     def _note_end(self, seq: int) -> None:
@@ -209,7 +209,10 @@ class DeltaLog:
 
     def _resolve_doubts(self) -> None:
         while self._in_doubt:
-            files.remove_file(self._in_doubt[-1])
+            seq, path = self._in_doubt[-1]
+            if self.last is None or seq > self.last:
+                self._entries.pop(seq, None)
+                files.remove_file(path)
             self._in_doubt.pop()
 
     def read(self, seq: int) -> bytes:

@@ -48,32 +48,40 @@ def catch_up(
     if deltas.start is None:
         return
     begin = max(version.watermark, deltas.start)
-    missing, stalls = sys.maxsize, 0
+    lacking, stalls = sys.maxsize, 0
     while True:
         last, held = deltas.last or 0, max(version.watermark, deltas.start)
         if last - held <= lag or (lag and stalls >= MOST_STALLS):
             return
         if progress is not None:
             progress(Progress("catch up", held - begin, last - begin))
-        stalls += last - held >= missing
+        stalls += last - held >= lacking
         hurry = stalls > 0  # else a thread that yields to requests never reaches the end of the log
-        missing = last - held
+        lacking = last - held
         with without_yielding(hurry):
-            merged, dense_parts = _gather(version, deltas, held, last, FOLD_BYTES, lenient, undone or deltas.undone)
+            merged, dense_parts = _gather(
+                version, deltas, held, last, FOLD_BYTES, lenient, undone or deltas.undone, version.colliding
+            )
             yield_to_requests()
             _add_dense(merged, version, dense_parts, dense)
             version.fold(merged)
 
 
-def unfolded(version: Version, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> Overlay | None:
-    """What `catch_up` would fold, leniently, for a version to serve from memory; None where nothing is missing.
+def missing(view: View, deltas: DeltaLog) -> bool:
+    """Whether the log holds what a view lacks."""
+    return max(view.seq, deltas.start or 0) < (deltas.last or 0)
+
+
+def unfolded(view: View, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> Overlay | None:
+    """What the log holds and a view lacks, leniently, for its version to serve from memory; None where nothing is missing.
 
     TooLarge where it would take more than about `limit` bytes.
     """
-    last, held = deltas.last or 0, max(version.watermark, deltas.start or 0)
-    if last <= held:
+    if not missing(view, deltas):
         return None
-    merged, dense_parts = _gather(version, deltas, held, last, limit, True, deltas.undone)
+    version, last = view.open_version, deltas.last or 0
+    held = max(view.seq, deltas.start or 0)
+    merged, dense_parts = _gather(version, deltas, held, last, limit, True, deltas.undone, view.colliding)
     if merged.hi < last:
         raise TooLarge(f"deltas {merged.lo} to {last} take more than {limit:,} bytes of memory")
     _add_dense(merged, version, dense_parts, dense, serve=True)
@@ -81,11 +89,18 @@ def unfolded(version: Version, deltas: DeltaLog, dense: DenseParts, *, limit: in
 
 
 def _gather(
-    version: Version, deltas: DeltaLog, held: int, last: int, limit: int, lenient: bool, undone: Undone
+    version: Version,
+    deltas: DeltaLog,
+    held: int,
+    last: int,
+    limit: int,
+    lenient: bool,
+    undone: Undone,
+    colliding: Mapping[str, CollidingKeys],
 ) -> tuple[Overlay, list[tuple[Delta, bytes]]]:
     """The deltas above `held`, up to `last` or until they have `limit` bytes, as one overlay; and their dense parts."""
     overlays: tuple[Overlay, ...] = ()
-    colliding = dict(version.colliding)
+    colliding = dict(colliding)
     dense_parts: list[tuple[Delta, bytes]] = []
     while held < last and _bytes(overlays, dense_parts) < limit:
         held += 1

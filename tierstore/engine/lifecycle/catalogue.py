@@ -86,7 +86,7 @@ class Catalogue:
 
     def replace(self, infos: Iterable[VersionInfo]) -> None:
         """Versions were built again: these lines of them count now. Holds `write`."""
-        newer = {info.number: info for info in infos}
+        newer = {info.number: info for info in infos if self._infos[info.number] is not info}
         self.replaced |= {self._infos[number].where.root: number for number in newer}
         self._infos = {**self._infos, **newer}
 

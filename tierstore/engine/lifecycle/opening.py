@@ -163,7 +163,8 @@ class Opener:
             state.dense.open(version, lenient=force)
             yield version
         except BaseException:
-            self.free(version)
+            if live.served.view_of(version) is None:  # else the block got as far as it had to
+                self.free(version)
             raise
 
     def _catch_up(
@@ -201,13 +202,15 @@ class Opener:
         try:
             yield View(version, overlays, overlays[0].hi if overlays else version.watermark)
         except BaseException:
-            self._shared.overlay_budget.release(reserved)
+            if self._state.live.served.view_of(version) is None:
+                self._shared.overlay_budget.release(reserved)
             raise
 
     def _unfolded(self, version: Version, full: DiskFull | str) -> tuple[Overlay, ...]:
         budget = self._shared.overlay_budget
         try:
-            overlay = unfolded(version, self._state.log, self._state.dense, limit=budget.total)
+            view = View(version, (), version.watermark)
+            overlay = unfolded(view, self._state.log, self._state.dense, limit=budget.total)
             if overlay is None:
                 return ()
             budget.reserve(overlay.nbytes)

@@ -73,7 +73,8 @@ class Rebuilder:
                 self._build(info, where)
                 yield VersionInfo(where)
             except BaseException:
-                if not state.record.in_doubt:  # else the next start may need it
+                counts = state.where.version(number, state.log.undone.line(number)).root == where.root
+                if not counts and not state.record.in_doubt:  # else the next start may need it
                     with contextlib.suppress(StorageError):
                         files.remove_tree(where.root)
                 raise

@@ -29,7 +29,8 @@ class RetiringVersions:
     def add(self, version: Version) -> None:
         """`version` is about to be served no more."""
         with self._changed:
-            self._versions.append(version)
+            if version not in self._versions:
+                self._versions.append(version)
             self._changed.notify_all()
 
     def remove(self, version: Version) -> None:

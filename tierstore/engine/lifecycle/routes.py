@@ -54,6 +54,17 @@ class Routes:
                 info.save_dense_accepted()
         routes = RoutingRecord.for_routing(served, awaited)
         state.record.write(routes, lambda: self.restart_log(served.active), undone)
+        try:
+            self._set(served, awaited, undone, built)
+        except BaseException:  # Ctrl-C, no memory: what is on record must be what serves
+            self._set(served, awaited, undone, built)
+            raise
+
+    def _set(
+        self, served: Routing, awaited: RoutingRecord | None, undone: Undone | None, built: Sequence[VersionInfo]
+    ) -> None:
+        """Serve what is on record. May be done twice."""
+        state, live = self._state, self._live
         if undone is not None:
             state.log.undone = undone
             state.catalogue.replace(built)

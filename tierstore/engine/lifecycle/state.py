@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.access.audit import Audit
-from tierstore.config import Settings, cores
+from tierstore.config import Settings
 from tierstore.engine.cluster.base import RemoteBase
-from tierstore.engine.data.budget import HostBudget, OverlayBudget
+from tierstore.engine.data.budget import DecodeBudget, HostBudget, OverlayBudget
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.deltas.dense import DenseParts
 from tierstore.engine.deltas.log import DeltaLog
@@ -30,7 +30,9 @@ from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.info import VersionInfo
+from tierstore.formats.delta.reader import MAX_DECODED_BYTES
 from tierstore.formats.names import ModelDirectory
+from tierstore.machine import processors
 from tierstore.predict.runtime import Runtime
 from tierstore.tiers.background import register_requests
 from tierstore.tiers.disk.reader_pool import ReaderPool
@@ -45,6 +47,7 @@ class Shared:
     readers: ReaderPool
     host_budget: HostBudget
     overlay_budget: OverlayBudget
+    decoding: DecodeBudget
     dense: Runtime
     devices: Devices
     warmer: Warmer
@@ -60,7 +63,7 @@ def make_shared(
 ) -> Shared:
     """`root`: the data directory. `publishers` returns those of all models."""
     # warming a version while another serves uses half of the processors at most
-    readers = ReaderPool(settings.disk_threads, background=min(settings.disk_threads, max(0, cores() // 2 - 1)))
+    readers = ReaderPool(settings.disk_threads, background=min(settings.disk_threads, max(0, processors() // 2 - 1)))
     epochs = Epochs()
     throttle = Throttle(lookup_times, epochs.collect, settings.load_p99_ratio)
     return Shared(
@@ -68,6 +71,7 @@ def make_shared(
         readers,
         HostBudget(settings.host_budget),
         OverlayBudget(settings.overlay_budget),
+        DecodeBudget(MAX_DECODED_BYTES),
         Runtime(settings),
         Devices(settings),
         Warmer(publishers, settings.warm_rate, settings.hot_keys_every_s, throttle),

@@ -244,8 +244,9 @@ class Fronts(Observer):
                 held.expire(all_of_them=True)
                 raise NotFound("the service is being closed")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tierstore-fronts", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="tierstore-fronts", daemon=True)
+                thread.start()  # before it counts as there
+                self._thread = thread
         return held
 
     def _run(self) -> None:

@@ -8,6 +8,7 @@ Any thread may call anything. Nothing here survives a crash.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -120,8 +121,12 @@ class Epochs:
                 return False
             self._retired.append((generation, kept, then))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="tierstore-epochs", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._look, name="tierstore-epochs", daemon=True)
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # no thread can be started: the next one that is retired tries again
+                    thread.start()
+                    self._thread = thread
             return True
 
     def _held_below(self, generation: int) -> bool:

@@ -39,7 +39,7 @@ class Publisher:
         self._retired: list[View] = []
         self._pinned: list[Version] = []
         self._background: list[View] = []  # held by background work, once for each time
-        self._words: PublishedWords | None = None  # of what is served, where there are compiled readers
+        self._words: list[PublishedWords] = []  # that compiled readers find: one, but where a publication was cut off
         self._announced: list[tuple[View, ...]] = []  # what was served before and a compiled reader may be at
         self._tokens: list[tuple[int, View]] = []  # of the latest two views that cannot share plans
 
@@ -57,30 +57,36 @@ class Publisher:
         return any(view.readers > self._background.count(view) for view in self._served.views)
 
     def publish(self, served: Routing) -> None:
-        """From now on requests that start work on a view of `served`. One atomic step."""
+        """From now on requests that start work on a view of `served`. One atomic step.
+
+        Where an exception comes in between (Ctrl-C, no memory) it may be done or not, or done for compiled readers alone; the next
+        publication does it whole.
+        """
         with self.changed:
-            old, self._served = self._served, served
-            for view in old.views:
-                if view.readers and view not in served.views:
-                    self._retired.append(view)
             if self._epochs is not None and self._epochs.active:
-                self._publish_words(self._epochs, old.views)
+                self._publish_words(self._epochs, served)
+            former = dict.fromkeys((*self._retired, *self._served.views))
+            self._retired = [view for view in former if view.readers and view not in served.views]
+            self._served = served
             self.changed.notify_all()
 
     def publish_words(self) -> None:
         """Have compiled readers find what is served, now that there are some."""
         with self.changed:
             if self._epochs is not None:
-                self._publish_words(self._epochs, ())
+                self._publish_words(self._epochs, self._served)
 
-    def _publish_words(self, epochs: Epochs, before: tuple[View, ...]) -> None:
+    def _publish_words(self, epochs: Epochs, served: Routing) -> None:
         slot = epochs.slot(self._model)
         if slot is None:
             return
-        old, self._words = self._words, PublishedWords(self._served, self._token, epochs)
-        self._tokens = [(token, view) for token, view in self._tokens if view in self._served.views]
-        generation = epochs.publish(address_of(epochs.models) + 8 * slot, self._words.address)
-        former = tuple(view for view in before if view not in self._served.views)
+        words = PublishedWords(served, self._token, epochs)
+        self._tokens = [(token, view) for token, view in self._tokens if view in served.views]
+        replaced = list(self._words)
+        self._words.append(words)  # before they are found
+        generation = epochs.publish(address_of(epochs.models) + 8 * slot, words.address)
+        before = dict.fromkeys(view for old in replaced for view in old.served.views)
+        former = tuple(view for view in before if view not in served.views)
 
         def free() -> None:
             with self.changed:
@@ -88,8 +94,9 @@ class Publisher:
                 self.changed.notify_all()
 
         self._announced.append(former)
-        if not epochs.retire(generation, old, free):
+        if not epochs.retire(generation, replaced, free):
             self._announced.pop()
+        self._words = [words]
 
     def _token(self, view: View) -> int:
         """A number for a version with its dense part: equal for views that can share plans."""
@@ -148,7 +155,7 @@ class Publisher:
     def release(self, view: View) -> None:
         with self._lock:
             view.readers -= 1
-            if not view.readers and view is not self._served.active and view is not self._served.canary:
+            if not view.readers and view in self._retired:
                 self._retired.remove(view)
                 self.changed.notify_all()
 

@@ -15,6 +15,7 @@ from typing import Any
 from tierstore.engine.serving.routing import CANARY, STABLE, Routing
 from tierstore.errors import Corruption, InvalidInput, NotFound, TierstoreError
 from tierstore.formats import files
+from tierstore.formats.release import of_another_release
 from tierstore.types import check_name
 
 FORMAT = 1
@@ -66,7 +67,7 @@ def read_routes(path: Path) -> RoutingRecord:
         return RoutingRecord()
     try:
         if document["format"] != FORMAT:
-            raise Corruption(f"{path}: expected format {FORMAT}, got {document['format']!r}; another release wrote it")
+            raise of_another_release(path, document["format"], str(FORMAT), document)
         canary = document["canary"] or {}
         labels = {check_label(name): int(number) for name, number in document["labels"].items()}
         number, share = canary.get("version"), check_share(canary.get("share", 0.0))

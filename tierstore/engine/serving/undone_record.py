@@ -17,21 +17,28 @@ from typing import Any
 from tierstore.errors import Corruption, NotFound
 from tierstore.formats import files
 from tierstore.formats.names import MAX_ORDINAL
+from tierstore.formats.release import of_another_release
 
 FORMAT = 1
 Ranges = tuple[tuple[int, int], ...]
+Rollbacks = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """`ranges`: (first, last) of undone seqs, ascending, none in two. `lines`: of versions whose line is not 0.
+    """`rollbacks`: (to which delta, which was the newest then), in the order in which they were done; of those with one newest
+    delta only the last. `lines`: of versions whose line is not 0.
 
     `outdated`: versions whose line holds what is undone now, or lacks what is not undone any more.
     """
 
-    ranges: Ranges = ()
+    rollbacks: Rollbacks = ()
     lines: Mapping[int, int] = field(default_factory=dict)
     outdated: frozenset[int] = frozenset()
+    ranges: Ranges = field(init=False)  # (first, last) of undone seqs, ascending, none in two
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranges", _undone_by(self.rollbacks))
 
     def line(self, version: int) -> int:
         return self.lines.get(version, 0)
@@ -45,17 +52,19 @@ class Undone:
         return next((first for first, last in self.ranges if first <= seq <= last), None)
 
     def as_of(self, seq: int, last: int) -> Undone:
-        """What is undone in the state right after delta `seq` was applied, where `last` is the newest delta.
-
-        A range whose end is `seq` or later was undone after that, so it is undone no more, but for what comes after `seq`.
+        """What is undone after a rollback to delta `seq`, where `last` is the newest one: what was undone when `seq` was applied, and
+        all that came after it.
         """
-        before = tuple(each for each in self.ranges if each[1] < seq)
-        return replace(self, ranges=(*before, (seq + 1, last)) if seq < last else before)
+        before = _before(self.rollbacks, last)
+        return replace(self, rollbacks=(*before, (seq, last)) if seq < last else before)
 
     def with_last(self, last: int) -> Undone:
         """The same, of a log that ends with `last`."""
-        cut = tuple((first, min(end, last)) for first, end in self.ranges if first <= last)
-        return self if cut == self.ranges else replace(self, ranges=cut)
+        kept = self.rollbacks
+        while kept and kept[-1][1] > last:
+            to = kept[-1][0]
+            kept = (*_before(kept, last), (to, last)) if to < last else _before(kept, to)
+        return self if kept == self.rollbacks else replace(self, rollbacks=kept)
 
     def differs_from(self, other: Undone, low: int, high: int) -> bool:
         """Whether of the seqs above `low` and up to `high` others are undone here than there."""
@@ -74,9 +83,22 @@ class Undone:
         return {
             "format": FORMAT,
             "ranges": [list(each) for each in self.ranges],
+            "rollbacks": [list(each) for each in self.rollbacks],
             "lines": lines,
             "outdated": sorted(self.outdated),
         }
+
+
+def _before(rollbacks: Rollbacks, seq: int) -> Rollbacks:
+    """Those that were done before delta `seq` was applied."""
+    return tuple(each for each in rollbacks if each[1] < seq)
+
+
+def _undone_by(rollbacks: Rollbacks) -> Ranges:
+    if not rollbacks:
+        return ()
+    to, last = rollbacks[-1]
+    return (*_undone_by(_before(rollbacks, to)), (to + 1, last))
 
 
 def _within(ranges: Ranges, low: int, high: int) -> list[list[int]]:
@@ -101,13 +123,22 @@ def read_undone(path: Path) -> Undone:
         return Undone()
     try:
         if document["format"] != FORMAT:
-            raise Corruption(f"{path}: expected format {FORMAT}, got {document['format']!r}; another release wrote it")
-        ranges = tuple((_ordinal(first), _ordinal(last)) for first, last in document["ranges"])
+            raise of_another_release(path, document["format"], str(FORMAT), document)
+        ranges = _pairs(document["ranges"])
         ends = [-1, *(end for each in ranges for end in each)]
         if any(end >= next_ if at % 2 == 0 else end > next_ for at, (end, next_) in enumerate(pairwise(ends))):
             raise ValueError("the ranges are not ascending")
+        # a release that kept no history left the rollbacks that count still
+        rollbacks = tuple((first - 1, last) for first, last in ranges)
+        if "rollbacks" in document:
+            rollbacks = _pairs(document["rollbacks"])
+            if any(to >= last for to, last in rollbacks) or any(one[1] >= two[1] for one, two in pairwise(rollbacks)):
+                raise ValueError("the rollbacks are not in order")
         lines = {_ordinal(version): _ordinal(line) for version, line in document["lines"].items()}
-        return Undone(ranges, lines, frozenset(map(_ordinal, document["outdated"])))
+        undone = Undone(rollbacks, lines, frozenset(map(_ordinal, document["outdated"])))
+        if undone.ranges != ranges:
+            raise ValueError("the ranges are not those of the rollbacks")
+        return undone
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Corruption(f"{path} makes no sense ({error}); restore it, and start again") from error
 
@@ -115,6 +146,10 @@ def read_undone(path: Path) -> Undone:
 def save_undone(path: Path, undone: Undone) -> None:
     """Publish the record."""
     files.publish_record(path, undone.document())
+
+
+def _pairs(value: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((_ordinal(low), _ordinal(high)) for low, high in value)
 
 
 def _ordinal(value: Any) -> int:

@@ -33,10 +33,11 @@ def labels_word(served: Routing) -> int:
 
 
 class PublishedWords:
-    """The views of one `Routing` as words, whose address is `address`; 0 where nothing is served."""
+    """The views of one `Routing`, `served`, as words, whose address is `address`; 0 where nothing is served."""
 
     def __init__(self, served: Routing, token_of: Callable[[View], int], epochs: Epochs) -> None:
-        self._kept: list[object] = [served]
+        self.served = served
+        self._kept: list[object] = []
         self._epochs = epochs
         views = [0 if view is None else self._view(view, token_of(view)) for view in (served.active, served.canary)]
         share = min(int(served.share * layout.SHARE_UNIT), layout.SHARE_UNIT)

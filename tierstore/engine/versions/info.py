@@ -26,6 +26,7 @@ from tierstore.errors import Corruption
 from tierstore.formats import colliding, files
 from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.names import VersionDirectory
+from tierstore.formats.release import of_another_release
 from tierstore.formats.snapshot.checksum import checksum
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.times import format_time
@@ -141,9 +142,7 @@ class VersionInfo:
         record = files.read_json(where.record)
         formats = *RECORD_FORMATS, _IN_PARTITIONS
         if (form := record.get("format")) not in formats:
-            raise Corruption(
-                f"{where.record}: expected format {' or '.join(map(str, formats))}, got {form!r}; it was written by another release"
-            )
+            raise of_another_release(where.record, form, " or ".join(map(str, formats)), record)
         self.where = where
         self.loaded_at_s: float = record.get("loaded_at_s", 0.0)  # tells two loads of one number apart
         self.partitions: Partitions | None = None  # that its keys are in; None: of all keys, which are in no partitions

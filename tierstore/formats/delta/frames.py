@@ -22,8 +22,9 @@ class BadFrames(ValueError):
     """The bytes are not whole Arrow IPC streams."""
 
 
-def split_streams(data: memoryview, max_decoded_bytes: int) -> list[tuple[int, int]]:
-    """(start, end) of each stream in `data`, which they fill without a gap; each has its end marker.
+def split_streams(data: memoryview, max_decoded_bytes: int) -> tuple[list[tuple[int, int]], int]:
+    """(start, end) of each stream in `data`, which they fill without a gap, each with its end marker; and how many bytes
+    they claim to take once decompressed.
 
     Raises BadFrames if a stream is cut or anything else lies between or after them, or if buffers, once
     decompressed, would take more than `max_decoded_bytes` together.
@@ -34,7 +35,7 @@ def split_streams(data: memoryview, max_decoded_bytes: int) -> list[tuple[int, i
         raise BadFrames(f"not an Arrow IPC stream: {error}") from error
 
 
-def _split(data: memoryview, max_decoded_bytes: int) -> list[tuple[int, int]]:
+def _split(data: memoryview, max_decoded_bytes: int) -> tuple[list[tuple[int, int]], int]:
     streams = []
     position, decoded = 0, 0
     while position < len(data):
@@ -61,7 +62,7 @@ def _split(data: memoryview, max_decoded_bytes: int) -> list[tuple[int, int]]:
         if expected_schema:
             raise BadFrames(f"expected a stream at byte {start}, got an end marker")
         streams.append((start, position))
-    return streams
+    return streams, decoded
 
 
 def _prefix(data: memoryview, position: int) -> tuple[int, int]:

@@ -8,11 +8,11 @@ returns a delta or raises DeltaError, within the memory that it was allowed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ from tierstore.types import Keys, KeyType, Vectors, check_name
 
 ONNX = "onnx"
 MAX_DECODED_BYTES = 1 << 30
+T = TypeVar("T")
 _DECIMAL = re.compile(r"[0-9]{1,19}")
 
 
@@ -90,6 +91,16 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaHead:
+    """What a delta says of itself before its rows are decoded. `decoded_bytes`: what they take then, as it claims."""
+
+    model: str
+    seq: int
+    digest: str
+    decoded_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Head:
     model: str
     seq: int
@@ -99,12 +110,16 @@ class _Head:
 
 
 def read_delta(
-    data: bytes | bytearray | memoryview | str | Path, *, max_decoded_bytes: int = MAX_DECODED_BYTES
+    data: bytes | bytearray | memoryview | str | Path,
+    *,
+    max_decoded_bytes: int = MAX_DECODED_BYTES,
+    reserve: Callable[[int], None] = lambda _: None,
 ) -> Delta:
     """Read and validate a delta from bytes, or from the file at a path.
 
     Raises DeltaError for anything but a whole and well-formed delta (`schema/delta.md`), or one that
-    would take more than `max_decoded_bytes` in memory; StorageError if the file cannot be read.
+    would take more than `max_decoded_bytes` in memory; StorageError if the file cannot be read. `reserve` is told of bytes
+    beyond those that its framing claims before they are taken: deleted rows take as many as others.
     """
     if isinstance(data, (str, Path)):
         path = Path(data)
@@ -113,10 +128,27 @@ def read_delta(
         except OSError as error:
             raise StorageError(f"cannot read the delta {path}: {error.strerror or error}") from error
     view = memoryview(data).cast("B")
+    return _as_delta(lambda: _read(view, max_decoded_bytes, reserve), view)
+
+
+def read_head(data: bytes | memoryview, *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> DeltaHead:
+    """Which delta that is, without decoding it. DeltaError as `read_delta`, for what the framing shows."""
+    view = memoryview(data).cast("B")
+
+    def read() -> DeltaHead:
+        streams, decoded = split_streams(view, max_decoded_bytes)
+        start, end = streams[0]
+        head = _head(pa.ipc.open_stream(pa.py_buffer(view[start:end])).schema.metadata or {})
+        return DeltaHead(head.model, head.seq, str(xxhash.xxh3_64_hexdigest(view)), decoded)
+
+    return _as_delta(read, view)
+
+
+def _as_delta(read: Callable[[], T], view: memoryview) -> T:
     if not len(view):
         raise DeltaError("expected Arrow IPC streams, got no bytes at all")
     try:
-        return _read(view, max_decoded_bytes)
+        return read()
     except DeltaError:
         raise
     except (BadFrames, Malformed) as error:
@@ -126,11 +158,11 @@ def read_delta(
         raise DeltaError(f"bad delta: not valid Arrow data: {error}") from error
 
 
-def _read(view: memoryview, max_decoded_bytes: int) -> Delta:
+def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], None]) -> Delta:
     heads: list[_Head] = []
     tables: dict[str, _Collected] = {}
     dense: bytes | None = None
-    streams = split_streams(view, max_decoded_bytes)
+    streams, _ = split_streams(view, max_decoded_bytes)
     for start, end in streams:
         reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
         heads.append(_head(reader.schema.metadata or {}))
@@ -156,7 +188,9 @@ def _read(view: memoryview, max_decoded_bytes: int) -> Delta:
         seq=head.seq,
         event_time=head.event_time,
         base_version=head.base_version,
-        tables={name: collected.finish(max_decoded_bytes) for name, collected in tables.items() if collected.codes},
+        tables={
+            name: collected.finish(max_decoded_bytes, reserve) for name, collected in tables.items() if collected.codes
+        },
         dense=dense,
         digest=str(xxhash.xxh3_64_hexdigest(view)),
         nbytes=len(view),
@@ -288,7 +322,7 @@ class _Collected:
             raise Malformed(f"expected a vector of 1 to {MAX_DIM} numbers, got {dim}")
         return dim
 
-    def finish(self, max_bytes: int) -> DeltaTable:
+    def finish(self, max_bytes: int, reserve: Callable[[int], None]) -> DeltaTable:
         assert self.key is not None
         codes, kept = _joined(self.codes), _joined(self.kept)
         last = dedup_last(codes)
@@ -306,6 +340,7 @@ class _Collected:
             raise DeltaError(
                 f"table {self.name!r}: its {len(last)} rows of {dim} numbers would take more than {max_bytes} bytes in memory: split the delta"
             )
+        reserve(int(deleted.sum()) * dim * dtype.itemsize)
         vectors = _joined(self.vectors)
         if kept.all():
             vectors = vectors.take(last, axis=0)

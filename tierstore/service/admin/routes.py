@@ -24,7 +24,7 @@ from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLICY, docs_page
 from tierstore.service.admin.parked import add_parked
 from tierstore.service.admin.replicas import add_samples
-from tierstore.service.admin.sources import resolve_source, resolve_target
+from tierstore.service.admin.sources import check_still_there, resolve_source, resolve_target
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
@@ -119,10 +119,11 @@ class JobStarted(BaseModel):
 
 
 class DeltaApplied(BaseModel):
-    """`applied` is false for a delta that was held already."""
+    """`applied` is false for a delta that was held already; `send_as` is there if it was undone: the seq to send it under."""
 
     seq: int
     applied: bool
+    send_as: int | None = None
 
 
 class ActiveVersion(BaseModel):
@@ -206,8 +207,12 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
     @app.post("/admin/models/{model}/snapshots", status_code=202, tags=["snapshots"])
     async def load_snapshot(model: ModelName, request: LoadRequest) -> JobStarted:
         """Load a snapshot in the background: bulk load, verify, catch up, warm, and (`activate`) switch to it."""
-        source = await service.switch_pool.run(resolve_source, request.source, service.settings.source_root)
-        return JobStarted(job=service.jobs.submit(model, source, activate=request.activate).id)
+        roots = service.settings.source_root
+        source = await service.switch_pool.run(resolve_source, request.source, roots)
+        job = service.jobs.submit(
+            model, source, activate=request.activate, check=lambda: check_still_there(source, roots)
+        )
+        return JobStarted(job=job.id)
 
     @app.post("/admin/models/{model}/exports", status_code=202, tags=["snapshots"])
     async def export(model: ModelName, request: ExportRequest) -> JobStarted:
@@ -243,6 +248,7 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
     @app.post(
         "/admin/models/{model}/deltas",
         tags=["deltas"],
+        response_model_exclude_none=True,
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -270,7 +276,7 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
             raise HttpError(400, "the body ended early") from None
         finally:
             holding.release()
-        return DeltaApplied(seq=result.seq, applied=result.applied)
+        return DeltaApplied(seq=result.seq, applied=result.applied, send_as=result.send_as)
 
     async def slow_down(_: Request, error: Exception) -> Response:
         assert isinstance(error, _TooManyDeltas)

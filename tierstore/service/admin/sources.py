@@ -46,6 +46,12 @@ def resolve_source(source: str, roots: Sequence[Path | str]) -> Path | str:
     raise _outside(source, roots)
 
 
+def check_still_there(source: Path | str, roots: Sequence[Path | str]) -> None:
+    """InvalidInput where what `resolve_source` gave is a link by now: a load waits for its turn."""
+    if resolve_source(str(source), roots) != source:
+        raise InvalidInput(f"source {str(source)!r} was replaced by a link while its load waited")
+
+
 def resolve_target(directory: str, root: Path | str | None) -> Path | str:
     """The absolute, resolved path of a directory to be made: one below `root`, in which a relative one is. Or a URL below one.
 

@@ -223,5 +223,5 @@ class _Query:
         try:
             document: Any = json.loads(self.text(name))
             return {str(model): (int(number), int(seq)) for model, (number, seq) in document.items()}
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, OverflowError):  # of a number beyond all bounds
             raise HttpError(400, f"{name}: expected an object of [version, seq] by model") from None

@@ -45,7 +45,7 @@ from tierstore.service.http.messages import (
 from tierstore.service.request_log import RequestLog, one_line
 
 CUT_OFF = "the service stopped before this request was finished, which may have had its effect; send it again"
-_HOST_CACHE = 256
+_HOST_CACHE, _LONGEST_HOST = 256, 300  # values, and bytes of one: whoever reaches the port can send others
 _ADMIN_PATHS = "/admin/"
 _JOB = re.compile("/admin/jobs/[^/]+")
 _SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
@@ -111,7 +111,6 @@ class AccessCheck:
     async def _attempt(self, action: Action, model: str | None, scope: Scope, receive: Receive, send: Send) -> None:
         """A request to change something; if it fails before anything that has a line in the audit began, it gets one here."""
         attempt = Attempt()
-        ATTEMPT.set(attempt)
 
         async def sending(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400 and not attempt.has_line:
@@ -121,15 +120,19 @@ class AccessCheck:
                 self._audit.change(what, requester(), "failed", flush=False, model=model, error=why)
             await send(message)
 
-        await self._app(scope, receive, sending)
+        # the next request of the connection may be in the same context
+        attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope))
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            ATTEMPT.reset(attempts)
+            REQUESTER.reset(requesters)
 
     def _note(self, scope: Scope, error: Forbidden) -> None:
         """Attempts to change something are for the audit."""
         method, path = scope["method"], scope["path"]
         if of_http(method, path)[0] in CHANGES:
-            principal: Principal = scope.get(PRINCIPAL, LOCAL)
-            who = REQUESTER.get() or "somebody"
-            self._audit.refused(f"{method} {path}", who if principal is LOCAL else f"{principal.name} at {who}", error)
+            self._audit.refused(f"{method} {path}", _requester_of(scope), error)
 
     def _check(self, scope: Scope) -> None:
         hosts, origins, authorizations = [], [], []
@@ -148,7 +151,7 @@ class AccessCheck:
             found = host_name(host.decode("latin-1"))
             self._access.check_host(found)
             name = (found or "").lower()
-            if len(self._passed) < _HOST_CACHE:
+            if len(self._passed) < _HOST_CACHE and len(host) <= _LONGEST_HOST:
                 self._passed[host] = name
         for origin in origins:
             if not _is_same_origin(origin.decode("latin-1"), host.decode("latin-1")):
@@ -175,8 +178,6 @@ class AccessCheck:
             principal.check_role(action)  # its model is checked where it is known
         else:
             principal.check(action, model)
-        if action in CHANGES:
-            REQUESTER.set(f"{principal.name} at {REQUESTER.get()}")
         if authorization is not None and principal.may_at_all(Action.READ):
             self._allow(name, authorization, principal)
 
@@ -236,9 +237,6 @@ class RequestLogging:
                     message = {**message, "headers": [*message["headers"], (REQUEST_ID, request_id)]}
             await send(message)
 
-        if not scope["path"].startswith(("/v2/models/", "/v1/models/")):
-            who = _client_of(scope) or "somebody"
-            REQUESTER.set(who if request_id is None else f"{who} (id {one_line(request_id.decode('latin-1'))})")
         try:
             await self._app(scope, receive, sending)
         except asyncio.CancelledError:  # there is no more time for it; the server would log a defect
@@ -273,6 +271,15 @@ def _id_of(scope: Scope) -> bytes | None:
             found: bytes = value
             return found
     return None
+
+
+def _requester_of(scope: Scope) -> str:
+    """Whose request it is, for the audit."""
+    who, request_id = _client_of(scope) or "somebody", _id_of(scope)
+    if request_id is not None:
+        who = f"{who} (id {one_line(request_id.decode('latin-1'))})"
+    principal: Principal = scope.get(PRINCIPAL, LOCAL)
+    return who if principal is LOCAL else f"{principal.name} at {who}"
 
 
 def _client_of(scope: Scope) -> str | None:

@@ -277,8 +277,11 @@ class OipHttp(ProtocolApplication):
         if kind == "live":
             return Response(200)
         ready, warming = self._service.ready, self._service.store.warming()
+        document: dict[str, Any] = {} if warming is None else {"warming": warming}
+        if unserved := self._service.unserved():
+            document["unserved"] = unserved
         status = 200 if ready else 400
-        return Response(status) if warming is None else json_response({"ready": ready, "warming": warming}, status)
+        return json_response({"ready": ready, **document}, status) if document else Response(status)
 
     async def _model(self, method: str, path: list[str]) -> Response:
         verb = ""

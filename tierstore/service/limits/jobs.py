@@ -48,6 +48,7 @@ class Job:
     requested_by: str | None = None
     kind: Kind = "load"
     wanted: Mapping[str, Any] = field(default_factory=dict)  # options of `Store.export`, of an export
+    check: Callable[[], None] = lambda: None  # see `Jobs.submit`
     created_s: float = field(default_factory=time.time)
     state: str = "running"
     phase: str = "queued"
@@ -127,9 +128,11 @@ class Jobs:
         """Jobs that have not ended."""
         return len(self._active)
 
-    def submit(self, model: str, source: Path | str, *, activate: bool) -> Job:
-        """Queue a load. Overloaded when the queue is full."""
-        return self._submit(Job(uuid.uuid4().hex[:16], model, source, activate, REQUESTER.get()))
+    def submit(
+        self, model: str, source: Path | str, *, activate: bool, check: Callable[[], None] = lambda: None
+    ) -> Job:
+        """Queue a load. `check` is called when its turn has come, and raises where it may not be any more. Overloaded when the queue is full."""
+        return self._submit(Job(uuid.uuid4().hex[:16], model, source, activate, REQUESTER.get(), check=check))
 
     def submit_export(self, model: str, target: Path | str, wanted: Mapping[str, Any]) -> Job:
         """Queue an export, with these options of `Store.export`. Overloaded when the queue is full."""
@@ -200,8 +203,12 @@ class Jobs:
                 thread = threading.Thread(
                     target=self._run, args=(job,), name=f"tierstore-{job.kind}-{job.id}", daemon=True
                 )
-                self._threads[job.id] = thread
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no memory for its stack, or too many of them
+                    self._ended(job, f"no thread could be started for it: {error}; try again")
+                else:
+                    self._threads[job.id] = thread
 
     def _next(self) -> Job | None:
         waiting = [job for job in self._active.values() if job.id not in self._threads]
@@ -216,6 +223,14 @@ class Jobs:
             return None
         busy = {job.model for job in at_work}
         return next((job for job in waiting if job.model not in busy), None)
+
+    def _ended(self, job: Job, error: str) -> None:
+        """A job that never began. Holds the lock."""
+        logger.error("job %s: %s", job.id, error)
+        job.error, job.finished_s, job.state = error, time.time(), "failed"
+        del self._active[job.id]
+        self._history[job.id] = job
+        self._changed.notify_all()
 
     def _run(self, job: Job) -> None:
         self._work_on(job)
@@ -241,6 +256,7 @@ class Jobs:
         job.state = state  # last: a reader that sees the end sees all of it
 
     def _load(self, job: Job) -> None:
+        job.check()
         job.version = self._store.load_snapshot(
             job.source, activate=job.activate, progress=job.note, cancelled=job.cancelled, model=job.model
         )

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from tierstore.service.rpc.waiting import Waiting
+from tierstore.tiers.background import start_threads
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class CallPool(ThreadPoolExecutor):
         # guarded by _counting
         self.pending = 0  # calls that are queued or running
         self.rejected = 0
+        start_threads(self, threads)  # a call for which none can be started would end grpcio's serving thread
 
     @property
     def full(self) -> bool:

@@ -10,17 +10,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tierstore.errors import FAULTS
 from tierstore.service.stats import InferenceStats
 
 Verdict = Literal["good", "doubtful", "bad"]
 
-LEAST_FAILED = 2  # one failed request may be its client's fault
-_NOT_ITS_FAULT = frozenset({"ok", "overloaded", "refused", "cancelled"})  # among outcomes
+LEAST_FAILED = 2  # one may be chance, where few were asked
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of one version that named it or were given to it, and how many of them failed."""
+    """Requests of one version that named it or were given to it, and how many of them failed by its fault."""
 
     total: int = 0
     failed: int = 0
@@ -31,7 +31,7 @@ class Requests:
         for name, number, counts in stats.by_version():
             if (name, number) == (model, version):
                 outcomes = counts.outcomes.copy()
-                failed = sum(n for outcome, n in outcomes.items() if outcome not in _NOT_ITS_FAULT)
+                failed = sum(n for outcome, n in outcomes.items() if outcome in FAULTS)
                 return cls(sum(outcomes.values()), failed)
         return cls()
 

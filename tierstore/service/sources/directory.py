@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from tierstore.engine.events.changes import REQUESTER
-from tierstore.errors import DeltaError, NotFound, NotReady, Overloaded, SequenceGap, TierstoreError, TooLarge
+from tierstore.errors import NotFound, NotReady, Overloaded, SequenceGap, TierstoreError, TooLarge
 from tierstore.formats.names import parse_delta_file
 from tierstore.service.error_status import log_failure
 from tierstore.types import NAME
@@ -140,9 +140,7 @@ class Watcher:
         try:
             if stat.st_size > self._max_delta:
                 raise TooLarge(f"{path} has {stat.st_size} bytes, {self._max_delta} are allowed (max_delta)")
-            result = self._store.apply_delta(path, model=model)
-            if result.seq != seq:
-                raise DeltaError(f"{path} holds delta {result.seq}, its name says {seq}")
+            result = self._store.apply_delta(path, model=model, seq=seq)
         except SequenceGap as gap:
             if gap.expected_seq > seq:
                 feed.done = seq  # older than the log: the snapshot that began it holds this delta

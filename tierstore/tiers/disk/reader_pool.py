@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from tierstore.tiers.background import become_background, is_background
+from tierstore.tiers.background import become_background, is_background, start_threads
 
 CHUNK_KEYS = 128  # keys a task: 0.4 ms if cached, against 20 µs for a hand-over; and enough tasks if not cached
 
@@ -79,6 +79,8 @@ class _Helpers:
     def __init__(self, threads: int, name: str, begin: Callable[[], None] | None) -> None:
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads, name, initializer=begin) if threads else None
+        if self._executor is not None:
+            start_threads(self._executor, threads)  # later there may be no memory for them
 
     def start(self, wanted: int, work: Callable[[], None]) -> list[Future[None]]:
         """Let up to so many helpers call `work`, once each."""
@@ -86,23 +88,9 @@ class _Helpers:
         if self._executor is not None:
             # a closed executor refuses with RuntimeError: the caller then works alone
             with contextlib.suppress(RuntimeError):
-                for _ in range(min(wanted, self._threads)):
-                    # a future of our own: where no thread can be started, `submit` raises but has queued the call
-                    started.append(Future())
-                    self._executor.submit(_do, started[-1], work)
+                started.extend(self._executor.submit(work) for _ in range(min(wanted, self._threads)))
         return started
 
     def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
-
-
-def _do(promise: Future[None], work: Callable[[], None]) -> None:
-    if not promise.set_running_or_notify_cancel():
-        return
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001 - the waiting caller raises it
-        promise.set_exception(error)
-    else:
-        promise.set_result(None)

@@ -1,0 +1,63 @@
+"""A delta as it comes: which it is, before it is decoded; decoded within the memory that is there for all that come.
+
+Any thread. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from tierstore.engine.data.budget import DecodeBudget, OverlayBudget
+from tierstore.errors import DeltaError
+from tierstore.formats.delta.reader import Delta, DeltaHead, read_delta, read_head
+from tierstore.formats.regular import read_regular
+from tierstore.tiers.background import in_background
+
+Source = bytes | bytearray | memoryview | str | Path
+
+LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, which look-ups would wait for
+T = TypeVar("T")
+
+
+class Incoming:
+    """A delta, given as bytes or as a path. DeltaError where it cannot be read, or is not the one that is expected."""
+
+    def __init__(self, source: Source, model: str | None, seq: int | None) -> None:
+        self.data = _bytes_of(source)
+        self.head: DeltaHead = read_head(self.data)
+        if model is not None and self.head.model != model:
+            raise DeltaError(f"expected a delta of model {model!r}, got one of {self.head.model!r}")
+        if seq is not None and self.head.seq != seq:
+            raise DeltaError(f"expected delta {seq} of model {self.head.model!r}, got delta {self.head.seq}")
+
+    @contextmanager
+    def decoded(self, decoding: DecodeBudget, unfolded: OverlayBudget) -> Iterator[Delta]:
+        """The delta, whose bytes are reserved for the length of the block. Overloaded where others have them."""
+        with decoding.reserved(self.head.decoded_bytes) as more:
+            yield gently(self.data, unfolded, lambda: read_delta(self.data, reserve=more))
+
+
+def gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
+    """Do `work` on a large delta at a low priority, unless deltas arrive faster than they are folded."""
+    return work() if len(data) < LARGE_BYTES or unfolded.used else in_background(work)
+
+
+def _bytes_of(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
+    """The bytes of a delta, given as such or as a path or file:// URL. DeltaError where they cannot be read."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, (bytearray, memoryview)):
+        return memoryview(source).cast("B")
+    path = (
+        Path(urllib.parse.unquote(source.removeprefix("file://")))
+        if isinstance(source, str) and source.startswith("file://")
+        else Path(source)
+    )
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise DeltaError(f"cannot read the delta {path}: {error.strerror or error}") from error
