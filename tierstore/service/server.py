@@ -86,8 +86,7 @@ class HttpService:
     """A store served on one port, or two. Made on any thread; `run` blocks; `stop` may be called from any thread."""
 
     def __init__(self, store: Store, settings: Settings, listener: socket.socket) -> None:
-        self._settings = settings
-        self._socket = listener
+        self._settings, self._socket = settings, listener
         self._admin_socket = bind_admin(settings)
         self.host = settings.host
         self.port: int = listener.getsockname()[1]
