@@ -38,9 +38,9 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels import LAST, compiled
-from tierstore.kernels.atomics import add_at, relaxed_i64
+from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64, stack_bytes
 from tierstore.kernels.httpdate import write_date_at
-from tierstore.kernels.raw import load_u32, load_u64
+from tierstore.kernels.raw import load_u32, load_u64, store_u64
 from tierstore.kernels.reactor_connections import (
     accept_new,
     end,
@@ -113,6 +113,7 @@ from tierstore.kernels.sysio import (
     HUNG_UP,
     READABLE,
     WRITABLE,
+    allocate,
     close,
     epoll_set,
     epoll_wait,
@@ -121,8 +122,11 @@ from tierstore.kernels.sysio import (
     release,
     send,
     wall_ns,
+    write,
 )
 
+ENOMEM = 12
+_MESSAGE_BYTES = 8 * MESSAGE_WORDS
 _TOO_SLOW = np.frombuffer(
     b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 51\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
     b'{"error":"the body of the request came too slowly"}',
@@ -270,6 +274,28 @@ def serve(me: Any) -> Any:
         if now >= line[NEXT_SWEEP_NS]:
             line[NEXT_SWEEP_NS] = now + SWEEP_NS
             _sweep(me, now)
+
+
+@compiled("int64(int64, int64, int64, int64, int64, int64)", when=LAST)
+def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any) -> Any:
+    """Send a copy of `size` bytes at `data` to a reactor's pipe as the message `what`, for Python: a BLOCK, which it frees.
+
+    `inflight`: the address of INFLIGHT. Returns 0, or minus the error number.
+    """
+    block = allocate(size)
+    if block == 0:
+        return -ENOMEM
+    copy_bytes(block, data, size)
+    add_at(inflight, size)
+    at = stack_bytes(_MESSAGE_BYTES)
+    for i, word in enumerate((what, serial, block, size)):
+        store_u64(at, i, nb.uint64(word))
+    wrote = write(pipe, at, 8 * MESSAGE_WORDS)
+    if wrote == 8 * MESSAGE_WORDS:
+        return 0
+    release(block)
+    add_at(inflight, -size)
+    return wrote
 
 
 @compiled("int64(int64, int64, int64, int64)", when=LAST)

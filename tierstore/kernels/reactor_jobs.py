@@ -158,7 +158,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
         release(block)
         add_at(shared_at(me, INFLIGHT), -size)
         me.lines[me.number, REASONS_FROM + ROWS_ON_DISK] += 1
-        if row[LOST] != 0 or not notify(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
+        if row[LOST] != 0 or not notify(me, REQUEST, fd, row[SERIAL] | (ROWS_ON_DISK << 32), row[IN_AT], row[NEEDED]):
             end(me, fd, True)
         return -1
     row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES], row[STATE] = block, block, size, 0, SENDING

@@ -51,6 +51,7 @@ from tierstore.kernels.reactor_words import (
     OTHER,
     PIPELINED,
     READING,
+    REASON,
     REASONS_FROM,
     REQUEST,
     SENDING,
@@ -109,6 +110,7 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
         row[STATE], row[NEEDED] = AWAY, whole
         if came >= 0:
             me.lines[me.number, REASONS_FROM + came] += 1
+            row[REASON] = came
             if found[httphead.CLOSING] != 0:
                 row[FLAGS] |= CLOSES
         return 0
@@ -216,7 +218,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             if row[JOB] != 0:
                 submit(me, fd)
                 return
-            if not notify(me, REQUEST, fd, row[SERIAL], row[IN_AT], row[NEEDED]):
+            if not notify(me, REQUEST, fd, row[SERIAL] | (row[REASON] << 32), row[IN_AT], row[NEEDED]):
                 end(me, fd, True)
             return
         elif row[STATE] == SENDING:

@@ -19,8 +19,8 @@ from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 FREE, READING, AWAY, SENDING = range(4)
 (
     STATE, SERIAL, OWNER, IN_AT, IN_ROOM, IN_BYTES, NEEDED, OUT_AT, OUT_BYTES, OUT_BASE, PIECES_AT, PIECES, DEADLINE_NS,
-    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS, HELD,
-) = range(19)  # fmt: skip
+    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS, HELD, REASON,
+) = range(20)  # fmt: skip
 CONNECTION_WORDS = 24
 # of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
 MAY_READ, CLOSES, ENDED = 1, 2, 4
@@ -60,7 +60,7 @@ REQUEST, CONNECTION, REFUSED, SENT = range(4)
 ANSWER, COME_BACK, DROP, WAKE, BLOCK = range(
     5
 )  # an answer in Python's memory, or in a block that becomes the reactor's
-MESSAGE_WORDS = 4
+MESSAGE_WORDS = 4  # the serial of a REQUEST has the reason behind it, from bit 32 on
 
 # a version's counts, int64 words: of answers, of requests that would wait too long or found the queue full; then the buckets of answers' latencies
 SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS, REFUSALS, FULL_REFUSALS, REFUSAL_NS = range(9)

@@ -18,10 +18,22 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from tierstore.errors import Closed
-from tierstore.service.http.messages import ARRIVED, CONNECTION, ERROR, LATER, LEFT, Response, Scope, error_for_path
+from tierstore.kernels import reactor_words as kernel
+from tierstore.service.http.messages import (
+    ARRIVED,
+    CONNECTION,
+    ERROR,
+    LATER,
+    LEFT,
+    UNPLANNED,
+    Response,
+    Scope,
+    error_for_path,
+)
 from tierstore.service.http.middleware import CUT_OFF, DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
-from tierstore.service.reactor.reactors import Reactors, Reply
+from tierstore.service.reactor.reactors import Reactors
+from tierstore.service.reactor.reply import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +91,7 @@ class Handoff:
             "headers": headers,
             ARRIVED: reply.began_ns or now_ns,
             CONNECTION: reply,
+            UNPLANNED: reply.reason in (kernel.NO_PLAN, kernel.ACCESS),
             LATER: partial(self._answer_left, reply),
         }
         body = memoryview(data)[end + 4 :]

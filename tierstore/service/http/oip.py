@@ -29,6 +29,7 @@ from tierstore.service.http.messages import (
     PEER,
     PRINCIPAL,
     UNNAMED,
+    UNPLANNED,
     Headers,
     Receive,
     Response,
@@ -63,8 +64,9 @@ _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
 class InferCall(HttpCall[InferRequest]):
     """One inference request, from its body to its response."""
 
-    __slots__ = ("_answer", "_layout", "_tail")
+    __slots__ = ("_answer", "_layout", "_tail", "teaches")
 
+    teaches: bool  # whether reactors are to learn from it
     _answer: ResponseBody
     _layout: ResponseLayout
     _tail: memoryview | None  # what follows the JSON
@@ -113,7 +115,7 @@ class InferCall(HttpCall[InferRequest]):
     def _open(self, parsed: InferRequest) -> Inference:
         inference = super()._open(parsed)
         self._layout = _layout_of(parsed, self.model, inference.plan)
-        if self.service.plans is not None and self._tail is not None:
+        if self.teaches and self.service.plans is not None and self._tail is not None:
             self._teach(self.service.plans, parsed, inference)
         return inference
 
@@ -234,7 +236,9 @@ class OipHttp(ProtocolApplication):
         allow(scope["method"], "POST")
         name, version = _model_path(parts[1:-1])
         self._service.dataplane.model(name)  # an unknown one is refused before its body is read
-        return InferCall(self._service, name, version, headers, holding, caller_of(scope, headers, began_ns))
+        call = InferCall(self._service, name, version, headers, holding, caller_of(scope, headers, began_ns))
+        call.teaches = scope.get(UNPLANNED, False)
+        return call
 
     # --- documents
 

@@ -32,9 +32,8 @@ _END, _MARK = _ADDRESS.pack(-1), _ADDRESS.pack(-2)
 _OFFERS_S = 10.0  # that offers may be on their way; longer only where the threads are being ended
 
 _libc = ctypes.CDLL(None)
-free, malloc = _libc.free, _libc.malloc  # of blocks that compiled threads make or free too
+free = _libc.free  # of blocks that compiled threads make
 free.argtypes, free.restype = [ctypes.c_void_p], None
-malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
 
 
 class ColdReaders:

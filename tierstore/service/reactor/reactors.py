@@ -22,7 +22,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -38,9 +38,10 @@ from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits import slow_clients
 from tierstore.service.process import request_short_slices
-from tierstore.service.reactor.cold_reads import ColdReaders, free, malloc
+from tierstore.service.reactor.cold_reads import ColdReaders, free
 from tierstore.service.reactor.lanes import Lanes, Message
 from tierstore.service.reactor.memory import areas, register
+from tierstore.service.reactor.reply import Reply, Sending
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,6 @@ _PIPE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 1 << 16
 _MESSAGE = struct.Struct(f"<{kernel.MESSAGE_WORDS}q")
 _READ_BYTES = 1 << 16
-_CLOSES = 1 << 31  # a flag next to a serial
 
 
 class HandoffReceiver(Protocol):
@@ -58,69 +58,6 @@ class HandoffReceiver(Protocol):
     def request(self, reply: Reply, data: bytes) -> None: ...
     def connection(self, sock: socket.socket, data: bytes) -> None: ...
     def refused(self, sock: socket.socket) -> None: ...
-
-
-class Reply:
-    """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once. Any thread."""
-
-    __slots__ = ("_fd", "_reactor", "_reactors", "_serial")
-
-    def __init__(self, reactors: Reactors, reactor: int, fd: int, serial: int) -> None:
-        self._reactors, self._reactor, self._fd, self._serial = reactors, reactor, fd, serial
-
-    def is_lost(self) -> bool:
-        """Whether the client has gone. Any thread."""
-        return bool(self._reactors.conns[self._fd, kernel.LOST])
-
-    @property
-    def client(self) -> tuple[str, int] | None:
-        """The client's address and port, as long as it is not answered."""
-        try:
-            with socket.socket(fileno=os.dup(self._fd)) as connection:
-                host, port = connection.getpeername()[:2]
-        except OSError:
-            return None
-        return host, port
-
-    @property
-    def began_ns(self) -> int:
-        """When the first bytes of the request came, on the monotonic clock; 0 where all bytes came at once."""
-        return int(self._reactors.conns[self._fd, kernel.BEGAN_NS])
-
-    @property
-    def closes(self) -> bool:
-        """Whether the request asked for its connection to end with the answer, as long as it is not answered."""
-        return bool(self._reactors.conns[self._fd, kernel.FLAGS] & kernel.CLOSES)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing has come behind the request, as long as it is not answered."""
-        row = self._reactors.conns[self._fd]
-        return bool(row[kernel.IN_BYTES] <= row[kernel.NEEDED])
-
-    def send(self, pieces: list[bytes | memoryview], sent: Callable[[], None], *, closes: bool = False) -> None:
-        """Answer with `pieces`, none empty. `sent` is called once they were sent, or the client has gone."""
-        reactors = self._reactors
-        arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
-        places = np.array([(address_of(array), len(array)) for array in arrays], np.int64)
-        reactors.sending[self._fd, self._serial] = (places, arrays, sent)
-        size = len(arrays) | sum(map(len, arrays)) << 16
-        flags = self._serial | (_CLOSES if closes else 0)
-        reactors.notify(self._reactor, kernel.ANSWER, self._fd, flags, address_of(places), size)
-
-    def send_copy(self, data: bytes, *, closes: bool = False) -> None:
-        """Answer with a copy of `data`, which the reactor counts and frees. For few bytes: no message says when they were sent."""
-        block = malloc(len(data))
-        if block is None:
-            raise MemoryError
-        ctypes.memmove(block, data, len(data))
-        atomics.add(address_of(self._reactors.words) + 8 * kernel.INFLIGHT, len(data))
-        flags = self._serial | (_CLOSES if closes else 0)
-        self._reactors.notify(self._reactor, kernel.BLOCK, self._fd, flags, block, len(data))
-
-    def drop(self) -> None:
-        """Close the connection without an answer."""
-        self._reactors.notify(self._reactor, kernel.DROP, self._fd, self._serial, 0, 0)
 
 
 class Reactors:
@@ -157,9 +94,7 @@ class Reactors:
         self._memory = [mmap.mmap(-1, sum(areas())) for _ in range(threads)]
         # the event loop's
         self.running = False  # from `start` on, for good
-        self.sending: dict[
-            tuple[int, int], tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
-        ] = {}
+        self.sending: dict[tuple[int, int], Sending] = {}
         self.lanes = Lanes(self._serve_message)
         self._receiver: HandoffReceiver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -295,6 +230,13 @@ class Reactors:
     def notify(self, reactor: int, kind: int, fd: int, serial: int, address: int, count: int) -> None:
         """Write to a reactor's pipe."""
         os.write(self._inboxes[reactor], _MESSAGE.pack(kind | fd << 8, serial, address, count))
+
+    def reply(self, number: int, what: int, serial: int, data: npt.NDArray[np.uint8]) -> None:
+        """Write to a reactor's pipe a message with a copy of `data`."""
+        inflight = address_of(self.words) + 8 * kernel.INFLIGHT
+        failed = reactor.reply(self._inboxes[number], what, serial, address_of(data), len(data), inflight)
+        if failed:
+            raise OSError(-failed, os.strerror(-failed))
 
     def give_back(self, fd: int) -> None:
         """Give a connection back to its reactor, which owns the descriptor from now on."""

@@ -1,0 +1,87 @@
+"""Answers to requests that a reactor has handed to Python: each goes back to its connection through the reactor's pipe."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.codec import address_of
+
+_CLOSES = 1 << 31  # a flag next to a serial
+Sending = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
+
+
+class Pipes(Protocol):
+    """What a reply needs of the reactors: their connections, their pipes, and where answers in Python's memory are kept."""
+
+    conns: npt.NDArray[np.int64]
+    sending: dict[tuple[int, int], Sending]
+
+    def notify(self, reactor: int, kind: int, fd: int, serial: int, address: int, count: int) -> None: ...
+    def reply(self, number: int, what: int, serial: int, data: npt.NDArray[np.uint8]) -> None: ...
+
+
+class Reply:
+    """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once. Any thread."""
+
+    __slots__ = ("_fd", "_reactor", "_reactors", "_serial", "reason")
+
+    def __init__(self, reactors: Pipes, reactor: int, fd: int, serial: int) -> None:
+        """`serial` with the reason behind it, as a REQUEST has it."""
+        self._reactors, self._reactor, self._fd, self._serial = reactors, reactor, fd, serial & kernel.SERIALS
+        self.reason = serial >> 32  # why the reactor has not answered, one of `kernel.REASONS` by its place
+
+    def is_lost(self) -> bool:
+        """Whether the client has gone. Any thread."""
+        return bool(self._reactors.conns[self._fd, kernel.LOST])
+
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """The client's address and port, as long as it is not answered."""
+        try:
+            with socket.socket(fileno=os.dup(self._fd)) as connection:
+                host, port = connection.getpeername()[:2]
+        except OSError:
+            return None
+        return host, port
+
+    @property
+    def began_ns(self) -> int:
+        """When the first bytes of the request came, on the monotonic clock; 0 where all bytes came at once."""
+        return int(self._reactors.conns[self._fd, kernel.BEGAN_NS])
+
+    @property
+    def closes(self) -> bool:
+        """Whether the request asked for its connection to end with the answer, as long as it is not answered."""
+        return bool(self._reactors.conns[self._fd, kernel.FLAGS] & kernel.CLOSES)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing has come behind the request, as long as it is not answered."""
+        row = self._reactors.conns[self._fd]
+        return bool(row[kernel.IN_BYTES] <= row[kernel.NEEDED])
+
+    def send(self, pieces: list[bytes | memoryview], sent: Callable[[], None], *, closes: bool = False) -> None:
+        """Answer with `pieces`, none empty. `sent` is called once they were sent, or the client has gone."""
+        reactors = self._reactors
+        arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
+        places = np.array([(address_of(array), len(array)) for array in arrays], np.int64)
+        reactors.sending[self._fd, self._serial] = (places, arrays, sent)
+        size = len(arrays) | sum(map(len, arrays)) << 16
+        flags = self._serial | (_CLOSES if closes else 0)
+        reactors.notify(self._reactor, kernel.ANSWER, self._fd, flags, address_of(places), size)
+
+    def send_copy(self, data: bytes, *, closes: bool = False) -> None:
+        """Answer with a copy of `data`, which the reactor counts and frees. For few bytes: no message says when they were sent."""
+        flags = self._serial | (_CLOSES if closes else 0)
+        self._reactors.reply(self._reactor, kernel.BLOCK | self._fd << 8, flags, np.frombuffer(data, np.uint8))
+
+    def drop(self) -> None:
+        """Close the connection without an answer."""
+        self._reactors.notify(self._reactor, kernel.DROP, self._fd, self._serial, 0, 0)
