@@ -98,9 +98,9 @@ bench-tfra: bench-tools
 	  || { rm -rf $(TFRA); echo 'TFRA cannot be installed with $(TFRA_PYTHON); Python 3.11 can: set TFRA_PYTHON'; }
 	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
 
-# Triton's server with its Python backend is in nvidia-pytriton, and the last tritonclient that has perf_analyzer is 2.50, which
+# Triton's server with its Python backend is in nvidia-pytriton, and perf_analyzer in tritonclient 2.50, where it
 # wants CUDA's runtime library, also without a GPU. Where they cannot be installed, the benchmark says so.
-bench-triton: bench-tools
+bench-triton: $(STAMP)
 	@test -e $(TRITON)/.installed || { $(TRITON_PYTHON) -m venv --clear $(TRITON) \
 	  && $(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check \
 	       'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12' 'numpy<2' \

@@ -10,15 +10,16 @@ requests that are all alike, or against another server; all rows are in memory:
     redis     sizes at random around 64, 1,024 and 4,096, an id each, against Redis MGET of the same keys
     strings   1,024 string keys a request against 1,024 integers
 
-Contenders take turns. Figures are the server's processor time, by its own clock, as medians over the rounds; ratios are medians
-of each round's ratio, of a key in `sizes` and `wild`, as keys are drawn at random. `by reactors` is the share that reactors
-answered, without Python. Contenders of one part ask for as many different keys. Every answer's status and size are
-checked, and one in 20 value by value.
+Contenders take turns, each with requests drawn anew. Figures are the server's processor time, by its own clock, as
+medians over the rounds. `ratio a key` is that of the first contender of a part to the one in the row, as the median of
+each round's. `by reactors` is the share that reactors answered, without Python; `handed on` counts why they did not, where
+the service says that. Every answer's status and size are checked, and one in 20 value by value.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import statistics
 import sys
@@ -94,14 +95,14 @@ def wild(keys: Keys, rng: np.random.Generator, count: int) -> list[Request]:
     ]
 
 
-def alike(keys: Keys, total: int, count: int, features: int) -> list[Request]:
-    """As many requests with as many keys, all of one size. Of the kinds of features it has every kind, as `wild` has."""
+def alike(keys: Keys, mean: float, count: int, features: int) -> list[Request]:
+    """Requests of about `mean` keys, all of one size. Of several features they are of every kind, as `wild` has."""
     if features == 1:
-        return of_sizes(keys, [round(total / count)] * count)
+        return of_sizes(keys, [round(mean)] * count)
     # As many items as give so many keys: a bag of one and a half tags, or a key, for each.
     kinds = [sum(1 for number in range(features) if number % 4 == kind) for kind in range(4)]
     clicks = 50
-    items = max(1, round((total / count - kinds[1] - kinds[3] * clicks) / (1.5 * kinds[0] + kinds[2])))
+    items = max(1, round((mean - kinds[1] - kinds[3] * clicks) / (1.5 * kinds[0] + kinds[2])))
     tags = np.resize([1, 2], items)
     return [ranking(keys, features, items, clicks, tags) for _ in range(count)]
 
@@ -111,18 +112,20 @@ def alike(keys: Keys, total: int, count: int, features: int) -> list[Request]:
 
 @dataclass
 class Contender:
-    """What is asked in a turn, and how."""
+    """What is asked in a turn, drawn anew for each, and how."""
 
     name: str
     turn: Callable[[Sequence[Any]], Spent]
-    requests: Sequence[Any]
+    draw: Callable[[], Sequence[Any]]
     port: int = 0  # where the service counts what its reactors answer
     close: Callable[[], None] = lambda: None
 
 
-def of_service(name: str, service: Server, requests: list[Request], connections: int, **how: Any) -> Contender:
+def of_service(
+    name: str, service: Server, draw: Callable[[], list[Request]], connections: int, **how: Any
+) -> Contender:
     clients = Clients(service.pid, service.port, connections, **how)
-    return Contender(name, clients.turn, requests, service.port, clients.close)
+    return Contender(name, clients.turn, draw, service.port, clients.close)
 
 
 def alternate(
@@ -133,8 +136,9 @@ def alternate(
     counted: dict[str, dict[str, float]] = {one.name: {} for one in contenders}
     for number in range(-1, rounds):  # one to warm up
         for one in contenders:
+            requests = one.draw()
             before = counters(one.port) if one.port else {}
-            taken = one.turn(one.requests)
+            taken = one.turn(requests)
             if number < 0:
                 continue
             spent[one.name].append(taken)
@@ -162,13 +166,13 @@ def alternate(
     return made
 
 
-def redis_contender(server: Server, batches: list[np.ndarray], connections: int) -> Contender:
+def redis_contender(server: Server, draw: Callable[[], list[np.ndarray]], connections: int) -> Contender:
     """MGET of these keys, each on one of the connections in turn. What comes back must have the size of all rows."""
     links = [connect(server.port) for _ in range(connections)]
     row = len(b"$%d\r\n\r\n" % ROW_BYTES) + ROW_BYTES
-    space = memoryview(bytearray(max(len(keys) for keys in batches) * row + 32))
 
     def turn(batches: Sequence[np.ndarray]) -> Spent:
+        space = memoryview(bytearray(max(len(keys) for keys in batches) * row + 32))
         before = cpu_s(server.pid)
         for first in range(0, len(batches), connections):
             wave = batches[first : first + connections]
@@ -185,19 +189,26 @@ def redis_contender(server: Server, batches: list[np.ndarray], connections: int)
         for link in links:
             link.close()
 
-    return Contender("Redis MGET", turn, batches, close=close)
+    return Contender("Redis MGET", turn, draw, close=close)
 
 
 def sizes_part(service: Server, plan: Plan) -> list[dict[str, Any]]:
     rng, rows = np.random.default_rng(1), []
     for connections in plan.connections:
         keys = Keys(plan.rows, connections)
+
+        def random(keys: Keys = keys) -> list[Request]:
+            return of_sizes(keys, at_random(rng, 3000, plan.requests))
+
+        def fixed(keys: Keys = keys) -> list[Request]:
+            return of_sizes(keys, [1500] * plan.requests)
+
         contenders = [
-            of_service("1 to 3,000 keys, ids", service, of_sizes(keys, at_random(rng, 3000, plan.requests)), connections),
-            of_service("1 to 3,000 keys", service, of_sizes(keys, at_random(rng, 3000, plan.requests)), connections, ids=False),
-            of_service("1,500 keys", service, of_sizes(keys, [1500] * plan.requests), connections, ids=False),
-            of_service("1,500 keys, ids", service, of_sizes(keys, [1500] * plan.requests), connections),
-        ]  # fmt: skip
+            of_service("1 to 3,000 keys, ids", service, random, connections),
+            of_service("1 to 3,000 keys", service, random, connections, ids=False),
+            of_service("1,500 keys", service, fixed, connections, ids=False),
+            of_service("1,500 keys, ids", service, fixed, connections),
+        ]
         rows += alternate("sizes", contenders, plan.rounds, connections)
     return rows
 
@@ -206,13 +217,14 @@ def wild_part(service: Server, plan: Plan) -> list[dict[str, Any]]:
     rng, rows = np.random.default_rng(2), []
     for connections in plan.connections:
         keys = Keys(plan.rows, 10 + connections)
-        traffic = wild(keys, rng, plan.requests)
-        total = sum(one.keys for one in traffic)
-        contenders = [of_service("wild", service, traffic, connections, new_share=NEW_SHARE)]
+        sample = wild(keys, rng, max(2000, plan.requests))
+        mean = sum(one.keys for one in sample) / len(sample)
+        draw = functools.partial(wild, keys, rng, plan.requests)
+        contenders = [of_service("wild", service, draw, connections, new_share=NEW_SHARE)]
         for features in (MANY // 2, 1):
             name = f"one size, {features} feature{'s' * (features > 1)}"
-            requests = alike(keys, total, plan.requests, features)
-            contenders.append(of_service(name, service, requests, connections, ids=False))
+            draw = functools.partial(alike, keys, mean, plan.requests, features)
+            contenders.append(of_service(name, service, draw, connections, ids=False))
         rows += alternate("wild", contenders, plan.rounds, connections)
     return rows
 
@@ -222,11 +234,16 @@ def redis_part(service: Server, other: Server, plan: Plan) -> list[dict[str, Any
     for around in REDIS:
         for connections in plan.connections:
             keys = Keys(plan.rows, 20 + connections)
-            sizes = at_random(rng, around, plan.requests)
-            batches = [keys(around // 2 + size) for size in sizes]
+
+            def batches(around: int = around, keys: Keys = keys) -> list[np.ndarray]:
+                return [keys(around // 2 + size) for size in at_random(rng, around, plan.requests)]
+
+            def requests(batches: Callable[[], list[np.ndarray]] = batches) -> list[Request]:
+                return [single(batch) for batch in batches()]
+
             contenders = [
                 redis_contender(other, batches, connections),
-                of_service("tierstore, ids", service, [single(batch) for batch in batches], connections),
+                of_service("tierstore, ids", service, requests, connections),
             ]
             rows += alternate("redis", contenders, plan.rounds, connections, keys_around=around)
     return rows
@@ -236,10 +253,16 @@ def strings_part(service: Server, plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for connections in plan.connections:
         keys = Keys(plan.rows, 30 + connections)
-        drawn = [keys.rows(1024) for _ in range(plan.requests)]
+
+        def strings(keys: Keys = keys) -> list[Request]:
+            return [named(keys_of(drawn), drawn) for drawn in (keys.rows(1024) for _ in range(plan.requests))]
+
+        def integers(keys: Keys = keys) -> list[Request]:
+            return of_sizes(keys, [1024] * plan.requests)
+
         contenders = [
-            of_service("1,024 strings, ids", service, [named(keys_of(one), one) for one in drawn], connections),
-            of_service("1,024 integers, ids", service, [single(keys_of(one)) for one in drawn], connections),
+            of_service("1,024 strings, ids", service, strings, connections),
+            of_service("1,024 integers, ids", service, integers, connections),
         ]
         rows += alternate("strings", contenders, plan.rounds, connections)
     return rows
