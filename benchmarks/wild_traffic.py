@@ -174,7 +174,9 @@ class Link:
             raise RuntimeError(f"{head!r}: {bytes(self._space[end + 4 : got])[:300]!r}")
         whole = end + 4 + int(length[1])
         if whole > len(self._space):
-            self._space += bytes(whole - len(self._space))
+            self._space = self._space + bytes(
+                whole - len(self._space)
+            )  # whoever holds the answer before keeps its space
         while got < whole:
             got += self._receive(got)
         text = _JSON_LENGTH.search(head)
