@@ -88,7 +88,7 @@ def at_random(rng: np.random.Generator, most: int, count: int) -> list[int]:
 def wild(keys: Keys, rng: np.random.Generator, count: int) -> list[Request]:
     """As many features as not, most requests short and some very long."""
     features = rng.permutation(np.resize(np.arange(1, MANY + 1), count))
-    items, clicks = heavy_tailed(rng, 50, 1500, count), heavy_tailed(rng, 30, 500, count)
+    items, clicks = heavy_tailed(rng, 50, 1500, count), heavy_tailed(rng, 30, 250, count)
     return [
         ranking(keys, int(f), int(i), int(c), rng.geometric(0.4, i) - 1)
         for f, i, c in zip(features, items, clicks, strict=True)

@@ -64,7 +64,7 @@ class Asked:
         return len(self.keys if self.offsets is None else self.offsets)
 
     def expected(self) -> np.ndarray:
-        """What plain NumPy says. Sums are of whole numbers that float32 has exactly."""
+        """What plain NumPy says. Sums of up to 255 rows are whole numbers that float32 has exactly."""
         rows = vectors_of(self.keys)
         if self.offsets is None:
             return rows
