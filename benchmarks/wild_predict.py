@@ -7,9 +7,10 @@ factorisation machine over 8 features of dim 16, and a deep network (512, 256, 1
     in process  in this process: `Model.predict`
     http        the service in a process of its own, one connection; and eight, with a request on each
 
-They take turns, each with requests drawn anew, some keys much more often than others. CPU is processor time a prediction, of the service's process or of this one, as the
-median over the rounds; `over alone` is the median of each round's ratio. p50 and p99 are over all rounds, of one caller.
-Every answer's size is checked, and one in 20 score by score with what `alone` says.
+They take turns, each with requests drawn anew, some keys much more often than others. CPU is processor time a
+prediction, of the service's process or of this one, as the median over the rounds; `over alone` is the median of each
+round's ratio. p50 and p99 are over all rounds, of one caller. Every answer's size is checked, and one in 20 score by
+score with what `alone` says.
 """
 
 from __future__ import annotations
