@@ -1,10 +1,12 @@
-"""Waiting for a service that was started to measure it: until its hot rows are in memory.
+"""Waiting for a service that was started to measure it: until its hot rows are in memory, and its reactors answer.
 
-A service answers first and reads its hot rows beside (docs/versions.md); figures of rows in memory begin after that.
+A service answers first and reads its hot rows beside (docs/versions.md), and compiles its reactors where no start before
+has; figures of rows in memory begin after that.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.error
 import urllib.request
@@ -16,12 +18,15 @@ SETTINGS: dict[str, object] = {
 
 
 def wait_until_warm(port: int, timeout_s: float = 300.0) -> None:
-    """Return once the service on a port of this machine is ready, with SETTINGS among its own."""
+    """Return once the service on a port of this machine is ready, with SETTINGS among its own, and has its reactors."""
     until = time.monotonic() + timeout_s
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=30):
-                return
+                pass
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/admin/models", timeout=30) as answer:
+                if json.load(answer)["service"].get("reactors") != "compiling":
+                    return
         except urllib.error.HTTPError as error:
             error.close()
         if time.monotonic() > until:
