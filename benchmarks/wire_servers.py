@@ -36,7 +36,7 @@ def serve_grpc_echo(*, core: bool) -> None:
 
 def answer_ready_bytes() -> None:
     """Have reactors send as many bytes as an answer has, whatever they are, and look nothing up."""
-    from tierstore.kernels import lookupplan
+    from tierstore.kernels import binding, lookupplan
     from tierstore.service.reactor.plan_index import PlanIndex
 
     plan = PlanIndex._variant
@@ -44,7 +44,8 @@ def answer_ready_bytes() -> None:
     def without_look_ups(*args: Any) -> Any:
         variant = plan(*args)
         if variant is not None:
-            variant.words[lookupplan.CALLS] = 0
+            _, (calls, *_) = variant._kept
+            calls.reshape(-1, binding.PLANNED_WORDS)[:, lookupplan.KIND] = lookupplan.CHECKED
         return variant
 
     PlanIndex._variant = without_look_ups  # type: ignore[method-assign, assignment]
