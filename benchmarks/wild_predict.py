@@ -44,8 +44,8 @@ Inputs = Mapping[str, np.ndarray]
 def write(root: Path, rows: int) -> None:
     """A data directory with a model for each network, all of them loaded.
 
-    A quarter more rows than are asked for: a cache as large as its table keeps nearly all of it, and one key in a
-    thousand would be read from files.
+    A quarter more rows than are asked for: a cache as large as its table keeps nearly all of it, and a few in a thousand
+    keys would be read from files.
     """
     rng = np.random.default_rng(3)
     keys = np.arange(rows * 5 // 4, dtype=np.int64)
