@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import describe
-from benchmarks.ready import wait_until_warm
+from benchmarks.ready import wait_for_reactors, wait_until_warm
 from benchmarks.report import headline, markdown, write
 from benchmarks.wild_traffic import MANY, Clients, Request, Spent, counters, heavy_tailed, named, ranking, single
 from benchmarks.wire_lookup import Server, child, connect, cpu_s, mget, read_exactly, redis
@@ -308,6 +308,8 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.wire_servers", "wild", "--where", where, "--rows", str(plan.rows)]
         pid, (port, *_) = stack.enter_context(child(*command))
         wait_until_warm(port)
+        if not options.tiny:
+            wait_for_reactors(port)
         service = Server("tierstore", pid, port, lambda *_: [])
         if "sizes" in chosen:
             results += sizes_part(service, plan)

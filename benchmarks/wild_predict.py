@@ -32,6 +32,7 @@ import tierstore
 from benchmarks import networks, report
 from benchmarks.machine import describe
 from benchmarks.predict_service import Served
+from benchmarks.ready import wait_for_reactors
 from benchmarks.wild_traffic import Clients, Request, Spent, counters, rest_of, tensor
 
 ITEMS = 199  # at most
@@ -172,6 +173,8 @@ def main() -> None:
                 Served(root / "data", host_budget="1GiB") as served,
                 tierstore.open(root / "copy", host_budget="1GiB", warm_rate=10**9) as store,
             ):
+                if not options.tiny:
+                    wait_for_reactors(served.port)
                 while store.warm_share() < 1:
                     time.sleep(0.05)
                 for name in options.only or networks.NETWORKS:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import describe
-from benchmarks.ready import wait_until_warm
+from benchmarks.ready import wait_for_reactors, wait_until_warm
 from benchmarks.report import headline, markdown, write
 from benchmarks.triton_peer import Analyzer, Packages, Peer, Turn, Unavailable, triton, write_data
 from benchmarks.wild_traffic import Link, Request, heavy_tailed, rest_of, tensor
@@ -129,6 +129,7 @@ def main() -> None:
             store = [sys.executable, "-m", "benchmarks.wire_servers", "store", "--where", str(folder / "store")]
             pid, (http, grpc) = stack.enter_context(child(*store, "--rows", str(rows)))
             wait_until_warm(http)
+            wait_for_reactors(http)
             peers = [Peer(OURS, (pid,), http, grpc)]
             try:
                 peers.append(stack.enter_context(triton(packages, vectors_of(keys_of(np.arange(rows))), folder)))
