@@ -8,6 +8,7 @@ every value of one in `CHECKED`. One thread; only the servers' processor time is
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import time
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, vectors_of
 MANY = 26  # features of the service that `wire_servers wild` runs, beside FEATURE
 NAMED = "item_name"  # its feature with string keys
 CHECKED = 20  # of so many answers one is compared value by value
+_NORMAL = NormalDist()
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.I)
 _JSON_LENGTH = re.compile(rb"\r\ninference-header-content-length: (\d+)", re.I)
 
@@ -148,8 +151,13 @@ def ranking(draw: Callable[[int], np.ndarray], features: int, items: int, clicks
 
 
 def heavy_tailed(rng: np.random.Generator, median: float, most: int, size: int) -> np.ndarray:
-    """Sizes from 1 to `most`, lognormal: half of them below `median`, one in a hundred above ten times that."""
-    return np.clip(np.rint(rng.lognormal(np.log(median), 1.0, size)), 1, most).astype(np.int64)
+    """Sizes from 1 to `most`, lognormal: half of them below `median`, one in a hundred above ten times that.
+
+    One from each of `size` ranges as likely, in random order, so that no turn of a benchmark has more of the long ones.
+    """
+    shares = rng.permutation((np.arange(size) + rng.uniform(1e-9, 1, size)) / size)
+    drawn = [math.exp(math.log(median) + _NORMAL.inv_cdf(share)) for share in shares.tolist()]
+    return np.clip(np.rint(drawn), 1, most).astype(np.int64)
 
 
 class Link:
