@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -284,6 +286,27 @@ def test_without_triton_its_benchmark_says_what_is_missing(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     (said,) = json.loads((tmp_path / "at").read_text())["skipped"]
     assert "none" in said
+
+
+def test_the_model_that_triton_runs_takes_the_rows_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor:
+        def __init__(self, name: str, values: np.ndarray) -> None:
+            self.name, self.as_numpy = name, lambda: values
+
+    backend = ModuleType("triton_python_backend_utils")
+    vars(backend).update(Tensor=Tensor, InferenceResponse=list, get_input_tensor_by_name=lambda of, name: of[name])
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    made = runpy.run_path(str(triton_peer.SCRIPT))["TritonPythonModel"]()
+    table = vectors_of(np.arange(50))
+    np.save(tmp_path / "table.npy", table)
+    config = {
+        "parameters": {"table": {"string_value": str(tmp_path / "table.npy")}},
+        "input": [{"name": "keys"}], "output": [{"name": "rows"}],
+    }  # fmt: skip
+    made.initialize({"model_config": json.dumps(config)})
+    ((answer,),) = made.execute([{"keys": Tensor("keys", np.array([7, 3, 7]))}])
+    assert answer.name == "rows"
+    np.testing.assert_array_equal(answer.as_numpy(), table[[7, 3, 7]])
 
 
 def test_the_device_benchmark_compares_like_with_like() -> None:
