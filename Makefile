@@ -6,6 +6,7 @@
 #   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
+#   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB)
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
 #   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
@@ -29,6 +30,8 @@ TEST_PROCESSES ?= 4
 TESTS  ?=
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
+TRITON := $(CURDIR)/.bench/triton
+TRITON_PYTHON ?= $(PYTHON)
 CLIENTS := $(CURDIR)/.clients
 TRAINERS := $(CURDIR)/.trainers
 DIST   := $(CURDIR)/.bench/dist
@@ -39,7 +42,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers docs-test fuzz bench bench-tools bench-tfra bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
+.PHONY: help venv demo test check format-check lint types layers docs-test fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -94,6 +97,16 @@ bench-tfra: bench-tools
 	  && touch $(TFRA)/.installed; } \
 	  || { rm -rf $(TFRA); echo 'TFRA cannot be installed with $(TFRA_PYTHON); Python 3.11 can: set TFRA_PYTHON'; }
 	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
+
+# Triton's server with its Python backend is in nvidia-pytriton, and perf_analyzer in tritonclient 2.50, where it
+# wants CUDA's runtime library, also without a GPU. Where they cannot be installed, the benchmark says so.
+bench-triton: $(STAMP)
+	@test -e $(TRITON)/.installed || { $(TRITON_PYTHON) -m venv --clear $(TRITON) \
+	  && $(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check \
+	       'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12' 'numpy<2' \
+	  && touch $(TRITON)/.installed; } \
+	  || { rm -rf $(TRITON); echo 'Triton cannot be installed with $(TRITON_PYTHON); Python 3.8 to 3.13 can: set TRITON_PYTHON'; }
+	$(BIN)/python -m benchmarks --only wire_triton $(BENCH)
 
 bench-gpu: bench-tools
 	@! command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]'

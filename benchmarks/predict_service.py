@@ -111,6 +111,10 @@ class Served:
         self._process.terminate()
         self._process.wait(60)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def cpu_s(self) -> float:
         words = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(words[11]) + int(words[12])) * _TICK_S

@@ -38,7 +38,7 @@ import numpy as np
 
 import tierstore
 from benchmarks.machine import describe
-from benchmarks.ready import wait_until_warm
+from benchmarks.ready import wait_for_reactors, wait_until_warm
 from benchmarks.report import headline
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 
@@ -532,6 +532,7 @@ def main() -> None:
                 child(*python, kind, "--where", str(where), "--rows", str(rows), *more)
             )
             wait_until_warm(port)
+            wait_for_reactors(port)
             return pid, port, where
 
         pid, port, _ = service("echo")

@@ -1,8 +1,8 @@
-"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|grpc-echo|core-echo|store …`.
+"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|grpc-echo|core-echo|store|wild …`.
 
 `echo` is the limit of the transport: the service as it is, whose reactors answer as many ready bytes and look nothing up.
-`grpc-echo` is grpcio doing the same, `core-echo` the layer below its server. `store` is the service as it is, over a table whose rows are all in memory. They
-print their ports when they answer.
+`grpc-echo` is grpcio doing the same, `core-echo` the layer below its server. `store` is the service as it is, over a table whose rows are all in memory, and `wild` one whose model has
+many features beside, and one with string keys. They print their ports when they answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def serve_grpc_echo(*, core: bool) -> None:
 
 def answer_ready_bytes() -> None:
     """Have reactors send as many bytes as an answer has, whatever they are, and look nothing up."""
-    from tierstore.kernels import lookupplan
+    from tierstore.kernels import binding, lookupplan
     from tierstore.service.reactor.plan_index import PlanIndex
 
     plan = PlanIndex._variant
@@ -44,26 +44,45 @@ def answer_ready_bytes() -> None:
     def without_look_ups(*args: Any) -> Any:
         variant = plan(*args)
         if variant is not None:
-            variant.words[lookupplan.CALLS] = 0
+            _, (calls, *_) = variant._kept
+            calls.reshape(-1, binding.PLANNED_WORDS)[:, lookupplan.KIND] = lookupplan.CHECKED
         return variant
 
     PlanIndex._variant = without_look_ups  # type: ignore[method-assign, assignment]
 
 
-def serve_store(where: Path, rows: int, shared_memory: bool, threads: int, warm: bool) -> None:
-    """Load `rows` rows, all of them into memory if they are to be `warm`, and serve them."""
+def write_wild(writer: tierstore.SnapshotWriter, keys: np.ndarray, warm: int) -> None:
+    """Many features of the table of the one, and as many rows under keys that are strings, the first of them `warm`."""
+    from benchmarks.wild_traffic import MANY, NAMED, feature, name_of, pools
+
+    for number in range(MANY):
+        writer.feature(feature(number), table="item", combiner="sum" if pools(number) else None)
+    names = [name_of(row) for row in range(len(keys))]
+    writer.table("named", dim=DIM, key="string").write(names, vectors_of(keys))
+    writer.feature(NAMED, table="named")
+    writer.warmup("named", names[:warm])
+
+
+def serve_store(where: Path, rows: int, shared_memory: bool, threads: int, warm: bool, wild: bool) -> None:
+    """Load `rows` rows, all of them into memory if they are to be `warm`, and serve them.
+
+    The tables have a quarter more that nobody asks for: a cache as large as its table keeps nearly all of it, and a few in a
+    thousand keys would be read from files.
+    """
     from tierstore.service.server import serve
 
-    budget = f"{max(64, rows * (ROW_BYTES + 16) * 2 >> 20)}MiB"
+    budget = f"{max(64, rows * (ROW_BYTES + 16) * (4 if wild else 2) >> 20)}MiB"
     if not warm:
         budget = "1MiB"
     source, data = where / "snapshot", where / "data"
-    keys = keys_of(np.arange(rows))
+    keys = keys_of(np.arange(rows * 5 // 4))
     with tierstore.SnapshotWriter(source, model=MODEL, version=1) as writer:
         writer.table("item", dim=DIM).write(keys, vectors_of(keys))
         writer.feature(FEATURE, table="item")
         if warm:
-            writer.warmup("item", keys)
+            writer.warmup("item", keys[:rows])
+        if wild:
+            write_wild(writer, keys, rows)
     with tierstore.open(data, host_budget=budget) as store:
         store.load_snapshot(source)
     settings = load_settings(
@@ -86,7 +105,7 @@ def serve_store(where: Path, rows: int, shared_memory: bool, threads: int, warm:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("server", choices=["echo", "grpc-echo", "core-echo", "store"])
+    parser.add_argument("server", choices=["echo", "grpc-echo", "core-echo", "store", "wild"])
     parser.add_argument("--where", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--shared-memory", action="store_true")
@@ -98,7 +117,8 @@ def main() -> None:
     else:
         if options.server == "echo":
             answer_ready_bytes()
-        serve_store(options.where, options.rows, options.shared_memory, options.threads, not options.cold)
+        wild = options.server == "wild"
+        serve_store(options.where, options.rows, options.shared_memory, options.threads, not options.cold, wild)
     sys.exit(0)
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import device_lookup, report
+from benchmarks import device_lookup, report, triton_peer, wild_lookup
 from benchmarks.alternation import Samples, Taken, alternate, one_thread, ratio, threads
 from benchmarks.contenders import Rows, Take, Tierstore, keys_of
 from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
+from benchmarks.wild_traffic import MANY, Asked, Clients, heavy_tailed, ranking, single
+from benchmarks.wire_table import vectors_of
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.types import StorageDtype
 
@@ -204,6 +208,105 @@ def test_taking_and_decoding_with_numpy_is_what_answers_are_compared_with() -> N
     out = np.empty((3, 4), np.float32)
     Take(rows, decode=True).session()(np.array([4, 40, 4]), out)
     np.testing.assert_array_equal(out, rows.answer(np.array([4, 40, 4])))
+
+
+def test_wild_traffic_is_what_it_says(tmp_path: Path) -> None:
+    results = of(tiny_run(tmp_path, "wild_lookup"), "wild_lookup")["results"]
+    assert {row["part"] for row in results} >= {"sizes", "wild", "strings"}
+    for row in results:
+        assert row["cpu_us"] > 0, row
+        assert 0 < row["ratio_a_key"] < math.inf, row
+        assert row["requests"] == "Redis MGET" or 0 <= row["by_reactors"] <= 1, row
+
+
+def test_sizes_of_wild_traffic_are_spread_and_within_bounds() -> None:
+    rng = np.random.default_rng(5)
+    drawn = wild_lookup.at_random(rng, 3000, 400)
+    assert (min(drawn) < 10, max(drawn) > 2990, len(set(drawn)) > 390) == (True, True, True)
+    assert abs(np.mean(drawn) - 1500.5) < 10
+    assert drawn != sorted(drawn)
+    sizes = heavy_tailed(rng, 50, 1500, 10_000)
+    assert sizes.min() >= 1
+    assert sizes.max() == 1500
+    assert 45 < np.median(sizes) < 55
+    assert np.mean(sizes) > 1.5 * np.median(sizes)
+
+
+def test_requests_of_one_size_have_as_many_keys_as_the_wild_ones_have_on_average() -> None:
+    keys, rng = wild_lookup.Keys(1000, 1), np.random.default_rng(6)
+    wild = wild_lookup.wild(keys, rng, 26)
+    assert len({one.rest.count(b"binary_data_size") for one in wild}) > 20, "1 to 26 features"
+    assert len({one.keys for one in wild}) > 20
+    for features in (1, MANY // 2):
+        alike = wild_lookup.alike(keys, 850.0, 10, features)
+        assert len({(one.rest, one.keys) for one in alike}) == 1
+        assert len({one.tensors for one in alike}) == 10
+        assert abs(alike[0].keys - 850) < 20
+
+
+def test_sums_of_bags_are_those_that_a_loop_adds_up() -> None:
+    keys = np.arange(1000, 1012)
+    asked = Asked("f00", keys, np.array([0, 3, 3, 7]))
+    rows = vectors_of(keys)
+    expected = [rows[0:3].sum(0), rows[3:3].sum(0), rows[3:7].sum(0), rows[7:12].sum(0)]
+    np.testing.assert_array_equal(asked.expected(), np.array(expected))
+    tags = np.array([2, 0, 1])
+    made = ranking(lambda count: np.zeros(count, np.int64), 4, 3, 5, tags)
+    assert made.keys == 3 + 1 + 3 + 5
+    assert made.answer_bytes == (3 + 1 + 3 + 1) * 128
+
+
+def test_a_request_of_wild_traffic_carries_its_id_and_true_lengths() -> None:
+    made = single(np.arange(3)).bytes("a-7")
+    head, _, body = made.partition(b"\r\n\r\n")
+    fields = dict(line.split(b": ") for line in head.split(b"\r\n")[1:])
+    length = int(fields[b"Inference-Header-Content-Length"])
+    assert int(fields[b"Content-Length"]) == len(body) == length + 24
+    assert json.loads(body[:length])["id"] == "a-7"
+    assert b'"id"' not in single(np.arange(3)).bytes(None)
+
+
+def test_wild_traffic_stops_at_an_answer_of_another_size_or_with_other_rows() -> None:
+    asked = single(np.arange(3))
+    right = vectors_of(np.arange(3)).tobytes()
+    Clients._check(memoryview(right), asked, values=True)
+    with pytest.raises(RuntimeError, match="expected 384 bytes"):
+        Clients._check(memoryview(right[:-4]), asked, values=False)
+    with pytest.raises(AssertionError):
+        Clients._check(memoryview(right[128:] + right[:128]), asked, values=True)
+
+
+def test_without_triton_its_benchmark_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(triton_peer.Unavailable, match="make bench-triton"):
+        triton_peer.Packages.at(tmp_path / "none")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.wire_triton", "--tiny", "--triton", str(tmp_path / "none"), "--json", str(tmp_path / "at")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (said,) = json.loads((tmp_path / "at").read_text())["skipped"]
+    assert "none" in said
+
+
+def test_the_model_that_triton_runs_takes_the_rows_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor:
+        def __init__(self, name: str, values: np.ndarray) -> None:
+            self.name, self.as_numpy = name, lambda: values
+
+    backend = ModuleType("triton_python_backend_utils")
+    vars(backend).update(Tensor=Tensor, InferenceResponse=list, get_input_tensor_by_name=lambda of, name: of[name])
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    made = runpy.run_path(str(triton_peer.SCRIPT))["TritonPythonModel"]()
+    table = vectors_of(np.arange(50))
+    np.save(tmp_path / "table.npy", table)
+    config = {
+        "parameters": {"table": {"string_value": str(tmp_path / "table.npy")}},
+        "input": [{"name": "keys"}], "output": [{"name": "rows"}],
+    }  # fmt: skip
+    made.initialize({"model_config": json.dumps(config)})
+    ((answer,),) = made.execute([{"keys": Tensor("keys", np.array([7, 3, 7]))}])
+    assert answer.name == "rows"
+    np.testing.assert_array_equal(answer.as_numpy(), table[[7, 3, 7]])
 
 
 def test_the_device_benchmark_compares_like_with_like() -> None:

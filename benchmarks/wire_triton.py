@@ -1,0 +1,148 @@
+"""Look-ups as Triton's own tool sends them, against tierstore and Triton: `python -m benchmarks.wire_triton [--grpc] [--json FILE]`.
+
+`perf_analyzer` (Triton's C++ client) asks both servers in turn, for 64, 1,024 and 4,096 keys and for sizes of a
+heavy-tailed distribution, 1 and 8 requests at a time, over HTTP or, with `--grpc`, over gRPC. Triton answers with
+`numpy.take` in its Python backend, of the same rows; its keys are the rows' numbers, so it has nothing to find. tierstore is
+asked for `found` beside the rows, as the tool asks for every output that a model has. Both have all rows in memory.
+
+Figures are medians over the rounds, ratios medians of each round's ratio. Server CPU is that of all the server's
+processes, the one of Triton's backend among them, by their own clocks; requests a second are what the tool says, which
+shares the machine's cores with the server.
+
+Both peers come from `make bench-triton`. Without them there is nothing to measure, and the report says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import describe
+from benchmarks.ready import wait_for_reactors, wait_until_warm
+from benchmarks.report import headline, markdown, write
+from benchmarks.triton_peer import Analyzer, Packages, Peer, Turn, Unavailable, triton, write_data
+from benchmarks.wild_traffic import Link, Request, heavy_tailed, rest_of, tensor
+from benchmarks.wire_lookup import VARIANTS, child
+from benchmarks.wire_table import FEATURE, ROW_BYTES, keys_of, vectors_of
+
+VENV = Path(".bench/triton")
+SIZES = (64, 1024, 4096)
+AT_ONCE = (1, 8)
+CPU = {64: 5.0, 1024: 3.0, 4096: 2.0}  # Triton's processor time is at least so many times ours
+OURS, THEIRS = "tierstore", "Triton"
+
+
+def check(peer: Peer, keys: np.ndarray, rows: np.ndarray) -> None:
+    """Have it answer these keys, with exactly the vectors of these rows."""
+    expected = vectors_of(keys_of(rows))
+    given, wanted = (
+        tensor(FEATURE, "INT64", len(keys), keys.nbytes),
+        {"name": FEATURE, "parameters": {"binary_data": True}},
+    )
+    asked = Request(rest_of([given], [wanted]), keys.tobytes(), len(keys), len(keys) * ROW_BYTES, lambda: [expected])
+    link = Link(peer.http)
+    link.send(asked.bytes("check"))
+    answer = np.frombuffer(link.answer(), np.float32).reshape(expected.shape)
+    np.testing.assert_array_equal(answer, expected)
+    link.close()
+
+
+def measure(
+    analyzer: Analyzer, peers: list[Peer], rows: int, sizes: list[int], rounds: int, window_s: float, folder: Path, *, grpc: bool
+) -> list[dict[str, Any]]:  # fmt: skip
+    rng = np.random.default_rng(1)
+    made = []
+    traffic = {f"{n:,}": np.full(VARIANTS, n) for n in sizes}
+    traffic["1 to 3,000"] = heavy_tailed(rng, 300, 3000, 16 * VARIANTS)
+    for name, lengths in traffic.items():
+        drawn = [rng.integers(0, rows, n) for n in lengths.tolist()]
+        files = {}
+        for peer in peers:
+            asked = [keys_of(one) if peer.name == OURS else one for one in drawn]
+            files[peer.name] = write_data(folder / f"{peer.name}.json", asked)
+            check(peer, asked[0], drawn[0])
+        for at_once in AT_ONCE:
+            turns: dict[str, list[Turn]] = {peer.name: [] for peer in peers}
+            for number in range(-1, rounds):  # one to warm up
+                for peer in peers:
+                    turn = analyzer.turn(peer, files[peer.name], at_once, window_s, grpc=grpc)
+                    if number >= 0:
+                        turns[peer.name].append(turn)
+            for peer in peers:
+                row: dict[str, Any] = {"keys": name, "at_once": at_once, "server": peer.name}
+                for figure in ("cpu_us", "requests_per_s", "p50_us", "p99_us"):
+                    row[figure] = statistics.median(getattr(turn, figure) for turn in turns[peer.name])
+                if len(peers) > 1:
+                    pairs = list(zip(turns[peer.name], turns[OURS], strict=True))
+                    row["cpu_over_tierstore"] = statistics.median(one.cpu_us / ours.cpu_us for one, ours in pairs)
+                    row["tierstore_requests_over_it"] = statistics.median(
+                        ours.requests_per_s / one.requests_per_s for one, ours in pairs
+                    )
+                made.append(row)
+                print(", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()), flush=True)  # fmt: skip
+    return made
+
+
+def headlines(results: list[dict[str, Any]], protocol: str) -> list[dict[str, Any]]:
+    """The figures that have a mark."""
+    made = []
+    for row in results:
+        if row["server"] != THEIRS:
+            continue
+        name = f"perf_analyzer over {protocol}, {row['keys']} keys, {row['at_once']} at a time"
+        at_least = next((mark for size, mark in CPU.items() if row["keys"] == f"{size:,}"), None)
+        if at_least is not None:
+            made.append(headline(f"{name}, server CPU of Triton", OURS, row["cpu_over_tierstore"], at_least=at_least))
+        made.append(headline(f"{name}, requests a second", THEIRS, row["tierstore_requests_over_it"], at_least=1))
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--tiny", action="store_true", help="to see that it runs; its figures mean nothing")
+    size.add_argument("--full", action="store_true", help="more and longer rounds")
+    parser.add_argument("--grpc", action="store_true", help="over gRPC in place of HTTP")
+    parser.add_argument("--keys", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--triton", type=Path, default=VENV, help="the virtual environment of Triton and perf_analyzer")
+    parser.add_argument("--json", type=Path, default=Path("build/wire_triton.json"))
+    options = parser.parse_args()
+    rows = 5_000 if options.tiny else 1_000_000
+    rounds, window_s = (1, 0.2) if options.tiny else (11, 1.0) if options.full else (5, 0.5)
+    rounds = options.rounds or rounds
+    protocol = "gRPC" if options.grpc else "HTTP"
+    document: dict[str, Any] = {"benchmark": "wire_triton", "machine": describe(), "protocol": protocol, "rows": rows, "rounds": rounds}  # fmt: skip
+    skipped: list[str] = []
+    try:
+        packages = Packages.at(options.triton)
+        analyzer = Analyzer(packages)
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-triton-")))
+            store = [sys.executable, "-m", "benchmarks.wire_servers", "store", "--where", str(folder / "store")]
+            pid, (http, grpc) = stack.enter_context(child(*store, "--rows", str(rows)))
+            wait_until_warm(http)
+            wait_for_reactors(http)
+            peers = [Peer(OURS, (pid,), http, grpc)]
+            try:
+                peers.append(stack.enter_context(triton(packages, vectors_of(keys_of(np.arange(rows))), folder)))
+            except Unavailable as reason:
+                skipped.append(str(reason))
+            results = measure(analyzer, peers, rows, options.keys, rounds, window_s, folder, grpc=options.grpc)
+        document |= {"headlines": headlines(results, protocol), "results": results}
+    except Unavailable as reason:
+        skipped.append(str(reason))
+    document["skipped"] = skipped
+    write(options.json, document)
+    print(markdown(document))
+
+
+if __name__ == "__main__":
+    main()
