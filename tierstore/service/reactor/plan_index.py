@@ -304,7 +304,7 @@ class PlanIndex:
         if rows is None:
             return None
         words, kept = variant_words(token, plan, pieces, view, rows)
-        return _Variant(token, words, version, counts, kept)
+        return _Variant(token, words, version, counts, *kept)
 
     def collect(self) -> None:
         """Bring the stats of versions and tables up to now."""
