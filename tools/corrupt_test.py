@@ -50,7 +50,7 @@ from tools.crash_work import (
 )
 
 SEED, LAST = 7, 30  # of the deltas
-UNDONE = ((18, 20),)
+UNDONE = frozenset({18, 19, 20})
 DELTA_SEQ = {1: 0, 2: 10}
 OTHER = "other"
 FOLDED_BY_S = 60.0

@@ -70,50 +70,6 @@ def test_helpers_of_a_read_have_the_priority_of_its_caller(call: Callable[[Calla
         pool.close()
 
 
-def test_a_read_that_gets_no_more_threads_waits_for_what_it_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = ReaderPool(2, chunk_keys=1)
-    done, caller = set(), threading.current_thread()
-    taken, alone = threading.Event(), threading.Event()
-
-    def refuse(thread: threading.Thread) -> None:
-        assert taken.wait(10)  # by the thread that there is
-        raise RuntimeError("can't start new thread")
-
-    def work(start: int, stop: int) -> None:
-        if threading.current_thread() is not caller:
-            taken.set()
-            assert alone.wait(10)
-        done.add(start)
-        if len(done) == 3:
-            threading.Timer(0.05, alone.set).start()
-
-    class Busy:  # every thread of the pool is, at the moment of asking
-        def acquire(self, timeout: float) -> bool:
-            return False
-
-        def release(self) -> None:
-            pass
-
-    try:
-        pool.run(2, lambda start, stop: None)
-        executor = pool._helpers._executor
-        assert executor is not None
-        assert len(executor._threads) == 1
-        with monkeypatch.context() as patch:
-            patch.setattr(executor, "_idle_semaphore", Busy())
-            begin = threading.Thread.start
-            patch.setattr(
-                threading.Thread,
-                "start",
-                lambda thread: refuse(thread) if thread.name.startswith("tierstore-read") else begin(thread),
-            )
-            pool.run(4, work)
-        assert done == {0, 1, 2, 3}
-    finally:
-        alone.set()
-        pool.close()
-
-
 class Clock:
     """A clock that moves on while somebody sleeps, or works."""
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,9 @@ from tierstore.cli.serve import ServeCommand, serve
 from tierstore.cli.target import key_type, open_data, open_target, parse_keys, say, warn_of_dense
 from tierstore.cli.tokens import token
 from tierstore.cli.versions import activate, canary, drop, label, promote, rollback, withdraw
-from tierstore.types import DeltaResult
+
+if TYPE_CHECKING:
+    from tierstore.types import DeltaResult
 
 app = typer.Typer(
     help="A tiered embedding store: rows in memory and on SSD, daily snapshots, deltas in between.",

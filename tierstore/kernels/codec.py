@@ -75,7 +75,8 @@ class BadRow(ValueError):
 
 
 @compiled("void(int64, int64, int64)", inner=True)
-def copy_bytes(source: Any, dest: Any, size: Any) -> Any:
+def copy_row(dest: Any, source: Any, size: Any) -> Any:
+    """Copy the bytes of a row. No alignment is needed."""
     words = size >> 3
     for k in range(words):
         store_u64(dest, k, load_u64(source, k))
@@ -91,7 +92,7 @@ def decode_row(code: Any, out_code: Any, source: Any, dest: Any, dim: Any) -> An
     alignment is needed. A value beyond float16 becomes Inf there, as in NumPy.
     """
     if code == out_code:
-        copy_bytes(source, dest, dim * (4 >> code))
+        copy_row(dest, source, dim * (4 >> code))
     elif out_code == _F32_CODE:
         if code == _F16_CODE:
             for k in range(dim):
@@ -208,7 +209,7 @@ def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, r
     for i in range(n):
         source, dest = vectors + i * dim * width, out + i * row_bytes
         if in_code == _F16_CODE and code == _F16_CODE and not _not_finite(True, source, dim * 2):
-            copy_bytes(source, dest, dim * 2)
+            copy_row(dest, source, dim * 2)
             continue
         if in_code == _F16_CODE:
             decode_row(in_code, _F32_CODE, source, wide.ctypes.data, dim)
@@ -222,7 +223,7 @@ def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, r
                 if bits >= limit:
                     return i, k, 1 if bits > _INFINITE else 2 if bits == _INFINITE else 3
         if code == _F32_CODE:
-            copy_bytes(source, dest, dim * 4)
+            copy_row(dest, source, dim * 4)
         elif code == _F16_CODE:
             for k in range(dim):
                 store_f16(dest, k, load_f32(source, k))

@@ -19,7 +19,7 @@ from numba import njit, types
 
 from tierstore.kernels import compiled
 from tierstore.kernels.atomics import prefetch, stack_bytes
-from tierstore.kernels.codec import AS_STORED, address_of, copy_bytes, decode_row, out_code
+from tierstore.kernels.codec import AS_STORED, address_of, copy_row, decode_row, out_code
 from tierstore.kernels.hashing import mix
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
 from tierstore.types import Keys, Rows, States, StorageDtype, Tier, Vectors
@@ -117,7 +117,7 @@ def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys:
                     store_u8(state, i, np.uint8(_ABSENT))
                 elif row >= 0:
                     if out_code == AS_STORED:
-                        copy_bytes(rows + row * row_bytes, out + i * out_bytes, row_bytes)
+                        copy_row(out + i * out_bytes, rows + row * row_bytes, row_bytes)
                     else:
                         decode_row(code, out_code, rows + row * row_bytes, out + i * out_bytes, dim)
                     store_u8(state, i, np.uint8(_OVERLAY))
@@ -194,12 +194,12 @@ def _merge(
         if j == new_n or (i < old_n and old < new):
             store_u64(keys, n, np.uint64(old))
             store_u8(marks, n, load_u8(old_marks, i))
-            copy_bytes(old_rows + i * row_bytes, rows + n * row_bytes, row_bytes)
+            copy_row(rows + n * row_bytes, old_rows + i * row_bytes, row_bytes)
             i += 1
         else:
             store_u64(keys, n, np.uint64(new))
             store_u8(marks, n, load_u8(new_marks, j))
-            copy_bytes(new_rows + j * row_bytes, rows + n * row_bytes, row_bytes)
+            copy_row(rows + n * row_bytes, new_rows + j * row_bytes, row_bytes)
             i += i < old_n and old == new
             j += 1
         n += 1

@@ -15,7 +15,7 @@ from typing import Any
 from tierstore.engine.serving.routing import CANARY, STABLE, Routing
 from tierstore.errors import Corruption, InvalidInput, NotFound, TierstoreError
 from tierstore.formats import files
-from tierstore.formats.release import of_another_release
+from tierstore.formats.release import WRITER, of_another_release
 from tierstore.types import check_name
 
 FORMAT = 1
@@ -84,7 +84,8 @@ def save_routes(path: Path, routes: RoutingRecord) -> None:
             files.remove_file(path)
         return
     try:
-        if files.read_json(path) == document:
+        written = files.read_json(path)
+        if {name: value for name, value in written.items() if name != WRITER} == document:
             return
     except TierstoreError:
         pass  # none, or damaged
