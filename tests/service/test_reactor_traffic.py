@@ -326,6 +326,15 @@ def test_one_of_http_1_0_without_a_name_is_refused_by_python(served: Served) -> 
         assert Answer(made).status == 403
 
 
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready"])
+def test_health_is_told_without_a_name_too(served: Served, path: str) -> None:
+    """As load balancers ask by default; but not to a page of another site."""
+    for headers, status in (("", 200), ("Origin: http://evil.example\r\n", 403), ("Host: evil.example\r\n", 403)):
+        with served.connect() as made:
+            made.sendall(f"GET {path} HTTP/1.0\r\n{headers}\r\n".encode())
+            assert int(made.makefile("rb").readline().split()[1]) == status
+
+
 def test_a_large_look_up_keeps_no_other_connection_waiting_and_is_right(served: Served) -> None:
     """Its body is above what one read takes, its rows above what a reactor does between two others."""
     teach(served, message({"item_id": np.arange(3)}, ["item_id", "item_id.found"]))

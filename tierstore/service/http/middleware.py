@@ -47,6 +47,7 @@ from tierstore.service.request_log import RequestLog, one_line
 CUT_OFF = "the service stopped before this request was finished, which may have had its effect; send it again"
 _HOST_CACHE, _LONGEST_HOST = 256, 300  # values, and bytes of one: whoever reaches the port can send others
 _ADMIN_PATHS = "/admin/"
+_HEALTH = ("/v2/health/live", "/v2/health/ready")
 _JOB = re.compile("/admin/jobs/[^/]+")
 _SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 _CHECKED = "tierstore.checked"  # in a scope: `at_once` has found that the request may pass
@@ -143,6 +144,8 @@ class AccessCheck:
                 origins.append(value)
             elif name == b"authorization":
                 authorizations.append(value)
+        if not hosts and not origins and scope["path"] in _HEALTH:
+            return  # a load balancer's check by HTTP/1.0, which learns nothing but the status
         if len(hosts) != 1:
             raise Forbidden("expected exactly one Host header")
         (host,) = hosts
