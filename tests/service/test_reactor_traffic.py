@@ -6,8 +6,10 @@ import json
 import re
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -40,17 +42,19 @@ def row_of(keys: np.ndarray) -> np.ndarray:
     return vectors
 
 
-def write(root: Path, version: int) -> Path:
+def write(root: Path, version: int, *, plain: bool = False) -> Path:
+    """`plain`: without strings that collide, and without rows that are in memory from the beginning."""
     where = root / f"ctr-{version}"
     keys = np.arange(ROWS)
     with tierstore.SnapshotWriter(where, model="ctr", version=version) as writer:
         writer.table("item", dim=DIM, default=[0.25] * DIM).write(keys, row_of(keys))
-        words = [f"w{i}" for i in range(200)] + ["grün", *COLLIDING]
+        words = [f"w{i}" for i in range(200)] + ["grün", *([] if plain else COLLIDING)]
         writer.table("word", dim=DIM, key="string").write(words, row_of(np.arange(len(words))))
         writer.feature("item_id", table="item")
         writer.feature("clicked", table="item", combiner="sum")
         writer.feature("word", table="word")
-        writer.warmup("item", keys)
+        if not plain:
+            writer.warmup("item", keys)
     return where
 
 
@@ -358,6 +362,28 @@ def test_large_bags_are_a_reactors_too(served: Served) -> None:
         np.testing.assert_allclose(answer.outputs["clicked"], row_of(keys).reshape(-1, 3, DIM).sum(1), rtol=1e-5)
 
 
+def test_many_offsets_that_are_only_checked_are_no_work_between_two_others(served: Served) -> None:
+    wanted = {"clicked": np.arange(5), "clicked.offsets": np.zeros(300_000, np.int64)}
+    teach(served, message({**wanted, "clicked.offsets": np.zeros(2, np.int64)}, ["clicked.found"]))
+    with served.connect() as made:
+        assert ask(served, made, message(wanted, ["clicked.found"])).outputs["clicked.found"].all()
+
+
+def test_a_large_body_for_python_counts_once(served: Served) -> None:
+    """A string that is too long to be hashed between two other requests."""
+    teach(served, message({"word": [b"w1"]}, ["word", "word.found"]))
+    budget = served.server.service.inflight
+    eventually(lambda: budget.used_bytes == 0, "nothing is held")
+    budget.hold(54 << 20)  # of 64
+    try:
+        with served.connect() as made:
+            sent = message({"word": [b"x" * (7 << 20)]}, ["word", "word.found"])
+            assert not ask(served, made, sent, by_reactor=False).outputs["word.found"].any()
+    finally:
+        budget.release(54 << 20)
+    eventually(lambda: budget.used_bytes == 0, "it is given back")
+
+
 def test_a_large_body_counts_as_far_as_it_has_come_and_is_given_back_when_its_client_leaves(served: Served) -> None:
     sent = message({"item_id": np.arange(200_000)}, ["item_id"])
     budget = served.server.service.inflight
@@ -438,6 +464,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[Served, dict[str, str]]]:
         "other": file.create(Role.READER, ["other"])[1],
         "slow": file.create(Role.READER, rates=Rates(requests=5))[1],
         "keys": file.create(Role.READER, rates=Rates(keys=1000))[1],
+        "once": file.create(Role.READER, rates=Rates(requests=1))[1],
         "metrics": file.create(Role.METRICS)[1],
     }
     headers = {name: f"Authorization: Bearer {secret}" for name, secret in tokens.items()}
@@ -495,6 +522,28 @@ def test_a_reactor_counts_rates_of_callers_and_models(guarded: tuple[Served, dic
     eventually(lambda: asked(served, headers["keys"], n=90) == (200, True), "it may again")
     eventually(lambda: asked(served, headers["keys"], n=90)[0] == 429, "it has had its keys")
     assert asked(served, headers["reader"]) == (200, True), "others go on"
+
+
+def test_what_readers_give_back_to_python_is_charged_once(
+    guarded: tuple[Served, dict[str, str]], tmp_path: Path
+) -> None:
+    """Keys that a delta changed and memory lacks are read by Python, for a caller who may ask once in a second as well."""
+    served, headers = guarded
+    served.store.load_snapshot(write(tmp_path, 2, plain=True))
+    model, changed = served.store.model("ctr"), np.arange(30_000, 30_010)
+    with tierstore.DeltaWriter(tmp_path / "one.arrow", model="ctr", seq=1, event_time=datetime.now(UTC)) as writer:
+        writer.upsert("item", changed, np.full((len(changed), DIM), 5, np.float32))
+    served.store.apply_delta(tmp_path / "one.arrow")
+    eventually(lambda: not model.publisher.served.active.overlays, "it is folded")
+    until_known(served, headers["once"])
+    for key in changed[:3]:
+        eventually(lambda: asked(served, headers["once"])[0] == 200, "it may ask again")
+        time.sleep(1.1)  # what a second allows is there again
+        with served.connect() as made:
+            made.sendall(message({"item_id": np.array([key])}, ["item_id"], headers["once"]))
+            answer = Answer(made)
+        assert answer.status == 200, answer.body
+        np.testing.assert_array_equal(answer.outputs["item_id"], np.full((1, DIM), 5, np.float32))
 
 
 def test_however_a_caller_spells_the_services_name_a_reactor_answers(guarded: tuple[Served, dict[str, str]]) -> None:

@@ -84,6 +84,7 @@ PIECE_WORDS = 3
 # values of an output: its first two sizes, and its bytes
 VALUE_WORDS = 3
 
+_MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # of what is read between two other requests
 MOST_CALLS = MOST_TENSORS
 RUN_BYTES = 8 * (RUN_WORDS + CALL_WORDS * MOST_CALLS)
 VALUES_BYTES = 8 * VALUE_WORDS * MOST_TENSORS
@@ -134,6 +135,8 @@ def _is_ascii(at, n):  # type: ignore[no-untyped-def]
 def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
     """Write the codes of `n` strings, which take `size` bytes at an address. False: they are none, or only their text can tell them apart."""
     colliding, shared, end = get(table, COLLIDING), get(table, COLLIDING_AT), at + size
+    if colliding > _MOST_COLLIDING:
+        return False
     lanes = np.empty(8, np.uint64)
     for i in range(n):
         if end - at < 4:
@@ -209,8 +212,9 @@ def bind(variant, view, record, tail, tail_bytes, codes, most_bytes, run, values
         kind, table = get(call, KIND), view + 8 * (VIEW_WORDS + TABLE_WORDS * get(call, TABLE))
         dim = get(table, TABLE_DIM)
         keys += n
-        if kind == BAGS_OF_ROWS:
+        if kind == BAGS_OF_ROWS or get(planned, OFFSETS_OF) != NONE:
             bags += get(call, BAGS)
+        if kind == BAGS_OF_ROWS:
             scratch = max(scratch, lookupplan.bag_scratch(call, n, dim))
         elif kind == FOUND_ALONE:
             scratch = max(scratch, 4 * n * dim)
@@ -218,8 +222,10 @@ def bind(variant, view, record, tail, tail_bytes, codes, most_bytes, run, values
             work += 4 * n * dim
         if get(call, KEY_FORM) == STRINGS:
             row = row_at(record, 1 + get(planned, KEYS_OF))
-            if keys > MOST_KEYS or not _read_strings(
-                tail + get(row, AT), get(row, SIZE), n, codes + 8 * strings, table
+            if (
+                keys > MOST_KEYS
+                or get(row, SIZE) > _MOST_STRING_BYTES
+                or not _read_strings(tail + get(row, AT), get(row, SIZE), n, codes + 8 * strings, table)
             ):
                 return WRONG
             put(call, KEYS_AT, 8 * strings)

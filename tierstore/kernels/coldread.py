@@ -31,9 +31,9 @@ from tierstore.types import Tier
 # words of a job
 (
     FD, SERIAL, ANNOUNCED, VARIANT, VIEW, TAIL, BLOCK, RUN, HEAD_BYTES, DATA_BYTES, STATES, REACTOR, OUTCOME, BEGAN_NS,
-    PLANNED_NS, PROBED,
-) = range(16)  # fmt: skip
-JOB_WORDS = 16
+    PLANNED_NS, PROBED, CALLER_RATES, MODEL_RATES, BODY_BYTES,
+) = range(19)  # fmt: skip
+JOB_WORDS = 24
 DONE, FOR_PYTHON = 0, 1  # of OUTCOME
 
 # an offer of rows that were read: words, then keys int64[n], states uint8[n] padded to words, rows uint8[n, row_bytes]

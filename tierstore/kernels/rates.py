@@ -22,6 +22,7 @@ UNITS = 3
 FULL_NS, MILLI_RATE = 0, UNITS
 BUCKET_WORDS = 2 * UNITS
 FREE = -1  # of `empty_at`: none of them
+_MOST_NS = 1e17  # that one request costs: three years
 
 
 @nb.njit
@@ -49,7 +50,8 @@ def draw_at(bucket, now_ns, requests, keys, nbytes):  # type: ignore[no-untyped-
         rate = relaxed_i64(bucket + 8 * (MILLI_RATE + unit))
         if rate > 0 and cost != 0:
             raise_at(bucket + 8 * (FULL_NS + unit), now_ns)
-            add_at(bucket + 8 * (FULL_NS + unit), nb.int64(nb.float64(cost) * 1e12 / nb.float64(rate)))
+            costs_ns = nb.float64(cost) * 1e12 / nb.float64(rate)
+            add_at(bucket + 8 * (FULL_NS + unit), nb.int64(min(max(costs_ns, -_MOST_NS), _MOST_NS)))
 
 
 @compiled(types.int64(types.int64, types.int64), when=FIRST)

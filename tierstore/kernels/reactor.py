@@ -99,6 +99,7 @@ from tierstore.kernels.reactor_words import (
     STOP,
     SWEEP_NS,
     TURNS,
+    WAITS,
     WAKE,
     shared_at,
 )
@@ -269,8 +270,10 @@ def serve(me: Any) -> Any:
                         read_requests(me, fd, now)
         for i in range(more):
             fd = me.again[1 + AGAIN_WORDS + i]
-            if me.conns[fd, STATE] == READING and me.conns[fd, OWNER] == me.number:
-                read_requests(me, fd, now)
+            if me.conns[fd, OWNER] == me.number and me.conns[fd, FLAGS] & WAITS != 0:
+                me.conns[fd, FLAGS] &= ~WAITS
+                if me.conns[fd, STATE] == READING:
+                    read_requests(me, fd, now)
         if now >= line[NEXT_SWEEP_NS]:
             line[NEXT_SWEEP_NS] = now + SWEEP_NS
             _sweep(me, now)

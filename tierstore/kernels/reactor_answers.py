@@ -44,6 +44,7 @@ from tierstore.kernels.reactor_words import (
     FULL_REFUSALS,
     HEAD_ROOM,
     HEADER,
+    HELD,
     INFLIGHT,
     MADE_A_JOB,
     MODE,
@@ -227,7 +228,7 @@ def _may_wait_ns(me, fd, began):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _refuse(me, fd, variant, last, began):  # type: ignore[no-untyped-def]
+def _refuse(me, fd, plan, variant, last, began):  # type: ignore[no-untyped-def]
     """ANSWERED where a prediction would wait too long for a thread and was refused; else why it is for Python.
 
     Python says how long a call that comes now would wait (`limits/worker_pool.py`). What is refused here costs its reading and a ready
@@ -239,6 +240,7 @@ def _refuse(me, fd, variant, last, began):  # type: ignore[no-untyped-def]
     counts = me.counts + 8 * COUNT_WORDS * lookupplan.word(variant, lookupplan.COUNTS)
     for which, more in ((FULL_REFUSALS if wait == FULL else REFUSALS, 1), (REFUSAL_NS, monotonic_ns() - began)):
         store_u64(counts, which, load_u64(counts, which) + nb.uint64(more))
+    _draw(me, plan, began, 0)
     _send_ready(me, fd, variant, _is_closing(me, last), 0)
     return ANSWERED
 
@@ -275,7 +277,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return NO_PLAN
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
     if lookupplan.word(variant, binding.HEAD_AT) != 0:
-        return _refuse(me, fd, variant, last, began)
+        return _refuse(me, fd, plan, variant, last, began)
     timeout_us = request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US)
     if timeout_us > _MOST_TIMEOUT_US or _is_late(me, fd, timeout_us * 1000, began):
         return BUSY
@@ -285,7 +287,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if bound == binding.WRONG:
         return VALUES
     data = lookupplan.word(me.bound, lookupplan.ANSWER_BYTES)
-    if not has_room(me, data + whole):
+    if not has_room(me, data + whole - me.conns[fd, HELD]):
         return BUSY
     planned, closing = monotonic_ns(), _is_closing(me, last)
     keys = lookupplan.word(me.bound, lookupplan.KEYS)
@@ -293,7 +295,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if bound == binding.BOUND:
         came = call_at(me.run, me.bound, view, tail, end, me.states, me.scratch)
     if came == lookupplan.COLD:
-        made = make_job(me, fd, variant, view, closing, bound == binding.BOUND, began, planned)
+        made = make_job(me, fd, plan, variant, view, closing, bound == binding.BOUND, began, planned)
         if made == MADE_A_JOB:
             _draw(me, plan, began, keys)
         return made

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels import binding, coldread, httphead, lookupplan
+from tierstore.kernels import binding, coldread, httphead, lookupplan, rates, reactor_access
 from tierstore.kernels.atomics import add_at, copy_bytes, release_i64
 from tierstore.kernels.raw import load_u64, store_u64
-from tierstore.kernels.reactor_connections import end, notify, set_send_deadline
+from tierstore.kernels.reactor_connections import end, hold, notify, set_send_deadline
 from tierstore.kernels.reactor_words import (
     ANNOUNCED,
     ANSWERS,
@@ -74,7 +74,7 @@ def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-de
 
 
 @nb.njit
-def make_job(me, fd, variant, view, closing, probed, began, planned):  # type: ignore[no-untyped-def]
+def make_job(me, fd, plan, variant, view, closing, probed, began, planned):  # type: ignore[no-untyped-def]
     """Leave the request whose run is at `me.bound` to the readers, theirs once its bytes have their place.
 
     `probed`: memory has answered what it holds, and they add what is on disk; else they do all of it. Returns MADE_A_JOB or a reason.
@@ -108,6 +108,8 @@ def make_job(me, fd, variant, view, closing, probed, began, planned):  # type: i
         (coldread.RUN, block + run), (coldread.PROBED, 1 if probed else 0),
         (coldread.REACTOR, me.number), (coldread.BEGAN_NS, began), (coldread.PLANNED_NS, planned),
         (coldread.TAIL, found[httphead.HEAD_BYTES] + found[httphead.JSON_BYTES]),
+        (coldread.CALLER_RATES, reactor_access.bucket_of(found[httphead.CALLER])),
+        (coldread.MODEL_RATES, lookupplan.word(plan, lookupplan.RATES_AT)), (coldread.BODY_BYTES, found[httphead.BODY_BYTES]),
     ):  # fmt: skip
         store_u64(job, which, nb.uint64(value))
     release_i64(job + 8 * coldread.ANNOUNCED, me.lines[me.number, ANNOUNCED])  # before the reactor's own is cleared
@@ -132,6 +134,15 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _give_back(job):  # type: ignore[no-untyped-def]
+    """Give back what a request has drawn of its rates: Python charges it."""
+    keys = lookupplan.word(lookupplan.word(job, coldread.RUN), lookupplan.KEYS)
+    size, began = lookupplan.word(job, coldread.BODY_BYTES), lookupplan.word(job, coldread.BEGAN_NS)
+    rates.draw_at(lookupplan.word(job, coldread.CALLER_RATES), began, -1, -keys, -size)
+    rates.draw_at(lookupplan.word(job, coldread.MODEL_RATES), began, -1, -keys, -size)
+
+
+@nb.njit
 def finish_job(me, number):  # type: ignore[no-untyped-def]
     """A job that readers are done with. Returns its connection if there is an answer to be sent, or -1."""
     job = me.jobs + 8 * coldread.JOB_WORDS * number
@@ -150,11 +161,14 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
         now = monotonic_ns()
         count(me, variant, began, planned, now, now)
         me.lines[me.number, ANSWERS] += 1
+    else:
+        _give_back(job)
     release_i64(job + 8 * coldread.ANNOUNCED, 0)
     me.free_jobs[0] += 1
     me.free_jobs[me.free_jobs[0]] = number
     row[JOB] = 0
     if not answered:
+        hold(me, fd, 0)  # Python counts it
         release(block)
         add_at(shared_at(me, INFLIGHT), -size)
         me.lines[me.number, REASONS_FROM + ROWS_ON_DISK] += 1

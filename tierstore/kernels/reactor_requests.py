@@ -20,7 +20,6 @@ from tierstore.kernels.reactor_connections import (
 )
 from tierstore.kernels.reactor_jobs import drop_job, submit
 from tierstore.kernels.reactor_words import (
-    AGAIN_WORDS,
     ANNOUNCED,
     ANSWERED,
     ARRIVAL_NS,
@@ -58,6 +57,7 @@ from tierstore.kernels.reactor_words import (
     SERIAL,
     SIZE,
     STATE,
+    WAITS,
     line_at,
 )
 from tierstore.kernels.sysio import (
@@ -146,6 +146,16 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _wait_for_turn(me, fd):  # type: ignore[no-untyped-def]
+    """Go on with a connection when others have had their turn."""
+    row = me.conns[fd]
+    if row[FLAGS] & WAITS == 0:
+        row[FLAGS] |= WAITS
+        me.again[0] += 1
+        me.again[me.again[0]] = fd
+
+
+@nb.njit
 def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
     """Read what has come, and answer the requests that are whole. The connection may be closed afterwards."""
     row = me.conns[fd]
@@ -191,12 +201,8 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 end(me, fd, False)
                 return
             if answered == PIPELINED and left > 0:
-                if me.again[0] < AGAIN_WORDS:
-                    me.again[0] += 1
-                    me.again[me.again[0]] = fd
-                    return
-                answered = 0
-                continue
+                _wait_for_turn(me, fd)
+                return
             if left == 0:
                 row[DEADLINE_NS] = now + me.limits[IDLE_NS]
             elif row[BEGAN_NS] == 0:
@@ -205,9 +211,8 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             if row[HELD] > 0 and not has_room(me, 0):  # for Python to say so, or to wait
                 yield_to_requests(me, fd, BUSY)
                 return
-            if came >= LARGE_TURN and row[FLAGS] & MAY_READ and me.again[0] < AGAIN_WORDS:
-                me.again[0] += 1
-                me.again[me.again[0]] = fd
+            if came >= LARGE_TURN and row[FLAGS] & MAY_READ:
+                _wait_for_turn(me, fd)
                 return
             if row[FLAGS] & MAY_READ == 0:
                 if row[FLAGS] & ENDED or (left == 0 and me.shared[MODE] >= FINISH):
@@ -218,6 +223,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             if row[JOB] != 0:
                 submit(me, fd)
                 return
+            hold(me, fd, 0)  # Python counts it
             if not notify(me, REQUEST, fd, row[SERIAL] | (row[REASON] << 32), row[IN_AT], row[NEEDED]):
                 end(me, fd, True)
             return

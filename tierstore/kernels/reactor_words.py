@@ -23,7 +23,8 @@ FREE, READING, AWAY, SENDING = range(4)
 ) = range(20)  # fmt: skip
 CONNECTION_WORDS = 24
 # of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
-MAY_READ, CLOSES, ENDED = 1, 2, 4
+# and it is among those that have their next turn at once
+MAY_READ, CLOSES, ENDED, WAITS = 1, 2, 4, 8
 
 # words of `shared`, a cache line each, as some are written often
 (
@@ -75,7 +76,7 @@ EVENTS = 256  # of one turn
 ACCEPTED = 64  # connections of one turn
 PIPELINED = 16  # requests of one connection, before others have their turn
 JOBS = 256  # of one reactor, that readers are at or have before them
-AGAIN_WORDS = 1024  # connections that have their next turn at once
+AGAIN_WORDS = 1 << 16  # connections that have their next turn at once: there is room for all
 MESSAGES = 64  # of Python, of one turn
 LISTENER, INBOX, JOB_INBOX = (k - (1 << 32) for k in range(3))  # the data of their events: no serial is so high
 BUFFER_BYTES = 1 << 17

@@ -59,6 +59,7 @@ class Handoff:
         self._lock = threading.Lock()
         # guarded by _lock
         self._left: dict[Reply, Scope] = {}  # requests that a thread may answer
+        self._cut = False  # whether the time for all requests is over
         self.draining = False  # whether answers end connections on which nothing more has come
         self.ending = False  # whether answers end their connections
 
@@ -75,6 +76,9 @@ class Handoff:
         self._server.adopt(sock, b"", refused=True)
 
     def request(self, reply: Reply, data: bytes) -> None:
+        if self._cut:
+            reply.drop()
+            return
         end = data.index(b"\r\n\r\n")
         first, *lines = data[:end].split(b"\r\n")
         headers: Head = []
@@ -120,6 +124,7 @@ class Handoff:
 
     def cut_off(self) -> None:
         """Answer requests that were left to threads, in place of those."""
+        self._cut = True
         for scope in list(self._left.values()):
             error = scope[ERROR] = Closed(CUT_OFF)
             scope[LATER](error_for_path(scope["path"], error))

@@ -101,7 +101,8 @@ class Reactors:
         self._workers: list[threading.Thread] = []
         self._epolls: list[select.epoll] = []
         self._pipes: list[int] = []
-        self._inboxes: list[int] = []
+        self._writing = threading.Lock()
+        self._inboxes: list[int] = []  # guarded by _writing once threads may answer
         self._inbox_ends: list[int] = []
         self._outbox = -1
 
@@ -158,8 +159,10 @@ class Reactors:
         self.conns[:, kernel.STATE] = kernel.FREE
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._outbox)
-        for what, _, value, _ in self.lanes.drain():
-            if what & 255 != kernel.REQUEST:
+        with self._writing:  # threads may still answer
+            self._inboxes = []
+        for what, _, value, _ in (*self.lanes.drain(), *self._left_in(self._outbox)):
+            if what & 255 in (kernel.CONNECTION, kernel.REFUSED):
                 os.close(what >> 8)
                 free(value or None)
         for inbox in self._inbox_ends:
@@ -174,14 +177,20 @@ class Reactors:
         self.sending.clear()
         self._workers.clear()
 
+    def _close_left(self, inbox: int) -> None:
+        """Close connections that were to return to a reactor that has ended, and free answers that it has not read."""
+        for what, _, value, _ in self._left_in(inbox):
+            if what & 255 == kernel.COME_BACK:
+                os.close(what >> 8)
+            elif what & 255 == kernel.BLOCK:
+                free(value)
+
     @staticmethod
-    def _close_left(inbox: int) -> None:
-        """Close connections that were to return to a reactor that has ended."""
+    def _left_in(pipe: int) -> Iterator[Message]:
+        """Messages that nobody has read."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(inbox, _READ_BYTES // _MESSAGE.size * _MESSAGE.size):
-                for what, *_ in _MESSAGE.iter_unpack(data):
-                    if what & 255 == kernel.COME_BACK:
-                        os.close(what >> 8)
+            while pipe >= 0 and (data := os.read(pipe, _READ_BYTES // _MESSAGE.size * _MESSAGE.size)):
+                yield from _MESSAGE.iter_unpack(data)
 
     @property
     def idle(self) -> bool:
@@ -228,13 +237,18 @@ class Reactors:
     # --- messages
 
     def notify(self, reactor: int, kind: int, fd: int, serial: int, address: int, count: int) -> None:
-        """Write to a reactor's pipe."""
-        os.write(self._inboxes[reactor], _MESSAGE.pack(kind | fd << 8, serial, address, count))
+        """Write to a reactor's pipe; nothing, once that is closed."""
+        with self._writing:
+            if self._inboxes:
+                os.write(self._inboxes[reactor], _MESSAGE.pack(kind | fd << 8, serial, address, count))
 
     def reply(self, number: int, what: int, serial: int, data: npt.NDArray[np.uint8]) -> None:
         """Write to a reactor's pipe a message with a copy of `data`."""
         inflight = address_of(self.words) + 8 * kernel.INFLIGHT
-        failed = reactor.reply(self._inboxes[number], what, serial, address_of(data), len(data), inflight)
+        with self._writing:
+            if not self._inboxes:
+                return
+            failed = reactor.reply(self._inboxes[number], what, serial, address_of(data), len(data), inflight)
         if failed:
             raise OSError(-failed, os.strerror(-failed))
 
