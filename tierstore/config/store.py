@@ -37,7 +37,7 @@ class StoreSettings(BaseModel):
     )
     overlay_budget: Size = Field(
         ByteSize(256 << 20),
-        description="bytes of deltas that are visible but not folded yet; above it producers get 429",
+        description="bytes of deltas that are visible but not folded yet; above it producers get 503, and 413 for one that could never fit",
     )
     block_cache: Size = Field(
         ByteSize(32 << 20), description="bytes of RocksDB's block cache for each open version (mostly index blocks)"
