@@ -77,7 +77,7 @@ VARIANT_WORDS = 12
 KEYS_OF, OFFSETS_OF, WEIGHTS_OF, ROWS_TO, FOUND_TO = range(CALL_WORDS, CALL_WORDS + 5)
 PLANNED_WORDS = CALL_WORDS + 5
 NONE = -1
-OUTPUT_WORDS = 1  # bytes of an element: of a row, or of one `found`
+# an output is a word: the bytes of an element, of a row or of one `found`
 # a piece of the answer's text, and the value that comes behind it
 PIECE_AT, PIECE_BYTES, PIECE_VALUE = range(3)
 PIECE_WORDS = 3

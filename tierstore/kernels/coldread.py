@@ -226,7 +226,7 @@ def finish(shared: Any, outbox: Any, job: Any) -> Any:
 
 @compiled(types.void(*[types.int64] * 5), when=LAST)
 def serve(shared: Any, jobs: Any, inbox: Any, outbox: Any, done: Any) -> Any:
-    """Take jobs from `inbox` (descriptors of pipes) until STOPPING. `done`: address of the reactors' own pipes."""
+    """Take jobs from `inbox` (descriptors of pipes) until one below 0 comes. `done`: address of the reactors' own pipes."""
     message = np.empty(1, np.int64)
     at = nb.int64(message.ctypes.data)
     while True:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels.raw import load_u8, load_u64
+from tierstore.kernels.raw import load_u8
+from tierstore.kernels.request_record import get
 
 NAMES, HOST_RULES, TOKENS = range(3)
 HEAD_WORDS = 3
@@ -24,11 +25,6 @@ NOBODY, EVERYBODY = 0, -1  # of `caller_of`
 
 _ZERO, _NINE, _DOT, _COLON, _OPEN, _CLOSE = b"09.:[]"
 _MOST_NAME_BYTES = 256
-
-
-@nb.njit(inline="always")
-def _get(at, i):  # type: ignore[no-untyped-def]
-    return nb.int64(load_u64(at, i))
 
 
 @nb.njit
@@ -77,23 +73,23 @@ def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
     size, name = end - begin, at + begin
     if size < 1 or size > _MOST_NAME_BYTES or (port < n and not _are_digits(at + port + 1, n - port - 1)):
         return False
-    rules = _get(table, HOST_RULES)
+    rules = get(table, HOST_RULES)
     if rules & ANY_NAME:
         return True
     if begin == 0:
         first = ipv4(name, size)
         if first == 127 or (first >= 0 and rules & ANY_IPV4 != 0):
             return True
-    for k in range(_get(table, NAMES)):
+    for k in range(get(table, NAMES)):
         entry = table + 8 * (HEAD_WORDS + NAME_WORDS * k)
-        if _get(entry, 1) != size:
+        if get(entry, 1) != size:
             continue
         same = True
         for i in range(size):
             byte = load_u8(name, i)
             if byte >= 65 and byte <= 90:
                 byte |= nb.uint8(32)
-            if byte != load_u8(_get(entry, 0), i):
+            if byte != load_u8(get(entry, 0), i):
                 same = False
                 break
         if same:
@@ -107,13 +103,13 @@ def caller_of(table, at, n):  # type: ignore[no-untyped-def]
 
     What is secret is compared in a time that does not depend on it.
     """
-    tokens = _get(table, TOKENS)
+    tokens = get(table, TOKENS)
     if tokens == NEEDED_BY_NOBODY:
         return EVERYBODY
-    entry = table + 8 * (HEAD_WORDS + NAME_WORDS * _get(table, NAMES))
+    entry = table + 8 * (HEAD_WORDS + NAME_WORDS * get(table, NAMES))
     for _ in range(tokens):
-        if n > 0 and _get(entry, TOKEN_BYTES) == n:
-            there, other = _get(entry, TOKEN_AT), nb.uint8(0)
+        if n > 0 and get(entry, TOKEN_BYTES) == n:
+            there, other = get(entry, TOKEN_AT), nb.uint8(0)
             for k in range(n):
                 other |= load_u8(there, k) ^ load_u8(at, k)
             if other == 0:
@@ -127,11 +123,11 @@ def may_look_up(caller, model):  # type: ignore[no-untyped-def]
     """Whether a caller may look up in the model of a slot."""
     if caller == EVERYBODY:
         return True
-    models = _get(caller, MODELS_AT)
+    models = get(caller, MODELS_AT)
     if models == 0:
         return True
-    for k in range(_get(models, 0)):  # noqa: SIM110 - for the compiler
-        if _get(models, 1 + k) == model:
+    for k in range(get(models, 0)):  # noqa: SIM110 - for the compiler
+        if get(models, 1 + k) == model:
             return True
     return False
 
@@ -141,4 +137,4 @@ def bucket_of(caller):  # type: ignore[no-untyped-def]
     """The address of a caller's rates, or 0."""
     if caller == EVERYBODY:
         return nb.int64(0)
-    return _get(caller, BUCKET_AT)
+    return get(caller, BUCKET_AT)
