@@ -40,11 +40,11 @@ def swept(store: tierstore.Store) -> tierstore.Store:
     return store
 
 
-def eventually(happened: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def eventually(happened: Callable[[], bool], what: str, timeout_s: float = 30.0, pause_s: float = 0.002) -> None:
     until = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < until, f"never: {what}"
-        time.sleep(0.002)
+        time.sleep(pause_s)
 
 
 def housekeep(store: tierstore.Store, name: str = "ctr") -> None:
