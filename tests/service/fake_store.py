@@ -206,4 +206,4 @@ class FakeStore:
             versions = [{"version": VERSION, "state": "active", "watermark": 0}]
             return {"model": name, "active_version": VERSION, "watermark": 0, "versions": versions, "tables": {}}
 
-        return {"models": {name: document(name) for name in ([model] if model else self.models())}}
+        return {"models": {name: document(name) for name in ([model] if model else self.models())}, "problems": []}
