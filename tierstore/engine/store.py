@@ -361,8 +361,7 @@ class Store(ParkedMessages):
         self._check_open()
         names = self.models() if model is None else [self.model(model).name]
         document = store_status({name: self._models[name] for name in names}, self.shared, self.warming())
-        if self.fleet is not None:
-            document = self.fleet.add_status(document)
+        document = document if self.fleet is None else self.fleet.add_status(document)
         return document | {"problems": [problem._asdict() for problem in problems_of(document)]}
 
     def close(self) -> None:
