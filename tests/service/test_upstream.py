@@ -284,8 +284,9 @@ def test_rows_on_the_fronts_own_ssd_are_answered_without_the_nodes(scene: Scene)
         assert "tierstore_ssd_cache_on 1.0" in metrics
         cache.file.switch_off(OSError("it is worn out"))  # type: ignore[union-attr]
         assert "tierstore_ssd_cache_on 0.0" in http.get("/metrics").text
-        (problem,) = http.get("/admin/models").json()["service"]["problems"]
-        assert problem == "the cache on SSD is off until the next start: it is worn out"
+        problems = {one["kind"]: one["text"] for one in http.get("/admin/models").json()["problems"]}
+        assert problems.keys() == {"ssd_cache", "upstream"}, "the node has stopped"
+        assert problems["ssd_cache"] == "the cache on SSD is off until the next start: it is worn out"
 
 
 def test_copies_answer_for_each_other(scene: Scene) -> None:

@@ -304,7 +304,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def models() -> dict[str, Any]:
         """Every model, and the state of the service."""
         status = await service.status_pool.run(store.status)
-        return {**status, "models": list(status["models"].values()), "service": _service_state(service)}
+        problems = status["problems"] + [problem._asdict() for problem in service.problems()]
+        state = _service_state(service) | {"problems": [one["text"] for one in problems if not one["model"]]}
+        return {**status, "models": list(status["models"].values()), "problems": problems, "service": state}
 
     @app.get("/admin/models/{model}", tags=["models"])
     async def model_status(model: ModelName) -> dict[str, Any]:
@@ -392,5 +394,4 @@ def _service_state(service: Service) -> dict[str, Any]:
         "access": {"tokens": service.access.tokens.required, "tls": service.tls is not None},
         "watch": None,  # where there is none
         **{name: source.status() for name, source in service.sources.items()},
-        "problems": service.problems(),
     }

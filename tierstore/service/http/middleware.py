@@ -100,6 +100,7 @@ class AccessCheck:
             if _CHECKED not in scope:
                 self._check(scope)
         except Forbidden as error:
+            self._access.count(error)
             self._note(scope, error)
             await error_response(error).send(send)
         else:
