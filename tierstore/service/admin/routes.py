@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from tierstore import __version__
-from tierstore.access.roles import LOCAL, Principal
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
@@ -28,7 +27,14 @@ from tierstore.service.admin.sources import check_still_there, resolve_source, r
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
-from tierstore.service.http.messages import ERROR, PRINCIPAL, Disconnected, problem, problem_response, read_body
+from tierstore.service.http.messages import (
+    ERROR,
+    Disconnected,
+    principal_of,
+    problem,
+    problem_response,
+    read_body,
+)
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.types import MAX_PARTITIONS, NAME
 
@@ -240,8 +246,7 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
 
 def _models_of(request: Request) -> frozenset[str] | None:
     """The models that the caller is limited to; None: all."""
-    principal: Principal = request.scope.get(PRINCIPAL, LOCAL)
-    return principal.models
+    return principal_of(request.scope).models
 
 
 def _add_deltas(app: FastAPI, service: Service) -> None:
@@ -267,7 +272,7 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
         headers = {name.lower(): value for name, value in request.scope["headers"]}
         try:
             body = await read_body(request.receive, headers, service.settings.max_delta, holding)
-            service.rates.admit(request.scope.get(PRINCIPAL, LOCAL), model, len(body))
+            service.rates.admit(principal_of(request.scope), model, len(body))
             result = await service.change(lambda: service.store.apply_delta(body, model=model), pool=service.admin_pool)
         except Overloaded as error:
             # the producer has to slow down, whichever limit was reached

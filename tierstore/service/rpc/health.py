@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tierstore.errors import NotFound
 from tierstore.service.rpc.call_pool import CallPool
+from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.methods import STANDARD, Context, Servicer, by_message, parse_message
 from tierstore.service.rpc.protobuf import POOL
 from tierstore.service.rpc.waiting import Waiting
@@ -96,7 +97,7 @@ class Health:
     def watchers(self) -> int:
         return len(self._watchers)
 
-    def _check(self, request: Any) -> Any:
+    def _check(self, request: Any, _: RpcCaller) -> Any:
         if request.service not in self._names:
             raise NotFound(f"no service {request.service[:80]!r}; expected one of {sorted(self._names)}")
         states = health_pb2.HealthCheckResponse
@@ -115,7 +116,7 @@ def reflect(services: Sequence[str]) -> Servicer:
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     servicer = reflection.ReflectionServicer(names, pool=POOL)
 
-    def info(received: Iterator[bytes], context: Context) -> Iterator[bytes]:
+    def info(received: Iterator[bytes], _: RpcCaller, context: Context) -> Iterator[bytes]:
         request = (parse_message(reflection_pb2.ServerReflectionRequest, message) for message in received)
         return (answer.SerializeToString() for answer in servicer.ServerReflectionInfo(request, context))
 
