@@ -20,8 +20,8 @@ from tests.predict import onnx_models as om
 from tierstore.engine.store import Store
 from tierstore.service import app
 from tierstore.service import server as server_module
-from tierstore.service.http import server as http_server
 from tierstore.service.exchange import Exchange
+from tierstore.service.http import server as http_server
 from tierstore.service.http.handoff import Handoff
 from tierstore.service.http.middleware import CUT_OFF
 from tierstore.service.process import EXIT_CODE

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.access.roles import NOBODY, Principal, Role
+from tierstore.access.roles import LOCAL, NOBODY, Principal, Role
 from tierstore.errors import ConfigError, Forbidden, InvalidInput, MissingExtra, NotFound, Overloaded, TooLarge
 from tierstore.service.dataplane.plan import OutputSpec
 from tierstore.service.dataplane.tensors import shown, wire_bytes
@@ -239,7 +239,9 @@ class Regions:
                 if not region.users:
                     region.memory.close()
 
-    close = unregister
+    def close(self) -> None:
+        """Unregister all of them, whoever has registered them."""
+        self.of(LOCAL).unregister()
 
     def _has(self, name: str, kind: Kind | None = None) -> bool:
         """Whether there is such a region for the principal."""

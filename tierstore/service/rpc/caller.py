@@ -38,10 +38,14 @@ class RpcCaller:
         return self.waiting.principal
 
     @property
+    def host(self) -> str:
+        """Its IP address."""
+        return self.address().rpartition(":")[0].strip("[]")
+
+    @property
     def on_host(self) -> bool:
         """Whether it is on this machine for sure."""
-        address = self.address()
-        return address.startswith("unix:") or is_loopback(address.rpartition(":")[0].strip("[]"))
+        return self.address().startswith("unix:") or is_loopback(self.host)
 
     @property
     def who(self) -> str:

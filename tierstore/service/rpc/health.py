@@ -8,6 +8,7 @@ drain. Whether a model answers is for ModelReady to say. Methods run on the pool
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class Health:
         self._serving, self._drains, self._ended = True, False, False
         self.report(True)
         self._lock = threading.Lock()
-        self._watchers: set[Context] = set()  # guarded by _lock
+        self._watchers: dict[Context, str] = {}  # with the hosts that they are on; guarded by _lock
         self.late: Waiting[Context] = Waiting(lambda context: context.cancel())  # watchers that have not said of what
         check = by_message(health_pb2.HealthCheckRequest, self._check)
         self.servicer = Servicer(health.SERVICE_NAME, STANDARD, health={"Check": check})
@@ -50,11 +51,7 @@ class Health:
             request = next(requests, None)
             if not self.late.remove(context) or request is None:
                 return
-            with self._lock:
-                room = len(self._watchers) < MAX_WATCHERS
-                if room:
-                    self._watchers.add(context)
-            if not room:
+            if not self._admit(context, RpcCaller((), context.peer).host):
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} calls watch the health already")
             if context.add_callback(lambda: self._gone(context)):
                 self._health.Watch(request, context, send)
@@ -104,9 +101,23 @@ class Health:
         serving = self._serving and not self._drains
         return states(status=states.SERVING if serving else states.NOT_SERVING)
 
+    def _admit(self, context: Context, host: str) -> bool:
+        """Count a watcher. Where there are too many, the host that has most of them makes room for one that has fewer."""
+        with self._lock:
+            if len(self._watchers) >= MAX_WATCHERS:
+                hosts = Counter(self._watchers.values())
+                most, count = hosts.most_common(1)[0]
+                if count < hosts[host] + 2:
+                    return False
+                oldest = next(watcher for watcher, on in self._watchers.items() if on == most)
+                del self._watchers[oldest]
+                oldest.cancel()
+            self._watchers[context] = host
+        return True
+
     def _gone(self, context: Context) -> None:
         with self._lock:
-            self._watchers.discard(context)
+            self._watchers.pop(context, None)
 
 
 def reflect(services: Sequence[str]) -> Servicer:
