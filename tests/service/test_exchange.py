@@ -82,7 +82,8 @@ def test_a_model_that_a_message_names_late_is_charged_too_and_one_that_is_not_th
         service = Service(store, store.settings)
         try:
             renamed = message_naming("nothing", broken=False) + message_naming("one", broken=False)[:5]
-            assert exchange_of(service, renamed).begin() is not None
+            first = exchange_of(service, renamed)
+            assert first.begin() or first.answer()
             with pytest.raises(RateLimited):
                 exchange_of(service, renamed).begin()
             assert ("model ", "nothing") not in service.rates._buckets

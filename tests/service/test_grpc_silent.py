@@ -261,6 +261,18 @@ def test_a_host_with_many_watchers_makes_room_for_another_host(
         assert not any(call.done() for call in crowd[1:])
 
 
+def test_a_watcher_that_does_not_read_and_leaves_holds_nobody_up(served: ServerThread) -> None:
+    health = served.service.grpc._health  # type: ignore[union-attr]
+    with ask_without_reading(served, b"", WATCH):
+        eventually(lambda: health.watchers == 1, "it watches")
+        health.report(False)
+    eventually(lambda: health.watchers == 0, "it has left")
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
 def test_connections_are_bounded_and_leave_files_for_http(tmp_path: Any) -> None:
     store = FakeStore(settings_for(tmp_path, grpc_port=0, max_connections=8))
     with ServerThread(store) as server, contextlib.ExitStack() as opened:  # type: ignore[arg-type]

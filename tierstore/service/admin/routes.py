@@ -236,17 +236,12 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
     @app.get("/admin/jobs/{job}", tags=["snapshots"])
     async def job_state(job: str, request: Request) -> dict[str, Any]:
         """One load or export. `rate` is in rows a second and `eta_s` to the end of the phase."""
-        return service.jobs.get(job, _models_of(request)).document()
+        return service.jobs.get(job, principal_of(request.scope).models).document()
 
     @app.delete("/admin/jobs/{job}", status_code=202, tags=["snapshots"])
     async def cancel(job: str, request: Request) -> dict[str, Any]:
         """Ask a job to stop. It ends as failed; what a load had finished is kept for a time, see `load_retention_s`."""
-        return service.jobs.cancel(job, _models_of(request)).document()
-
-
-def _models_of(request: Request) -> frozenset[str] | None:
-    """The models that the caller is limited to; None: all."""
-    return principal_of(request.scope).models
+        return service.jobs.cancel(job, principal_of(request.scope).models).document()
 
 
 def _add_deltas(app: FastAPI, service: Service) -> None:
