@@ -24,8 +24,8 @@ from tierstore.kernels import coldread
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.dataplane import plan as plan_module
 from tierstore.service.dataplane.inference import DataPlane
+from tierstore.service.exchange import Exchange
 from tierstore.service.http.application import ProtocolApplication
-from tierstore.service.http.oip import InferCall
 from tierstore.service.reactor import allowed, cold_reads
 from tierstore.service.server import ServerThread
 
@@ -219,8 +219,8 @@ def test_what_a_thread_has_to_finish_is_not_started_again(
     ctr: Own, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[object] = []
-    begin = InferCall.begin
-    monkeypatch.setattr(InferCall, "begin", lambda self, *more: (started.append(self), begin(self, *more))[1])
+    begin = Exchange.begin
+    monkeypatch.setattr(Exchange, "begin", lambda self, *more: (started.append(self), begin(self, *more))[1])
     _, _, http = ctr
     cold = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [60]}]}
     assert http.post(OIP, json=cold).status_code == 200

@@ -10,13 +10,12 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from tierstore.access.roles import LOCAL, Action, Principal
+from tierstore.access.roles import LOCAL, NOBODY, Action, Principal
 from tierstore.access.tokens import Tokens, lock_of
 from tierstore.addresses import is_loopback
 from tierstore.config import Settings
@@ -28,8 +27,6 @@ from tierstore.service.addresses import is_address, parse_listen
 logger = logging.getLogger(__name__)
 AUTHORIZATION = "authorization"
 ANY_NAME = "*"
-# Who makes the call that this thread is at, over gRPC: there the model is in the message, and is checked where it is known.
-CALLER: ContextVar[Principal] = ContextVar("CALLER", default=LOCAL)
 
 
 class Access:
@@ -97,7 +94,7 @@ class Access:
         `metadata` are entries with `key` and `value`; `names` reads the names of its certificate.
         """
         if action is Action.OPEN:
-            return LOCAL
+            return NOBODY
         try:
             if action is Action.ADMIN:
                 self.check_listener(admin=False)
@@ -130,11 +127,6 @@ class Access:
         raise Forbidden(
             f"Host {'' if name is None else name[:80]!r} is not a name of this service; add it to allowed_host (--allowed-host)"
         )
-
-
-def check_model(model: str | None) -> None:
-    """Forbidden where the caller of the gRPC call that this thread is at is for other models; None is for all models."""
-    CALLER.get().check_model(model)
 
 
 def _beyond(settings: Settings) -> list[str]:
