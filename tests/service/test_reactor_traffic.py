@@ -136,7 +136,7 @@ class Answer:
         self.document = json.loads(body[:at])
         for output in self.document.get("outputs", []):
             size = output.get("parameters", {}).get("binary_data_size", 0)
-            dtype = {"FP32": np.float32, "BOOL": np.bool_}[output["datatype"]]
+            dtype = {"FP32": np.float32, "BOOL": np.bool_, "INT64": np.int64, "FP16": np.float16}[output["datatype"]]
             self.outputs[output["name"]] = np.frombuffer(body[at : at + size], dtype).reshape(output["shape"])
             at += size
 

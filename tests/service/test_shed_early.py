@@ -22,6 +22,7 @@ from tests.predict import onnx_models as om
 from tierstore.engine.store import Store
 from tierstore.errors import Overloaded
 from tierstore.kernels import reactor_words as kernel
+from tierstore.service.limits.call_queue import CallQueue
 from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller, Shed, Waits
 from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.service.server import ServerThread
@@ -70,10 +71,10 @@ def test_a_call_may_wait_for_half_of_its_time_and_at_most_for_the_limit(
     assert counts.of("queue_wait") == (not admitted)
 
 
-def test_a_pool_refuses_what_would_wait_too_long_and_says_how_long_a_call_would_wait() -> None:
+def test_a_pool_refuses_what_would_wait_too_long_and_says_what_reactors_need_to_know_that() -> None:
     waits = Waits("lookup", Shed(), 3600.0)
-    pool, word = WorkerPool("lookup", threads=1, queue_limit=9, waits=waits), np.zeros(1, np.int64)
-    pool.publish_wait(word)
+    pool, words = WorkerPool("lookup", threads=1, queue_limit=9, waits=waits), np.zeros(kernel.SHARED_WORDS, np.int64)
+    pool.serve_jobs(words, lambda number: None)
     gate = threading.Event()
 
     async def run() -> None:
@@ -86,32 +87,54 @@ def test_a_pool_refuses_what_would_wait_too_long_and_says_how_long_a_call_would_
         with pytest.raises(Overloaded):
             pool.run(int, caller=hasty)
         later = pool.run(int, caller=patient)
-        assert word[0] == pytest.approx(15e9, rel=0.01)
+        assert words[kernel.OTHER_QUEUED] == 2
+        assert words[kernel.CALL_NS] == pytest.approx(10e9, rel=0.01)
         gate.set()
         await asyncio.gather(held, later)
-        assert word[0] == 0
+        assert words[kernel.OTHER_QUEUED] == 0
 
     asyncio.run(run())
     pool.close()
 
 
-def test_a_full_pool_says_so() -> None:
-    pool, word = (
-        WorkerPool("lookup", threads=1, queue_limit=1, waits=Waits("lookup", Shed(), 60.0)),
-        np.zeros(1, np.int64),
-    )
-    pool.publish_wait(word)
-    gate = threading.Event()
+def test_jobs_of_reactors_fill_a_pool_too() -> None:
+    waits, words = Waits("lookup", Shed(), 60.0), np.zeros(kernel.SHARED_WORDS, np.int64)
+    pool = WorkerPool("lookup", threads=1, queue_limit=1, waits=waits, with_jobs=True)
+    served: list[int] = []
+
+    def serve(number: int) -> None:
+        served.append(number)
+        pool.jobs_done(1)
+
+    pool.serve_jobs(words, serve)
 
     async def run() -> None:
-        held = [pool.run(gate.wait, 60), pool.run(int)]
-        assert word[0] == kernel.FULL
-        gate.set()
-        await asyncio.gather(*held)
-        assert word[0] == 0
+        words[kernel.QUEUED] = 2  # as reactors count them before they write
+        assert (pool.busy, pool.waiting) == (1, 1)
+        with pytest.raises(Overloaded, match="1 calls wait"):
+            pool.run(int)
+        assert pool.jobs is not None
+        pool.jobs.give_back([7, 8])
+        while pool.under_way():
+            await asyncio.sleep(0.001)
+        assert await pool.run(int, "5") == 5
 
     asyncio.run(run())
+    assert served == [7, 8]
     pool.close()
+
+
+def test_jobs_are_taken_from_between_calls() -> None:
+    """Calls keep their order among one another; jobs that are not wanted come back."""
+    jobs = CallQueue(8)
+    jobs.put("one")
+    jobs.give_back([3, 4])
+    jobs.put("two")
+    assert jobs.jobs(4) == [3, 4]
+    jobs.give_back([4])
+    assert [jobs.get(), jobs.get(), jobs.get()] == ["one", "two", 4]
+    assert jobs.jobs(4) == []
+    jobs.close()
 
 
 # --- over HTTP
@@ -139,7 +162,7 @@ def thread_held(server: ServerThread, calls: int = 1) -> Iterator[None]:
             for _ in range(calls):
                 pool.run(gate.wait, 60)
             for _ in range(1000):
-                pool._waits.ran(40.0)
+                pool.waits.ran(40.0)
             pool._count(0)
         except BaseException as error:
             begun.set_exception(error)
@@ -153,7 +176,7 @@ def thread_held(server: ServerThread, calls: int = 1) -> Iterator[None]:
     finally:
         gate.set()
         eventually(lambda: not pool.under_way(), "the thread is idle")
-        pool._waits._call_s = 0.0
+        pool.waits.call_s = 0.0
 
 
 def prediction(
@@ -423,7 +446,7 @@ def test_over_grpc_too(served: tuple[Store, ServerThread]) -> None:
                 client.infer("ctr", [wanted], client_timeout=30)
         finally:
             gate.set()
-            waits._call_s = 0.0
+            waits.call_s = 0.0
         for call in held:
             call.result(60)
         assert client.infer("ctr", [wanted], client_timeout=60).as_numpy("score").shape == (4, 1)

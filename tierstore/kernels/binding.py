@@ -49,6 +49,7 @@ from tierstore.kernels.lookupplan import (
     TABLE_WORDS,
     VIEW_WORDS,
     WEIGHTS_AT,
+    WORK_BYTES,
 )
 from tierstore.kernels.raw import load_u8, load_u32, load_u64, store_u8
 from tierstore.kernels.request_record import (
@@ -72,7 +73,9 @@ from tierstore.kernels.xxh3 import hash_at
 # a variant's words; COUNTS is word 6 of any variant. HEAD_AT: of an answer that is ready, a refusal say; look-ups have none
 HEAD_AT, HEAD_BYTES, DATE_AT, OUTPUTS = 1, 2, 3, 5
 PLANNED_CALLS, CALLS_FROM, OUTPUTS_FROM, PIECES, PIECES_FROM = range(7, 12)
-VARIANT_WORDS = 12
+# ALIGNMENT: of outputs, a power of two; SCORING_AT: of a prediction, whose outputs are rows for its graph (`scoring.py`), or 0
+ALIGNMENT, SCORING_AT = 12, 13
+VARIANT_WORDS = 14
 # a planned call: the words of a call, filled where they are the same for all requests, then which inputs and outputs are its own
 KEYS_OF, OFFSETS_OF, WEIGHTS_OF, ROWS_TO, FOUND_TO = range(CALL_WORDS, CALL_WORDS + 5)
 PLANNED_WORDS = CALL_WORDS + 5
@@ -87,7 +90,11 @@ VALUE_WORDS = 3
 _MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # of what is read between two other requests
 MOST_CALLS = MOST_TENSORS
 RUN_BYTES = 8 * (RUN_WORDS + CALL_WORDS * MOST_CALLS)
-VALUES_BYTES = 8 * VALUE_WORDS * MOST_TENSORS
+# behind those of outputs: sizes that have names, bytes of scores
+MOST_NAMES = 64
+NAMES_FROM = VALUE_WORDS * MOST_TENSORS
+SCORES_FROM = NAMES_FROM + MOST_NAMES
+VALUES_BYTES = 8 * (SCORES_FROM + MOST_TENSORS)
 
 BOUND, LARGE, WRONG = range(3)  # of `bind`: a run; one that takes long; for the full check
 
@@ -234,6 +241,7 @@ def bind(variant, view, record, tail, tail_bytes, codes, most_bytes, run, values
         call += 8 * CALL_WORDS
     put(run, KEYS, keys)
     put(run, SCRATCH, scratch)
+    put(run, WORK_BYTES, work)
     data = _place_outputs(variant, record, run, values)
     put(run, ANSWER_BYTES, data)
     if work + data > most_bytes:
@@ -263,11 +271,11 @@ def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def
             put(value, 2, n)
         planned += 8 * PLANNED_WORDS
         call += 8 * CALL_WORDS
-    at = nb.int64(0)
+    at, alignment = nb.int64(0), get(variant, ALIGNMENT)
     for i in range(get(variant, OUTPUTS)):
         size = get(values, VALUE_WORDS * i + 2)
         put(values, VALUE_WORDS * i + 2, at)  # where it begins, until the calls have it
-        at += size
+        at += (size + alignment - 1) & -alignment
     planned, call = get(variant, CALLS_FROM), run + 8 * RUN_WORDS
     for _ in range(get(variant, PLANNED_CALLS)):
         rows, found = get(planned, ROWS_TO), get(planned, FOUND_TO)

@@ -31,9 +31,11 @@ from tierstore.types import Tier
 # words of a job
 (
     FD, SERIAL, ANNOUNCED, VARIANT, VIEW, TAIL, BLOCK, RUN, HEAD_BYTES, DATA_BYTES, STATES, REACTOR, OUTCOME, BEGAN_NS,
-    PLANNED_NS, PROBED, CALLER_RATES, MODEL_RATES, BODY_BYTES,
-) = range(19)  # fmt: skip
-JOB_WORDS = 24
+    PLANNED_NS, PROBED, CALLER_RATES, MODEL_RATES, BODY_BYTES, KEYS, HELD_BYTES,
+) = range(21)  # fmt: skip
+# HELD_BYTES: what counts as held while it lasts; SCORING: which graph is run, of a prediction; the others are its own as well
+SCORING, TABLE, QUEUED_NS, ARRIVED_NS, DEADLINE_NS = range(21, 26)
+JOB_WORDS = 32
 DONE, FOR_PYTHON = 0, 1  # of OUTCOME
 
 # an offer of rows that were read: words, then keys int64[n], states uint8[n] padded to words, rows uint8[n, row_bytes]

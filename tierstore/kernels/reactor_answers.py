@@ -19,11 +19,12 @@ from tierstore.kernels import (
     reactor_access,
     request_record,
 )
-from tierstore.kernels.atomics import acquire_i64, copy_bytes, relaxed_i64
+from tierstore.kernels.atomics import acquire_i64, copy_bytes
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.raw import call_at, load_u64, store_u8, store_u64
-from tierstore.kernels.reactor_connections import send_first
+from tierstore.kernels.reactor_connections import has_room, send_first
 from tierstore.kernels.reactor_jobs import count, make_job
+from tierstore.kernels.reactor_predictions import expected_ns, make_prediction, timeout_of
 from tierstore.kernels.reactor_words import (
     ACCESS,
     ALLOWED_AT,
@@ -45,15 +46,12 @@ from tierstore.kernels.reactor_words import (
     HEAD_ROOM,
     HEADER,
     HELD,
-    INFLIGHT,
     MADE_A_JOB,
     MODE,
     MODELS_AT,
     MOST_ANSWER,
-    MOST_INFLIGHT,
     MOST_WAIT_NS,
     NO_PLAN,
-    OTHER_INFLIGHT,
     PLANS_AT,
     PREDICTION,
     REFUSAL_NS,
@@ -62,7 +60,6 @@ from tierstore.kernels.reactor_words import (
     SIZE,
     TABLE_COUNT_WORDS,
     VALUES,
-    WAIT_NS,
     shared_at,
 )
 from tierstore.kernels.sysio import (
@@ -153,13 +150,6 @@ def _is_late(me, fd, timeout_ns, began):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def has_room(me, size):  # type: ignore[no-untyped-def]
-    """Whether so many bytes more may be held."""
-    held = acquire_i64(shared_at(me, INFLIGHT)) + acquire_i64(shared_at(me, OTHER_INFLIGHT))
-    return held + size <= me.limits[MOST_INFLIGHT]
-
-
-@nb.njit
 def _is_closing(me, last):  # type: ignore[no-untyped-def]
     """Whether the answer ends its connection."""
     return me.found[httphead.CLOSING] != 0 or (last and me.shared[MODE] == DRAIN)
@@ -211,15 +201,9 @@ def _may_wait_ns(me, fd, began):  # type: ignore[no-untyped-def]
 
     Less than 0: Python says.
     """
-    timeout, own = (
-        me.found[httphead.TIMEOUT_MS] * 1_000_000,
-        request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US),
-    )
-    if own > _MOST_TIMEOUT_US:
+    if request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US) > _MOST_TIMEOUT_US:
         return -1
-    if own > 0 and (timeout == 0 or own * 1000 < timeout):
-        timeout = own * 1000
-    most = me.limits[MOST_WAIT_NS]
+    timeout, most = timeout_of(me), me.limits[MOST_WAIT_NS]
     if timeout == 0:
         return most
     since = me.conns[fd, BEGAN_NS]
@@ -229,12 +213,12 @@ def _may_wait_ns(me, fd, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _refuse(me, fd, plan, variant, last, began):  # type: ignore[no-untyped-def]
-    """ANSWERED where a prediction would wait too long for a thread and was refused; else why it is for Python.
+    """ANSWERED where a prediction would wait too long for a thread and was refused; else PREDICTION.
 
-    Python says how long a call that comes now would wait (`limits/worker_pool.py`). What is refused here costs its reading and a ready
+    What is refused here costs its reading and a ready
     answer; by Python, which finds its caches full of the dense part's weights, it costs thirty times as much.
     """
-    wait, may_wait = relaxed_i64(shared_at(me, WAIT_NS)), _may_wait_ns(me, fd, began)
+    wait, may_wait = expected_ns(me), _may_wait_ns(me, fd, began)
     if wait == 0 or may_wait < 0 or wait <= may_wait:
         return PREDICTION
     counts = me.counts + 8 * COUNT_WORDS * lookupplan.word(variant, lookupplan.COUNTS)
@@ -276,8 +260,11 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if variant == 0:
         return NO_PLAN
     store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
-    if lookupplan.word(variant, binding.HEAD_AT) != 0:
-        return _refuse(me, fd, plan, variant, last, began)
+    predicts = lookupplan.word(variant, binding.HEAD_AT) != 0
+    if predicts:
+        came = _refuse(me, fd, plan, variant, last, began)
+        if came == ANSWERED or lookupplan.word(variant, binding.SCORING_AT) == 0:
+            return came
     timeout_us = request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US)
     if timeout_us > _MOST_TIMEOUT_US or _is_late(me, fd, timeout_us * 1000, began):
         return BUSY
@@ -291,6 +278,13 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return BUSY
     planned, closing = monotonic_ns(), _is_closing(me, last)
     keys = lookupplan.word(me.bound, lookupplan.KEYS)
+    if predicts:
+        made = PREDICTION
+        if bound == binding.BOUND:
+            made = make_prediction(me, fd, plan, variant, view, tail, closing, timeout_of(me), began)
+        if made == MADE_A_JOB:
+            _draw(me, plan, began, keys)
+        return made
     end, came = me.answer + HEAD_ROOM, lookupplan.COLD
     if bound == binding.BOUND:
         came = call_at(me.run, me.bound, view, tail, end, me.states, me.scratch)

@@ -30,9 +30,11 @@ from tierstore.kernels.reactor_words import (
     MESSAGE_WORDS,
     MOST_CONNECTIONS,
     MOST_DESCRIPTORS,
+    MOST_INFLIGHT,
     MOVED_NS,
     NEEDED,
     OPEN,
+    OTHER_INFLIGHT,
     OTHER_OPEN,
     OUT_AT,
     OUT_BASE,
@@ -96,6 +98,13 @@ def hold(me, fd, size):  # type: ignore[no-untyped-def]
     if row[HELD] != size:
         add_at(shared_at(me, INFLIGHT), size - row[HELD])
         row[HELD] = size
+
+
+@nb.njit
+def has_room(me, size):  # type: ignore[no-untyped-def]
+    """Whether so many bytes more may be held."""
+    held = acquire_i64(shared_at(me, INFLIGHT)) + acquire_i64(shared_at(me, OTHER_INFLIGHT))
+    return held + size <= me.limits[MOST_INFLIGHT]
 
 
 @nb.njit

@@ -36,6 +36,8 @@ from tierstore.kernels.reactor_words import (
     OUT_BYTES,
     OUTPUT_NS,
     PIECES,
+    PREDICTION,
+    QUEUED,
     REASONS_FROM,
     REQUEST,
     ROWS_ON_DISK,
@@ -108,27 +110,41 @@ def make_job(me, fd, plan, variant, view, closing, probed, began, planned):  # t
         (coldread.RUN, block + run), (coldread.PROBED, 1 if probed else 0),
         (coldread.REACTOR, me.number), (coldread.BEGAN_NS, began), (coldread.PLANNED_NS, planned),
         (coldread.TAIL, found[httphead.HEAD_BYTES] + found[httphead.JSON_BYTES]),
-        (coldread.CALLER_RATES, reactor_access.bucket_of(found[httphead.CALLER])),
-        (coldread.MODEL_RATES, lookupplan.word(plan, lookupplan.RATES_AT)), (coldread.BODY_BYTES, found[httphead.BODY_BYTES]),
+        (coldread.KEYS, keys), (coldread.HELD_BYTES, head + data), (coldread.SCORING, 0),
     ):  # fmt: skip
         store_u64(job, which, nb.uint64(value))
-    release_i64(job + 8 * coldread.ANNOUNCED, me.lines[me.number, ANNOUNCED])  # before the reactor's own is cleared
-    me.conns[fd, JOB] = number + 1
-    if closing:
-        me.conns[fd, FLAGS] |= CLOSES
+    give_away(me, fd, plan, number, closing)
     return MADE_A_JOB
 
 
 @nb.njit
+def give_away(me, fd, plan, number, closing):  # type: ignore[no-untyped-def]
+    """Note in a job who asks and what holds its view, and in the connection which job it waits for."""
+    found, job = me.found, me.jobs + 8 * coldread.JOB_WORDS * number
+    store_u64(job, coldread.CALLER_RATES, nb.uint64(reactor_access.bucket_of(found[httphead.CALLER])))
+    store_u64(job, coldread.MODEL_RATES, nb.uint64(lookupplan.word(plan, lookupplan.RATES_AT)))
+    store_u64(job, coldread.BODY_BYTES, nb.uint64(found[httphead.BODY_BYTES]))
+    release_i64(job + 8 * coldread.ANNOUNCED, me.lines[me.number, ANNOUNCED])  # before the reactor's own is cleared
+    me.conns[fd, JOB] = number + 1
+    if closing:
+        me.conns[fd, FLAGS] |= CLOSES
+
+
+@nb.njit
 def submit(me, fd):  # type: ignore[no-untyped-def]
-    """Give a connection's job to the readers. Its request stays where it is until they are done."""
+    """Give a connection's job to those who do it. Its request stays where it is until they are done."""
     row = me.conns[fd]
     number = row[JOB] - 1
     job = me.jobs + 8 * coldread.JOB_WORDS * number
     store_u64(job, coldread.TAIL, nb.uint64(row[IN_AT] + lookupplan.word(job, coldread.TAIL)))
     at = me.date + 64
     store_u64(at, 0, nb.uint64(number))
-    if write(me.job_outbox, at, 8) != 8:  # there is room for all of them
+    predicts = lookupplan.word(job, coldread.SCORING) != 0
+    if predicts:
+        add_at(shared_at(me, QUEUED), 1)
+    if write(me.prediction_outbox if predicts else me.job_outbox, at, 8) != 8:  # there is room for all of them
+        if predicts:
+            add_at(shared_at(me, QUEUED), -1)
         store_u64(job, coldread.OUTCOME, nb.uint64(coldread.FOR_PYTHON))
         finish_job(me, number)
 
@@ -136,7 +152,7 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
 @nb.njit
 def _give_back(job):  # type: ignore[no-untyped-def]
     """Give back what a request has drawn of its rates: Python charges it."""
-    keys = lookupplan.word(lookupplan.word(job, coldread.RUN), lookupplan.KEYS)
+    keys = lookupplan.word(job, coldread.KEYS)
     size, began = lookupplan.word(job, coldread.BODY_BYTES), lookupplan.word(job, coldread.BEGAN_NS)
     rates.draw_at(lookupplan.word(job, coldread.CALLER_RATES), began, -1, -keys, -size)
     rates.draw_at(lookupplan.word(job, coldread.MODEL_RATES), began, -1, -keys, -size)
@@ -144,7 +160,7 @@ def _give_back(job):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def finish_job(me, number):  # type: ignore[no-untyped-def]
-    """A job that readers are done with. Returns its connection if there is an answer to be sent, or -1."""
+    """A job that is done. Returns its connection if there is an answer to be sent, or -1."""
     job = me.jobs + 8 * coldread.JOB_WORDS * number
     fd, variant = lookupplan.word(job, coldread.FD), lookupplan.word(job, coldread.VARIANT)
     row = me.conns[fd]
@@ -153,13 +169,15 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
         lookupplan.word(job, coldread.HEAD_BYTES) + lookupplan.word(job, coldread.DATA_BYTES),
     )
     answered = lookupplan.word(job, coldread.OUTCOME) == coldread.DONE
-    if answered:
+    predicted, held = lookupplan.word(job, coldread.SCORING) != 0, lookupplan.word(job, coldread.HELD_BYTES)
+    if answered and not predicted:  # of a prediction the keys are counted, and Python counts the answer
         began, planned = lookupplan.word(job, coldread.BEGAN_NS), lookupplan.word(job, coldread.PLANNED_NS)
         tail, states = lookupplan.word(job, coldread.TAIL), lookupplan.word(job, coldread.STATES)
         run = lookupplan.word(job, coldread.RUN)
         lookupplan.count_keys(run, tail, states, me.table_counts, TABLE_COUNT_WORDS)
         now = monotonic_ns()
         count(me, variant, began, planned, now, now)
+    if answered:
         me.lines[me.number, ANSWERS] += 1
     else:
         _give_back(job)
@@ -170,11 +188,13 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
     if not answered:
         hold(me, fd, 0)  # Python counts it
         release(block)
-        add_at(shared_at(me, INFLIGHT), -size)
-        me.lines[me.number, REASONS_FROM + ROWS_ON_DISK] += 1
-        if row[LOST] != 0 or not notify(me, REQUEST, fd, row[SERIAL] | (ROWS_ON_DISK << 32), row[IN_AT], row[NEEDED]):
+        add_at(shared_at(me, INFLIGHT), -held)
+        why = PREDICTION if predicted else ROWS_ON_DISK
+        me.lines[me.number, REASONS_FROM + why] += 1
+        if row[LOST] != 0 or not notify(me, REQUEST, fd, row[SERIAL] | (why << 32), row[IN_AT], row[NEEDED]):
             end(me, fd, True)
         return -1
+    add_at(shared_at(me, INFLIGHT), size - held)
     row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES], row[STATE] = block, block, size, 0, SENDING
     if row[LOST] != 0:
         end(me, fd, True)
@@ -185,14 +205,13 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def drop_job(me, fd):  # type: ignore[no-untyped-def]
-    """Take a job back that no reader was given: its request cannot be kept."""
+    """Take a job back that nobody was given: its request cannot be kept."""
     row = me.conns[fd]
     number = row[JOB] - 1
     row[JOB] = 0
     job = me.jobs + 8 * coldread.JOB_WORDS * number
-    size = lookupplan.word(job, coldread.HEAD_BYTES) + lookupplan.word(job, coldread.DATA_BYTES)
     release(lookupplan.word(job, coldread.BLOCK))
-    add_at(shared_at(me, INFLIGHT), -size)
+    add_at(shared_at(me, INFLIGHT), -lookupplan.word(job, coldread.HELD_BYTES))
     release_i64(job + 8 * coldread.ANNOUNCED, 0)
     me.free_jobs[0] += 1
     me.free_jobs[me.free_jobs[0]] = number

@@ -9,9 +9,10 @@ import numba as nb
 
 from tierstore.kernels import httphead
 from tierstore.kernels.atomics import acquire_i64, copy_bytes, fence_all, release_i64
-from tierstore.kernels.reactor_answers import answer, answer_rows, has_room
+from tierstore.kernels.reactor_answers import answer, answer_rows
 from tierstore.kernels.reactor_connections import (
     end,
+    has_room,
     hold,
     let_go_of_answer,
     notify,

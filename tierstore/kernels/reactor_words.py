@@ -28,19 +28,21 @@ MAY_READ, CLOSES, ENDED, WAITS = 1, 2, 4, 8
 
 # words of `shared`, a cache line each, as some are written often
 (
-    MODE, GENERATION_AT, PLANS_AT, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT, WAIT_NS,
-) = range(0, 11 * 8, 8)  # fmt: skip
-SHARED_WORDS = 11 * 8
-FULL = 1 << 62  # of WAIT_NS: the queue has no room
+    MODE, GENERATION_AT, PLANS_AT, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT,
+    QUEUED, OTHER_QUEUED, CALL_NS,
+) = range(0, 13 * 8, 8)  # fmt: skip
+SHARED_WORDS = 13 * 8
+FULL = 1 << 62  # of a wait for a thread: the queue has no room
+# of predictions: how many of reactors and how many calls of Python wait or run, and what one takes its thread
 # of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
 
 # words of `limits`
 (
     MOST_CONNECTIONS, MOST_BODY, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS, MOST_DESCRIPTORS,
-    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS, MOST_ANSWER,
-) = range(13)  # fmt: skip
-LIMIT_WORDS = 13
+    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS, MOST_ANSWER, POOL_THREADS, POOL_QUEUE,
+) = range(15)  # fmt: skip
+LIMIT_WORDS = 15
 
 # words of a reactor's line in `lines`
 ANNOUNCED, LOAD, EPOLL, ANSWERS, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(9)
@@ -75,7 +77,8 @@ ANSWERED, MADE_A_JOB = -1, -2  # else a reason
 EVENTS = 256  # of one turn
 ACCEPTED = 64  # connections of one turn
 PIPELINED = 16  # requests of one connection, before others have their turn
-JOBS = 256  # of one reactor, that readers are at or have before them
+JOBS = 512  # of one reactor, that readers or threads that predict are at or have before them
+KEPT_JOBS = 128  # that predictions leave to others
 AGAIN_WORDS = 1 << 16  # connections that have their next turn at once: there is room for all
 MESSAGES = 64  # of Python, of one turn
 LISTENER, INBOX, JOB_INBOX = (k - (1 << 32) for k in range(3))  # the data of their events: no serial is so high
@@ -105,6 +108,7 @@ class Here(NamedTuple):
     free_jobs: npt.NDArray[np.int64]  # how many, and which
     job_outbox: int  # descriptors of pipes: jobs for readers, and those that they are done with
     job_inbox: int
+    prediction_outbox: int  # predictions for threads of Python, which end where the others do; or -1
     jobs: int  # addresses: of all reactors' jobs
     run: int  # of `lookupplan.run`
     run_rows: int  # of `front_rows.run`
@@ -126,7 +130,7 @@ class Here(NamedTuple):
 
 _WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
 HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 19),
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 20),
     Here,
 )
 

@@ -292,18 +292,43 @@ class DenseSession:
             if out is None and not self.is_fixed(name, planned):
                 answer.append(result)
                 continue
-            if planned != result.shape:
-                self.loose |= {name}
-                raise InferenceError(
-                    f"output {name!r}: expected shape {list(planned or ())}, as the dense part declares it, got {list(result.shape)}; "
-                    "try again: its shape is not relied on any more"
-                )
+            self.check_shape(name, planned, result)
             if out is None:
                 out = result
             else:
                 out[...] = result
             answer.append(out)
         return answer
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether it reads and writes the processor's memory."""
+        return not self._on_device
+
+    def run_feed(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
+        """Run the graph once on all its inputs, as it reads them. Returns the outputs `names`. Raises as `run`."""
+        began_s = time.perf_counter()
+        failed = True
+        try:
+            with self.limits.run() as options:
+                results: list[Array] = self._session.run(names, feed, options)
+            failed = False
+        except TierstoreError:
+            raise
+        except Exception as error:
+            raise self._translated(error) from error
+        finally:
+            self._counts.add(time.perf_counter() - began_s, failed=failed)
+        return results
+
+    def check_shape(self, name: str, planned: Shape | None, result: Array) -> None:
+        """InferenceError where an output has another shape than was planned, which is not relied on from then on."""
+        if planned != result.shape:
+            self.loose |= {name}
+            raise InferenceError(
+                f"output {name!r}: expected shape {list(planned or ())}, as the dense part declares it, got {list(result.shape)}; "
+                "try again: its shape is not relied on any more"
+            )
 
     def probe(self, run: Run, feed: Mapping[str, Array]) -> None:
         """Run once with all inputs, and remember the outputs whose shapes differ from those declared.

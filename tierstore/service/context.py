@@ -101,6 +101,7 @@ class Service:
             threads=settings.lookup_threads,
             queue_limit=settings.lookup_queue,
             waits=Waits("lookup", self.shed, settings.max_queue_s),
+            with_jobs=True,
         )
         register_requests(self.lookup_pool, first=True)
         self.batches = Batcher(settings, self.dataplane, self.lookup_pool, self.shed)

@@ -110,13 +110,15 @@ class Exchange(Generic[A]):
 
     # --- for transports
 
-    def begin(self, *, here: bool = True) -> A | None:
+    def begin(self, *, here: bool = True, failed: BaseException | None = None) -> A | None:
         """Charge the request, and answer it if that is little work and needs no waiting. None: it is to be handed over.
 
-        Not `here`: it is charged, and all work is for a thread.
+        Not `here`: it is charged, and all work is for a thread. `failed`: it was begun elsewhere, and is to fail with that.
         """
         try:
             self._admit()
+            if failed is not None:
+                raise failed
             if here and self._is_short() and self._start():
                 return self._finish()
         except BaseException as error:

@@ -31,6 +31,10 @@ class RequestLog:
         self.of_successes = self._all or self._slow_ms > 0  # whether requests that did not fail may be logged
         self._limit = LineLimit(LINES_A_SECOND, 1 / LINES_A_SECOND, clock)
 
+    def logs(self, began_ns: int) -> bool:
+        """Whether a request that came at `began_ns` and succeeds now is to be logged, as far as its time says."""
+        return self._all or 0 < self._slow_ms <= (time.perf_counter_ns() - began_ns) / 1e6
+
     def note(
         self,
         method: str,

@@ -102,7 +102,7 @@ class HttpService:
         self._plans = PlanIndex(store, self.service.rates, reactors.words, settings.threads, self.service.absorb)
         reactors.count_in(self._plans.versions.words, self._plans.tables.words)
         self.service.reactors, self.service.plans = reactors, self._plans if self.service.tls is None else None
-        self.service.lookup_pool.publish_wait(reactors.words[kernel.WAIT_NS : kernel.WAIT_NS + 1])
+        reactors.predict_with(self.service, self._plans.scorings)
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)

@@ -71,6 +71,7 @@ class Batcher:
     def __init__(self, settings: Settings, dataplane: DataPlane, pool: WorkerPool, shed: Shed) -> None:
         # constant after construction
         self.max_items = settings.batch_max_items
+        self.waits = settings.batch_delay_us > 0  # for others to join, though a thread is idle
         self._delay_s = settings.batch_delay_us / 1e6
         self._dataplane, self._pool, self._shed = dataplane, pool, shed
         self._requests = PlanCache()  # joined ones, with their plans, by key and shapes
@@ -165,8 +166,7 @@ class Batcher:
                 outcomes[i] = error
         if len(ready) > 1 and self._together(batch, ready, outcomes):
             return outcomes
-        with self._lock:
-            self._apart += len(ready) if len(ready) > 1 else 0
+        self.count_apart(len(ready) if len(ready) > 1 else 0)
         for i, *_ in ready:
             try:
                 outcomes[i] = members[i].answer()
@@ -200,10 +200,19 @@ class Batcher:
                 outcomes[i] = batch.members[i].complete(version, own, *spent)
             except Exception as error:  # noqa: BLE001
                 outcomes[i] = error
-        with self._lock:
-            self._counts.add(len(parts))
-            self._sizes.add(batch.items)
+        self.count(len(parts), batch.items)
         return True
+
+    def count(self, requests: int, items: int) -> None:
+        """Count a run of so many requests. Any thread."""
+        with self._lock:
+            self._counts.add(requests)
+            self._sizes.add(items)
+
+    def count_apart(self, requests: int) -> None:
+        """Count requests that could not be run as one. Any thread."""
+        with self._lock:
+            self._apart += requests
 
     def families(self) -> Iterator[Metric]:
         """For Prometheus."""

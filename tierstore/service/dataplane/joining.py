@@ -36,13 +36,7 @@ class Joint:
 def joint_of(request: Request, plan: Plan) -> Joint | None:
     """How a request may be joined with others; None where it may not."""
     dense = plan.dense
-    if dense is None or plan.bindings is None or not all(spec.fixed for spec in plan.specs):
-        return None
-    bindings = plan.bindings
-    declared = [tensor.shape for tensor in bindings.signature.inputs]
-    declared += [bindings.outputs[name].shape for name in dense.run.outputs]
-    firsts = {shape[0] if shape else None for shape in declared}
-    if len(firsts) != 1 or not isinstance(next(iter(firsts)), str):
+    if dense is None or not can_join(plan):
         return None
     own = [request.inputs[position] for _, position in dense.inputs]
     sizes = {call.lead[0] for call in plan.calls} | {tensor.shape[0] for tensor in own}
@@ -58,6 +52,17 @@ def joint_of(request: Request, plan: Plan) -> Joint | None:
     inputs = tuple((tensor.name, tensor.datatype, kind) for tensor, kind in zip(request.inputs, kinds, strict=True))
     outputs = tuple((output.name, output.datatype, output.combiner) for output in request.outputs)
     return Joint((inputs, outputs, request.combiner), sizes.pop())
+
+
+def can_join(plan: Plan) -> bool:
+    """Whether requests of a plan's structure may be joined with others, if their sizes agree."""
+    dense, bindings = plan.dense, plan.bindings
+    if dense is None or bindings is None or not all(spec.fixed for spec in plan.specs):
+        return False
+    declared = [tensor.shape for tensor in bindings.signature.inputs]
+    declared += [bindings.outputs[name].shape for name in dense.run.outputs]
+    firsts = {shape[0] if shape else None for shape in declared}
+    return len(firsts) == 1 and isinstance(next(iter(firsts)), str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from tierstore.service.exchange import DIRECT_BYTES, Answered, Exchange, Message
 from tierstore.service.http.messages import (
     ARRIVED,
     ERROR,
+    FAILED,
     LATER,
     LEFT,
     REQUEST_ID,
@@ -71,7 +72,7 @@ class ProtocolApplication:
             caller = caller_of(scope, headers, began_ns)
             holding.reserve(len(body))
             exchange = self._exchange(scope, message, body, caller, headers)
-            answer = exchange.begin()
+            answer = exchange.begin(failed=scope.get(FAILED))
             if answer is None:
                 pending = exchange.hand_over(self._answered(exchange, holding, scope))
                 waits = True
@@ -141,7 +142,7 @@ class ProtocolApplication:
         caller = caller_of(scope, headers, began_ns)
         body = await read_body(receive, headers, self._service.settings.max_request, holding)
         exchange = self._exchange(scope, message, body, caller, headers)
-        response = exchange.begin()
+        response = exchange.begin(failed=scope.get(FAILED))
         if response is not None:
             return response
         pending = exchange.hand_over()

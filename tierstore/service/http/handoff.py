@@ -23,6 +23,7 @@ from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
     ERROR,
+    FAILED,
     LATER,
     LEFT,
     UNPLANNED,
@@ -76,7 +77,7 @@ class Handoff:
         self._server.adopt(sock, b"", refused=True)
 
     def request(self, reply: Reply, data: bytes) -> None:
-        if self._cut:
+        if self._cut and reply.error is None:
             reply.drop()
             return
         end = data.index(b"\r\n\r\n")
@@ -98,6 +99,8 @@ class Handoff:
             UNPLANNED: reply.reason in (kernel.NO_PLAN, kernel.ACCESS),
             LATER: partial(self._answer_left, reply),
         }
+        if reply.error is not None:
+            scope[FAILED] = reply.error
         body = memoryview(data)[end + 4 :]
         self._left[reply] = scope
         response = self._app.at_once(scope, body)
@@ -128,6 +131,9 @@ class Handoff:
         for scope in list(self._left.values()):
             error = scope[ERROR] = Closed(CUT_OFF)
             scope[LATER](error_for_path(scope["path"], error))
+        for reply, data in self._reactors.cut_off():
+            reply.error = Closed(CUT_OFF)
+            self.request(reply, data)
 
     async def _answer_later(self, reply: Reply, scope: Scope, body: memoryview) -> None:
         """Have the application answer as any ASGI server would."""

@@ -63,6 +63,8 @@ UNNAMED = Peer()
 # in a scope: what is told, on any thread, the response to a request that `at_once` leaves to a thread; None: nobody waits for one.
 # It returns whether that was the first response. And whether `at_once` has done so.
 LATER, LEFT = "tierstore.later", "tierstore.left"
+# the error with which a request is to be answered, if it has failed before it came
+FAILED = "tierstore.failed"
 # whether a reactor may have handed the request on for want of a plan, or of its caller
 UNPLANNED = "tierstore.unplanned"
 

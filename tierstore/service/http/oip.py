@@ -54,6 +54,7 @@ from tierstore.service.oip.json_request import (
 )
 from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.oip.parameters import version_of
+from tierstore.service.reactor.scorings import can_score
 
 _BINARY = b"application/octet-stream"
 _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
@@ -145,9 +146,12 @@ class InferMessage:
             self._teach(self._service.plans, self._tail, inference)
 
     def _teach(self, plans: PlanIndex, tail: memoryview, inference: Inference) -> None:
-        """Have reactors answer requests such as this one; or refuse them where they would wait too long, as batches do not."""
-        plan, view = inference.plan, inference.view
-        if b"content-encoding" in self._headers or (plan.dense is not None and self._service.batches.max_items):
+        """Have reactors answer requests such as this one, or begin them; or at least refuse them where they would wait too long."""
+        plan, view, batches = inference.plan, inference.view, self._service.batches
+        if b"content-encoding" in self._headers:
+            return
+        begun = not batches.waits and can_score(self._parsed, plan, self._layout, view.predictor)
+        if plan.dense is not None and batches.max_items and not begun:  # what is joined in Python waits in another way
             return
         text = self._body[: len(self._body) - len(tail)]
         refusal = None if plan.dense is None else _REFUSAL

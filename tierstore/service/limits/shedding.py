@@ -120,7 +120,7 @@ class Waits:
 
     def __init__(self, pool: str, shed: Shed, limit_s: float) -> None:
         self._pool, self.shed, self._limit_s = pool, shed, limit_s
-        self._call_s = 0.0  # what a call takes; of two threads that note one at the same time one may be lost
+        self.call_s = 0.0  # what a call takes; of two threads that note one at the same time one may be lost
 
     def timed(self, call: Callable[..., T], *args: Any) -> T:
         """Run a call, and note how long it has taken its thread, whatever comes of it."""
@@ -132,12 +132,12 @@ class Waits:
 
     def ran(self, took_s: float) -> None:
         """Note how long a call has taken its thread."""
-        self._call_s += (took_s - self._call_s) / (_RECENT if self._call_s else 1)
+        self.call_s += (took_s - self.call_s) / (_RECENT if self.call_s else 1)
 
     def expected_s(self, pending: int, threads: int) -> float:
         """How long a call that comes now would wait, with so many queued or running on `threads` threads."""
         busy = pending >= threads  # those that run are half done, as a mean
-        return busy * (pending - threads + 0.5) * self._call_s / threads
+        return busy * (pending - threads + 0.5) * self.call_s / threads
 
     def admit(self, wait_s: float, remaining_s: float | None) -> None:
         """Called before a call is queued that would wait about `wait_s`; it has a deadline in `remaining_s`, or none.

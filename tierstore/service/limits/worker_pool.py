@@ -19,7 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Closed, Overloaded
-from tierstore.kernels.reactor_words import FULL
+from tierstore.kernels import epochs as atomics
+from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.codec import address_of
+from tierstore.service.limits.call_queue import CallQueue
 from tierstore.service.limits.shedding import Caller, Waits
 
 logger = logging.getLogger(__name__)
@@ -37,23 +40,29 @@ class WorkerPool:
 
     Leaner than `loop.run_in_executor` (one future instead of two, no condition variable), because every look-up pays for the
     handoff to a thread. Calls run in order; with `waits`, only those that somebody still waits for, and that have not to wait too long.
+    With `with_jobs` compiled threads give it jobs as well, see `serve_jobs`.
     """
 
-    def __init__(self, name: str, *, threads: int, queue_limit: int, waits: Waits | None = None) -> None:
+    def __init__(
+        self, name: str, *, threads: int, queue_limit: int, waits: Waits | None = None, with_jobs: bool = False
+    ) -> None:
         # constant after construction
         self.name = name
         self.threads = threads
         self.queue_limit = queue_limit
-        self._waits = waits
+        self.waits = waits
         # written on the event loop alone
         self.rejected = 0  # by reactors too
-        self._wait_ns = np.zeros(1, np.int64)
         self._closed = False
+        # of `serve_jobs`
+        self._words = np.zeros(kernel.SHARED_WORDS, np.int64)
+        self._serve_job: Callable[[int], None] = lambda number: None
         self._lock = threading.Lock()
         # guarded by _lock
         self._pending = 0
         # synchronized by itself
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()  # None ends a thread
+        self.jobs = CallQueue(2 * (threads + queue_limit)) if with_jobs else None
+        self._queue: Any = self.jobs or queue.SimpleQueue()  # of _Item, and of None, which ends a thread
         self._workers = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
         for worker in self._workers:
             worker.start()
@@ -61,16 +70,33 @@ class WorkerPool:
     @property
     def busy(self) -> int:
         """Threads at work, as far as the loop knows."""
-        return min(self._pending, self.threads)
+        return min(self._all_pending, self.threads)
 
     @property
     def waiting(self) -> int:
         """Calls in the queue."""
-        return max(0, self._pending - self.threads)
+        return max(0, self._all_pending - self.threads)
 
     def under_way(self) -> bool:
         """Whether a call is queued, running, or on its way back to the loop. Never after the pool was closed."""
-        return self._pending > 0 and not self._closed  # a loop that has ended counts no call as back
+        return self._all_pending > 0 and not self._closed  # a loop that has ended counts no call as back
+
+    @property
+    def _all_pending(self) -> int:
+        return self._pending + int(self._words[kernel.QUEUED])
+
+    def serve_jobs(self, words: npt.NDArray[np.int64], serve: Callable[[int], None]) -> None:
+        """From now on a thread gives `serve` the number of each job that is written to `jobs.outbox`, and `jobs_done` follows.
+
+        `words` is the memory of the reactors, which count the jobs that they give there, and read how long one would wait. Event loop only.
+        """
+        self._words, self._serve_job = words, serve
+        self._publish()
+
+    def jobs_done(self, count: int) -> None:
+        """So many jobs are over. Any thread."""
+        atomics.add(address_of(self._words) + 8 * kernel.QUEUED, -count)
+        self._publish()
 
     def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
         """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full, or too long for it.
@@ -108,30 +134,36 @@ class WorkerPool:
             raise Closed("the service is shutting down")
         if self._is_full():
             self.rejected += 1
-            if self._waits is not None:
-                self._waits.shed.count("queue_full")
+            if self.waits is not None:
+                self.waits.shed.count("queue_full")
             raise Overloaded(
                 f"{self.queue_limit} calls wait for the {self.name} threads already; try again in a second"
             )
-        if self._waits is not None:
-            self._waits.admit(self._expected_s(), None if caller is None else caller.remaining_s())
+        if self.waits is not None:
+            self.waits.admit(self._expected_s(), None if caller is None else caller.remaining_s())
         self._count(1)
-        self._queue.put((cancelled, done, time.perf_counter_ns(), caller, function, args))
-
-    def publish_wait(self, word: npt.NDArray[np.int64]) -> None:
-        """From now on write to `word`, int64[1], how many nanoseconds a call that comes now would wait, or FULL. Event loop only."""
-        self._wait_ns = word
+        try:
+            self._queue.put((cancelled, done, time.perf_counter_ns(), caller, function, args))
+        except Overloaded:
+            self._count(-1)
+            raise
 
     def _is_full(self) -> bool:
-        return self._pending >= self.threads + self.queue_limit
+        return self._all_pending >= self.threads + self.queue_limit
 
     def _expected_s(self) -> float:
-        return 0.0 if self._waits is None else self._waits.expected_s(self._pending, self.threads)
+        return 0.0 if self.waits is None else self.waits.expected_s(self._all_pending, self.threads)
 
     def _count(self, calls: int) -> None:
         with self._lock:
             self._pending += calls
-            self._wait_ns[0] = FULL if self._is_full() else int(self._expected_s() * 1e9)
+            self._words[kernel.OTHER_QUEUED] = self._pending
+        self._publish()
+
+    def _publish(self) -> None:
+        """Tell reactors what a call takes its thread."""
+        if self.waits is not None:
+            self._words[kernel.CALL_NS] = int(self.waits.call_s * 1e9)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let the threads finish the queue, then end them."""
@@ -141,16 +173,25 @@ class WorkerPool:
                 self._queue.put(None)
         for worker in self._workers:
             worker.join(timeout_s)
+        if self.jobs is not None and not any(worker.is_alive() for worker in self._workers):
+            self.jobs.close()
+            self.jobs = None
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, int):
+                try:
+                    self._serve_job(item)
+                except Exception:
+                    logger.exception("job %d on %s is not done", item, self.name)
+                continue
             cancelled, done, queued_ns, caller, function, args = item
             result, error = None, None
             try:
                 if cancelled is None or not cancelled():
-                    if self._waits is not None:
-                        self._waits.check(queued_ns, caller)
-                    result = function(*args) if self._waits is None else self._waits.timed(function, *args)
+                    if self.waits is not None:
+                        self.waits.check(queued_ns, caller)
+                    result = function(*args) if self.waits is None else self.waits.timed(function, *args)
             except BaseException as caught:  # noqa: BLE001 - handed to whoever awaits the future
                 error = caught
             try:

@@ -37,7 +37,7 @@ free.argtypes, free.restype = [ctypes.c_void_p], None
 
 
 class ColdReaders:
-    """`threads` readers for `reactors` reactors, with the jobs that those may give them."""
+    """`threads` readers for `reactors` reactors, with the jobs that those may give them, or to threads that predict."""
 
     def __init__(self, reactors: int, threads: int, epochs: Epochs) -> None:
         # constant after construction
@@ -48,7 +48,7 @@ class ColdReaders:
         self._epochs = epochs
         self._words = np.zeros(coldread.SHARED_WORDS, np.int64)
         self._words[coldread.RUN_AT] = lookupplan.run.address
-        self._done_at = np.zeros(reactors, np.int64)
+        self.done_at = np.zeros(reactors, np.int64)  # of each reactor: where to write what is done
         self._thread_count = threads
         # from `start` on: descriptors of pipes
         self.inboxes: list[int] = []  # of each reactor: jobs that are done
@@ -64,15 +64,15 @@ class ColdReaders:
         offers, self._offers = open_pipe()
         os.set_blocking(inbox, True)
         os.set_blocking(offers, True)
-        for number in range(len(self._done_at)):
-            done, self._done_at[number] = open_pipe()
+        for number in range(len(self.done_at)):
+            done, self.done_at[number] = open_pipe()
             self.inboxes.append(done)
         arguments = (
             address_of(self._words),
             address_of(self.jobs),
             inbox,
             self._offers,
-            address_of(self._done_at),
+            address_of(self.done_at),
         )
         self._threads = [
             threading.Thread(target=coldread.serve, args=arguments, name=f"tierstore-cold-{number}", daemon=True)
@@ -106,7 +106,7 @@ class ColdReaders:
             os.write(self._offers, _END)
             promoter.join()
         self._epochs.remove_readers(self.jobs)
-        for job in self.jobs[self.jobs[:, coldread.ANNOUNCED] != 0]:
+        for job in self.jobs[(self.jobs[:, coldread.ANNOUNCED] != 0) & (self.jobs[:, coldread.SCORING] == 0)]:
             free(int(job[coldread.BLOCK]))
 
     @property

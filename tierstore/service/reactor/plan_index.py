@@ -1,7 +1,8 @@
 """The index of plans by which reactors answer: how requests of a structure are answered, as numbers (`kernels/lookupplan.py`).
 
 `PlanIndex.learn` is called when Python has planned a request, and keeps the plan of its structure if a reactor can run it: look-ups of
-rows and bags with binary keys in the body and binary outputs. Of a prediction it keeps that a reactor can refuse it. `learn_rows` does it
+rows and bags with binary keys in the body and binary outputs, and predictions of scores alone, whose graph a thread of Python runs
+(`predictions.py`). Of other predictions it keeps that a reactor can refuse them. `learn_rows` does it
 for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line by one plan. The number of plans is
 bounded; the least recently used of its set makes room. What is learned in a second is bounded too, so that who sends a new
 structure each time costs what Python's answers cost. Any thread may call anything; compiled threads read the index as it is filled.
@@ -9,6 +10,7 @@ structure each time costs what Python's answers cost. Any thread may call anythi
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -22,7 +24,7 @@ from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import CANARY, STABLE
 from tierstore.engine.serving.words import can_be_read, labels_word
-from tierstore.kernels import front_rows, jsonscan, plansearch, request_record
+from tierstore.kernels import binding, front_rows, jsonscan, plansearch, request_record
 from tierstore.kernels import lookupplan as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
@@ -32,7 +34,15 @@ from tierstore.service.limits.rates import RateLimits
 from tierstore.service.oip.json_request import InferRequest
 from tierstore.service.oip.json_response import ResponseLayout
 from tierstore.service.reactor.count_rows import CountRows, Counts
-from tierstore.service.reactor.plan_words import address, answer_pieces, is_runnable, variant_words
+from tierstore.service.reactor.plan_words import (
+    address,
+    answer_pieces,
+    is_runnable,
+    prediction_words,
+    score_pieces,
+    variant_words,
+)
+from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
 from tierstore.types import Tier
 
 MOST_PLANS = layout.SETS * layout.WAYS
@@ -50,6 +60,8 @@ Version = tuple[str, int]
 
 class _Variant:
     """How a request is answered under one version and dense part. `kept` is what its words point to."""
+
+    scoring = 0  # the number of a prediction's
 
     def __init__(
         self, token: int, words: list[int], version: Version | None, tables: list[LookupCounts], *kept: object
@@ -115,6 +127,8 @@ class PlanIndex:
         self._epochs: Epochs = store.epochs
         self.versions: CountRows[Version | None] = CountRows(threads, _MOST_VERSIONS, kernel.COUNT_WORDS, absorb)
         self.tables: CountRows[LookupCounts] = CountRows(threads, _MOST_TABLES, kernel.TABLE_COUNT_WORDS, _add_keys)
+        self.scorings: dict[int, Scoring] = {}  # by number; each as long as a thread may be given a job of it
+        self._numbers = itertools.count(1)
         self._index: Words = np.zeros((layout.SETS, layout.WAYS, 2), np.int64)  # compiled threads read it
         shared[kernel.PLANS_AT] = address_of(self._index)
         self._lock = threading.Lock()
@@ -143,7 +157,7 @@ class PlanIndex:
         """Keep how requests of `model` that have the structure of this one are answered under `view`, if a reactor can do it.
 
         `text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs. `refusal`: of a prediction, which
-        a reactor refuses with these bytes where it would wait too long; `DATE_PLACE` is in them for the date.
+        a reactor refuses with these bytes where it would wait too long; `DATE_PLACE` is in them for the date. Else it begins it, if it can.
         """
         if plan.dense is not None and refusal is None:
             return
@@ -167,7 +181,8 @@ class PlanIndex:
                 return
             of = model, plan.version
             if refusal is not None:
-                new = self._refusing(token, refusal, of)
+                new = self._predicting(token, view, parsed, plan, answer, refusal, place[0], of)
+                new = new or self._refusing(token, refusal, of)
             else:
                 new = self._variant(token, view, parsed, plan, answer, of)
             if new is None:
@@ -262,6 +277,7 @@ class PlanIndex:
 
     def _release(self, variant: _Variant) -> None:
         """Nobody counts by a variant any more."""
+        self.scorings.pop(variant.scoring, None)
         self.versions.release(variant.version)
         for table in variant.tables:
             self.tables.release(table)
@@ -284,8 +300,43 @@ class PlanIndex:
         rows = self._count_rows(version, [])
         if rows is None:
             return None
-        words = [token, address(refusal), len(refusal), refusal.index(DATE_PLACE), 0, 0, *rows]
+        words = [0] * binding.VARIANT_WORDS
+        for which, value in {layout.TOKEN: token, layout.COUNTS: rows[0], **_refusal_words(refusal)}.items():
+            words[which] = value
         return _Variant(token, words, version, [], refusal)
+
+    def _predicting(
+        self,
+        token: int,
+        view: Any,
+        parsed: InferRequest,
+        plan: Plan,
+        answer: ResponseLayout,
+        refusal: bytes,
+        path: bytes,
+        version: Version,
+    ) -> _Variant | None:
+        """None where a reactor cannot begin it, or a table or its counts are out of its reach. Called with the lock held."""
+        tables, session = view.open_version.tables, view.predictor
+        if not can_score(parsed, plan, answer, session) or not all(
+            can_be_read(tables[call.table.name]) for call in plan.calls
+        ):
+            return None
+        number = next(self._numbers)
+        try:
+            scoring, parts = scoring_words(number, parsed, plan, session)
+        except Unfit:
+            return None
+        pieces = score_pieces(parts[2], answer)
+        counts = [tables[call.table.name].counts for call in plan.calls]
+        rows = None if pieces is None else self._count_rows(version, counts)
+        if pieces is None or rows is None:
+            return None
+        words, kept = prediction_words(token, plan, pieces, view, rows, _refusal_words(refusal), scoring)
+        new = _Variant(token, words, version, counts, refusal, parts, *kept)
+        new.scoring = number
+        self.scorings[number] = scoring_of(path.decode(), version[0], plan, session, parts)
+        return new
 
     def _variant(
         self, token: int, view: Any, parsed: InferRequest, plan: Plan, answer: ResponseLayout, version: Version
@@ -314,6 +365,14 @@ class PlanIndex:
 
 def _add_keys(counts: LookupCounts, new: Counts, _: Counts) -> None:
     counts.add(new[: len(Tier)])
+
+
+def _refusal_words(refusal: bytes) -> dict[int, int]:
+    return {
+        binding.HEAD_AT: address(refusal),
+        binding.HEAD_BYTES: len(refusal),
+        binding.DATE_AT: refusal.index(DATE_PLACE),
+    }
 
 
 def _wanted(version: int | str | None) -> int:

@@ -22,7 +22,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -41,7 +41,9 @@ from tierstore.service.process import request_short_slices
 from tierstore.service.reactor.cold_reads import ColdReaders, free
 from tierstore.service.reactor.lanes import Lanes, Message
 from tierstore.service.reactor.memory import areas, register
+from tierstore.service.reactor.predictions import Counted, Predictions
 from tierstore.service.reactor.reply import Reply, Sending
+from tierstore.service.reactor.scorings import Scoring
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +88,16 @@ class Reactors:
             kernel.SLOWEST_RATE: slow_clients.SLOWEST_RATE,
             kernel.REACTORS: threads,
             kernel.MOST_DESCRIPTORS: most,
+            kernel.POOL_THREADS: settings.lookup_threads,
+            kernel.POOL_QUEUE: settings.lookup_queue,
         }.items():
             self._limits[word] = value
         self.words[kernel.GENERATION_AT] = address_of(epochs.generation)
         self.words[kernel.MODELS_AT] = address_of(epochs.models)
         self.cold_readers = ColdReaders(threads, settings.disk_threads, epochs)
         self._memory = [mmap.mmap(-1, sum(areas())) for _ in range(threads)]
+        self._predictions: Predictions | None = None  # set before `start`, with the pipe of those who run them
+        self._prediction_outbox = -1
         # the event loop's
         self.running = False  # from `start` on, for good
         self.sending: dict[tuple[int, int], Sending] = {}
@@ -136,6 +142,14 @@ class Reactors:
             worker.start()
         self.running = True
 
+    def predict_with(self, service: Counted, scorings: Mapping[int, Scoring]) -> None:
+        """Have the threads of a service's look-up pool run the graphs of predictions. Before `start`."""
+        pool = service.lookup_pool
+        assert pool.jobs is not None
+        self._predictions = Predictions(service, scorings, self, self.cold_readers)
+        self._prediction_outbox = pool.jobs.outbox
+        pool.serve_jobs(self.words, self._predictions.serve)
+
     def drain(self) -> None:
         """From now on a connection is closed after its next answer, which says so. Event loop only."""
         self._set_mode(kernel.DRAIN)
@@ -150,6 +164,8 @@ class Reactors:
         for worker in self._workers:
             if worker.ident is not None:
                 worker.join()
+        if self._predictions is not None:
+            self._predictions.close()
         self.cold_readers.stop()
         self._epochs.remove_readers(self._lines)
         for fd in np.flatnonzero(self.conns[:, kernel.STATE] != kernel.FREE).tolist():
@@ -224,7 +240,7 @@ class Reactors:
         return kernel.Here(
             number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
             np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
-            cold.free_jobs[number], cold.outbox, cold.inboxes[number], address_of(cold.jobs), lookupplan.run.address,
+            cold.free_jobs[number], cold.outbox, cold.inboxes[number], self._prediction_outbox, address_of(cold.jobs), lookupplan.run.address,
             front_rows.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
             scratch, record, structure, bound, values, codes, date,
         )  # fmt: skip
@@ -251,6 +267,12 @@ class Reactors:
             failed = reactor.reply(self._inboxes[number], what, serial, address_of(data), len(data), inflight)
         if failed:
             raise OSError(-failed, os.strerror(-failed))
+
+    def cut_off(self) -> Iterator[tuple[Reply, bytes]]:
+        """Predictions that threads are not to answer any more, each with its request. Event loop only."""
+        for number, fd, serial in [] if self._predictions is None else self._predictions.cut_off():
+            at, size = self.conns[fd, [kernel.IN_AT, kernel.NEEDED]].tolist()
+            yield Reply(self, number, fd, serial), ctypes.string_at(at, size)
 
     def give_back(self, fd: int) -> None:
         """Give a connection back to its reactor, which owns the descriptor from now on."""
@@ -290,7 +312,10 @@ class Reactors:
         assert receiver is not None
         if kind == kernel.REQUEST:
             owner = int(self.conns[fd, kernel.OWNER])
-            receiver.request(Reply(self, owner, fd, serial), ctypes.string_at(value, more))
+            reply = Reply(self, owner, fd, serial)
+            if self._predictions is not None:
+                reply.error = self._predictions.error_of(fd, serial & kernel.SERIALS)
+            receiver.request(reply, ctypes.string_at(value, more))
         elif kind == kernel.CONNECTION:
             data = ctypes.string_at(value, more) if more else b""
             free(value or None)

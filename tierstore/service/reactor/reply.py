@@ -30,12 +30,13 @@ class Pipes(Protocol):
 class Reply:
     """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once. Any thread."""
 
-    __slots__ = ("_fd", "_reactor", "_reactors", "_serial", "reason")
+    __slots__ = ("_fd", "_reactor", "_reactors", "_serial", "error", "reason")
 
     def __init__(self, reactors: Pipes, reactor: int, fd: int, serial: int) -> None:
         """`serial` with the reason behind it, as a REQUEST has it."""
         self._reactors, self._reactor, self._fd, self._serial = reactors, reactor, fd, serial & kernel.SERIALS
         self.reason = serial >> 32  # why the reactor has not answered, one of `kernel.REASONS` by its place
+        self.error: BaseException | None = None  # to be told in answer: why what was begun has failed
 
     def is_lost(self) -> bool:
         """Whether the client has gone. Any thread."""

@@ -1,0 +1,310 @@
+"""Predictions that reactors have begun: threads of the look-up pool run their graphs on the rows that lie ready.
+
+A reactor has looked the rows up, written the head of the answer, and put the number of a job into the pool's queue
+(`kernels/reactor_predictions.py`). A thread runs the graph, writes the scores behind the head, and gives the job back to its
+reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. What goes wrong is told to
+Python's way, which answers with the error, counts and logs it; a job that has to be planned anew is that way's from the start.
+
+`serve` runs on the pool's threads; `cut_off` and `error_of` on the event loop, `close` on any thread, once. Nothing survives a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import TierstoreError
+from tierstore.kernels import coldread as job_words
+from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels import scoring as layout
+from tierstore.kernels.httphead import MOST_HEAD_BYTES
+from tierstore.service.addresses import host_port
+from tierstore.service.dataplane.batching import Batcher
+from tierstore.service.limits.shedding import Caller, Gone
+from tierstore.service.limits.worker_pool import WorkerPool
+from tierstore.service.reactor.cold_reads import ColdReaders, free
+from tierstore.service.reactor.reply import Pipes, Reply
+from tierstore.service.reactor.scorings import Scoring
+from tierstore.service.request_log import RequestLog
+from tierstore.service.stats import InferenceStats, RequestTimes, Timings
+
+logger = logging.getLogger(__name__)
+
+_NUMBER = struct.Struct("<q")
+_ID = re.compile(rb"\r\n(?i:x-request-id):[ \t]*([^\r]*?)[ \t]*\r\n")
+_MEMORY = [ctypes.c_char * (1 << bits) for bits in range(48)]  # blocks by their size, rounded up
+_DONE, _FOR_PYTHON = job_words.DONE, job_words.FOR_PYTHON
+_RETURNED = 2  # as FOR_PYTHON, of a job that was given back
+_ROW_WORDS, _SIZES = layout.ROW_WORDS, layout.ROW_SIZES
+
+
+class Counted(Protocol):
+    """What of the service knows of predictions."""
+
+    lookup_pool: WorkerPool
+    batches: Batcher
+    inference_stats: InferenceStats
+    request_times: RequestTimes
+    request_log: RequestLog
+
+
+class _Job:
+    """One prediction, as arrays in its block: `feed` for the graph, `targets` for its scores. One thread at a time."""
+
+    __slots__ = ("feed", "number", "scoring", "targets", "words")
+
+    def __init__(self, number: int, words: list[int], scoring: Scoring) -> None:
+        self.number, self.words, self.scoring = number, words, scoring
+        block, inputs, outputs = words[job_words.BLOCK], scoring.inputs, scoring.outputs
+        memory: Any = _MEMORY[words[job_words.HELD_BYTES].bit_length()].from_address(block)
+        shape = len(inputs) + len(outputs), _ROW_WORDS
+        table = np.ndarray(shape, np.int64, memory, words[job_words.TABLE] - block).tolist()
+        self.feed: dict[str, npt.NDArray[Any]] = {
+            name: np.ndarray(row[_SIZES:end], dtype, memory, row[0] - block)
+            for (name, dtype, end), row in zip(inputs, table, strict=False)
+        }
+        self.targets: list[npt.NDArray[Any]] = [
+            np.ndarray(row[_SIZES:end], dtype, memory, row[0] - block)
+            for (_, dtype, end), row in zip(outputs, table[len(inputs) :], strict=True)
+        ]
+
+    @property
+    def items(self) -> int:
+        """The first size of all its inputs and outputs; 0 where they differ."""
+        sizes = {array.shape[0] for array in (*self.feed.values(), *self.targets)}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def joins(self, other: _Job) -> bool:
+        """Whether it differs from another one of its structure in the first sizes alone."""
+        mine, its = (*self.feed.values(), *self.targets), (*other.feed.values(), *other.targets)
+        return all(one.shape[1:] == another.shape[1:] for one, another in zip(mine, its, strict=True))
+
+
+class Predictions:
+    """The predictions among the jobs of all reactors of a service; `scorings` are found by their number."""
+
+    def __init__(self, service: Counted, scorings: Mapping[int, Scoring], pipes: Pipes, readers: ColdReaders) -> None:
+        # constant after construction
+        self._service, self._scorings, self._pipes = service, scorings, pipes
+        self._jobs, self._done = readers.jobs, readers.done_at
+        self._pool, self._most_items = service.lookup_pool, service.batches.max_items
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._running: dict[int, int] = {}  # numbers of jobs, and their blocks
+        self._errors: dict[int, tuple[int, BaseException]] = {}  # by connection, with its serial, until Python answers
+        self._cut = False  # whether nothing is answered any more
+
+    # --- on threads of the pool
+
+    def serve(self, number: int) -> None:
+        """Run a job, and those that may be joined with it."""
+        job = self._begin(number)
+        if job is None:
+            return
+        jobs = [job]
+        if self._most_items and job.scoring.joins and 0 < job.items < self._most_items:
+            jobs += self._others(job)
+        began_s = time.perf_counter()
+        waits, ready = self._pool.waits, []
+        assert waits is not None
+        try:
+            for one in jobs:
+                try:
+                    waits.check(one.words[job_words.QUEUED_NS], self._caller(one.words))
+                    ready.append(one)
+                except Exception as error:  # noqa: BLE001 - Python tells it
+                    self._end(one, error)
+            if len(ready) > 1 and self._run_joined(ready):
+                return
+            if len(ready) > 1:
+                self._service.batches.count_apart(len(ready))
+            for one in ready:
+                self._run(one)
+        except Exception as error:
+            logger.exception("predictions are left to Python")
+            for one in jobs:
+                if one.number in self._running:
+                    self._end(one, error)
+        finally:
+            for _ in jobs:
+                waits.ran((time.perf_counter() - began_s) / len(jobs))
+            self._pool.jobs_done(len(jobs))
+
+    def _begin(self, number: int) -> _Job | None:
+        """A job that a thread has taken from the queue; None where it is over already."""
+        words: list[int] = self._jobs[number].tolist()
+        with self._lock:
+            cut = self._cut
+            if not cut:
+                self._running[number] = words[job_words.BLOCK]
+        if cut:
+            self._pool.jobs_done(1)
+            return None
+        return _Job(number, words, self._scorings[words[job_words.SCORING]])  # kept as long as the job keeps its view
+
+    def _others(self, first: _Job) -> list[_Job]:
+        """Jobs that wait and may be joined with one; what else was at the head of the queue goes to its end."""
+        assert self._pool.jobs is not None
+        others, back, items = [], [], first.items
+        for number in self._pool.jobs.jobs(self._most_items):
+            if self._jobs[number, job_words.SCORING] == first.words[job_words.SCORING]:
+                job = self._begin(number)
+                if job is None:
+                    continue
+                more = job.items
+                if 0 < more <= self._most_items - items and job.joins(first):
+                    others.append(job)
+                    items += more
+                    continue
+                with self._lock:
+                    self._running.pop(number, None)
+            back.append(number)
+        self._pool.jobs.give_back(back)
+        return others
+
+    def _caller(self, words: list[int]) -> Caller:
+        caller = Caller(words[job_words.ARRIVED_NS], partial(self._is_lost, words[job_words.FD]))
+        caller.deadline_ns = words[job_words.DEADLINE_NS] or None
+        return caller
+
+    def _is_lost(self, fd: int) -> bool:
+        return bool(self._pipes.conns[fd, kernel.LOST])
+
+    def _run(self, job: _Job) -> None:
+        scoring, began_ns = job.scoring, time.perf_counter_ns()
+        session = scoring.session
+        if session.loose is not scoring.loose:  # an output is not as it was declared: to be planned anew
+            self._end(job, None)
+            return
+        try:
+            results = session.run_feed(scoring.names, job.feed)
+            for name, target, result in zip(scoring.names, job.targets, results, strict=True):
+                session.check_shape(name, target.shape, result)
+                target[...] = result
+        except BaseException as error:  # noqa: BLE001 - Python tells it
+            self._end(job, error)
+        else:
+            self._answer(job, began_ns, time.perf_counter_ns() - began_ns)
+
+    def _run_joined(self, jobs: list[_Job]) -> bool:
+        """Run jobs as one. False where that is not possible, or has failed."""
+        scoring, began_ns = jobs[0].scoring, time.perf_counter_ns()
+        session, items = scoring.session, [job.items for job in jobs]
+        if session.loose is not scoring.loose:
+            return False
+        try:
+            feed = {name: np.concatenate([job.feed[name] for job in jobs]) for name in jobs[0].feed}
+            results = session.run_feed(scoring.names, feed)
+            for name, target, result in zip(scoring.names, jobs[0].targets, results, strict=True):
+                session.check_shape(name, (sum(items), *target.shape[1:]), result)
+        except TierstoreError:
+            return False
+        dense_ns, at = time.perf_counter_ns() - began_ns, 0
+        self._service.batches.count(len(jobs), sum(items))
+        for job, count in zip(jobs, items, strict=True):
+            for target, result in zip(job.targets, results, strict=True):
+                target[...] = result[at : at + count]
+            at += count
+            self._answer(job, began_ns, dense_ns)
+        return True
+
+    def _answer(self, job: _Job, began_ns: int, dense_ns: int) -> None:
+        """The scores are there: count the prediction, and have its reactor send the answer."""
+        words, scoring, service = job.words, job.scoring, self._service
+        came_ns, planned_ns, queued_ns = (
+            words[job_words.BEGAN_NS],
+            words[job_words.PLANNED_NS],
+            words[job_words.QUEUED_NS],
+        )
+        now_ns = time.perf_counter_ns()
+        lookup_ns = queued_ns - planned_ns
+        spent = Timings(
+            began_ns - queued_ns, planned_ns - came_ns, lookup_ns + dense_ns, now_ns - began_ns - dense_ns, lookup_ns, dense_ns
+        )  # fmt: skip
+        if not self._cut:  # counted before it leaves: who has the answer finds it counted
+            service.inference_stats.succeeded(scoring.model, scoring.version, now_ns - came_ns, spent)
+            service.request_times.add("oip_http", "ok", (now_ns - words[job_words.ARRIVED_NS]) / 1e9)
+            if service.request_log.logs(words[job_words.ARRIVED_NS]):
+                self._log(job, spent)
+        self._give_back(job, _DONE)
+
+    def _log(self, job: _Job, spent: Timings) -> None:
+        reactor, fd, serial = (job.words[word] for word in (job_words.REACTOR, job_words.FD, job_words.SERIAL))
+        reply = Reply(self._pipes, reactor, fd, serial)
+        with self._lock:
+            if self._cut:  # its bytes may be gone
+                return
+            request_id, client = self._id_of(fd), reply.client
+        self._service.request_log.note(
+            "POST", job.scoring.path, 200, job.words[job_words.ARRIVED_NS],
+            request_id=request_id, client=lambda: None if client is None else host_port(*client), spent=spent,
+        )  # fmt: skip
+
+    def _id_of(self, fd: int) -> str | None:
+        """The id that a request, which is not answered yet, has in its head."""
+        at, size = self._pipes.conns[fd, [kernel.IN_AT, kernel.NEEDED]].tolist()
+        found = _ID.search(ctypes.string_at(at, min(size, MOST_HEAD_BYTES)))
+        return None if found is None else found[1].decode("latin-1")
+
+    def _end(self, job: _Job, error: BaseException | None) -> None:
+        """Leave a job to Python, which answers with an error; None: from the start."""
+        if error is not None and not isinstance(error, Gone):  # of one whose client is gone the reactor knows
+            if isinstance(error, TierstoreError) and error.version is None:
+                error.version = job.scoring.version
+            with self._lock:
+                self._errors[job.words[job_words.FD]] = job.words[job_words.SERIAL], error
+        self._give_back(job, _RETURNED)
+
+    def _give_back(self, job: _Job, outcome: int) -> None:
+        """Give a job back to its reactor, unless somebody has answered in its place."""
+        with self._lock:
+            block = self._running.pop(job.number)
+            if self._cut:
+                free(block)
+                return
+            self._jobs[job.number, job_words.OUTCOME] = outcome
+            os.write(int(self._done[job.words[job_words.REACTOR]]), _NUMBER.pack(job.number))
+
+    # --- on the event loop
+
+    def error_of(self, fd: int, serial: int) -> BaseException | None:
+        """What has to be told in answer to a request that came back from here."""
+        if not self._errors:
+            return None
+        with self._lock:
+            of, error = self._errors.pop(fd, (serial, None))
+        return error if of == serial else None
+
+    def cut_off(self) -> list[tuple[int, int, int]]:
+        """From now on nothing is answered. Returns (reactor, connection, serial) of each prediction that is left, to be answered."""
+        with self._lock:
+            self._cut = True
+            return [
+                (words[job_words.REACTOR], words[job_words.FD], words[job_words.SERIAL])
+                for words in self._jobs[self._mine()].tolist()
+                if words[job_words.OUTCOME] == _FOR_PYTHON
+            ]
+
+    def _mine(self) -> npt.NDArray[np.bool_]:
+        jobs = self._jobs
+        mine: npt.NDArray[np.bool_] = (jobs[:, job_words.ANNOUNCED] != 0) & (jobs[:, job_words.SCORING] != 0)
+        return mine
+
+    def close(self) -> None:
+        """Free what is left, once the reactors have ended: but for what a thread is at, which that one frees."""
+        with self._lock:
+            self._cut = True
+            for number in np.flatnonzero(self._mine()).tolist():
+                if number not in self._running:
+                    free(int(self._jobs[number, job_words.BLOCK]))

@@ -1,0 +1,169 @@
+"""How predictions of a structure are run by one dense part: as numbers for the reactors (`kernels/scoring.py`), and for a thread of Python.
+
+Pure functions, and values that are not changed once made; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import binding, scoring
+from tierstore.kernels.codec import address_of
+from tierstore.predict.binding import FeatureInput
+from tierstore.predict.session import DenseSession
+from tierstore.predict.signature import BYTES, Dim, Tensor
+from tierstore.service.dataplane.joining import can_join
+from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request
+from tierstore.service.oip.json_request import InBody, InferRequest
+from tierstore.service.oip.json_response import ResponseLayout
+
+Tensors = list[tuple[str, np.dtype[Any], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a thread needs to run the graph: `inputs` and `outputs` with their names, dtypes, and where their sizes end in a row of a table.
+
+    `loose` is what was known of the session's outputs when it was made; `joins`: whether requests may be joined.
+    """
+
+    model: str
+    version: int
+    path: str
+    session: DenseSession
+    loose: frozenset[str]
+    inputs: Tensors
+    outputs: Tensors
+    names: list[str]
+    joins: bool
+
+
+class Unfit(Exception):
+    """A structure that reactors cannot begin."""
+
+
+def can_score(parsed: InferRequest, plan: Plan, answer: ResponseLayout, session: DenseSession | None) -> bool:
+    """Whether a reactor can begin predictions of this structure, whatever their sizes: scores alone, binary both ways, on the processor."""
+    dense = plan.dense
+    if session is None or dense is None or plan.numbers is not None or not isinstance(parsed.request, Request):
+        return False
+    if not session.is_on_cpu or len(plan.specs) != len(dense.positions) or any(not spec.fixed for spec in plan.specs):
+        return False
+    if answer.header is None or answer.spans or any(place is None for place in answer.positions):
+        return False
+    if any(type(source) is not InBody for source in parsed.sources):
+        return False
+    if any(tensor.datatype == BYTES for tensor, _ in dense.inputs):
+        return False
+    # strings that nothing is asked of are checked by Python
+    return not any(call.spec.datatype == BYTES and call.feeds is None for call in plan.calls)
+
+
+class _Shapes:
+    """The checks and inputs of a scoring while it is made (`kernels/scoring.py`). A size is a number, or that of a name, as ~name."""
+
+    def __init__(self) -> None:
+        self.checks: list[list[int]] = []
+        self.inputs: list[list[int]] = []
+        self.half = False
+        self._numbers: dict[str, int] = {}
+
+    def add_own(self, tensor: Tensor, of: int, rank: int) -> None:
+        """An input of the graph that is the input `of` of the request, which has so many sizes."""
+        if tensor.shape == ():  # the protocol has no tensors without dimensions
+            self.checks.append([of, 0, 1])
+            rank = 0
+        self.inputs.append([scoring.OWN, of, rank, 0, 0])
+        self._check(of, tensor.shape or ())
+
+    def add_feature(self, feature: FeatureInput, number: int, call: Call) -> None:
+        """One that has the rows of a look-up, the one of that number."""
+        of, lead = (call.keys, len(call.lead)) if call.offsets is None else (call.offsets, 1)
+        declared = feature.tensor.shape
+        width = feature.dim if len(feature.shape_for(call.lead)) == lead + 1 else 0
+        flat = feature.dim if lead == 2 and not width else 0  # rows lie side by side
+        self.half |= feature.dtype == "float16"
+        self.inputs.append([number, of, lead, width, flat])
+        if declared is None:
+            return
+        last = declared[-1]
+        if (width or flat) and isinstance(last, str):
+            raise Unfit
+        if flat:
+            declared = (declared[0], None if last is None else int(last) // flat)
+        self._check(of, declared[:lead])
+
+    def _check(self, of: int, declared: Sequence[Dim]) -> None:
+        for axis, dim in enumerate(declared):
+            if isinstance(dim, int):
+                self.checks.append([of, axis, dim])
+            elif dim is not None:
+                number = self._numbers.setdefault(dim, len(self._numbers))
+                if number >= binding.MOST_NAMES:
+                    raise Unfit
+                self.checks.append([of, axis, ~number])
+
+    def score(self, spec: OutputSpec, declared: Sequence[Dim] | None) -> list[int]:
+        """An output, whose sizes have to follow from those of inputs."""
+        if declared is None or len(declared) > scoring.MOST_SCORE_RANK:
+            raise Unfit
+        sizes = []
+        for dim in declared:
+            if not isinstance(dim, int) and dim not in self._numbers:
+                raise Unfit
+            sizes.append(dim if isinstance(dim, int) else ~self._numbers[str(dim)])
+        return [spec.dtype.itemsize, len(sizes), *sizes, *[0] * (scoring.MOST_SCORE_RANK - len(sizes))]
+
+
+def scoring_words(
+    number: int, parsed: InferRequest, plan: Plan, session: DenseSession
+) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+    """(the words, what they point to: checks, inputs and scores). Raises Unfit."""
+    dense, bindings, shapes = plan.dense, session.bindings, _Shapes()
+    assert dense is not None
+    assert isinstance(parsed.request, Request)
+    calls = {call.feature.name: at for at, call in enumerate(plan.calls)}
+    own = {tensor.name: position for tensor, position in dense.inputs}
+    for tensor in session.signature.inputs:
+        feature = bindings.features.get(tensor.name)
+        if feature is not None:
+            at = calls[tensor.name]
+            shapes.add_feature(feature, at, plan.calls[at])
+        else:
+            of = own[tensor.name]
+            shapes.add_own(tensor, of, len(parsed.request.inputs[of].shape))
+    scores = [shapes.score(spec, bindings.outputs[spec.name].shape) for spec in plan.specs]
+    parts = [np.array(part, np.int64) for part in (shapes.checks, shapes.inputs, scores)]
+    words = np.zeros(scoring.SCORING_WORDS, np.int64)
+    for which, value in {
+        scoring.NUMBER: number,
+        scoring.CHECKS: len(shapes.checks),
+        scoring.CHECKS_FROM: address_of(parts[0]),
+        scoring.INPUTS: len(shapes.inputs),
+        scoring.INPUTS_FROM: address_of(parts[1]),
+        scoring.SCORES: len(scores),
+        scoring.SCORES_FROM: address_of(parts[2]),
+        scoring.HALF: int(shapes.half),
+    }.items():
+        words[which] = value
+    return words, parts
+
+
+def scoring_of(path: str, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[np.int64]]) -> Scoring:
+    """What a thread needs, of the structure that `scoring_words` was called with and gave `parts`."""
+    inputs: Tensors = []
+    for tensor, row in zip(session.signature.inputs, parts[1].tolist(), strict=True):
+        rank = row[scoring.LEAD] + (row[scoring.WIDTH] > 0)
+        inputs.append((tensor.name, tensor.dtype, scoring.ROW_SIZES + rank))
+    outputs: Tensors = [
+        (spec.name, spec.dtype, scoring.ROW_SIZES + len(session.bindings.outputs[spec.name].shape or ()))
+        for spec in plan.specs
+    ]
+    names = [spec.name for spec in plan.specs]
+    assert plan.loose is not None
+    return Scoring(model, plan.version, path, session, plan.loose, inputs, outputs, names, can_join(plan))
