@@ -242,6 +242,7 @@ def thread_held(served: Served) -> Iterator[threading.Event]:
     pool, gate, begun = served.server.service.lookup_pool, threading.Event(), Future[Any]()
 
     def begin() -> None:
+        pool.waits.call_s = 0.0  # what was held before is no measure of what waits
         begun.set_result(pool.run(gate.wait, 60))
 
     served.server._http._loop.call_soon_threadsafe(begin)  # type: ignore[union-attr]

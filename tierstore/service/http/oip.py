@@ -150,8 +150,8 @@ class InferMessage:
         plan, view, batches = inference.plan, inference.view, self._service.batches
         if b"content-encoding" in self._headers:
             return
-        begun = not batches.waits and can_score(self._parsed, plan, self._layout, view.predictor)
-        if plan.dense is not None and batches.max_items and not begun:  # what is joined in Python waits in another way
+        fits = not batches.waits and can_score(self._parsed, plan, self._layout, view.predictor)
+        if plan.dense is not None and batches.max_items and not fits:  # what is joined in Python waits in another way
             return
         text = self._body[: len(self._body) - len(tail)]
         refusal = None if plan.dense is None else _REFUSAL
