@@ -316,7 +316,7 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
     row = new_row(s, stream)
     if row == 0:
         return _reset(s, stream, REFUSED_STREAM, now)
-    came = h2head.read_head(row, text, fields, count, get(s, STREAMING_AT))
+    came = h2head.read_head(row, text, fields, count, get(s, STREAMING_AT), now)
     if came != h2head.GOOD:
         return _reset(s, stream, PROTOCOL_ERROR if came == h2head.MALFORMED else REFUSED_STREAM, now)
     hold(s, get(row, BYTES))

@@ -1,6 +1,6 @@
 """The head of an HTTP/2 request: a decoded header list, checked as RFC 9113 (8.2, 8.3) asks, kept with its stream as text.
 
-    <method> <path> LF  <authority> LF  { <name>:<value> LF }
+    when it came, in 8 bytes;  <method> <path> LF  <authority> LF  { <name>:<value> LF }
 
 No part of it can have a line feed in it, so Python splits it. What a reactor reads itself (`httphead.py` has the same of HTTP/1) stands in
 the stream's words, by its place in the text. Trailers are checked, and dropped.
@@ -37,7 +37,7 @@ from tierstore.kernels.h2words import (
     WHOLE,
 )
 from tierstore.kernels.jsontext import names_of, place_of
-from tierstore.kernels.raw import load_u8, store_u8
+from tierstore.kernels.raw import load_u8, store_u8, store_u64
 from tierstore.kernels.request_record import get, put
 from tierstore.kernels.sysio import allocate, same_bytes
 
@@ -155,13 +155,13 @@ def _write(target, n, at, size, end):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def read_head(row, text, fields, count, streaming):  # type: ignore[no-untyped-def]
+def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-untyped-def]
     """Keep `count` decoded fields as the head of a stream. GOOD, MALFORMED or NO_MEMORY."""
     method = path = scheme = authority = host = nb.int64(0)
     method_bytes = path_bytes = authority_bytes = host_bytes = nb.int64(0)
     authorization = request_id = -1
     declared, timeout, unusual, is_grpc, regular = nb.int64(-1), nb.int64(0), 0, False, False
-    size = 16
+    size = 8 + 16
     for i in range(count):
         field = fields + 8 * hpack.FIELD_WORDS * i
         name, name_bytes = text + get(field, hpack.NAME_AT), get(field, hpack.NAME_BYTES)
@@ -229,10 +229,11 @@ def read_head(row, text, fields, count, streaming):  # type: ignore[no-untyped-d
         authority, authority_bytes = host, host_bytes
     elif host != 0 and (host_bytes != authority_bytes or same_bytes(host, authority, host_bytes) == 0):
         return MALFORMED
-    target = allocate(size)
+    target = allocate(size + 64)
     if target == 0:
         return NO_MEMORY
-    n = _write(target, 0, method, method_bytes, _SPACE)
+    store_u64(target, 0, nb.uint64(now))
+    n = _write(target, 8, method, method_bytes, _SPACE)
     put(row, PATH_AT, n)
     put(row, PATH_BYTES, path_bytes)
     n = _write(target, n, path, path_bytes, _LF)

@@ -37,7 +37,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import LAST, compiled
+from tierstore.kernels import LAST, compiled, h2out
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64, stack_bytes
 from tierstore.kernels.httpdate import write_date_at
 from tierstore.kernels.raw import load_u32, load_u64, store_u64
@@ -305,6 +305,15 @@ def serve(me: Any) -> Any:
             _sweep(me, now)
 
 
+@nb.njit
+def _write_message(pipe, what, serial, value, more):  # type: ignore[no-untyped-def]
+    at = stack_bytes(_MESSAGE_BYTES)
+    for i, word in enumerate((what, serial, value, more)):
+        store_u64(at, i, nb.uint64(word))
+    wrote = write(pipe, at, 8 * MESSAGE_WORDS)
+    return 0 if wrote == 8 * MESSAGE_WORDS else wrote
+
+
 @compiled("int64(int64, int64, int64, int64, int64, int64)", when=LAST)
 def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any) -> Any:
     """Send a copy of `size` bytes at `data` to a reactor's pipe as the message `what`, for Python: a BLOCK, which it frees.
@@ -316,15 +325,41 @@ def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any
         return -ENOMEM
     copy_bytes(block, data, size)
     add_at(inflight, size)
-    at = stack_bytes(_MESSAGE_BYTES)
-    for i, word in enumerate((what, serial, block, size)):
-        store_u64(at, i, nb.uint64(word))
-    wrote = write(pipe, at, 8 * MESSAGE_WORDS)
-    if wrote == 8 * MESSAGE_WORDS:
-        return 0
-    release(block)
-    add_at(inflight, -size)
-    return wrote
+    failed = _write_message(pipe, what, serial, block, size)
+    if failed != 0:
+        release(block)
+        add_at(inflight, -size)
+    return failed
+
+
+@compiled("int64(int64, int64, int64, int64, int64)", when=LAST)
+def write_message(pipe: Any, what: Any, serial: Any, value: Any, more: Any) -> Any:
+    """Write a message to a reactor's pipe. Returns 0, or minus the error number."""
+    return _write_message(pipe, what, serial, value, more)
+
+
+@compiled("int64(int64, int64, int64, int64[:, ::1], int64, int64, int64, int64, int64)", when=LAST)
+def write_block(
+    pipe: Any, what: Any, serial: Any, places: Any, flags: Any, headers: Any, data: Any, trailers: Any, inflight: Any
+) -> Any:
+    """Send a copy of the bytes at `places` (address, size), a header block, data and trailers, to a reactor's pipe as a block of a stream.
+
+    `inflight`: the address of INFLIGHT. Returns 0, or minus the error number.
+    """
+    size = h2out.block_bytes(headers, data, trailers)
+    block = allocate(size)
+    if block == 0:
+        return -ENOMEM
+    at = h2out.begin_block(block, flags, headers, data, trailers)
+    for i in range(places.shape[0]):
+        copy_bytes(at, places[i, 0], places[i, 1])
+        at += places[i, 1]
+    add_at(inflight, size)
+    failed = _write_message(pipe, what, serial, block, size)
+    if failed != 0:
+        release(block)
+        add_at(inflight, -size)
+    return failed
 
 
 @compiled("int64(int64, int64, int64, int64)", when=LAST)
