@@ -69,6 +69,11 @@ BUCKETS_FROM = 9
 COUNT_WORDS = BUCKETS_FROM + BUCKETS
 TABLE_COUNT_WORDS = 8  # one a tier
 
+# words of `call`: where the answer's message lies until the next one is made
+ANSWER_AT, ANSWER_BYTES = range(2)
+CALL_WORDS = 16
+SINCE_NS = 2  # when the call's first bytes came; 0: all of them came at once
+
 # what comes of a request
 ANSWERED, MADE_A_JOB = -1, -2  # else a reason
 
@@ -101,6 +106,7 @@ class Here(NamedTuple):
     lines: npt.NDArray[np.int64]  # [reactors, LINE_WORDS]
     conns: npt.NDArray[np.int64]  # [descriptors, CONNECTION_WORDS]
     found: npt.NDArray[np.int64]  # what a head says
+    call: npt.NDArray[np.int64]  # what has become of a call of gRPC
     again: npt.NDArray[np.int64]  # connections that have more to be answered
     free_jobs: npt.NDArray[np.int64]  # how many, and which
     job_outbox: int  # descriptors of pipes: jobs for readers, and those that they are done with
@@ -126,7 +132,7 @@ class Here(NamedTuple):
 
 _WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
 HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 19),
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, _WORDS, *[types.int64] * 19),
     Here,
 )
 

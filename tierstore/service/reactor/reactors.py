@@ -223,7 +223,7 @@ class Reactors:
         events, messages, buffer, answer, states, scratch, date, record, structure, bound, values, codes = places
         return kernel.Here(
             number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
-            np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
+            np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(kernel.CALL_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
             cold.free_jobs[number], cold.outbox, cold.inboxes[number], address_of(cold.jobs), lookupplan.run.address,
             front_rows.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
             scratch, record, structure, bound, values, codes, date,
