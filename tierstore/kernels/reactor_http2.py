@@ -26,9 +26,7 @@ from tierstore.kernels.reactor_words import (
     ANSWER_AT,
     ANSWER_BYTES,
     ANSWERED,
-    ANSWERS,
     ARRIVAL_NS,
-    BEGAN_NS,
     BUFFER_BYTES,
     DEADLINE_NS,
     DESCRIPTION,
@@ -55,6 +53,7 @@ from tierstore.kernels.reactor_words import (
     REASONS_FROM,
     SERIAL,
     SESSION,
+    SINCE_NS,
     SIZE,
     SLOWEST_RATE,
     STALL_NS,
@@ -272,7 +271,7 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
     found[httphead.BODY_BYTES], found[httphead.JSON_BYTES] = size - h2out.PREFIX, httphead.NONE
     found[httphead.KIND] = httphead.INFER
     since = get(row, h2words.BEGAN_NS)
-    me.conns[fd, BEGAN_NS] = since if since < now else 0  # 0: it came with what came last
+    me.call[SINCE_NS] = since if since < now else 0  # 0: it came with what came last
     line = line_at(me, me.number, ANNOUNCED)
     release_i64(line, acquire_i64(me.shared[GENERATION_AT]))
     fence_all()
@@ -291,7 +290,6 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
     if get(row, h2words.KIND) == h2words.CALL:
         reason = _call(me, fd, row, body, size, now)
         if reason == ANSWERED:
-            me.lines[me.number, ANSWERS] += 1
             request_id = get(row, h2words.AT) + get(row, h2words.REQUEST_ID_AT)
             if not h2out.answer_call(
                 s, row, me.call[ANSWER_AT], me.call[ANSWER_BYTES], request_id, get(row, h2words.REQUEST_ID_BYTES)

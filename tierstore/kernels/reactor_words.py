@@ -75,6 +75,7 @@ TABLE_COUNT_WORDS = 8  # one a tier
 # words of `call`: where the answer's message lies until the next one is made
 ANSWER_AT, ANSWER_BYTES = range(2)
 CALL_WORDS = 16
+SINCE_NS = 2  # when the call's first bytes came; 0: all of them came at once
 
 # what comes of a request
 ANSWERED, MADE_A_JOB = -1, -2  # else a reason

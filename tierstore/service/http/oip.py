@@ -56,6 +56,7 @@ from tierstore.service.oip.json_request import (
 )
 from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.oip.parameters import version_of
+from tierstore.service.reactor.lessons import HttpLesson
 
 _BINARY = b"application/octet-stream"
 _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
@@ -127,7 +128,8 @@ class InferCall(HttpCall[InferRequest]):
         assert self._tail is not None
         text = self.body[: len(self.body) - len(self._tail)]
         refusal = None if plan.dense is None else _REFUSAL
-        plans.learn(self.model, view, parsed, self.version, text, plan, self._layout, refusal)
+        lesson = HttpLesson(self.model, self.version, text, parsed, self._layout)
+        plans.learn(self.model, view, self.version, plan, lesson, refusal)
 
     def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
         parsed, dense = self._parsed, inference.plan.dense
