@@ -118,7 +118,9 @@ def test_compose_names_what_there_is() -> None:
         assert set(service.get("depends_on", ())) <= set(document["services"])
         assert set(service.get("networks", ())) <= set(document["networks"])
     assert used == set(document["volumes"])
-    targets = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"][0]["static_configs"]
+    targets = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"][0][
+        "static_configs"
+    ]
     assert [target.split(":")[0] for target in targets[0]["targets"]] == ["node-a", "node-b"]
 
 

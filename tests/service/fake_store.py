@@ -204,6 +204,20 @@ class FakeStore:
     def status(self, model: str | None = None) -> dict[str, Any]:
         def document(name: str) -> dict[str, Any]:
             versions = [{"version": VERSION, "state": "active", "watermark": 0}]
-            return {"model": name, "active_version": VERSION, "watermark": 0, "versions": versions, "tables": {}}
+            return {
+                "model": name,
+                "active_version": VERSION,
+                "watermark": 0,
+                "versions": versions,
+                "tables": {},
+                "log": {"entries": 0},
+            }
 
-        return {"models": {name: document(name) for name in ([model] if model else self.models())}}
+        budget = {"used": 0, "total": 1 << 20}
+        return {
+            "models": {name: document(name) for name in ([model] if model else self.models())},
+            "problems": [],
+            "disk": {"free": 1 << 30, "reserve": 1 << 20, "problem": None},
+            "host_budget": budget,
+            "overlay_budget": budget,
+        }

@@ -13,6 +13,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from tierstore.access.roles import LOCAL
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput
 from tierstore.service.oip.shared_memory import Regions, Span
@@ -74,7 +75,9 @@ def opened(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> list[Device
         memories.append(DeviceMemory(*where))
         return memories[-1]
 
-    monkeypatch.setattr(server.service.regions, "_open_cuda", open_cuda)
+    monkeypatch.setattr(Regions, "_open_cuda", staticmethod(open_cuda), raising=False)
+    for regions in (server.service.regions, server.service.regions.of(LOCAL)):
+        monkeypatch.delattr(regions, "_open_cuda", raising=False)
     return memories
 
 

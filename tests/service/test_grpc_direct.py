@@ -180,6 +180,7 @@ def mutations(messages: list[bytes], count: int, seed: int) -> list[bytes]:
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("path", "good", "seed"), [(INFER, infer_requests(), 11), (INFER, infer_requests(), 12), (PREDICT, predict_requests(), 13)]
 )  # fmt: skip
@@ -342,10 +343,10 @@ def literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def ask_without_reading(server: ServerThread, wanted: bytes) -> socket.socket:
-    """A connection over which a look-up was asked for, and whose client takes no byte of an answer."""
+def ask_without_reading(server: ServerThread, wanted: bytes, path: str = INFER) -> socket.socket:
+    """A connection over which something was asked for, and whose client takes no byte of an answer."""
     headers = {
-        b":method": b"POST", b":scheme": b"http", b":path": INFER.encode(), b":authority": b"localhost",
+        b":method": b"POST", b":scheme": b"http", b":path": path.encode(), b":authority": b"localhost",
         b"content-type": b"application/grpc", b"te": b"trailers",
     }  # fmt: skip
     connection = socket.create_connection(("127.0.0.1", server.grpc_port))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 grpc = pytest.importorskip("grpc", reason="extra grpc is not installed")
@@ -19,13 +22,14 @@ from tierstore.service.limits import slow_clients  # noqa: E402
 from tierstore.service.oip import documents  # noqa: E402
 from tierstore.service.rpc import health as health_module  # noqa: E402
 from tierstore.service.rpc import waiting  # noqa: E402
+from tierstore.service.rpc.caller import RpcCaller  # noqa: E402
 from tierstore.service.rpc.methods import ENDS  # noqa: E402
 from tierstore.service.rpc.server import ADMIN_THREADS, WATCHES  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 
 from .conftest import eventually, settings_for  # noqa: E402
 from .fake_store import FakeStore  # noqa: E402
-from .test_grpc_direct import ask_without_reading, keys_request  # noqa: E402
+from .test_grpc_direct import ask_without_reading, frame, keys_request  # noqa: E402
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SERVICE = "/inference.GRPCInferenceService/"
@@ -234,3 +238,59 @@ def test_loads_keep_no_other_call_waiting(served: ServerThread, monkeypatch: pyt
             gate.set()
         for load in loads:
             load.result()
+
+
+def test_a_host_with_many_watchers_makes_room_for_another_host(
+    served: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_module, "MAX_WATCHERS", 3)
+    monkeypatch.setattr(RpcCaller, "address", lambda _: "192.0.2.7:4711")
+    wanted = health_pb2.HealthCheckRequest()
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        crowd = []
+        for _ in range(3):
+            crowd.append(stub.Watch(wanted, timeout=60))
+            assert next(crowd[-1]).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stub.Watch(wanted, timeout=60))
+        assert caught.value.code() == Code.RESOURCE_EXHAUSTED, "none of its own makes room"
+        monkeypatch.setattr(RpcCaller, "address", lambda _: "192.0.2.8:4711")
+        assert next(stub.Watch(wanted, timeout=60)).status == health_pb2.HealthCheckResponse.SERVING
+        assert crowd[0].code() == Code.CANCELLED  # the oldest of the others
+        assert not any(call.done() for call in crowd[1:])
+
+
+def test_a_watcher_that_does_not_read_and_leaves_holds_nobody_up(served: ServerThread) -> None:
+    health = served.service.grpc._health  # type: ignore[union-attr]
+    with ask_without_reading(served, b"", WATCH):
+        eventually(lambda: health.watchers == 1, "it watches")
+        health.report(False)
+    eventually(lambda: health.watchers == 0, "it has left")
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_connections_are_bounded_and_leave_files_for_http(tmp_path: Any) -> None:
+    store = FakeStore(settings_for(tmp_path, grpc_port=0, max_connections=8))
+    with ServerThread(store) as server, contextlib.ExitStack() as opened:  # type: ignore[arg-type]
+        most = server.service.grpc.most_connections  # type: ignore[union-attr]
+        assert most == 4
+        waiting_ones = []
+        for _ in range(3 * most):
+            made = opened.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=60))
+            made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+            waiting_ones.append(made)
+        ended = [made for made in waiting_ones if not first_byte(made)]
+        assert len(ended) == 2 * most
+        assert httpx.get(f"{server.url}/v2/health/live", timeout=60).status_code == 200
+
+
+def first_byte(connection: socket.socket) -> bytes:
+    """What comes first; nothing where the connection is ended."""
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""

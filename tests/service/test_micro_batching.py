@@ -19,7 +19,7 @@ from tests.predict import onnx_models as om
 from tierstore.engine.store import Store
 from tierstore.errors import InferenceError
 from tierstore.predict.session import DenseSession
-from tierstore.service.http.oip import InferCall
+from tierstore.service.http.oip import InferMessage
 from tierstore.service.limits import shedding as shed
 from tierstore.service.server import ServerThread
 
@@ -322,11 +322,9 @@ def test_without_a_delay_those_are_joined_that_wait_for_a_thread(store: Store, p
 def test_a_request_alone_in_its_batch_is_read_once_and_its_wait_is_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = InferCall._elements
+    read = InferMessage.read
     reads = []
-    monkeypatch.setattr(
-        InferCall, "_elements", lambda self, *more, **named: reads.append(1) or read(self, *more, **named)
-    )
+    monkeypatch.setattr(InferMessage, "read", lambda self, *more: reads.append(1) or read(self, *more))
     with serving(store, batch_max_items=64, batch_delay_us=20_000) as server:
         (alone,) = send(server, [ask([1])])
         assert alone.status == 200

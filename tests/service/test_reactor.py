@@ -24,8 +24,8 @@ from tierstore.kernels import coldread
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.dataplane import plan as plan_module
 from tierstore.service.dataplane.inference import DataPlane
+from tierstore.service.exchange import Exchange
 from tierstore.service.http.application import ProtocolApplication
-from tierstore.service.http.oip import InferCall
 from tierstore.service.reactor import allowed, cold_reads
 from tierstore.service.server import ServerThread
 
@@ -219,8 +219,8 @@ def test_what_a_thread_has_to_finish_is_not_started_again(
     ctr: Own, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[object] = []
-    begin = InferCall.begin
-    monkeypatch.setattr(InferCall, "begin", lambda self, *more: (started.append(self), begin(self, *more))[1])
+    begin = Exchange.begin
+    monkeypatch.setattr(Exchange, "begin", lambda self, *more: (started.append(self), begin(self, *more))[1])
     _, _, http = ctr
     cold = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [60]}]}
     assert http.post(OIP, json=cold).status_code == 200
@@ -381,6 +381,7 @@ def test_a_switch_is_seen_by_the_next_request(
                 assert b'"model_version":"%d"' % version in answer(made)[1]
 
 
+@pytest.mark.thorough
 def test_a_version_that_was_left_is_closed_though_reactors_go_on(
     learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
 ) -> None:
@@ -432,6 +433,7 @@ def test_a_request_whose_answer_would_go_beyond_what_may_be_in_flight_is_refused
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.thorough
 def test_a_request_that_arrives_too_slowly_ends_its_connection(
     learned: tuple[socket.socket, bytes, ServerThread],
 ) -> None:
@@ -561,6 +563,7 @@ def test_what_readers_have_offered_to_the_cache_can_be_waited_for(
     epochs.await_offers()  # there is nobody to wait for
 
 
+@pytest.mark.thorough
 def test_many_ask_for_cold_rows_at_once_while_the_version_is_switched(
     learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
 ) -> None:

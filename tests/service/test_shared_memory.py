@@ -16,7 +16,7 @@ import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from tierstore.access.roles import Principal, Role
+from tierstore.access.roles import LOCAL, Principal, Role
 from tierstore.addresses import is_loopback
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput, NotFound, Overloaded
@@ -428,7 +428,7 @@ def test_a_client_at_a_unix_socket_registers_as_one_over_loopback(tmp_path: Path
 def test_regions_have_a_bound(make: Any) -> None:
     make("in")
     before = len(descriptors())
-    regions = Regions(enabled=True, max_read=SIZE)
+    regions = Regions(enabled=True, max_read=SIZE).of(LOCAL)
     for i in range(MAX_REGIONS):
         regions.register(f"r{i}", key_of("in"), 0, SIZE, on_host=True)
     with pytest.raises(Exception, match="registered already"):

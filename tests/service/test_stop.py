@@ -20,10 +20,10 @@ from tests.predict import onnx_models as om
 from tierstore.engine.store import Store
 from tierstore.service import app
 from tierstore.service import server as server_module
+from tierstore.service.exchange import Exchange
 from tierstore.service.http import server as http_server
 from tierstore.service.http.handoff import Handoff
 from tierstore.service.http.middleware import CUT_OFF
-from tierstore.service.http.oip import InferCall
 from tierstore.service.process import EXIT_CODE
 from tierstore.service.server import ServerThread
 
@@ -47,6 +47,7 @@ server.serve(settings, announce=say)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("endless", "code", "said"), [("a part", EXIT_CODE, "has not ended"), ("the event loop", -signal.SIGALRM, "")]
 )
@@ -121,9 +122,9 @@ def test_a_prediction_that_a_stop_cuts_off_is_503_and_what_its_thread_answers_la
 ) -> None:
     monkeypatch.setattr(server_module, "FINISH_S", 0.2)
     came, goes_on, answers, told = threading.Event(), threading.Event(), [], []
-    work, answer_left = InferCall._all, Handoff._answer_left
+    work, answer_left = Exchange.answer, Handoff._answer_left
 
-    def held_up(call: InferCall) -> object:
+    def held_up(call: Exchange[Any]) -> object:
         came.set()
         assert goes_on.wait(60)
         return work(call)
@@ -132,7 +133,7 @@ def test_a_prediction_that_a_stop_cuts_off_is_503_and_what_its_thread_answers_la
         told.append(answer_left(*of))
         return told[-1]
 
-    monkeypatch.setattr(InferCall, "_all", held_up)
+    monkeypatch.setattr(Exchange, "answer", held_up)
     monkeypatch.setattr(Handoff, "_answer_left", telling)
     with Store(settings_for(tmp_path)) as store:
         store.load_snapshot(scenes.write_snapshot(tmp_path, dense=scenes.some_dense()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import httpx
@@ -76,9 +77,10 @@ def test_any_message_is_answered_or_refused(
     server: ServerThread, given_inputs: dict[str, Any], picked: list[str], cut: int
 ) -> None:
     pytest.importorskip("grpc", reason="needs the extra grpc")
-    from tierstore.service.rpc.lookup import answer as answer_of
+    from tierstore.service.rpc.caller import RpcCaller
+    from tierstore.service.rpc.methods import answered
     from tierstore.service.rpc.protobuf import message_class
-    from tierstore.service.rpc.tfserving import PredictCall
+    from tierstore.service.rpc.tfserving import PredictMessage
 
     request = message_class("tensorflow.serving.PredictRequest")(output_filter=picked)
     request.model_spec.name = "ctr"
@@ -90,9 +92,9 @@ def test_any_message_is_answered_or_refused(
     received = request.SerializeToString()
     service = server.service
     try:
-        answer = answer_of(
-            service, lambda part: PredictCall(service, part), received[: len(received) - cut], (), LOCAL, 0
-        )
+        caller = RpcCaller((), str)
+        caller.waiting.principal = LOCAL
+        answer = answered(service, partial(PredictMessage, service), received[: len(received) - cut], caller)
     except TierstoreError:
         answer = b""
     message_class("tensorflow.serving.PredictResponse").FromString(answer)

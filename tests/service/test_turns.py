@@ -97,6 +97,7 @@ def test_a_health_check_passes_requests_that_were_sent_ahead(
             check = connect(server, request(HEALTH))
         with check:
             assert check.recv(100).startswith(b"HTTP/1.1 200")
+        eventually(lambda: HEALTH in answered, "it is noted too")
         assert answered.index(HEALTH) - before <= SEVERAL_TURNS * IN_A_TURN
 
 

@@ -37,7 +37,8 @@ class Action(StrEnum):
 
 CHANGES = frozenset({Action.WRITE, Action.ADMIN})  # what the audit is about
 
-_MAY: dict[Role, frozenset[Action]] = {
+_MAY: dict[Role | None, frozenset[Action]] = {
+    None: frozenset({Action.OPEN}),
     Role.METRICS: frozenset({Action.OPEN, Action.METRICS}),
     Role.READER: frozenset({Action.OPEN, Action.ANY, Action.READ}),
     Role.FRONT: frozenset({Action.OPEN, Action.ANY, Action.READ, Action.FRONT}),
@@ -66,10 +67,10 @@ NO_LIMITS = Rates()
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A caller. `name` is for logs and the audit; `models` None stands for all of them."""
+    """A caller. `name` is for logs and the audit; `models` None stands for all of them, `role` None for none."""
 
     name: str
-    role: Role
+    role: Role | None
     models: frozenset[str] | None = None
     rates: Rates = NO_LIMITS
 
@@ -87,7 +88,9 @@ class Principal:
         """Raise Forbidden unless `may_at_all`."""
         if not self.may_at_all(action):
             roles = " or ".join(role for role in Role if action in _MAY[role])
-            raise Forbidden(f"{self.name} has the role {self.role}: this takes {roles}")
+            raise Forbidden(
+                f"{self.name} has {f'the role {self.role}' if self.role else 'no role'}: this takes {roles}"
+            )
 
     def check(self, action: Action, model: str | None = None) -> None:
         """Raise Forbidden, with what it would take, unless `may`."""
@@ -104,3 +107,4 @@ class Principal:
 
 
 LOCAL = Principal("local", Role.ADMIN)  # everybody, where there are no tokens
+NOBODY = Principal("nobody", None, frozenset())  # a caller of whom nothing is known

@@ -342,6 +342,11 @@ class Tokens:
             raise Unauthorized(f"{token.principal.name} ended at {token.expires_at.isoformat()}; create another one")
         return token.principal
 
+    @property
+    def next_end(self) -> datetime | None:
+        """When the next of the tokens that are good ends; None where none will."""
+        return self._ends
+
     def _reload(self, *, raising: bool) -> None:
         self._next_s = self._clock() + CHECK_EVERY_S
         if self._ends is not None and self._ends <= datetime.now(UTC):

@@ -49,8 +49,9 @@ def rows(keys: list[int] | list[str], found: list[bool], vectors: list[list[floa
 def status(document: dict[str, Any]) -> None:
     """A status document as tables."""
     out = console()
-    for problem in document.get("service", {}).get("problems", []):
-        out.print(f"[red]problem:[/] {escape(str(problem))}")
+    for problem in document.get("problems", []):
+        where = f"{problem['kind']} of {problem['model']}" if problem["model"] else problem["kind"]
+        out.print(f"[red]problem, {escape(where)}:[/] {escape(problem['text'])}")
     if not document["models"]:
         out.print("no models yet; `tierstore load SNAPSHOT` adds one")
     for name, model in document["models"].items():
@@ -68,13 +69,7 @@ def status(document: dict[str, Any]) -> None:
             out.print(
                 f"  canary [bold]{canary['version']}[/] gets {100 * canary['share']:g}% of the requests, watermark {canary['watermark']}"
             )
-        if model.get("problem"):
-            out.print(f"  [red]problem:[/] {escape(str(model['problem']))}")
-        for version, why in model.get("damaged", {}).items():
-            out.print(f"  [red]version {version} is damaged;[/] drop it or load it again: {escape(str(why))}")
         for entry in model["versions"]:
-            if entry.get("problem"):
-                out.print(f"  [red]version {entry['version']} cannot be opened:[/] {escape(str(entry['problem']))}")
             if "not served" in (dense := str(entry.get("dense"))):
                 out.print(f"  [yellow]version {entry['version']}:[/] the dense part is {escape(dense)}")
         for version, unfinished in model.get("unfinished", {}).items():

@@ -344,11 +344,20 @@ class Model:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing serves, what is lost of the log, or what background work fails at."""
-        damage = "; ".join(self.state.log.damage[:3]) or None
-        freshness = self.freshness.problem
-        routing = self.state.live.start_problem or damage or self.routes.problem or self._partition_problem
-        return routing or self.housekeeping.problem or freshness
+        """The worst of `problems`."""
+        return next(iter(self.problems().values()), None)
+
+    def problems(self) -> dict[str, str]:
+        """Why nothing serves, what is lost of the log, what background work fails at: by kind, the worst first."""
+        found = {
+            "not_serving": self.state.live.start_problem,
+            "log_damaged": "; ".join(self.state.log.damage[:3]),
+            "canary_not_served": self.routes.problem,
+            "partitions": self._partition_problem,
+            "background_work": self.housekeeping.problem,
+            "not_fresh": self.freshness.problem,
+        }
+        return {kind: why for kind, why in found.items() if why}
 
     @property
     def _partition_problem(self) -> str | None:

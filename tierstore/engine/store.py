@@ -27,6 +27,7 @@ from tierstore.engine.model import Model
 from tierstore.engine.operations.export import SCRATCH, ExportOptions, export, new_target
 from tierstore.engine.operations.load import LocalTarget, load
 from tierstore.engine.operations.parked import ParkedMessages
+from tierstore.engine.operations.problems import problems_of
 from tierstore.engine.operations.status import store_status
 from tierstore.engine.operations.together import close_models, start_models, stop_background
 from tierstore.engine.operations.verbs import LocalVerbs, Verbs
@@ -356,11 +357,12 @@ class Store(ParkedMessages):
         return None if progress is None else dict(zip(("done", "total"), progress, strict=True))
 
     def status(self, model: str | None = None) -> dict[str, Any]:
-        """The status document: `{"models": {name: …}}`, and the store's own bounds."""
+        """The status document: `{"models": {name: …}, "problems": […]}`, and the store's own bounds."""
         self._check_open()
         names = self.models() if model is None else [self.model(model).name]
         document = store_status({name: self._models[name] for name in names}, self.shared, self.warming())
-        return document if self.fleet is None else self.fleet.add_status(document)
+        document = document if self.fleet is None else self.fleet.add_status(document)
+        return document | {"problems": [problem._asdict() for problem in problems_of(document)]}
 
     def close(self) -> None:
         """Stop background work, close every version, and let go of the directory."""

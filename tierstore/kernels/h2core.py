@@ -301,6 +301,8 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
         put(s, EVENT_BYTES, get(row, BYTES) - get(row, HEAD_BYTES))
         return _ended(s, row, now)
     if stream <= get(s, NEWEST):
+        if flags & END_STREAM and count >= 0 and h2head.are_trailers(text, fields, count):
+            return _closed(s, stream, now)  # they were under way when the stream was reset or answered
         return _fail(s, STREAM_CLOSED)
     if get(s, FLAGS) & GOING:
         return _reset(s, stream, REFUSED_STREAM, now)
@@ -532,6 +534,7 @@ def _on_settings(s, at, size, flags, stream, now):  # type: ignore[no-untyped-de
         return _fail(s, FRAME_SIZE_ERROR) if size != 0 else _control(s, now)
     if size % 6 != 0:
         return _fail(s, FRAME_SIZE_ERROR)
+    window = nb.int64(-1)
     for i in range(size // 6):
         which, value = _u16(at + 6 * i), read_u32(at + 6 * i + 2)
         if which == ENABLE_PUSH and value > 1:
@@ -543,14 +546,16 @@ def _on_settings(s, at, size, flags, stream, now):  # type: ignore[no-untyped-de
         elif which == INITIAL_WINDOW_SIZE:
             if value > MOST_WINDOW:
                 return _fail(s, FLOW_CONTROL_ERROR)
-            more, row = value - get(s, INITIAL), get(s, STREAMS_AT)
-            for _ in range(get(s, STREAMS_ROOM)):
-                if get(row, ID) != 0:
-                    put(row, WINDOW, get(row, WINDOW) + more)
-                    if get(row, WINDOW) > MOST_WINDOW:
-                        return _fail(s, FLOW_CONTROL_ERROR)
-                row += 8 * STREAM_WORDS
-            put(s, INITIAL, value)
+            window = value
+    if window >= 0:  # the last of them holds
+        more, row = window - get(s, INITIAL), get(s, STREAMS_AT)
+        for _ in range(get(s, STREAMS_ROOM)):
+            if get(row, ID) != 0:
+                put(row, WINDOW, get(row, WINDOW) + more)
+                if get(row, WINDOW) > MOST_WINDOW:
+                    return _fail(s, FLOW_CONTROL_ERROR)
+            row += 8 * STREAM_WORDS
+        put(s, INITIAL, window)
     put(s, FLAGS, get(s, FLAGS) | SETTLED)
     write_control(s, SETTINGS, ACK, 0, 0)
     if _count(s, CONTROLS, MOST_CONTROLS, now):

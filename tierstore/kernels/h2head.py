@@ -60,12 +60,10 @@ _COLON, _LF, _SPACE, _TAB, _SLASH, _STAR, _ZERO, _NINE = 58, 10, 32, 9, 47, 42, 
 _IN_NAME = httphead._IN_NAME.copy()
 _IN_NAME[65:91] = 0  # capital letters
 _PSEUDO = 5  # words: where method, path, scheme and authority are, by address; then how many bytes
-# a digit of grpc-timeout is worth so many of its unit: nanoseconds in each
-_UNITS, _UNIT_NS = (
-    b"numSMH",
-    np.array([1, 1_000, 1_000_000, 1_000_000_000, 60_000_000_000, 3_600_000_000_000], np.int64),
-)
-_MOST_TIMEOUT_MS = 1 << 40
+# units of grpc-timeout: so many of them are so many milliseconds
+_UNITS = b"numSMH"
+_UNIT_OF = np.array([1_000_000, 1_000, 1, 1, 1, 1], np.int64)
+_UNIT_MS = np.array([1, 1, 1, 1_000, 60_000, 3_600_000], np.int64)
 
 
 @nb.njit(inline="always")
@@ -129,7 +127,7 @@ def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
         return -1
     for k in range(6):
         if load_u8(at, size - 1) == _UNITS[k]:
-            return min(max(value * _UNIT_NS[k] // 1_000_000, nb.int64(1)), nb.int64(_MOST_TIMEOUT_MS))
+            return max(value * _UNIT_MS[k] // _UNIT_OF[k], nb.int64(1))
     return -1
 
 

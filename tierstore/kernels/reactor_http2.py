@@ -338,16 +338,17 @@ def _on_event(me, fd, s, event, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _shed(me, s):  # type: ignore[no-untyped-def]
-    """Reset streams whose requests are arriving: there is no room for them."""
+def _shed(me, fd, s):  # type: ignore[no-untyped-def]
+    """Reset streams whose requests are arriving, or wait for Python: there is no room for them."""
     row = get(s, h2words.STREAMS_AT)
     for _ in range(get(s, h2words.STREAMS_ROOM)):
         state = get(row, h2words.STATE)
-        if get(row, h2words.ID) != 0 and state & (h2words.ENDED | h2words.AWAY) == 0:
+        arrives = state & (h2words.ENDED | h2words.AWAY) == 0 or (state & h2words.AWAY != 0 and get(row, h2words.BYTES) > 0)
+        if get(row, h2words.ID) != 0 and arrives:
             if h2out.room_of(s) < h2words.CONTROL_ROOM:
                 return
             h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
-            h2out.close_row(s, row)
+            _lose(me, fd, s, row)
         row += 8 * h2words.STREAM_WORDS
 
 
@@ -371,7 +372,7 @@ def _settle(me, fd, s, now):  # type: ignore[no-untyped-def]
     held = get(s, h2words.HELD) + row[IN_BYTES] + (0 if has_left else get(s, h2words.OUT_BYTES))
     hold(me, fd, held if held > HELD_FROM else 0)
     if held > BUFFER_BYTES and not has_room(me, 0):
-        _shed(me, s)
+        _shed(me, fd, s)
         _leave(me, fd, s)
     if get(s, h2words.OUT_KEPT) == 0:
         row[DEADLINE_NS] = 0 if get(s, h2words.OPEN) > 0 else now + me.limits[IDLE_NS]
@@ -391,7 +392,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
         copy_bytes(base, row[IN_AT], have)
         release(row[IN_AT])
         row[IN_AT] = row[IN_BYTES] = 0
-    begun, gone = get(s, h2words.BEGUN), False
+    begun, gone, any_taken = get(s, h2words.BEGUN), False, False
     while True:
         if get(s, h2words.OUT_KEPT) != 0:
             _leave(me, fd, s)
@@ -419,6 +420,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
                     break
                 continue
             at += used
+            any_taken = True
             if event == h2words.FAILED:
                 _leave(me, fd, s)
                 end(me, fd, False)
@@ -445,7 +447,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
     is_cut = have > 0 or get(s, h2words.BLOCK_STREAM) != 0
     if not is_cut:
         put(s, h2words.CUT_NS, 0)
-    elif get(s, h2words.CUT_NS) == 0:
+    elif get(s, h2words.CUT_NS) == 0 or (any_taken and get(s, h2words.BLOCK_STREAM) == 0):
         put(s, h2words.CUT_NS, now)
     if have > 0:
         kept = allocate(have)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierstore.access.roles import LOCAL, Action, Principal
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from tierstore.access.roles import LOCAL, NOBODY, Action, Principal
 from tierstore.access.tokens import Tokens, lock_of
 from tierstore.addresses import is_loopback
 from tierstore.config import Settings
-from tierstore.errors import ConfigError, Forbidden
+from tierstore.errors import ConfigError, Forbidden, Unauthorized
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.service.addresses import is_address, parse_listen
@@ -25,8 +27,6 @@ from tierstore.service.addresses import is_address, parse_listen
 logger = logging.getLogger(__name__)
 AUTHORIZATION = "authorization"
 ANY_NAME = "*"
-# Who makes the call that this thread is at, over gRPC: there the model is in the message, and is checked where it is known.
-CALLER: ContextVar[Principal] = ContextVar("CALLER", default=LOCAL)
 
 
 class Access:
@@ -43,6 +43,8 @@ class Access:
         self.by_certificate = settings.tls_client_ca is not None  # whether a certificate may stand for a token
         own = (socket.gethostname(), socket.getfqdn()) if self._beyond else ()
         self.names = frozenset(name.lower() for name in (*own, *settings.allowed_host))  # beside those of loopback
+        self._counting = threading.Lock()
+        self._refused = {"no_token": 0, "forbidden": 0}  # guarded by _counting
 
     @property
     def any_name(self) -> bool:
@@ -58,6 +60,22 @@ class Access:
     def required(self) -> bool:
         """Whether callers need a token."""
         return self.tokens.required
+
+    def count(self, error: Forbidden) -> None:
+        """Count a request that was not let in."""
+        with self._counting:
+            self._refused["no_token" if isinstance(error, Unauthorized) else "forbidden"] += 1
+
+    def families(self) -> Iterator[Metric]:
+        """How many requests were not let in."""
+        refused = CounterMetricFamily(
+            "tierstore_access_refused",
+            "Requests that were not let in: without a good token, or not allowed to who asked, or under a foreign name.",
+            labels=["why"],
+        )
+        for why, count in self._refused.items():
+            refused.add_metric([why], count)
+        yield refused
 
     def principal(self, authorization: str | bytes | None, names: Sequence[str] = ()) -> Principal:
         """The caller that a header, or metadata, stands for, or without one its certificate of these `names`.
@@ -76,11 +94,15 @@ class Access:
         `metadata` are entries with `key` and `value`; `names` reads the names of its certificate.
         """
         if action is Action.OPEN:
-            return LOCAL
-        if action is Action.ADMIN:
-            self.check_listener(admin=False)
-        principal = self._of_metadata(metadata, names)
-        principal.check_role(action)
+            return NOBODY
+        try:
+            if action is Action.ADMIN:
+                self.check_listener(admin=False)
+            principal = self._of_metadata(metadata, names)
+            principal.check_role(action)
+        except Forbidden as error:
+            self.count(error)
+            raise
         return principal
 
     def _of_metadata(self, metadata: Sequence[Any], names: Callable[[], Sequence[str]]) -> Principal:
@@ -105,11 +127,6 @@ class Access:
         raise Forbidden(
             f"Host {'' if name is None else name[:80]!r} is not a name of this service; add it to allowed_host (--allowed-host)"
         )
-
-
-def check_model(model: str | None) -> None:
-    """Forbidden where the caller of the gRPC call that this thread is at is for other models; None is for all models."""
-    CALLER.get().check_model(model)
 
 
 def _beyond(settings: Settings) -> list[str]:

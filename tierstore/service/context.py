@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.operations.fronts import Fronts
+from tierstore.engine.operations.problems import Problem
 from tierstore.errors import TierstoreError
 from tierstore.kernels import latency
 from tierstore.kernels import reactor_words as kernel
@@ -39,6 +40,16 @@ from tierstore.tiers.background import register_requests
 ADMIN_THREADS = 4
 ADMIN_QUEUE = 64
 DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
+
+
+_NOT_COMPILED = "kernels could not be compiled, so Python answers what they would; the log says why"
+SERVICE_KINDS = (
+    "tokens",
+    "certificate",
+    "compiled_loops",
+    "watch",
+    "kafka",
+)  # of problems, and `load_failed` of models
 
 
 class Part(Protocol):
@@ -129,19 +140,23 @@ class Service:
         """The models because of which the service wants no requests: a rolling update is not to go on to the next copy."""
         return [] if self.settings.ready_unserved else self.store.unserved()
 
-    def problems(self) -> list[str]:
-        """What an operator should know of: files that could not be read again, and what keeps a source from its work. Any thread."""
-        tls = None if self.tls is None else self.tls.problem
-        statuses = [source.status() for source in self.sources.values()]
-        of_sources = [problem for status in statuses for problem in status.get("problems", [status.get("problem")])]
-        elsewhere = self.store.fleet
-        cache = None if elsewhere is None or elsewhere.ssd_cache is None else elsewhere.ssd_cache.file.problem
-        return [problem for problem in (self.access.tokens.problem, tls, cache, *of_sources) if problem is not None]
+    def problems(self) -> list[Problem]:
+        """What is wrong with the service itself: files that could not be read again, sources, loads, compiled loops. Any thread."""
+        found = [
+            Problem("", "tokens", self.access.tokens.problem or ""),
+            Problem("", "certificate", (self.tls and self.tls.problem) or ""),
+            Problem("", "compiled_loops", _NOT_COMPILED if self.reactors_state == "failed" else ""),
+            *(Problem(model, "load_failed", why) for model, why in self.jobs.failed().items()),
+        ]
+        for name, source in self.sources.items():
+            status = source.status()
+            found += [Problem("", name, text or "") for text in status.get("problems", [status.get("problem")])]
+        return [problem for problem in found if problem.text]
 
     def parts(self) -> list[Part]:
         """The parts that this service has."""
         there = [part for part in (self.connection_limit, self.reactors, self.grpc) if part is not None]
-        return [*there, *self.sources.values()]
+        return [self.access, *there, *self.sources.values()]
 
     def refresh(self) -> None:
         """Bring the stats up to now. Any thread."""

@@ -11,8 +11,9 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tierstore.formats.regular import read_regular
 
 logger = logging.getLogger(__name__)
 
+_PEM_BEGIN, _PEM_END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
+_VERSION, _UTC_TIME = 0xA0, 0x17  # tags
 MAX_FILE_BYTES = 4 << 20  # all authorities of a system take a quarter of a MiB
 
 
@@ -33,6 +36,7 @@ class Credentials:
     certificate: bytes
     key: bytes
     client_ca: bytes | None
+    ends_s: float | None  # when the certificate ends, on the wall clock
 
 
 class Tls:
@@ -46,6 +50,11 @@ class Tls:
         self.problem: str | None = None  # why the files could not be read again; those read before go on
         self._stamp = self._stamp_now()
         self.current = self._read()
+
+    @property
+    def ends_s(self) -> float | None:
+        """When the certificate in use ends, on the wall clock; None where that cannot be read."""
+        return self.current.ends_s
 
     def refresh(self) -> None:
         """Read the files again if they have changed."""
@@ -88,7 +97,35 @@ class Tls:
             except (OSError, ValueError) as error:
                 raise ConfigError(f"tls_client_ca {self._client_ca}: expected certificates in PEM: {error}") from error
             context.verify_mode = ssl.CERT_REQUIRED
-        return Credentials(context, certificate, key, client_ca)
+        return Credentials(context, certificate, key, client_ca, _end_of(certificate))
+
+
+def _end_of(certificate: bytes) -> float | None:
+    """When the first certificate of a PEM file ends, on the wall clock; None where it is of a form that is not read here."""
+    try:
+        begin = certificate.index(_PEM_BEGIN)
+        text = certificate[begin : certificate.index(_PEM_END, begin) + len(_PEM_END)].decode("ascii")
+        der = memoryview(ssl.PEM_cert_to_DER_cert(text))
+        fields = list(_parts(next(_parts(next(_parts(der))[1]))[1]))  # of what is signed
+        validity = fields[4 if fields[0][0] == _VERSION else 3][1]
+        kind, end = list(_parts(validity))[1]
+        form = "%y%m%d%H%M%SZ" if kind == _UTC_TIME else "%Y%m%d%H%M%SZ"
+        return datetime.strptime(bytes(end).decode("ascii"), form).replace(tzinfo=UTC).timestamp()
+    except (ValueError, IndexError, StopIteration):
+        return None
+
+
+def _parts(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The elements of DER, each with its tag."""
+    while len(data):
+        tag, size, at = data[0], data[1], 2
+        if size & 0x80:
+            at += size & 0x7F
+            size = int.from_bytes(data[2:at], "big")
+        if at + size > len(data):
+            raise ValueError("cut off")
+        yield tag, data[at : at + size]
+        data = data[at + size :]
 
 
 def tls_of(settings: Settings) -> Tls | None:

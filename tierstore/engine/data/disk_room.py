@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from tierstore.errors import DiskFull
 from tierstore.formats import files
@@ -64,13 +65,26 @@ def check_free(root: Path, reserve: int, what: str, nbytes: int) -> None:
     """DiskFull where `nbytes` more would leave less than `reserve` free on the file system of `root`."""
     if not reserve:
         return
+    there = _free_and_floor(root, reserve)
+    if there is not None and there[0] - nbytes < there[1]:
+        raise DiskFull(
+            f"no room for {what}: {there[0]} bytes are free, and {there[1]} are kept in reserve (disk_reserve), so the disk is full; free some space "
+            "and try again"
+        )
+
+
+def disk_status(root: Path, reserve: int) -> dict[str, Any]:
+    """`free` bytes of the file system of `root`, those of them that are kept in `reserve`, and the `problem` where no more are left."""
+    free, floor = _free_and_floor(root, reserve) or (None, 0)
+    full = free is not None and reserve and free < floor
+    why = f"{free} bytes are free, and {floor} are kept in reserve (disk_reserve): deltas and loads are refused"
+    return {"free": free, "reserve": floor, "problem": why if full else None}
+
+
+def _free_and_floor(root: Path, reserve: int) -> tuple[int, int] | None:
+    """Bytes that are free, and that are to stay so; None where that cannot be read: the write itself says what is wrong."""
     try:
         stat = os.statvfs(root)
     except OSError:
-        return  # the write itself says what is wrong
-    free, floor = stat.f_bavail * stat.f_frsize, min(reserve, MOST_RESERVED * stat.f_blocks * stat.f_frsize)
-    if free - nbytes < floor:
-        raise DiskFull(
-            f"no room for {what}: {free} bytes are free, and {floor:.0f} are kept in reserve (disk_reserve), so the disk is full; free some space "
-            "and try again"
-        )
+        return None
+    return stat.f_bavail * stat.f_frsize, int(min(reserve, MOST_RESERVED * stat.f_blocks * stat.f_frsize))

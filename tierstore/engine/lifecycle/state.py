@@ -44,6 +44,7 @@ class Shared:
     """What all models of a store have in common."""
 
     settings: Settings
+    root: Path  # the data directory
     readers: ReaderPool
     host_budget: HostBudget
     overlay_budget: OverlayBudget
@@ -68,6 +69,7 @@ def make_shared(
     throttle = Throttle(lookup_times, epochs.collect, settings.load_p99_ratio)
     return Shared(
         settings,
+        root,
         readers,
         HostBudget(settings.host_budget),
         OverlayBudget(settings.overlay_budget),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tierstore.engine.data.disk_room import disk_status
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.reads.view import View
@@ -27,6 +28,7 @@ def store_status(models: Mapping[str, Model], shared: Shared, warming: dict[str,
         "device_budget": {"used": shared.devices.budget.used, "total": shared.devices.budget.total},
         "device": shared.devices.status(),
         "audit": {"problem": shared.audit.problem},
+        "disk": disk_status(shared.root, shared.settings.disk_reserve),
     }
 
 
@@ -46,6 +48,7 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
         "labels": served.all_labels(),
         "partitions": None if view is None else _partitions(view.open_version.info),
         "problem": model.problem,
+        "problems": model.problems(),
         "log": model.state.log.status(),
         "undone": [list(each) for each in model.state.log.undone.ranges],
         "versions": _versions(model, served),
@@ -108,10 +111,16 @@ def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
         state = model.dense.kept
     else:
         state = "none"
-    newer = info.passed_over  # but for what is not folded yet
-    if newer is not None and not (view is not None and any(overlay.dense is not None for overlay in view.overlays)):
+    if (newer := _passed_over(info, view)) is not None:
         return f"{state}; a newer one was passed over: {newer}"
     return None if state == "none" else state
+
+
+def _passed_over(info: VersionInfo, view: View | None) -> str | None:
+    """Why a newer dense part than a version has is not served; as far as deltas are folded."""
+    if view is not None and any(overlay.dense is not None for overlay in view.overlays):
+        return None
+    return info.passed_over
 
 
 def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
@@ -135,6 +144,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
                 "partitions": _partitions(info),
                 "created_at": info.manifest.to_document().get("created_at"),
                 "dense": _dense(model, info, view),
+                "dense_passed_over": _passed_over(info, view),
                 "problem": info.problem,
                 "warming": None if view is None else _warming(model, view),
                 "host_bytes": None if view is None else _host_bytes(view),

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tierstore.engine.operations.problems import Problem
+from tierstore.service.admin import health_metrics
 from tierstore.service.context import Service
 from tierstore.service.dataplane.plan_cache import MOST_CACHED
 from tierstore.service.oip.shared_memory import MAX_REGIONS
@@ -52,6 +54,10 @@ class _StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._service.store.status()
+        found = [*(Problem(**one) for one in status["problems"]), *self._service.problems()]
+        yield from health_metrics.problems(status["models"], found)
+        yield from health_metrics.disk(status)
+        yield from health_metrics.memory(status, self._service)
         yield from _tables(status["models"])
         yield from _models(status["models"])
         yield from _requests(self._service.inference_stats, status["models"])
@@ -308,6 +314,9 @@ class _ServiceCollector(Collector):
                 yield _gauge(
                     f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", throttle[f"{name}_s"]
                 )
+        yield from health_metrics.ends(service)
+        yield from health_metrics.loads(service)
+        yield from health_metrics.releases()
         yield from service.shed.families()
         yield from service.batches.families()
         yield from self._bounds()

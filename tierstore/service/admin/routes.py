@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from tierstore import __version__
-from tierstore.access.roles import LOCAL, Principal
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
@@ -28,7 +27,14 @@ from tierstore.service.admin.sources import check_still_there, resolve_source, r
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
-from tierstore.service.http.messages import ERROR, PRINCIPAL, Disconnected, problem, problem_response, read_body
+from tierstore.service.http.messages import (
+    ERROR,
+    Disconnected,
+    principal_of,
+    problem,
+    problem_response,
+    read_body,
+)
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.types import MAX_PARTITIONS, NAME
 
@@ -230,18 +236,12 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
     @app.get("/admin/jobs/{job}", tags=["snapshots"])
     async def job_state(job: str, request: Request) -> dict[str, Any]:
         """One load or export. `rate` is in rows a second and `eta_s` to the end of the phase."""
-        return service.jobs.get(job, _models_of(request)).document()
+        return service.jobs.get(job, principal_of(request.scope).models).document()
 
     @app.delete("/admin/jobs/{job}", status_code=202, tags=["snapshots"])
     async def cancel(job: str, request: Request) -> dict[str, Any]:
         """Ask a job to stop. It ends as failed; what a load had finished is kept for a time, see `load_retention_s`."""
-        return service.jobs.cancel(job, _models_of(request)).document()
-
-
-def _models_of(request: Request) -> frozenset[str] | None:
-    """The models that the caller is limited to; None: all."""
-    principal: Principal = request.scope.get(PRINCIPAL, LOCAL)
-    return principal.models
+        return service.jobs.cancel(job, principal_of(request.scope).models).document()
 
 
 def _add_deltas(app: FastAPI, service: Service) -> None:
@@ -267,7 +267,7 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
         headers = {name.lower(): value for name, value in request.scope["headers"]}
         try:
             body = await read_body(request.receive, headers, service.settings.max_delta, holding)
-            service.rates.admit(request.scope.get(PRINCIPAL, LOCAL), model, len(body))
+            service.rates.admit(principal_of(request.scope), model, len(body))
             result = await service.change(lambda: service.store.apply_delta(body, model=model), pool=service.admin_pool)
         except Overloaded as error:
             # the producer has to slow down, whichever limit was reached
@@ -304,7 +304,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def models() -> dict[str, Any]:
         """Every model, and the state of the service."""
         status = await service.status_pool.run(store.status)
-        return {**status, "models": list(status["models"].values()), "service": _service_state(service)}
+        problems = status["problems"] + [problem._asdict() for problem in service.problems()]
+        state = _service_state(service) | {"problems": [one["text"] for one in problems if not one["model"]]}
+        return {**status, "models": list(status["models"].values()), "problems": problems, "service": state}
 
     @app.get("/admin/models/{model}", tags=["models"])
     async def model_status(model: ModelName) -> dict[str, Any]:
@@ -392,5 +394,4 @@ def _service_state(service: Service) -> dict[str, Any]:
         "access": {"tokens": service.access.tokens.required, "tls": service.tls is not None},
         "watch": None,  # where there is none
         **{name: source.status() for name, source in service.sources.items()},
-        "problems": service.problems(),
     }

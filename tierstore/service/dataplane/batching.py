@@ -46,10 +46,10 @@ class Member(Protocol):
     def prepare(self) -> tuple[Part, list[Any]]:
         """Read the request. Its part of the batch, and the arrays for its outputs."""
 
-    def complete(self, version: int, lookup_ns: int, dense_ns: int) -> Any:
+    def complete(self, version: int, arrays: list[Any], lookup_ns: int, dense_ns: int) -> Any:
         """The outcome, once the arrays are filled."""
 
-    def alone(self) -> Any:
+    def answer(self) -> Any:
         """The outcome without the others."""
 
 
@@ -157,7 +157,7 @@ class Batcher:
             try:
                 self._shed.check(member.caller)
                 if len(members) == 1:
-                    return [member.alone()]
+                    return [member.answer()]
                 part, arrays = member.prepare()
                 part.check()
                 ready.append((i, part, arrays))
@@ -169,7 +169,7 @@ class Batcher:
             self._apart += len(ready) if len(ready) > 1 else 0
         for i, *_ in ready:
             try:
-                outcomes[i] = members[i].alone()
+                outcomes[i] = members[i].answer()
             except Exception as error:  # noqa: BLE001
                 outcomes[i] = error
         return outcomes
@@ -195,9 +195,9 @@ class Batcher:
         except TierstoreError:
             return False
         split_outputs(arrays, parts, [own for *_, own in ready])
-        for i, *_ in ready:
+        for i, _, own in ready:
             try:
-                outcomes[i] = batch.members[i].complete(version, *spent)
+                outcomes[i] = batch.members[i].complete(version, own, *spent)
             except Exception as error:  # noqa: BLE001
                 outcomes[i] = error
         with self._lock:

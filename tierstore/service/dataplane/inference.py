@@ -36,7 +36,6 @@ import pyarrow as pa
 
 from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.predict.session import Slot
-from tierstore.service.access import check_model
 from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE, VECTOR_DATATYPES
 from tierstore.service.dataplane.hps import split
 from tierstore.service.dataplane.plan import Call, Plan, Request, check_rows, parts_of
@@ -277,18 +276,13 @@ class DataPlane:
         self._planner = Planner()
 
     def model(self, name: str) -> Any:
-        """The engine's model. NotFound for a name that no model has or can have, Forbidden for one that is not the caller's."""
-        check_model(name)
+        """The engine's model. NotFound for a name that no model has or can have."""
         try:
             return self._store.model(name)
         except NotFound:
             if NAME.fullmatch(name) is None:  # it may be anything, so the message is kept short
                 raise NotFound(f"unknown model {shown(name)}") from None
             raise
-
-    def splits(self, model: str) -> bool:
-        """Whether requests that name no version go to two versions; only then a `route` matters."""
-        return self.model(model).served.canary is not None
 
     def scores(self, model: str) -> bool:
         """Whether the active version's dense part is served here."""

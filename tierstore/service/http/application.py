@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Protocol, TypeAlias
 
-from tierstore.access.roles import LOCAL
-from tierstore.errors import TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.tensors import shown
 from tierstore.service.error_status import HttpError, http_outcome
-from tierstore.service.http.call import DIRECT_BODY_BYTES, Answered, HttpCall, PendingResponse
+from tierstore.service.exchange import DIRECT_BYTES, Answered, Exchange, Message
 from tierstore.service.http.messages import (
     ARRIVED,
     ERROR,
     LATER,
     LEFT,
-    PRINCIPAL,
+    REQUEST_ID,
     SPENT,
     Disconnected,
     Headers,
@@ -28,13 +26,22 @@ from tierstore.service.http.messages import (
     Response,
     Scope,
     Send,
+    caller_of,
     error_response,
     read_body,
 )
-from tierstore.service.limits.shedding import Gone
+from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import Reservation
 
-_STARTED = "tierstore.begun"  # in a scope: the call that `at_once` has started, and its pending response
+_STARTED = "tierstore.begun"  # in a scope: what `at_once` has started, what it holds, and its pending response
+PendingResponse: TypeAlias = "asyncio.Future[Response]"  # that a thread will give
+
+
+class HttpMessage(Message[Response], Protocol):
+    """A look-up over HTTP, whose path says the model."""
+
+    def receive(self, body: memoryview, caller: Caller) -> None:
+        """Its body is complete."""
 
 
 class ProtocolApplication:
@@ -44,7 +51,7 @@ class ProtocolApplication:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._most_at_once = min(DIRECT_BODY_BYTES, service.settings.max_request)
+        self._most_at_once = min(DIRECT_BYTES, service.settings.max_request)
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         """The response to a POST whose `body` is complete, if it is a look-up that can be answered without waiting.
@@ -54,22 +61,24 @@ class ProtocolApplication:
         if len(body) > self._most_at_once:
             return None
         began_ns: int = scope.get(ARRIVED) or time.perf_counter_ns()
-        headers: Headers = dict(scope["headers"])
         holding = Reservation(self._service.inflight)
         waits = False
         try:
-            call = self._call(scope, headers, holding, began_ns)
-            if call is None:
+            headers: Headers = dict(scope["headers"])
+            message = self._lookup(scope, headers, holding)
+            if message is None:
                 return None
-            scope[SPENT] = call.spent
+            caller = caller_of(scope, headers, began_ns)
             holding.reserve(len(body))
-            answer = self._begin(call, body, scope, self._answered(call, scope, began_ns))
-            if not isinstance(answer, Response):
+            exchange = self._exchange(scope, message, body, caller, headers)
+            answer = exchange.begin()
+            if answer is None:
+                pending = exchange.hand_over(self._answered(exchange, holding, scope))
                 waits = True
-                if answer is None:
+                if pending is None:
                     scope[LEFT] = True
                 else:
-                    scope[_STARTED] = call, answer
+                    scope[_STARTED] = exchange, holding, pending
                 return None
         except Gone:
             return None
@@ -81,40 +90,37 @@ class ProtocolApplication:
         self._count(answer, began_ns)
         return answer
 
-    def _answered(self, call: HttpCall[Any], scope: Scope, began_ns: int) -> Answered | None:
-        """What a thread of the pool is to do with the response of a call, or the error; None where the loop awaits it."""
+    def _answered(self, exchange: Exchange[Response], holding: Reservation, scope: Scope) -> Answered | None:
+        """What a thread of the pool is to do with the response, or the error; None where the loop awaits it."""
         later = scope.get(LATER)
         if later is None:
             return None
 
         def answered(response: Response | None, error: BaseException | None) -> None:
-            call.release()
             try:
-                if error is None:
-                    self._count_done(call)
-                elif not isinstance(error, Gone):
-                    if isinstance(error, TierstoreError):
-                        self._count_failed(call, error)
-                    response = self._refused(error, scope)
+                if error is not None:
+                    exchange.fail(error)
+                    response = None if isinstance(error, Gone) else self._refused(error, scope)
                 first = later(response)
             finally:
-                call.holding.release()
+                holding.release()
             if first and response is not None:
-                self._count(response, began_ns)
+                self._count(response, exchange.caller.arrived_ns)
 
         return answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started: tuple[HttpCall[Any], PendingResponse] | None = scope.get(_STARTED)
+        started: tuple[Exchange[Response], Reservation, PendingResponse] | None = scope.get(_STARTED)
         if started is None:
             began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
             holding = Reservation(self._service.inflight)
         else:
-            began_ns, holding = started[0].caller.arrived_ns, started[0].holding
+            exchange, holding, pending = started
+            began_ns = exchange.caller.arrived_ns
         try:
             try:
                 if started is not None:
-                    response = await self._await(*started)
+                    response = await self._await(exchange, pending)
                 else:
                     response = await self._answer(scope, receive, holding, began_ns)
             except (Disconnected, Gone):
@@ -129,18 +135,30 @@ class ProtocolApplication:
     async def _answer(self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int) -> Response:
         # of a header that comes twice the last counts; Host and Origin were checked before
         headers: Headers = dict(scope["headers"])
-        call = self._call(scope, headers, holding, began_ns)
-        if call is None:
+        message = self._lookup(scope, headers, holding)
+        if message is None:
             return await self._document(scope, headers, receive, holding)
-        scope[SPENT] = call.spent
+        caller = caller_of(scope, headers, began_ns)
         body = await read_body(receive, headers, self._service.settings.max_request, holding)
-        answer = self._begin(call, body, scope)
-        assert answer is not None
-        return answer if isinstance(answer, Response) else await self._await(call, answer)
+        exchange = self._exchange(scope, message, body, caller, headers)
+        response = exchange.begin()
+        if response is not None:
+            return response
+        pending = exchange.hand_over()
+        assert pending is not None
+        return await self._await(exchange, pending)
+
+    def _exchange(
+        self, scope: Scope, message: HttpMessage, body: memoryview, caller: Caller, headers: Headers
+    ) -> Exchange[Response]:
+        message.receive(body, caller)
+        exchange = Exchange(self._service, message, caller, headers.get(REQUEST_ID))
+        scope[SPENT] = exchange.spent
+        return exchange
 
     # --- for subclasses
 
-    def _call(self, scope: Scope, headers: Headers, holding: Reservation, began_ns: int) -> HttpCall[Any] | None:
+    def _lookup(self, scope: Scope, headers: Headers, holding: Reservation) -> HttpMessage | None:
         """The look-up that is requested, its body not read yet; None for any other request."""
         raise NotImplementedError
 
@@ -152,41 +170,13 @@ class ProtocolApplication:
         """An error in the protocol's words."""
         return error_response(error)
 
-    # --- counted
-
-    def _begin(
-        self, call: HttpCall[Any], body: memoryview, scope: Scope, answered: Answered | None = None
-    ) -> Response | PendingResponse | None:
-        call.started_ns = time.perf_counter_ns()
-        try:
-            call.charge = self._service.rates.admit(scope.get(PRINCIPAL, LOCAL), call.model, len(body))
-            answer = call.begin(body, answered)
-        except TierstoreError as error:
-            self._count_failed(call, error)
-            raise
-        if isinstance(answer, Response):
-            self._count_done(call)
-        return answer
-
-    async def _await(self, call: HttpCall[Any], pending: PendingResponse) -> Response:
+    async def _await(self, exchange: Exchange[Response], pending: PendingResponse) -> Response:
         try:
             # Where this task is cancelled, the thread goes on, because it has to release the view.
-            response = await asyncio.shield(pending)
-        except TierstoreError as error:
-            self._count_failed(call, error)
+            return await asyncio.shield(pending)
+        except Exception as error:
+            exchange.fail(error)
             raise
-        self._count_done(call)
-        return response
-
-    def _count_done(self, call: HttpCall[Any]) -> None:
-        assert call.chosen is not None
-        elapsed_ns = time.perf_counter_ns() - call.started_ns
-        self._service.inference_stats.succeeded(call.model, call.chosen, elapsed_ns, call.spent)
-
-    def _count_failed(self, call: HttpCall[Any], error: TierstoreError) -> None:
-        if error.version is None:
-            error.version = call.chosen
-        self._service.count_failed(call.model, time.perf_counter_ns() - call.started_ns, error)
 
     def _refused(self, error: BaseException, scope: Scope) -> Response:
         scope[ERROR] = error

@@ -13,7 +13,6 @@ import time
 from typing import Any
 from urllib.parse import parse_qs
 
-from tierstore.access.roles import LOCAL
 from tierstore.access.rules import is_listed
 from tierstore.engine.operations.fronts import StoredRead
 from tierstore.errors import InvalidInput, NotFound
@@ -24,7 +23,6 @@ from tierstore.service.http.application import allow
 from tierstore.service.http.messages import (
     ARRIVED,
     ERROR,
-    PRINCIPAL,
     Disconnected,
     Headers,
     Receive,
@@ -34,6 +32,7 @@ from tierstore.service.http.messages import (
     caller_of,
     error_response,
     json_response,
+    principal_of,
     read_body,
 )
 from tierstore.service.limits.shedding import Gone
@@ -151,7 +150,7 @@ class FrontsHttp:
 
     def _admit(self, scope: Scope, model: str, request: wire.RowsRequest, nbytes: int) -> None:
         """Charge it to its caller and its model. RateLimited where one of them has used up its rates."""
-        charge = self._service.rates.admit(scope.get(PRINCIPAL, LOCAL), model, nbytes)
+        charge = self._service.rates.admit(principal_of(scope), model, nbytes)
         if charge is not None:
             charge.keys(len(request.codes))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from tierstore.access.roles import LOCAL
+from tierstore.access.roles import NOBODY, Principal
 from tierstore.errors import InvalidInput, SequenceGap, TooLarge, Unauthorized
 from tierstore.kernels.httpdate import DATE_PLACE
 from tierstore.service.error_status import HttpError, as_text, http_status, message_of, retry_after
@@ -122,10 +122,16 @@ def ready_response(response: Response) -> bytes:
     return b"".join([first, lines, b"\r\n", *chunks])
 
 
+def principal_of(scope: Scope) -> Principal:
+    """Who has sent a request: nobody, unless the check of access has found out."""
+    principal: Principal = scope.get(PRINCIPAL, NOBODY)
+    return principal
+
+
 def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:
     """The caller, with the deadline that its headers name. InvalidInput for a deadline without a meaning."""
     connection = scope.get(CONNECTION)
-    caller = Caller(arrived_ns, None if connection is None else connection.is_lost, scope.get(PRINCIPAL, LOCAL))
+    caller = Caller(arrived_ns, None if connection is None else connection.is_lost, principal_of(scope))
     for name in TIMEOUT_HEADERS:
         value = headers.get(name)
         if value is not None:
@@ -202,6 +208,16 @@ def decode_body(body: memoryview, coding: bytes, limit: int) -> memoryview:
         raise InvalidInput(f"the body is not valid {coding.decode()}: {error}") from error
 
 
+def decoded(body: memoryview, headers: Headers, limit: int, holding: Reservation) -> memoryview:
+    """`decode_body` by its header; what that adds is reserved."""
+    coding = headers.get(b"content-encoding")
+    if coding is None:
+        return body
+    plain = decode_body(body, coding.strip().lower(), limit)
+    holding.reserve(len(plain))
+    return plain
+
+
 def wanted_coding(accept: bytes) -> bytes | None:
     """The coding of the response: gzip or deflate where Accept-Encoding takes one of them, and refuses an answer as it is.
 
@@ -223,6 +239,20 @@ def compress(chunks: Iterable[bytes | memoryview], coding: bytes) -> bytes:
     """`chunks` as one body in `coding`, at the fastest level."""
     stream = zlib.compressobj(1, zlib.DEFLATED, _ACCEPTED[coding])
     return b"".join([*(stream.compress(chunk) for chunk in chunks), stream.flush()])
+
+
+def is_coded(headers: Headers) -> bool:
+    """Whether the client wants its response in a coding."""
+    accept = headers.get(b"accept-encoding")
+    return accept is not None and wanted_coding(accept) is not None
+
+
+def coded(response: Response, headers: Headers) -> Response:
+    """The response, in the coding that the client wants."""
+    if (accept := headers.get(b"accept-encoding")) and (wish := wanted_coding(accept)) is not None:
+        response.chunks = [compress(response.chunks, wish)]
+        response.headers.append((b"content-encoding", wish))
+    return response
 
 
 PROBLEM = b"application/problem+json"

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from tierstore.access.audit import ATTEMPT, Attempt, Audit
-from tierstore.access.roles import CHANGES, LOCAL, Action, Principal
+from tierstore.access.roles import CHANGES, LOCAL, NOBODY, Action, Principal
 from tierstore.access.rules import of_http
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
@@ -41,6 +41,7 @@ from tierstore.service.http.messages import (
     Send,
     error_for_path,
     error_response,
+    principal_of,
 )
 from tierstore.service.request_log import RequestLog, one_line
 
@@ -100,6 +101,7 @@ class AccessCheck:
             if _CHECKED not in scope:
                 self._check(scope)
         except Forbidden as error:
+            self._access.count(error)
             self._note(scope, error)
             await error_response(error).send(send)
         else:
@@ -163,13 +165,13 @@ class AccessCheck:
                 )
         peer = scope.get(PEER, UNNAMED)
         if not self._access.required and not self._access.admin_apart:
-            self._allow(name, None, LOCAL)
+            self._pass_all(scope, name)
             return
         action, model = of_http(scope["method"], scope["path"])
         if action is Action.ADMIN or scope["path"].lower().startswith(_ADMIN_PATHS):
             self._access.check_listener(peer.admin)
         if not self._access.required:
-            self._allow(name, None, LOCAL)
+            self._pass_all(scope, name)
             return
         if action is Action.OPEN:
             return
@@ -183,6 +185,11 @@ class AccessCheck:
             principal.check(action, model)
         if authorization is not None and principal.may_at_all(Action.READ):
             self._allow(name, authorization, principal)
+
+    def _pass_all(self, scope: Scope, name: str) -> None:
+        """Nobody needs a token."""
+        scope[PRINCIPAL] = LOCAL
+        self._allow(name, None, LOCAL)
 
 
 def _is_same_origin(origin: str, host: str) -> bool:
@@ -281,8 +288,8 @@ def _requester_of(scope: Scope) -> str:
     who, request_id = _client_of(scope) or "somebody", _id_of(scope)
     if request_id is not None:
         who = f"{who} (id {one_line(request_id.decode('latin-1'))})"
-    principal: Principal = scope.get(PRINCIPAL, LOCAL)
-    return who if principal is LOCAL else f"{principal.name} at {who}"
+    principal = principal_of(scope)
+    return who if principal in (LOCAL, NOBODY) else f"{principal.name} at {who}"
 
 
 def _client_of(scope: Scope) -> str | None:

@@ -1,47 +1,45 @@
 """The Open Inference Protocol v2 over HTTP, as a raw ASGI application below `/v2`.
 
-Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`call.py`). Other look-ups
+Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`). Other look-ups
 run on the look-up pool, and calls that may block for long on the admin pool.
 """
 
 from __future__ import annotations
 
 import base64
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import orjson
 
-from tierstore.access.roles import LOCAL
 from tierstore.access.rules import is_listed
 from tierstore.errors import InvalidInput, NotFound, Overloaded
-from tierstore.service.context import PlanIndex
+from tierstore.service.context import PlanIndex, Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
-from tierstore.service.dataplane.joining import Joint, Part, joint_of
-from tierstore.service.dataplane.plan import Plan, Request, is_short
+from tierstore.service.dataplane.plan import Plan
 from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements, shown
-from tierstore.service.http.application import ProtocolApplication, allow
-from tierstore.service.http.call import DIRECT_BODY_BYTES, DIRECT_JSON_BYTES, Answered, HttpCall, PendingResponse
+from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
+from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
 from tierstore.service.http.messages import (
     PEER,
-    PRINCIPAL,
     UNNAMED,
     UNPLANNED,
     Headers,
     Receive,
     Response,
     Scope,
-    caller_of,
+    coded,
     decode_body,
+    decoded,
     error_response,
+    is_coded,
     json_response,
+    principal_of,
     read_body,
     ready_response,
 )
-from tierstore.service.limits.shedding import WAITS_TOO_LONG
+from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.oip import documents
 from tierstore.service.oip.json_request import (
@@ -62,146 +60,124 @@ _BINARY = b"application/octet-stream"
 _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
 
 
-class InferCall(HttpCall[InferRequest]):
-    """One inference request, from its body to its response."""
+class InferMessage:
+    """An inference request over HTTP, as a `Message`. `teaches`: whether reactors are to learn from it."""
 
-    __slots__ = ("_answer", "_layout", "_tail", "teaches")
+    __slots__ = (
+        "_answer",
+        "_body",
+        "_caller",
+        "_headers",
+        "_holding",
+        "_layout",
+        "_parsed",
+        "_service",
+        "_tail",
+        "model",
+        "teaches",
+        "version",
+    )
 
-    teaches: bool  # whether reactors are to learn from it
     _answer: ResponseBody
+    _caller: Caller
     _layout: ResponseLayout
+    _parsed: InferRequest
     _tail: memoryview | None  # what follows the JSON
 
-    def _parse_here(self) -> InferRequest | None:
-        length = _header_length(self.headers)
-        if length == 0 or b"content-encoding" in self.headers:
-            return None
-        header, tail = split_body(self.body, length)
-        if len(header) > (MOST_CACHED_BYTES if tail is not None else DIRECT_JSON_BYTES):
-            return None
-        self._tail = tail
-        return parse_cached(self.service.plan_cache, self.model, header, None if tail is None else len(tail))
+    def __init__(
+        self,
+        service: Service,
+        model: str,
+        version: int | str | None,
+        headers: Headers,
+        holding: Reservation,
+        *,
+        teaches: bool,
+    ) -> None:
+        self._service, self.model, self.version, self.teaches = service, model, version, teaches
+        self._headers, self._holding = headers, holding
+        self._body = memoryview(b"")
 
-    def _parse_all(self) -> InferRequest:
-        body = self._decoded()
-        length = _header_length(self.headers)
+    def receive(self, body: memoryview, caller: Caller) -> None:
+        self._body, self._caller = body, caller
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._body)
+
+    @property
+    def timeout_us(self) -> int | None:
+        return self._parsed.timeout_us
+
+    @property
+    def request(self) -> AnyRequest:
+        return self._parsed.request
+
+    def parse(self, *, here: bool) -> bool:
+        length = _header_length(self._headers)
+        if here:
+            return length != 0 and b"content-encoding" not in self._headers and self._parse_here(length)
+        body = decoded(self._body, self._headers, self._service.settings.max_request, self._holding)
         if length == 0:
             self._tail = None
-            return parse_raw(body)
-        header, self._tail = split_body(body, length)
-        return parse_request(header, None if self._tail is None else len(self._tail))
+            self._parsed = parse_raw(body)
+        else:
+            header, self._tail = split_body(body, length)
+            self._parsed = parse_request(header, None if self._tail is None else len(self._tail))
+        return True
 
-    def _check_deadline(self, parsed: InferRequest) -> None:
-        if parsed.timeout_us is not None:  # the request's own timeout
-            self.caller.within(parsed.timeout_us * 1000)
-        super()._check_deadline(parsed)
-
-    def _is_surely_large(self, parsed: InferRequest) -> bool:
-        if len(self.body) > DIRECT_BODY_BYTES:
-            return True
-        # a batch needs a plan of the version that is served now
-        if self.service.batches.max_items or not isinstance(parsed.request, Request):
+    def _parse_here(self, length: int | None) -> bool:
+        header, tail = split_body(self._body, length)
+        if len(header) > (MOST_CACHED_BYTES if tail is not None else DIRECT_TEXT_BYTES):
             return False
-        plan = parsed.request.plan
-        if plan is None:  # by default the dense part's outputs are wanted
-            return not parsed.request.outputs and self.service.dataplane.scores(self.model)
-        return not is_short(plan)
+        self._tail = tail
+        self._parsed = parse_cached(self._service.plan_cache, self.model, header, None if tail is None else len(tail))
+        return True
 
-    def _fits_here(self, parsed: InferRequest, plan: Plan) -> bool:
-        return parsed.span_bytes <= DIRECT_BODY_BYTES and self._layout.json_bytes <= DIRECT_JSON_BYTES
+    def is_long(self) -> bool:
+        return len(self._body) > DIRECT_BYTES or is_coded(self._headers)
 
-    def _plane_request(self, parsed: InferRequest) -> AnyRequest:
-        return parsed.request
+    def is_short(self, plan: Plan) -> bool:
+        return self._parsed.span_bytes <= DIRECT_BYTES and self._layout.json_bytes <= DIRECT_TEXT_BYTES
 
-    def _open(self, parsed: InferRequest) -> Inference:
-        inference = super()._open(parsed)
-        self._layout = _layout_of(parsed, self.model, inference.plan)
-        if self.teaches and self.service.plans is not None and self._tail is not None:
-            self._teach(self.service.plans, parsed, inference)
-        return inference
+    def opened(self, inference: Inference) -> None:
+        self._layout = _layout_of(self._parsed, self.model, inference.plan)
+        if self.teaches and self._service.plans is not None and self._tail is not None:
+            self._teach(self._service.plans, self._tail, inference)
 
-    def _teach(self, plans: PlanIndex, parsed: InferRequest, inference: Inference) -> None:
+    def _teach(self, plans: PlanIndex, tail: memoryview, inference: Inference) -> None:
         """Have reactors answer requests such as this one; or refuse them where they would wait too long, as batches do not."""
         plan, view = inference.plan, inference.view
-        if b"content-encoding" in self.headers or (plan.dense is not None and self.service.batches.max_items):
+        if b"content-encoding" in self._headers or (plan.dense is not None and self._service.batches.max_items):
             return
-        assert self._tail is not None
-        text = self.body[: len(self.body) - len(self._tail)]
+        text = self._body[: len(self._body) - len(tail)]
         refusal = None if plan.dense is None else _REFUSAL
-        lesson = HttpLesson(self.model, self.version, text, parsed, self._layout)
+        lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
         plans.learn(self.model, view, self.version, plan, lesson, refusal)
 
-    def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
-        parsed, dense = self._parsed, inference.plan.dense
-        assert parsed is not None
-        if dense is not None and dense.joined is not None and self._tail is not None:
-            inference.codes = joined_codes(parsed, self._tail, *dense.joined)
-        joined = None if inference.codes is None or dense is None else dense.joined
-        return self._elements(inference.plan, raw=inference.raw, joined=joined), self._answer.arrays
-
-    def _elements(
-        self, plan: Plan, more_bytes: int = 0, raw: Elements = None, joined: tuple[int, int] | None = None
-    ) -> list[Elements]:
-        """The elements of the inputs, but of those that are `joined`; and memory for the response, in `_answer`."""
-        parsed, regions = self._parsed, self.service.regions.of(self.caller.principal)
-        assert parsed is not None
+    def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
+        parsed, joined = self._parsed, None
+        raw: Elements = None
+        if inference is None:
+            self._layout = _layout_of(parsed, self.model, plan)
+        else:
+            raw, dense = inference.raw, plan.dense
+            if dense is not None and dense.joined is not None and self._tail is not None:
+                inference.codes = joined_codes(parsed, self._tail, *dense.joined)
+                joined = None if inference.codes is None else dense.joined
+        regions = self._service.regions.of(self._caller.principal)
         self._layout.check_spans(regions)
-        self.holding.reserve(plan.work_bytes + more_bytes + parsed.span_bytes)
+        # in a batch twice: rows of the batch, and a copy of its own
+        self._holding.reserve((1 if inference is not None else 2) * plan.work_bytes + parsed.span_bytes)
         elements = [raw] if raw is not None else read_elements(parsed, self._tail, regions, joined)
         self._answer = self._layout.allocate()
-        return elements
+        return elements, self._answer.arrays
 
-    def _encode(self, plan: Plan, arrays: list[Any]) -> Response:
-        chunks, header_bytes = self._answer.encode(self.service.regions.of(self.caller.principal))
+    def encode(self, plan: Plan, arrays: list[Any]) -> Response:
+        chunks, header_bytes = self._answer.encode(self._service.regions.of(self._caller.principal))
         if header_bytes is None:
-            return Response(200, chunks)
-        return Response(200, chunks, _BINARY, [(HEADER_LENGTH, b"%d" % header_bytes)])
-
-    # --- in a batch (see `dataplane/batching.py`)
-
-    def _hand_over(self, work: Callable[[], Response], answered: Answered | None) -> PendingResponse | None:
-        plan = self._plan
-        joint = None if plan is None else self._joint_of(plan)
-        if plan is None or joint is None:
-            return super()._hand_over(work, answered)
-        return self.service.batches.add(self, self.model, plan.version, joint)
-
-    def _joint_of(self, plan: Plan) -> Joint | None:
-        """How it may be joined with other requests; None where it is not to be."""
-        assert self._parsed is not None
-        if plan.dense is None or not self.service.batches.max_items:
-            return None
-        if plan.joint is None:
-            assert isinstance(self._parsed.request, Request)
-            plan.joint = joint_of(self._parsed.request, plan) or False
-        joint: Joint | None = plan.joint or None
-        return joint if self.service.batches.wants(joint) else None
-
-    def prepare(self) -> tuple[Part, list[Any]]:
-        """Read the request. Its part of the batch, and the arrays for its outputs."""
-        plan = self._plan
-        assert plan is not None
-        assert self._parsed is not None
-        assert isinstance(self._parsed.request, Request)
-        self._note_queued()
-        self._layout = _layout_of(self._parsed, self.model, plan)
-        # twice: rows in the batch, and a copy of its own
-        elements = self._elements(plan, plan.work_bytes)
-        now_ns = time.perf_counter_ns()
-        self.spent.input_ns, self._began_ns = now_ns - self._began_ns, now_ns
-        return Part(self._parsed.request, plan, elements), self._answer.arrays
-
-    def complete(self, version: int, lookup_ns: int, dense_ns: int) -> Response:
-        """The response, once the arrays are filled."""
-        assert self._plan is not None
-        self.chosen = version
-        self.spent.lookup_ns, self.spent.dense_ns = lookup_ns, dense_ns
-        self.spent.inference_ns = time.perf_counter_ns() - self._began_ns
-        return self._respond(self._plan, self._answer.arrays)
-
-    def alone(self) -> Response:
-        """The response without the others."""
-        return self._all()
+            return coded(Response(200, chunks), self._headers)
+        return coded(Response(200, chunks, _BINARY, [(HEADER_LENGTH, b"%d" % header_bytes)]), self._headers)
 
 
 def _layout_of(parsed: InferRequest, model: str, plan: Plan) -> ResponseLayout:
@@ -229,7 +205,7 @@ class OipHttp(ProtocolApplication):
 
     PROTOCOL = "oip_http"
 
-    def _call(self, scope: Scope, headers: Headers, holding: Reservation, began_ns: int) -> HttpCall[Any] | None:
+    def _lookup(self, scope: Scope, headers: Headers, holding: Reservation) -> HttpMessage | None:
         if not is_listed(scope["path"]):
             raise NotFound(f"no such path: {shown(scope['path'])}")
         parts = scope["path"].split("/")[2:]
@@ -238,9 +214,8 @@ class OipHttp(ProtocolApplication):
         allow(scope["method"], "POST")
         name, version = _model_path(parts[1:-1])
         self._service.dataplane.model(name)  # an unknown one is refused before its body is read
-        call = InferCall(self._service, name, version, headers, holding, caller_of(scope, headers, began_ns))
-        call.teaches = scope.get(UNPLANNED, False)
-        return call
+        teaches = scope.get(UNPLANNED, False)
+        return InferMessage(self._service, name, version, headers, holding, teaches=teaches)
 
     # --- documents
 
@@ -313,7 +288,7 @@ class OipHttp(ProtocolApplication):
         self, scope: Scope, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
     ) -> Response:
         """Shared memory of a kind, `system` or `cuda`: one of the caller's regions, or with `name` None all of them."""
-        method, regions = scope["method"], self._service.regions.of(scope.get(PRINCIPAL, LOCAL))
+        method, regions = scope["method"], self._service.regions.of(principal_of(scope))
         if verb == "status":
             allow(method, "GET")
             return json_response(regions.status(name, kind))

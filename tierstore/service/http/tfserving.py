@@ -1,6 +1,6 @@
 """TensorFlow Serving's JSON interface, as a raw ASGI application below `/v1`.
 
-Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`call.py`). Other look-ups
+Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`). Other look-ups
 run on the look-up pool, and calls that may block for long on the admin pool.
 """
 
@@ -12,20 +12,15 @@ from typing import Any
 
 from tierstore.access.rules import is_listed
 from tierstore.errors import InvalidInput, NotFound, NotReady
+from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.tensors import Elements, shown
 from tierstore.service.dataplane.view import View
-from tierstore.service.http.application import ProtocolApplication, allow
-from tierstore.service.http.call import DIRECT_JSON_BYTES, HttpCall
-from tierstore.service.http.messages import (
-    Headers,
-    Receive,
-    Response,
-    Scope,
-    caller_of,
-    json_response,
-)
+from tierstore.service.exchange import DIRECT_TEXT_BYTES
+from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
+from tierstore.service.http.messages import Headers, Receive, Response, Scope, coded, decoded, is_coded, json_response
+from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.tfserving import documents
 from tierstore.service.tfserving.json_messages import PredictBody, encode_answer, parse_predict, tensors_of
@@ -33,48 +28,74 @@ from tierstore.service.tfserving.request import request_of, room_for
 from tierstore.service.tfserving.signature import DEFAULT
 
 
-class PredictCall(HttpCall[PredictBody]):
-    """One predict request, from its body to its response."""
+class PredictMessage:
+    """A predict request over HTTP, as a `Message`."""
 
-    __slots__ = ("_elements",)
+    __slots__ = ("_body", "_elements", "_headers", "_holding", "_parsed", "_service", "model", "version")
 
     _elements: list[Elements]
+    _parsed: PredictBody
+    timeout_us = None  # the protocol has none
 
-    def _parse_here(self) -> PredictBody | None:
-        if len(self.body) > DIRECT_JSON_BYTES or b"content-encoding" in self.headers:
-            return None
-        return parse_predict(self.body)
+    def __init__(
+        self, service: Service, model: str, version: int | str | None, headers: Headers, holding: Reservation
+    ) -> None:
+        self._service, self.model, self.version, self._headers, self._holding = (
+            service,
+            model,
+            version,
+            headers,
+            holding,
+        )
+        self._body = memoryview(b"")
 
-    def _parse_all(self) -> PredictBody:
-        return parse_predict(self._decoded())
+    def receive(self, body: memoryview, caller: Caller) -> None:
+        self._body = body
 
-    def _is_surely_large(self, parsed: PredictBody) -> bool:
-        # the request depends on the view; but default outputs are those of the dense part where there is one
-        if parsed.signature != DEFAULT or parsed.picked:
+    @property
+    def nbytes(self) -> int:
+        return len(self._body)
+
+    def parse(self, *, here: bool) -> bool:
+        if here and (len(self._body) > DIRECT_TEXT_BYTES or b"content-encoding" in self._headers):
             return False
-        return self.service.dataplane.scores(self.model)
+        self._parsed = parse_predict(
+            decoded(self._body, self._headers, self._service.settings.max_request, self._holding)
+        )
+        return True
 
-    def _fits_here(self, parsed: PredictBody, plan: Plan) -> bool:
-        return sum(spec.nbytes for spec in plan.specs) <= DIRECT_JSON_BYTES
+    @property
+    def request(self) -> AnyRequest:
+        return self._request
 
-    def _plane_request(self, parsed: PredictBody) -> AnyRequest:
-        def request(view: View) -> Request:
-            service = self.service
-            tensors = tensors_of(parsed, service.signatures.of(self.model, view))
-            made, self._elements = request_of(
-                service.plan_cache, self.model, view, parsed.signature, tensors, parsed.picked
-            )
-            return made
+    def _request(self, view: View) -> Request:
+        parsed, service = self._parsed, self._service
+        tensors = tensors_of(parsed, service.signatures.of(self.model, view))
+        made, self._elements = request_of(
+            service.plan_cache, self.model, view, parsed.signature, tensors, parsed.picked
+        )
+        return made
 
-        return request
+    def is_long(self) -> bool:
+        if is_coded(self._headers):
+            return True
+        # the request depends on the view; but default outputs are those of the dense part where there is one
+        if self._parsed.signature != DEFAULT or self._parsed.picked:
+            return False
+        return self._service.dataplane.scores(self.model)
 
-    def _read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
-        self.holding.reserve(inference.plan.work_bytes)
-        return self._elements, room_for(inference.plan.specs)
+    def is_short(self, plan: Plan) -> bool:
+        return sum(spec.nbytes for spec in plan.specs) <= DIRECT_TEXT_BYTES
 
-    def _encode(self, plan: Plan, arrays: list[Any]) -> Response:
-        assert self._parsed is not None
-        return Response(200, [encode_answer(self._parsed.rows, plan.specs, arrays)])
+    def opened(self, inference: Inference) -> None:
+        pass
+
+    def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
+        self._holding.reserve(plan.work_bytes)
+        return self._elements, room_for(plan.specs)
+
+    def encode(self, plan: Plan, arrays: list[Any]) -> Response:
+        return coded(Response(200, [encode_answer(self._parsed.rows, plan.specs, arrays)]), self._headers)
 
 
 _PATH = re.compile(
@@ -90,7 +111,7 @@ class TfsHttp(ProtocolApplication):
 
     PROTOCOL = "tfs_http"
 
-    def _call(self, scope: Scope, headers: Headers, holding: Reservation, began_ns: int) -> HttpCall[Any] | None:
+    def _lookup(self, scope: Scope, headers: Headers, holding: Reservation) -> HttpMessage | None:
         path = _path(scope)
         if path["verb"] is None:
             return None
@@ -101,7 +122,7 @@ class TfsHttp(ProtocolApplication):
             raise InvalidInput(f"models here have no {verb} signature: ask for their outputs with :predict")
         if verb != "predict":
             raise NotFound(f"no such verb: {shown(path['verb'])}; expected predict")
-        return PredictCall(self._service, name, version, headers, holding, caller_of(scope, headers, began_ns))
+        return PredictMessage(self._service, name, version, headers, holding)
 
     async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
         path = _path(scope)

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,7 @@ class Jobs:
         # guarded by _lock
         self._active: dict[str, Job] = {}
         self._history: LRUCache[str, Job] = LRUCache(HISTORY_LIMIT)
+        self.ended: Counter[tuple[str, str]] = Counter()  # by kind and state
         self._closed = False
         self._threads: dict[str, threading.Thread] = {}  # of running jobs, by id
         self._changed = threading.Condition(self._lock)
@@ -171,6 +173,14 @@ class Jobs:
         with self._lock:
             jobs = [*self._active.values(), *self._history.values()]
         return sorted(jobs, key=lambda job: job.created_s, reverse=True)
+
+    def failed(self) -> dict[str, str]:
+        """Why the last load of a model failed, by model; those that were cancelled do not count."""
+        last: dict[str, Job] = {}
+        for job in self.all():
+            if job.kind == "load" and job.state != "running" and not job.cancelled.is_set():
+                last.setdefault(job.model, job)
+        return {model: f"{job.source}: {job.error}" for model, job in last.items() if job.state == "failed"}
 
     def cancel(self, job_id: str, models: Collection[str] | None = None) -> Job:
         """Ask a job to stop; it ends as failed. Conflict for one that has ended; `models` as for `get`."""
@@ -229,15 +239,19 @@ class Jobs:
         logger.error("job %s: %s", job.id, error)
         job.error, job.finished_s, job.state = error, time.time(), "failed"
         del self._active[job.id]
-        self._history[job.id] = job
-        self._changed.notify_all()
+        self._keep(job)
 
     def _run(self, job: Job) -> None:
         self._work_on(job)
         with self._lock:
             del self._active[job.id], self._threads[job.id]
-            self._history[job.id] = job
-            self._changed.notify_all()
+            self._keep(job)
+
+    def _keep(self, job: Job) -> None:
+        """Of one that has ended. Holds the lock."""
+        self._history[job.id] = job
+        self.ended[job.kind, job.state] += 1
+        self._changed.notify_all()
 
     def _work_on(self, job: Job) -> None:
         state = "failed"

@@ -100,13 +100,16 @@ class RateLimits:
                 each = self._buckets[kind, name] = _Bucket(kind + name, rates)
             return each
 
-    def admit(self, principal: Principal, model: str, nbytes: int) -> Charge | None:
-        """Charge a request with a body of `nbytes`. RateLimited, and nothing is charged, where there is no room. None: no rates."""
-        of_model = self.of_model(model)
+    def admit(self, principal: Principal, model: str | None, nbytes: int) -> Charge | None:
+        """Charge a request with a body of `nbytes`. RateLimited, and nothing is charged, where there is no room. None: no rates.
+
+        `model` None: it is not known which one it concerns.
+        """
+        of_model = NO_LIMITS if model is None else self.of_model(model)
         if not principal.rates and not of_model:
             return None
         now_ns = int(self._clock() * 1e9)
-        named = (("", principal.name, principal.rates), ("model ", model, of_model))
+        named = (("", principal.name, principal.rates), ("model ", model or "", of_model))
         buckets = [self._bucket(kind, name, rates) for kind, name, rates in named if rates]
         for each in buckets:
             each.check(now_ns)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from tierstore.access.roles import LOCAL, Principal
+from tierstore.access.roles import NOBODY, Principal
 from tierstore.errors import DeadlineExceeded, Overloaded
 from tierstore.service.stats import REQUEST_BOUNDS_S, Histogram
 
@@ -37,7 +37,7 @@ class Caller:
 
     __slots__ = ("arrived_ns", "deadline_ns", "gone", "principal")
 
-    def __init__(self, arrived_ns: int, gone: Callable[[], bool] | None = None, principal: Principal = LOCAL) -> None:
+    def __init__(self, arrived_ns: int, gone: Callable[[], bool] | None = None, principal: Principal = NOBODY) -> None:
         self.arrived_ns, self.gone, self.principal = arrived_ns, gone, principal
         self.deadline_ns: int | None = None
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.access.roles import LOCAL, Principal, Role
+from tierstore.access.roles import LOCAL, NOBODY, Principal, Role
 from tierstore.errors import ConfigError, Forbidden, InvalidInput, MissingExtra, NotFound, Overloaded, TooLarge
 from tierstore.service.dataplane.plan import OutputSpec
 from tierstore.service.dataplane.tensors import shown, wire_bytes
@@ -138,7 +138,7 @@ class _Use:
 
 
 class Regions:
-    """The regions that clients have registered, at most MAX_REGIONS, as one of them sees them: at first an admin, see `of`.
+    """The regions that clients have registered, at most MAX_REGIONS, as one of them sees them: at first nobody, see `of`.
 
     Where not `enabled`, every use is InvalidInput.
     """
@@ -150,14 +150,16 @@ class Regions:
         self._max_read = max_read
         self._lock = threading.Lock()
         self._regions: dict[str, _Region] = {}  # guarded by _lock
-        self._principal = LOCAL
+        self._principal = NOBODY
+        self._latest = self  # as the latest caller sees them, who often is the next one
 
     def of(self, principal: Principal) -> Regions:
         """The same regions as `principal` sees them."""
-        if principal is self._principal:
-            return self
-        view = copy(self)
-        view._principal = principal
+        view = self._latest
+        if view._principal is not principal:
+            view = copy(self)
+            view._principal, view._latest = principal, view
+            self._latest = view
         return view
 
     @cached_property
@@ -237,7 +239,9 @@ class Regions:
                 if not region.users:
                     region.memory.close()
 
-    close = unregister
+    def close(self) -> None:
+        """Unregister all of them, whoever has registered them."""
+        self.of(LOCAL).unregister()
 
     def _has(self, name: str, kind: Kind | None = None) -> bool:
         """Whether there is such a region for the principal."""

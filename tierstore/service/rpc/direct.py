@@ -22,14 +22,14 @@ from typing import Any
 
 import grpc
 
-from tierstore.access.roles import LOCAL
 from tierstore.access.rules import of_grpc
 from tierstore.errors import Closed, DeadlineExceeded, Forbidden
 from tierstore.service.context import Service
-from tierstore.service.error_status import Cancelled
+from tierstore.service.exchange import Exchange
 from tierstore.service.limits import slow_clients
+from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.rpc.call_pool import CallPool, submitted_ns
-from tierstore.service.rpc.caller import RpcCaller, act_for
+from tierstore.service.rpc.caller import REQUEST_ID, RpcCaller, acting_for
 from tierstore.service.rpc.grpc_core import (
     GOES_ON,
     Core,
@@ -40,11 +40,11 @@ from tierstore.service.rpc.grpc_core import (
     receive_message,
     send,
 )
-from tierstore.service.rpc.lookup import REQUEST_ID, Answering, Receive
 from tierstore.service.rpc.methods import (
     ENDS,
     Accounts,
     Pools,
+    Receive,
     Servicer,
     Unary,
     peer_names,
@@ -112,19 +112,17 @@ class _DirectCall:
     """One call, from before it comes until it has ended. It is the tag of its own arrival."""
 
     __slots__ = (
-        "_answering", "_arrived_ns", "_call", "_caller", "_calls", "_cancelled", "_closed", "_deadline_s", "_message",
-        "_metadata", "_method", "_principal", "_receiving", "_sent", "_watched",
+        "_arrived_ns", "_call", "_caller", "_calls", "_cancelled", "_closed", "_exchange", "_holding", "_message",
+        "_method", "_receiving", "_sent", "_watched",
     )  # fmt: skip
 
     def __init__(self, calls: DirectCalls, method: Method) -> None:
         self._calls, self._method = calls, method
         self._call: Any = None
-        self._metadata: Any = ()
-        self._principal = LOCAL
-        self._deadline_s = 0.0
         self._caller: RpcCaller
         self._arrived_ns = 0
-        self._answering: Answering | None = None
+        self._exchange: Exchange[bytes] | None = None
+        self._holding = Reservation(calls.service.inflight)
         self._message = b""
         self._watched = False  # whether its end is requested apart from its answer
         # of the serving thread
@@ -136,13 +134,13 @@ class _DirectCall:
             return self, ()
         calls = self._calls
         calls.expect(self._method)
-        self._call, self._metadata = event.call, event.invocation_metadata or ()
-        self._deadline_s = event.call_details.deadline
-        self._caller = RpcCaller(self._metadata, event.call.peer)
-        self._arrived_ns = time.perf_counter_ns()
+        self._call, metadata = event.call, event.invocation_metadata or ()
+        caller = self._caller = RpcCaller(metadata, event.call.peer, lambda: self._cancelled)
+        caller.within(event.call_details.deadline - time.time())
+        self._arrived_ns = caller.waiting.arrived_ns
         try:
-            self._principal = calls.service.access.of_call(
-                self._method.action, self._metadata, lambda: peer_names(auth_context(event.call))
+            caller.waiting.principal = calls.service.access.of_call(
+                self._method.action, metadata, lambda: peer_names(auth_context(event.call))
             )
         except Forbidden as error:
             return self._fail(error)
@@ -184,59 +182,54 @@ class _DirectCall:
         return self._answer(answer)
 
     def _try(self, message: bytes) -> bytes | None:
-        self._check_waited_for()
-        calls, pool, receive = self._calls, self._method.pool, self._method.receive
+        service, caller = self._calls.service, self._caller
+        service.shed.check(caller.waiting)
+        pool, receive = self._method.pool, self._method.receive
         if receive is None:
             self._message = message
             return None
-        answering = self._answering = Answering(
-            calls.service, receive, message, self._metadata, self._principal, self._arrived_ns
-        )
+        self._holding.reserve(len(message))
+        read = receive(message, caller.principal, self._holding)
+        self._exchange = Exchange(service, read, caller.waiting, caller.request_id)
         # where calls have to wait, they are answered in the order of their arrival
-        return answering.tried() if pool.busy < pool.threads else None
+        return self._exchange.begin(here=pool.busy < pool.threads)
 
     def _hand_over(self) -> None:
         pool = self._method.pool
-        if self._answering is not None:
+        if self._exchange is not None:
             waits = self._calls.waits
-            waits.admit(waits.expected_s(pool.pending, pool.threads), self._deadline_s - time.time())
+            waits.admit(waits.expected_s(pool.pending, pool.threads), self._caller.waiting.remaining_s())
         self._watched = True
         self._closed = not self._start([receive_close()], self._on_closed)
         pool.submit(self._complete)
 
     def _complete(self) -> None:
         """On a thread of the pool: the work that `_try` could not do without waiting."""
-        answering, run = self._answering, self._method.run
+        exchange, run, caller = self._exchange, self._method.run, self._caller
         try:
-            self._check_waited_for()
-            if answering is not None:
-                self._calls.waits.check(submitted_ns())
-                answer = self._calls.waits.timed(answering.completed)
+            if exchange is not None:
+                self._calls.waits.check(submitted_ns(), caller.waiting)
+                answer = self._calls.waits.timed(exchange.answer)
             else:
                 assert run is not None
-                act_for(self._principal, self._caller)
-                answer = run(self._message)
+                self._calls.service.shed.check(caller.waiting)
+                with acting_for(caller):
+                    answer = run(self._message, caller)
         except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
             self._fail(error)
         else:
             self._answer(answer)
 
     def _answer(self, answer: bytes) -> Outcome:
-        spent = None if self._answering is None else self._answering.spent
+        spent = None if self._exchange is None else self._exchange.spent
         self._method.accounts.answered(self._caller, self._arrived_ns, spent)
         return self._send(grpc.StatusCode.OK, "", answer)
 
     def _fail(self, error: Exception) -> Outcome:
-        if self._answering is not None:
-            self._answering.close()  # at once, however slow the client reads
+        if self._exchange is not None:
+            self._exchange.fail(error)
+        self._holding.release()  # at once, however slow the client reads
         return self._send(*self._method.accounts.failed(self._caller, error, self._arrived_ns))
-
-    def _check_waited_for(self) -> None:
-        """Raise where nobody waits for an answer any more: before work is started, not after."""
-        if self._deadline_s <= time.time():
-            raise DeadlineExceeded("the call's deadline passed while it waited")
-        if self._cancelled:
-            raise Cancelled("the call was cancelled")
 
     # --- to the core and back
 
@@ -264,9 +257,7 @@ class _DirectCall:
     def _on_sent(self, event: Any) -> Outcome:
         """The answer was sent, or never will be."""
         self._calls.unread.remove(self)
-        answering, self._answering = self._answering, None
-        if answering is not None:
-            answering.close()
+        self._holding.release()
         self._sent = True
         return self._ended()
 

@@ -17,21 +17,23 @@ from google.protobuf.message import DecodeError
 
 from tierstore.access.roles import CHANGES, Action, Principal
 from tierstore.access.rules import of_grpc
-from tierstore.errors import DeadlineExceeded, Forbidden, InvalidInput, Overloaded
+from tierstore.errors import Forbidden, InvalidInput, Overloaded
 from tierstore.service.access import AUTHORIZATION
 from tierstore.service.context import Service
 from tierstore.service.error_status import Cancelled, grpc_outcome, grpc_status, http_status, message_of
+from tierstore.service.exchange import Exchange, Message
 from tierstore.service.limits import slow_clients
-from tierstore.service.limits.shedding import Waits
+from tierstore.service.limits.shedding import Gone, Waits
+from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.rpc.call_pool import CallPool, submitted_ns
-from tierstore.service.rpc.caller import RpcCaller, act_for
-from tierstore.service.rpc.lookup import REQUEST_ID, Receive, answer
+from tierstore.service.rpc.caller import REQUEST_ID, RpcCaller, acting_for
 from tierstore.service.rpc.waiting import Waiting
 from tierstore.service.stats import Timings
 
 Context: TypeAlias = Any  # grpc.ServicerContext; grpcio has no types to check
-Unary: TypeAlias = Callable[[bytes], bytes]
-Stream: TypeAlias = Callable[[Iterator[bytes], Context], Iterator[bytes]]
+Unary: TypeAlias = Callable[[bytes, RpcCaller], bytes]
+Receive: TypeAlias = Callable[[bytes, Principal, Reservation], Message[bytes]]  # of a look-up
+Stream: TypeAlias = Callable[[Iterator[bytes], RpcCaller, Context], Iterator[bytes]]
 Send: TypeAlias = Callable[[bytes | None], None]  # of a call with a thread: an answer, or None for the status
 
 
@@ -87,31 +89,32 @@ def parse_message(kind: Any, message: bytes) -> Any:
         raise InvalidInput(f"the message is not a {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-def by_message(kind: Any, method: Callable[[Any], Any]) -> Unary:
+def by_message(kind: Any, method: Callable[[Any, RpcCaller], Any]) -> Unary:
     """A method of serialized messages, from one of messages: its argument is of class `kind`."""
 
-    def call(message: bytes) -> bytes:
-        answer: bytes = method(parse_message(kind, message)).SerializeToString()
+    def call(message: bytes, caller: RpcCaller) -> bytes:
+        answer: bytes = method(parse_message(kind, message), caller).SerializeToString()
         return answer
 
     return call
 
 
-def _without_context(method: Unary) -> Callable[[bytes, Context], bytes]:
-    return lambda message, _: method(message)
+def answered(service: Service, receive: Receive, message: bytes, caller: RpcCaller) -> bytes:
+    """The answer to a look-up, however long it takes."""
+    holding = Reservation(service.inflight)
+    try:
+        holding.reserve(len(message))
+        read = receive(message, caller.principal, holding)
+        exchange = Exchange(service, read, caller.waiting, caller.request_id)
+        exchange.begin(here=False)
+        return exchange.answer()
+    finally:
+        holding.release()
 
 
 def waits_of(service: Service) -> Waits:
     """The rule of the look-ups' queue."""
     return Waits("grpc_lookup", service.shed, service.settings.max_queue_s)
-
-
-def check_waited_for(context: Context) -> None:
-    """Raise where nobody waits for an answer any more: before work is started, not after."""
-    if context.time_remaining() <= 0:
-        raise DeadlineExceeded("the call's deadline passed while it waited")
-    if not context.is_active():
-        raise Cancelled("the call was cancelled")
 
 
 def peer_names(auth: Mapping[str, Sequence[bytes]]) -> list[str]:
@@ -129,7 +132,8 @@ def principal_in(service: Service, context: Context, action: Action = Action.REA
 
 def caller_in(context: Context) -> RpcCaller:
     """The caller of a method of grpcio's own server; a request id goes back with the answer."""
-    caller = RpcCaller(context.invocation_metadata() or (), context.peer)
+    caller = RpcCaller(context.invocation_metadata() or (), context.peer, lambda: not context.is_active())
+    caller.within(context.time_remaining())
     if caller.request_id is not None:
         context.set_trailing_metadata(((REQUEST_ID, caller.request_id),))
     return caller
@@ -158,8 +162,8 @@ class Accounts:
             self._audit.refused(self._path, caller.who, error)
         elif self._audit is not None and not caller.attempt.has_line:
             self._audit.change(self._path, caller.who, "failed", flush=False, error=message_of(error))
-        if isinstance(error, (DeadlineExceeded, Cancelled)):
-            self._shed.count("deadline" if isinstance(error, DeadlineExceeded) else "gone")
+        if isinstance(error, Gone):
+            error = Cancelled("the call was cancelled")
         code = grpc_status(error)
         self._times.add(self._protocol, grpc_outcome(code), (time.perf_counter_ns() - began_ns) / 1e9)
         if not isinstance(error, Cancelled):
@@ -222,7 +226,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                 run = self._unary(servicer, pools.lookups, name, self._lookup(receive))
                 self._enter(pools.lookups, servicer, name, grpc.unary_unary_rpc_method_handler(run))
             for name, method, pool in servicer.others(pools):
-                run = self._unary(servicer, pool, name, _without_context(method))
+                run = self._unary(servicer, pool, name, method)
                 self._enter(pool, servicer, name, grpc.unary_unary_rpc_method_handler(run))
             for name, stream in servicer.streams.items():
                 flow = self._flow(servicer, pools.streams, name, stream)
@@ -280,28 +284,23 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         return grpc.stream_stream_rpc_method_handler(_on(self._refusals, run))
 
-    def _lookup(self, receive: Receive) -> Callable[[bytes, Context], bytes]:
-        def call(message: bytes, context: Context) -> bytes:
-            metadata = context.invocation_metadata() or ()
-            return answer(
-                self._service, receive, message, metadata, principal_in(self._service, context), submitted_ns()
-            )
-
-        return call
+    def _lookup(self, receive: Receive) -> Unary:
+        return lambda message, caller: answered(self._service, receive, message, caller)
 
     def _flow(self, servicer: Servicer, pool: CallPool, name: str, stream: Stream) -> Any:
         accounts = Accounts(self._service, servicer, name)
 
         def run(messages: Iterator[bytes], context: Context, send: Send) -> None:
+            caller = caller_in(context)
             try:
-                principal_in(self._service, context, of_grpc(f"/{servicer.name}/{name}"))
+                caller.waiting.principal = principal_in(self._service, context, of_grpc(f"/{servicer.name}/{name}"))
             except Forbidden as error:
-                context.abort(*accounts.failed(caller_in(context), error, time.perf_counter_ns()))
-            for answered in stream(self._watched(messages, context, send), context):
-                seconds = slow_clients.STALL_S + len(answered) / slow_clients.SLOWEST_RATE
+                context.abort(*accounts.failed(caller, error, time.perf_counter_ns()))
+            for message in stream(self._watched(messages, context, send), caller, context):
+                seconds = slow_clients.STALL_S + len(message) / slow_clients.SLOWEST_RATE
                 self.unread.add(context, seconds)
                 try:
-                    send(answered)  # until the client has room for it
+                    send(message)  # until the client has room for it
                 finally:
                     self.unread.remove(context)
             if context.is_active():
@@ -333,9 +332,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         context.set_details(ENDS if self._closing else IDLE)
         send(None)
 
-    def _unary(
-        self, servicer: Servicer, pool: CallPool, name: str, method: Callable[[bytes, Context], bytes]
-    ) -> Callable[[bytes, Context], bytes]:
+    def _unary(self, servicer: Servicer, pool: CallPool, name: str, method: Unary) -> Callable[[bytes, Context], bytes]:
         accounts = Accounts(self._service, servicer, name)
         waits = waits_of(self._service) if pool is self._lookups else None
         path = f"/{servicer.name}/{name}"
@@ -344,16 +341,17 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             began_ns = submitted_ns()
             caller = caller_in(context)
             try:
+                caller.waiting.principal = principal_in(self._service, context, of_grpc(path))
                 if waits is None:
-                    act_for(principal_in(self._service, context, of_grpc(path)), caller)
-                check_waited_for(context)
-                if waits is not None:
-                    waits.check(began_ns)
-                answered = method(message, context)
+                    self._service.shed.check(caller.waiting)
+                else:
+                    waits.check(began_ns, caller.waiting)
+                with acting_for(caller):
+                    answer = method(message, caller)
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 context.abort(*accounts.failed(caller, error, began_ns))
             accounts.answered(caller, began_ns)
-            return answered
+            return answer
 
         bound: Callable[[bytes, Context], bytes] = _on(pool, run)
         return bound

@@ -7,91 +7,113 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 from google.protobuf import json_format
 
-from tierstore.access.roles import LOCAL
-from tierstore.errors import DeadlineExceeded, InvalidInput, NotFound
-from tierstore.service.access import CALLER, check_model
+from tierstore.access.roles import Principal
+from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.context import Service
 from tierstore.service.dataplane.datatypes import BYTES
 from tierstore.service.dataplane.inference import AnyRequest, Inference
-from tierstore.service.dataplane.plan import Plan, Request
+from tierstore.service.dataplane.plan import Plan
 from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements
-from tierstore.service.error_status import Cancelled, Unserved, message_of
+from tierstore.service.error_status import Unserved, message_of
+from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
+from tierstore.service.limits.shedding import Gone
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.oip import documents
 from tierstore.service.oip.parameters import version_of
 from tierstore.service.oip.shared_memory import Regions
-from tierstore.service.rpc.caller import CALL_OF
-from tierstore.service.rpc.lookup import DIRECT_BYTES, DIRECT_META_BYTES, answer
+from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.methods import (
     Accounts,
     Context,
     Servicer,
+    Unary,
+    answered,
     by_message,
     caller_in,
-    check_waited_for,
     principal_in,
 )
 from tierstore.service.rpc.oip_messages import ResponseLayout, RpcRequest, parse_request, read_elements, split_message
-from tierstore.service.rpc.protobuf import Frame, Parts, length_delimited, message_class, service_descriptor
+from tierstore.service.rpc.protobuf import (
+    Frame,
+    Parts,
+    first_text,
+    length_delimited,
+    message_class,
+    service_descriptor,
+)
 
 FRAME_BYTES = 24  # the first bytes of a message; with its length they say which frame it may have
 
 
-class InferCall:
-    """A ModelInferRequest, from its message to its answer, as an `RpcCall`. `extra` are further serialized fields of the answer."""
+class InferMessage:
+    """A ModelInferRequest of `principal`, as a `Message`. `extra` are further serialized fields of the answer."""
 
     __slots__ = (
         "_extra",
         "_frame_key",
-        "_framed",
+        "_holding",
         "_id",
         "_layout",
         "_message",
         "_parsed",
         "_parts",
+        "_principal",
         "_raw",
         "_service",
         "model",
-        "principal",
-        "request",
-        "short",
         "version",
     )  # fmt: skip
 
-    def __init__(self, service: Service, message: bytes, extra: bytes = b"") -> None:
-        self._service, self._message, self._extra = service, message, extra
-        self.short = len(message) <= DIRECT_BYTES
-        self._parsed: RpcRequest
-        self._parts: Parts
-        self._layout: ResponseLayout
-        self.principal = LOCAL
-        self.model: str
-        self.version: int | str | None
-        self.request: Request
-        self._frame_key = ("frame", len(message), message[:FRAME_BYTES])
-        cached = service.plan_cache.find(self._frame_key)
-        if cached is not None:
-            frame, parsed = cached
-            raw = frame.raw_of(message)
-            if raw is not None:
-                self._framed, self._parsed, self._raw, self._id = True, parsed, raw, b""
-                return
-        self._framed = False
-        parts = self._parts = split_message(message)
-        self._raw, self._id = parts.raw, parts.id
-        self.short = self.short and len(parts.meta) <= DIRECT_META_BYTES
+    _id: bytes
+    _layout: ResponseLayout
+    _parsed: RpcRequest
+    _parts: Parts
+    _raw: list[memoryview]
 
-    def parse(self) -> None:
-        if not self._framed:
+    def __init__(
+        self, service: Service, message: bytes, principal: Principal, holding: Reservation, extra: bytes = b""
+    ) -> None:
+        self._service, self._message, self._principal = service, message, principal
+        self._holding, self._extra = holding, extra
+        self.model = first_text(message)
+        self.version: int | str | None = None
+        self._frame_key = ("frame", len(message), message[:FRAME_BYTES])
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._message)
+
+    @property
+    def timeout_us(self) -> int | None:
+        return self._parsed.timeout_us
+
+    @property
+    def request(self) -> AnyRequest:
+        return self._parsed.request
+
+    def parse(self, *, here: bool) -> bool:
+        if here and len(self._message) > DIRECT_BYTES:
+            return False
+        cached = self._service.plan_cache.find(self._frame_key)
+        raw = None if cached is None else cached[0].raw_of(self._message)
+        if raw is not None:
+            assert cached is not None
+            self._parsed, self._raw, self._id = cached[1], raw, b""
+        else:
+            parts = self._parts = split_message(self._message)
+            if here and len(parts.meta) > DIRECT_TEXT_BYTES:
+                return False
+            self._raw, self._id = parts.raw, parts.id
             self._parsed = self._parse()
-        parsed = self._parsed
-        self.model, self.version, self.request = parsed.model, parsed.version, parsed.request
+        self.model, self.version = self._parsed.model, self._parsed.version
+        return True
 
     def _parse(self) -> RpcRequest:
         """`parse_request`, or its earlier result for a message that differs only in its data, or in its id and its data."""
@@ -114,23 +136,26 @@ class InferCall:
             return False
         return len(self._message) >= FRAME_BYTES and all(start >= FRAME_BYTES for start, _ in self._parts.positions)
 
-    def plane_request(self, waited_ns: int, holding: Reservation) -> AnyRequest:
-        timeout_us = self._parsed.timeout_us
-        if timeout_us is not None and waited_ns >= timeout_us * 1000:
-            raise DeadlineExceeded(f"the request waited longer than its timeout of {timeout_us} microseconds")
-        return self._parsed.request
+    def is_long(self) -> bool:
+        return False
 
-    def read(self, inference: Inference, holding: Reservation) -> tuple[Sequence[Elements], list[Any]]:
+    def is_short(self, plan: Plan) -> bool:
+        return True
+
+    def opened(self, inference: Inference) -> None:
+        pass
+
+    def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
         parsed = self._parsed
-        layout = self._layout = _layout_of(parsed, inference.plan)
-        regions = self._service.regions.of(self.principal)
+        layout = self._layout = _layout_of(parsed, plan)
+        regions = self._service.regions.of(self._principal)
         layout.check_spans(regions)
-        holding.reserve(inference.plan.work_bytes + parsed.span_bytes)
+        # in a batch twice: rows of the batch, and a copy of its own
+        self._holding.reserve((1 if inference is not None else 2) * plan.work_bytes + parsed.span_bytes)
         return read_elements(parsed, self._raw, regions), layout.allocate()
 
-    def encode(self, inference: Inference) -> bytes:
-        regions = self._service.regions.of(self.principal)
-        return self._layout.encode(self._id, inference.arrays, regions, self._extra)
+    def encode(self, plan: Plan, arrays: list[Any]) -> bytes:
+        return self._layout.encode(self._id, arrays, self._service.regions.of(self._principal), self._extra)
 
 
 def _layout_of(parsed: RpcRequest, plan: Plan) -> ResponseLayout:
@@ -167,36 +192,40 @@ class InferenceService:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._methods = {method.name: method for method in service_descriptor(NAME).methods}
-        controls: dict[str, Callable[[Any], Any]] = {
-            "ServerLive": lambda _: {"live": True},
-            "ServerReady": lambda _: {"ready": service.ready},
-            "ModelReady": lambda request: {
-                "ready": documents.is_ready(self._model(request.name), _version(request.version))
+        controls: dict[str, Callable[[Any, RpcCaller], Any]] = {
+            "ServerLive": lambda *_: {"live": True},
+            "ServerReady": lambda *_: {"ready": service.ready},
+            "ModelReady": lambda request, caller: {
+                "ready": documents.is_ready(self._model(request.name, caller), _version(request.version))
             },
-            "ServerMetadata": lambda _: documents.server_metadata(shared_memory=service.regions.kinds),
-            "ModelMetadata": lambda request: documents.model_metadata(
-                self._model(request.name), _version(request.version)
+            "ServerMetadata": lambda *_: documents.server_metadata(shared_memory=service.regions.kinds),
+            "ModelMetadata": lambda request, caller: documents.model_metadata(
+                self._model(request.name, caller), _version(request.version)
             ),
-            "ModelConfig": lambda request: {
-                "config": documents.model_config(self._model(request.name), _version(request.version))
+            "ModelConfig": lambda request, caller: {
+                "config": documents.model_config(self._model(request.name, caller), _version(request.version))
             },
             "ModelStatistics": self._statistics,
             "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
-            "SystemSharedMemoryStatus": lambda request: {
-                "regions": {region["name"]: region for region in self._regions().status(request.name or None)}
+            "SystemSharedMemoryStatus": lambda request, caller: {
+                "regions": {region["name"]: region for region in self._regions(caller).status(request.name or None)}
             },
-            "SystemSharedMemoryRegister": lambda request: self._regions().register(
-                request.name, request.key, request.offset, request.byte_size, on_host=CALL_OF.get().on_host
+            "SystemSharedMemoryRegister": lambda request, caller: self._regions(caller).register(
+                request.name, request.key, request.offset, request.byte_size, on_host=caller.on_host
             ),
-            "SystemSharedMemoryUnregister": lambda request: self._regions().unregister(request.name or None, "system"),
+            "SystemSharedMemoryUnregister": lambda request, caller: self._regions(caller).unregister(
+                request.name or None, "system"
+            ),
             "CudaSharedMemoryStatus": self._cuda_regions,
-            "CudaSharedMemoryRegister": lambda request: self._regions().register_cuda(
-                request.name, request.raw_handle, request.device_id, request.byte_size, on_host=CALL_OF.get().on_host
+            "CudaSharedMemoryRegister": lambda request, caller: self._regions(caller).register_cuda(
+                request.name, request.raw_handle, request.device_id, request.byte_size, on_host=caller.on_host
             ),
             # served even where none can be registered: benchmarks request it unconditionally
-            "CudaSharedMemoryUnregister": lambda request: self._regions().unregister(request.name or None, "cuda"),
+            "CudaSharedMemoryUnregister": lambda request, caller: self._regions(caller).unregister(
+                request.name or None, "cuda"
+            ),
             "TraceSetting": _unserved("trace"),
             "LogSettings": _unserved("logging"),
         }
@@ -204,56 +233,53 @@ class InferenceService:
         self.servicer = Servicer(
             NAME,
             PROTOCOL,
-            lookups={"ModelInfer": lambda received: InferCall(service, received)},
+            lookups={"ModelInfer": partial(InferMessage, service)},
             controls={name: method for name, method in methods.items() if name not in (*_SWITCHES, *_HEALTH)},
             switches={name: methods[name] for name in _SWITCHES},
             health={name: methods[name] for name in _HEALTH},
             streams={"ModelStreamInfer": self._stream},
         )
 
-    def _regions(self) -> Regions:
-        return self._service.regions.of(CALLER.get())
+    def _regions(self, caller: RpcCaller) -> Regions:
+        return self._service.regions.of(caller.principal)
 
-    def _cuda_regions(self, request: Any) -> dict[str, Any]:
-        regions = self._regions()
+    def _cuda_regions(self, request: Any, caller: RpcCaller) -> dict[str, Any]:
+        regions = self._regions(caller)
         if not regions.enabled and not request.name:
             return {}  # benchmarks request it unconditionally
         return {"regions": {region["name"]: region for region in regions.status(request.name or None, "cuda")}}
 
     # --- look-ups
 
-    def _stream(self, received: Iterator[bytes], context: Context) -> Iterator[bytes]:
+    def _stream(self, received: Iterator[bytes], opened: RpcCaller, context: Context) -> Iterator[bytes]:
         """Answers in the order of the requests. An error is the answer to its own request, and the stream goes on."""
         service = self._service
-
-        def streamed(message: bytes) -> InferCall:
-            return InferCall(service, message, _FINAL)
-
-        caller = caller_in(context)
+        streamed = partial(InferMessage, service, extra=_FINAL)
         accounts = Accounts(service, self.servicer, "ModelStreamInfer")
         for request in received:
-            began_ns = time.perf_counter_ns()
+            began_ns, caller = time.perf_counter_ns(), opened
             try:
-                check_waited_for(context)
-                metadata, principal = context.invocation_metadata() or (), principal_in(service, context)
-                answered = answer(service, streamed, request, metadata, principal, began_ns)
-            except Cancelled:
+                caller = caller_in(context)
+                caller.waiting.principal = principal_in(service, context)  # its token may have ended since
+                service.shed.check(caller.waiting)
+                answer = answered(service, streamed, request, caller)
+            except Gone:
                 return
             except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
                 accounts.failed(caller, error, began_ns)
                 yield _stream_error(request, error)
             else:
-                yield length_delimited(_STREAMED, len(answered)) + answered
+                yield length_delimited(_STREAMED, len(answer)) + answer
                 accounts.answered(caller, began_ns)
 
     # --- other methods
 
-    def _control(self, name: str, method: Callable[[Any], dict[str, Any] | None]) -> Callable[[bytes], bytes]:
+    def _control(self, name: str, method: Callable[[Any, RpcCaller], dict[str, Any] | None]) -> Unary:
         described = self._methods[name]
         answer_kind = message_class(described.output_type.full_name)
 
-        def call(request: Any) -> Any:
-            document = method(request)
+        def call(request: Any, caller: RpcCaller) -> Any:
+            document = method(request, caller)
             answer = answer_kind()
             if document:
                 # fields of a document that the message does not have are left out
@@ -262,36 +288,37 @@ class InferenceService:
 
         return by_message(message_class(described.input_type.full_name), call)
 
-    def _model(self, name: str) -> Any:
+    def _model(self, name: str, caller: RpcCaller) -> Any:
+        caller.principal.check_model(name)
         return self._service.dataplane.model(name)
 
-    def _index(self, request: Any) -> dict[str, Any]:
-        check_model(None)
+    def _index(self, request: Any, caller: RpcCaller) -> dict[str, Any]:
+        caller.principal.check_model(None)
         return {"models": documents.repository_index(self._service.store, request.ready)}
 
-    def _statistics(self, request: Any) -> dict[str, Any]:
+    def _statistics(self, request: Any, caller: RpcCaller) -> dict[str, Any]:
         service = self._service
         if request.name:
-            self._model(request.name)
+            self._model(request.name, caller)
         else:
-            check_model(None)
+            caller.principal.check_model(None)
         service.refresh()
         return documents.statistics(
             service.store, service.inference_stats, request.name or None, _version(request.version)
         )
 
-    def _load(self, request: Any) -> None:
-        self._repository(request)
+    def _load(self, request: Any, caller: RpcCaller) -> None:
+        self._repository(request, caller)
         documents.load(self._service.store, request.model_name)
 
-    def _unload(self, request: Any) -> None:
-        self._repository(request)
+    def _unload(self, request: Any, caller: RpcCaller) -> None:
+        self._repository(request, caller)
         self._service.store.deactivate(request.model_name)
 
-    def _repository(self, request: Any) -> None:
+    def _repository(self, request: Any, caller: RpcCaller) -> None:
         if request.repository_name:
             raise NotFound(f"no repository {request.repository_name[:80]!r}: there is one, without a name")
-        self._model(request.model_name)
+        self._model(request.model_name, caller)
         documents.check_load_parameters(request.parameters)
 
 
@@ -299,8 +326,8 @@ def _version(name: str) -> int | str | None:
     return version_of(name) if name else None
 
 
-def _unserved(extension: str) -> Callable[[Any], None]:
-    def refuse(_: Any) -> None:
+def _unserved(extension: str) -> Callable[[Any, RpcCaller], None]:
+    def refuse(*_: Any) -> None:
         raise Unserved(f"the {extension} extension is not served")
 
     return refuse

@@ -51,6 +51,7 @@ _RAW_INPUT = 7 << 3 | _BYTES
 RESPONSE_ID = b"\x1a"
 RAW_OUTPUT = b"\x32"
 _LONGEST_VARINT = 10
+_FIRST = b"\n"  # of bytes, number 1
 
 
 class Parts:
@@ -116,6 +117,25 @@ class Frame:
                 return None
         view = memoryview(message)
         return [view[start:stop] for start, stop in self._positions]
+
+
+def first_field(message: bytes) -> bytes:
+    """Field 1, of bytes, of a message that begins with it, as serializers write it; nothing where it does not, or is cut."""
+    if not message.startswith(_FIRST):
+        return b""
+    try:
+        size, at = _varint(message, 1)
+    except InvalidInput:
+        return b""
+    return message[at : at + size] if at + size <= len(message) else b""
+
+
+def first_text(message: bytes) -> str | None:
+    """The text of `first_field`; None where there is none."""
+    try:
+        return first_field(message).decode() or None
+    except UnicodeDecodeError:
+        return None
 
 
 def _skip(message: bytes, at: int) -> int:

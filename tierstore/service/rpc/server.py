@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from tierstore.config import Settings
 from tierstore.service.context import Service
+from tierstore.service.process import allowed_connections
 from tierstore.service.rpc.call_pool import CallPool
 from tierstore.service.rpc.direct import DirectCalls
 from tierstore.service.rpc.grpc_core import core_of
@@ -59,6 +60,8 @@ class GrpcServer:
             streams=CallPool("stream", threads=STREAMS, queue_limit=0),
             watches=CallPool("watch", threads=WATCHES, queue_limit=0),
         )
+        # half of what is allowed over HTTP: files are left for both, and for everything else
+        self.most_connections = max(1, allowed_connections(settings.max_connections) // 2)
         servicers = servicers_of(service)
         names = [servicer.name for servicer in servicers]
         self._health = Health(names)
@@ -72,7 +75,7 @@ class GrpcServer:
         self._server = grpc.server(
             self.lookup_pool,
             handlers=[self._calls],
-            options=_options(settings),
+            options=[*_options(settings), ("grpc.max_allowed_incoming_connections", self.most_connections)],
             # a last resort; the pools' own limits refuse earlier
             maximum_concurrent_rpcs=sum(pool.threads + pool.queue_limit for pool in self._pools) + ADMIN_QUEUE,
         )

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from tierstore.access.roles import LOCAL
+from tierstore.access.roles import Principal
 from tierstore.engine.serving.routing import STABLE
-from tierstore.errors import InvalidInput, TierstoreError
+from tierstore.errors import InvalidInput
 from tierstore.service.context import Service
 from tierstore.service.dataplane.datatypes import DATATYPES
 from tierstore.service.dataplane.inference import AnyRequest, Inference
-from tierstore.service.dataplane.plan import DIRECT_KEYS, Request
-from tierstore.service.dataplane.tensors import Elements, shown
+from tierstore.service.dataplane.plan import DIRECT_KEYS, Plan, Request
+from tierstore.service.dataplane.tensors import Elements, TensorSpec, shown
 from tierstore.service.dataplane.view import View
 from tierstore.service.error_status import Unserved
 from tierstore.service.limits.worker_pool import Reservation
+from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.methods import Servicer, Unary, by_message, parse_message
-from tierstore.service.rpc.protobuf import message_class
+from tierstore.service.rpc.protobuf import first_field, first_text, message_class
 from tierstore.service.rpc.tensor_proto import answer_of, tensor_of
 from tierstore.service.tfserving.documents import STATE_NUMBERS, version_states
 from tierstore.service.tfserving.request import request_of, room_for
@@ -31,69 +33,83 @@ PredictRequest = message_class("tensorflow.serving.PredictRequest")
 DIRECT_PREDICT_BYTES = 16 << 10  # of a message that is parsed where it was received: its elements may come one by one
 
 
-class PredictCall:
-    """A PredictRequest as an `RpcCall`."""
+class PredictMessage:
+    """A PredictRequest, as a `Message`."""
 
     __slots__ = (
         "_elements",
+        "_holding",
         "_message",
         "_received",
         "_service",
         "_signature",
+        "_tensors",
         "model",
-        "principal",
-        "request",
-        "short",
         "version",
     )
 
-    def __init__(self, service: Service, message: bytes) -> None:
-        self._service, self._message = service, message
-        self.short = len(message) <= DIRECT_PREDICT_BYTES
-        self.request: Request | None = None  # it depends on the version that answers
+    _elements: list[Elements]
+    timeout_us = None  # the protocol has none
+
+    def __init__(self, service: Service, message: bytes, principal: Principal, holding: Reservation) -> None:
+        self._service, self._message, self._holding = service, message, holding
         self._received: Any = None
         self._signature = ""
-        self._elements: list[Elements] = []
-        self.principal = LOCAL
-        self.model: str
-        self.version: int | str | None
+        self._tensors: list[tuple[TensorSpec, Elements]] | None = None
+        self.model = first_text(first_field(message))
+        self.version: int | str | None = None
 
-    def parse(self) -> None:
+    @property
+    def nbytes(self) -> int:
+        return len(self._message)
+
+    def parse(self, *, here: bool) -> bool:
+        if here and len(self._message) > DIRECT_PREDICT_BYTES:
+            return False
         self._received = parse_message(PredictRequest, self._message)
         self.model, self.version = model_of(self._received.model_spec)
-        self.short = self.short and not self._is_long()
+        return True
 
-    def _is_long(self) -> bool:
-        """Whether it is much work to read, because one value may be repeated very often, or needs the dense part."""
+    @property
+    def request(self) -> AnyRequest:
+        if self._tensors is None:
+            self._signature = check_signature(self._received.model_spec.signature_name)
+            self._tensors = []
+            for name, tensor in self._received.inputs.items():
+                self._tensors.append(tensor_of(name, tensor, self._service.settings.max_request))
+                self._holding.reserve(self._tensors[-1][1].nbytes)  # at once: one value may be repeated very often
+        return self._request
+
+    def _request(self, view: View) -> Request:
+        assert self._tensors is not None
+        assert self.model is not None
+        picked = list(self._received.output_filter)
+        made, self._elements = request_of(
+            self._service.plan_cache, self.model, view, self._signature, self._tensors, picked
+        )
+        return made
+
+    def is_long(self) -> bool:
+        """Because one value may be repeated very often, or it needs the dense part."""
         shapes = [[dim.size for dim in tensor.tensor_shape.dim] for tensor in self._received.inputs.values()]
         if any(math.prod(shape) > DIRECT_KEYS for shape in shapes):
             return True
-        try:
-            return self._service.dataplane.scores(self.model)
-        except TierstoreError:  # reported when it is answered
-            return False
+        assert self.model is not None
+        return self._service.dataplane.scores(self.model)
 
-    def plane_request(self, waited_ns: int, holding: Reservation) -> AnyRequest:
-        received, service = self._received, self._service
-        signature = self._signature = check_signature(received.model_spec.signature_name)
-        tensors = []
-        for name, tensor in received.inputs.items():
-            tensors.append(tensor_of(name, tensor, service.settings.max_request))
-            holding.reserve(tensors[-1][1].nbytes)  # of each tensor at once: one value may be repeated very often
-        picked = list(received.output_filter)
+    def is_short(self, plan: Plan) -> bool:
+        return True
 
-        def request(view: View) -> Request:
-            made, self._elements = request_of(service.plan_cache, self.model, view, signature, tensors, picked)
-            return made
+    def opened(self, inference: Inference) -> None:
+        pass
 
-        return request
+    def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
+        self._holding.reserve(plan.work_bytes)
+        return self._elements, room_for(plan.specs)
 
-    def read(self, inference: Inference, holding: Reservation) -> tuple[Sequence[Elements], list[Any]]:
-        holding.reserve(inference.plan.work_bytes)
-        return self._elements, room_for(inference.plan.specs)
-
-    def encode(self, inference: Inference) -> bytes:
-        return answer_of(self.model, inference.version, self._signature, inference.plan, inference.arrays)
+    def encode(self, plan: Plan, arrays: list[Any]) -> bytes:
+        assert self.model is not None
+        return answer_of(self.model, plan.version, self._signature, plan, arrays)
 
 
 def model_of(spec: Any) -> tuple[str, int | str | None]:
@@ -135,7 +151,7 @@ class TensorFlowServing:
             Servicer(
                 _PREDICTION,
                 PROTOCOL,
-                lookups={"Predict": lambda received: PredictCall(service, received)},
+                lookups={"Predict": partial(PredictMessage, service)},
                 controls={
                     "GetModelMetadata": by_message(MetadataRequest, self._metadata),
                     **{name: _unserved(why) for name, why in _UNSERVED.items()},
@@ -151,8 +167,9 @@ class TensorFlowServing:
             ),
         ]
 
-    def _metadata(self, request: Any) -> Any:
+    def _metadata(self, request: Any, caller: RpcCaller) -> Any:
         name, version = model_of(request.model_spec)
+        caller.principal.check_model(name)
         if not request.metadata_field:
             raise InvalidInput(f"metadata_field: expected {SIGNATURE_FIELD}, got none")
         for field in request.metadata_field:
@@ -177,8 +194,9 @@ class TensorFlowServing:
         answer.metadata[SIGNATURE_FIELD].Pack(every)
         return answer
 
-    def _status(self, request: Any) -> Any:
+    def _status(self, request: Any, caller: RpcCaller) -> Any:
         name, version = model_of(request.model_spec)
+        caller.principal.check_model(name)
         self._service.dataplane.model(name)
         answer = StatusResponse()
         for number, state in version_states(self._service.store, name, version):
@@ -188,7 +206,7 @@ class TensorFlowServing:
 
 
 def _unserved(why: str) -> Unary:
-    def call(received: bytes) -> bytes:
+    def call(*_: Any) -> bytes:
         raise Unserved(why)
 
     return call

@@ -1,0 +1,112 @@
+"""One life of a request: whoever brings it, it is authorised and charged before any work is done for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.access.roles import LOCAL, NOBODY, Action, Rates, Role
+from tierstore.access.tokens import TokenFile
+from tierstore.engine.store import Store
+from tierstore.errors import Forbidden, InvalidInput, NotFound, RateLimited
+from tierstore.service.context import Service
+from tierstore.service.exchange import Exchange
+from tierstore.service.http.oip import OipHttp
+from tierstore.service.limits.shedding import Caller
+from tierstore.service.limits.worker_pool import Reservation
+from tierstore.service.server import ServerThread, has_grpc
+
+from .conftest import GRPC, settings_for
+from .scenes import write_small
+
+SLOW = 0.01  # of something in a second: one, and not another one in the time of a test
+needs_grpc = pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
+
+
+def test_nobody_may_do_nothing_but_what_everybody_may() -> None:
+    assert {action for action in Action if NOBODY.may(action)} == {Action.OPEN}
+    assert {action for action in Action if LOCAL.may(action)} == set(Action)
+    with pytest.raises(Forbidden, match="nobody has no role: this takes reader or"):
+        NOBODY.check(Action.READ, "one")
+
+
+def test_a_request_whose_caller_was_not_checked_is_refused(server: ServerThread) -> None:
+    """An application that somebody mounts without the check of access answers nobody."""
+    body = b'{"inputs":[{"name":"item_id","datatype":"INT64","shape":[1],"data":[5]}]}'
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v2/models/one/infer", "headers": []}
+    response = OipHttp(server.service).at_once(scope, memoryview(body))
+    assert response is not None
+    assert response.status == 403
+
+
+def message_naming(model: str, *, broken: bool) -> bytes:
+    from tierstore.service.rpc.protobuf import message_class
+
+    wanted = message_class("inference.ModelInferRequest")(model_name=model)
+    wanted.inputs.add(name="item_id", datatype="INT64", shape=[1]).contents.int64_contents.append(5)
+    made: bytes = wanted.SerializeToString()
+    return made + b"\x12" if broken else made
+
+
+def exchange_of(service: Service, message: bytes) -> Exchange[bytes]:
+    from tierstore.service.rpc.oip import InferMessage
+
+    caller = Caller(0, principal=LOCAL)
+    return Exchange(service, InferMessage(service, message, LOCAL, Reservation(service.inflight)), caller)
+
+
+@needs_grpc
+@pytest.mark.parametrize("here", [True, False])
+def test_a_malformed_message_costs_what_a_good_one_does(tmp_path: Path, here: bool) -> None:
+    with Store(settings_for(tmp_path, quotas={"one": {"requests_per_second": SLOW}})) as store:
+        store.load_snapshot(write_small(tmp_path, "one", "item"))
+        service = Service(store, store.settings)
+        try:
+            broken = exchange_of(service, message_naming("one", broken=True))
+            with pytest.raises(InvalidInput):
+                broken.begin() if here else [broken.begin(here=False), broken.answer()]
+            good = exchange_of(service, message_naming("one", broken=False))
+            with pytest.raises(RateLimited):
+                good.begin(here=here)
+        finally:
+            service.close()
+
+
+@needs_grpc
+def test_a_model_that_a_message_names_late_is_charged_too_and_one_that_is_not_there_is_not(tmp_path: Path) -> None:
+    """Of a field that comes twice the last one counts: the first must not be what is charged instead."""
+    with Store(settings_for(tmp_path, quotas={"*": {"requests_per_second": SLOW}})) as store:
+        store.load_snapshot(write_small(tmp_path, "one", "item"))
+        service = Service(store, store.settings)
+        try:
+            renamed = message_naming("nothing", broken=False) + message_naming("one", broken=False)[:5]
+            first = exchange_of(service, renamed)
+            assert first.begin() or first.answer()
+            with pytest.raises(RateLimited):
+                exchange_of(service, renamed).begin()
+            assert ("model ", "nothing") not in service.rates._buckets
+            with pytest.raises(NotFound):
+                exchange_of(service, message_naming("nothing", broken=False)).begin()
+        finally:
+            service.close()
+
+
+@needs_grpc
+def test_malformed_messages_over_grpc_use_up_the_rate_of_their_caller(tmp_path: Path) -> None:
+    import grpc
+
+    settings = settings_for(tmp_path, grpc_port=GRPC)
+    tokens = TokenFile(settings.data / "tokens.json")
+    _, limited = tokens.create(Role.READER, rates=Rates(requests=SLOW))
+    with Store(settings) as store:
+        store.load_snapshot(write_small(tmp_path, "one", "item"))
+        with ServerThread(store) as server, grpc.insecure_channel(server.grpc_target) as channel:
+            codes = []
+            for path in ("/inference.GRPCInferenceService/ModelInfer", "/tensorflow.serving.PredictionService/Predict"):
+                call = channel.unary_unary(path).future(
+                    b"\xff" * 9, metadata=[("authorization", f"Bearer {limited}")], timeout=60
+                )
+                codes.append(call.code())
+            assert codes == [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED]

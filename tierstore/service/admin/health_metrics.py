@@ -1,0 +1,114 @@
+"""What an alert is made of, as Prometheus families: problems by kind, what will end, disk, memory by part, versions."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from tierstore import __version__
+from tierstore.engine.operations.problems import MODEL_KINDS, STORE_KINDS, Problem
+from tierstore.machine import memory_bytes
+from tierstore.service.context import SERVICE_KINDS, Service
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+def problems(models: Iterable[str], found: Iterable[Problem]) -> Iterator[Metric]:
+    """1 for each that there is, 0 for each that there could be."""
+    family = GaugeMetricFamily(
+        "tierstore_problem",
+        "1 while something of this kind is wrong; the status says what. docs/runbook.md has a part for each kind.",
+        labels=["model", "kind"],
+    )
+    there = Counter((problem.model, problem.kind) for problem in found)
+    possible = [("", kind) for kind in (*STORE_KINDS, *SERVICE_KINDS)]
+    possible += [(model, kind) for model in models for kind in (*MODEL_KINDS, "load_failed")]
+    for model, kind in {**dict.fromkeys(possible), **there}:
+        family.add_metric([model, kind], float((model, kind) in there))
+    yield family
+
+
+def ends(service: Service) -> Iterator[Metric]:
+    """When credentials end, on the wall clock."""
+    family = GaugeMetricFamily(
+        "tierstore_credential_ends_timestamp_seconds",
+        "When the certificate of the service ends, and the next of its tokens.",
+        labels=["kind"],
+    )
+    if service.tls is not None and (end_s := service.tls.ends_s) is not None:
+        family.add_metric(["certificate"], end_s)
+    if (end := service.access.tokens.next_end) is not None:
+        family.add_metric(["token"], end.timestamp())
+    yield family
+
+
+def disk(status: dict[str, Any]) -> Iterator[Metric]:
+    """Of the file system of the data directory, and of the logs there."""
+    room = status["disk"]
+    if room["free"] is not None:
+        yield GaugeMetricFamily(
+            "tierstore_disk_free_bytes", "Bytes that are free for the data directory.", value=room["free"]
+        )
+    yield GaugeMetricFamily(
+        "tierstore_disk_reserve_bytes", "Bytes that are kept free; deltas are refused below.", value=room["reserve"]
+    )
+    entries = GaugeMetricFamily("tierstore_log_entries", "Deltas that the log holds.", labels=["model"])
+    for name, document in status["models"].items():
+        entries.add_metric([name], document["log"]["entries"])
+    yield entries
+
+
+def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
+    """Where the resident memory of the process is. `other`: the interpreter, code, threads, and what nobody counts."""
+    disks = [document.get("disk", {}) for document in status["models"].values()]
+    cache = status.get("ssd_cache") or {}
+    parts = {
+        "host_cache": status["host_budget"]["used"],
+        "overlays": status["overlay_budget"]["used"],
+        "block_index": sum(one.get("base_index_memory_bytes", 0) for one in disks),
+        "filters": sum(one.get("changed_filter_memory_bytes", 0) for one in disks),
+        "rocksdb": sum(one.get("index_bytes", 0) + one.get("block_cache_bytes", 0) for one in disks),
+        "ssd_cache": cache.get("waiting_bytes", 0),
+        "dense_buffers": sum((document.get("dense") or {}).get("buffer_bytes", 0) for document in status["models"].values()),
+        "requests": service.inflight.used_bytes + service.delta_bytes.used_bytes,
+    }  # fmt: skip
+    resident = _resident_bytes()
+    family = GaugeMetricFamily(
+        "tierstore_memory_bytes",
+        "Bytes of memory by what they are for; `other` is what the process takes beside them.",
+        labels=["part"],
+    )
+    for part, value in (*parts.items(), ("other", max(0, resident - sum(parts.values())))):
+        family.add_metric([part], value)
+    yield family
+    yield GaugeMetricFamily(
+        "tierstore_memory_limit_bytes", "Bytes of memory that the machine or the container has.", value=memory_bytes()
+    )
+
+
+def releases() -> Iterator[Metric]:
+    """The release that runs."""
+    yield InfoMetricFamily("tierstore_build", "The release that runs.", value={"version": __version__})
+
+
+def loads(service: Service) -> Iterator[Metric]:
+    """How loads and exports ended."""
+    ended = CounterMetricFamily(
+        "tierstore_jobs_ended", "Loads and exports that have ended, by how.", labels=["kind", "state"]
+    )
+    for (kind, state), count in sorted(service.jobs.ended.copy().items()):
+        ended.add_metric([kind, state], count)
+    yield ended
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,332 @@
+"""One look-up or prediction, from its message to its answer: one life, over every transport and in every protocol.
+
+The order is always the same: authorise, charge, parse, plan, begin, finish, encode, count. A transport brings the message and
+its caller, says whether the work may be done where it is (`begin`) or waits for a thread (`hand_over`, `answer`), and takes the
+answer. Only a `Message` knows how its protocol writes.
+
+A small request whose rows are all in memory is answered in `begin`, on the thread that has received it: that is faster than a
+handoff to a thread. Such work is bounded, and never waits. Where rows have to come from disk, a thread of the look-up pool
+continues where `begin` stopped, so nothing is done or counted twice. Any other request is handled on the pool.
+
+    begin ─┬─ short, in memory ─────────────────────── answered
+           └─ hand_over ─┬─ a thread of the pool ───── answered
+                         └─ in a batch with others ─── answered
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from tierstore.access.roles import NOBODY, Action, Principal
+from tierstore.errors import Forbidden, NotFound, TierstoreError
+from tierstore.service.context import Service
+from tierstore.service.dataplane.inference import AnyRequest, Inference
+from tierstore.service.dataplane.joining import Joint, Part, joint_of
+from tierstore.service.dataplane.plan import Plan, Request, is_short
+from tierstore.service.dataplane.tensors import Elements
+from tierstore.service.limits.rates import Charge
+from tierstore.service.limits.shedding import Caller
+from tierstore.service.stats import Timings
+
+# What is tried where the message was received: a fraction of a millisecond of work.
+DIRECT_BYTES = 64 << 10  # of a message
+DIRECT_TEXT_BYTES = 8 << 10  # of elements one by one, either way, and of what describes them: they cost far more a byte
+
+A = TypeVar("A")  # an answer
+A_co = TypeVar("A_co", covariant=True)
+Answered: TypeAlias = Callable[[Any, BaseException | None], None]  # is told the answer, or else the error
+
+
+class Message(Protocol[A_co]):
+    """A request as its protocol reads it, and the answer as it writes that. One thread at a time.
+
+    `model` is the one that it seems to concern, or None, until it is parsed. What follows `parse` holds once it was parsed.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def version(self) -> int | str | None: ...
+
+    def parse(self, *, here: bool) -> bool:
+        """Parse the message. False, and nothing is done, where it has to be little work (`here`) and may not be."""
+
+    @property
+    def timeout_us(self) -> int | None: ...
+    @property
+    def request(self) -> AnyRequest: ...
+
+    def is_long(self) -> bool:
+        """Whether reading or writing is surely too much work for where it was received, as far as can be seen without a view."""
+
+    def is_short(self, plan: Plan) -> bool:
+        """Whether it is little, rows apart."""
+
+    def opened(self, inference: Inference) -> None:
+        """Is told of the open view, and of the plan."""
+
+    def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
+        """The elements of the inputs, and arrays for the outputs; their bytes are reserved. Without an inference it joins a batch."""
+
+    def encode(self, plan: Plan, arrays: list[Any]) -> A_co:
+        """The answer, from filled arrays; the view is released."""
+
+
+class Exchange(Generic[A]):
+    """A request of `caller` in progress; `route` chooses its version where traffic is split. One thread at a time."""
+
+    __slots__ = (
+        "_began_ns",
+        "_charged",
+        "_charges",
+        "_ended",
+        "_inference",
+        "_parsed",
+        "_plan",
+        "_route",
+        "_service",
+        "_since_ns",
+        "_version",
+        "caller",
+        "message",
+        "spent",
+    )  # fmt: skip
+
+    def __init__(self, service: Service, message: Message[A], caller: Caller, route: bytes | str | None = None) -> None:
+        self._service, self.message, self.caller, self._route = service, message, caller, route
+        self.spent = Timings()
+        self._began_ns = self._since_ns = time.perf_counter_ns()
+        self._charges: list[Charge] = []
+        self._charged: str | None = None  # the model whose rates are charged
+        self._parsed = self._ended = False
+        self._inference: Inference | None = None
+        self._plan: Plan | None = None  # of a request that proved too long for where it was received
+        self._version: int | None = None  # the one that answers, once it is known
+
+    # --- for transports
+
+    def begin(self, *, here: bool = True) -> A | None:
+        """Charge the request, and answer it if that is little work and needs no waiting. None: it is to be handed over.
+
+        Not `here`: it is charged, and all work is for a thread.
+        """
+        try:
+            self._admit()
+            if here and self._is_short() and self._start():
+                return self._finish()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self._since_ns = time.perf_counter_ns()
+        return None
+
+    def hand_over(self, answered: Answered | None = None) -> asyncio.Future[A] | None:
+        """Have a thread of the look-up pool, or a batch, answer what `begin` did not. Event loop only.
+
+        None: that thread tells `answered`, where it is given. Who hears of an error calls `fail`.
+        """
+        try:
+            joint = None if self._plan is None else self._joint_of(self._plan)
+            if joint is not None:
+                assert self._plan is not None
+                return self._service.batches.add(self, self._model, self._plan.version, joint)
+            if answered is not None:
+                self._service.lookup_pool.start(answered, self.answer, caller=self.caller)
+                return None
+            pending = self._service.lookup_pool.run(self.answer, caller=self.caller)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        if self._inference is not None:  # released by `answer`, unless that is not run any more
+            pending.add_done_callback(lambda _: self._close())
+        return pending
+
+    def answer(self) -> A:
+        """All work that `begin` has not done, on a thread that may wait."""
+        self._note_queued()
+        try:
+            if self._inference is None:
+                if not self._parsed:
+                    self.message.parse(here=False)
+                    self._note_parsed()
+                self._check_deadline()
+                self._open()
+                self._start()
+            return self._finish()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Release the view, and count the failure for the version that was chosen. Only the first call does anything."""
+        ended, self._ended = self._ended, True
+        self._close()
+        if ended or not isinstance(error, TierstoreError):
+            return
+        if error.version is None:
+            error.version = self._version
+        model = self.message.model
+        if model is not None and not isinstance(error, Forbidden):
+            self._service.count_failed(model, time.perf_counter_ns() - self._began_ns, error)
+
+    # --- in a batch (see `dataplane/batching.py`)
+
+    def _joint_of(self, plan: Plan) -> Joint | None:
+        """How it may be joined with other requests; None where it is not to be."""
+        request, batches = self.message.request, self._service.batches
+        if plan.dense is None or not batches.max_items or not isinstance(request, Request):
+            return None
+        if plan.joint is None:
+            plan.joint = joint_of(request, plan) or False
+        joint: Joint | None = plan.joint or None
+        return joint if batches.wants(joint) else None
+
+    def prepare(self) -> tuple[Part, list[Any]]:
+        """Read the request. Its part of the batch, and the arrays for its outputs."""
+        plan, request = self._plan, self.message.request
+        assert plan is not None
+        assert isinstance(request, Request)
+        self._note_queued()
+        elements, arrays = self.message.read(plan, None)
+        now_ns = time.perf_counter_ns()
+        self.spent.input_ns, self._since_ns = now_ns - self._since_ns, now_ns
+        return Part(request, plan, list(elements)), arrays
+
+    def complete(self, version: int, arrays: list[Any], lookup_ns: int, dense_ns: int) -> A:
+        """The answer, once the arrays are filled."""
+        assert self._plan is not None
+        self._version = version
+        self.spent.lookup_ns, self.spent.dense_ns = lookup_ns, dense_ns
+        self.spent.inference_ns = time.perf_counter_ns() - self._since_ns
+        return self._encode(self._plan, arrays)
+
+    # --- the steps
+
+    @property
+    def _model(self) -> str:
+        model = self.message.model
+        assert model is not None
+        return model
+
+    def _admit(self) -> None:
+        """Authorise and charge, before any work: a message that proves malformed has its price.
+
+        A message whose model is not known yet, or does not exist, is charged to its caller alone.
+        """
+        model = self.message.model
+        if model is not None:
+            self._authorise(model)
+            try:
+                self._service.dataplane.model(model)
+            except NotFound:
+                model = None  # refused where its view is opened
+        self._charge(self.caller.principal, model)
+
+    def _authorise(self, model: str) -> None:
+        self.caller.principal.check(Action.READ, model)
+
+    def _charge(self, principal: Principal, model: str | None) -> None:
+        self._charged = model
+        charge = self._service.rates.admit(principal, model, self.message.nbytes)
+        if charge is not None:
+            self._charges.append(charge)
+
+    def _is_short(self) -> bool:
+        """Parse the message and open its view, if all of its work is little. Only then the view stays open."""
+        message = self.message
+        if not message.parse(here=True):
+            return False
+        self._note_parsed()
+        self._check_deadline()
+        if message.is_long() or self._is_surely_long(message.request):
+            return False
+        plan = self._open().plan
+        if is_short(plan) and message.is_short(plan):
+            return True
+        self._plan = plan
+        self._close()  # a view is not held while a request waits for a thread
+        return False
+
+    def _is_surely_long(self, request: AnyRequest) -> bool:
+        """Whether it has many keys, or a prediction, as far as can be seen without a view. May miss some."""
+        # a batch needs a plan of the version that is served now
+        if self._service.batches.max_items or not isinstance(request, Request):
+            return False
+        plan = request.plan
+        if plan is None:  # by default the dense part's outputs are wanted
+            return not request.outputs and self._service.dataplane.scores(self._model)
+        return not is_short(plan)
+
+    def _note_parsed(self) -> None:
+        """What the message itself says counts: its model, and its timeout."""
+        self._parsed = True
+        model = self._model
+        if model != self._charged:
+            self._authorise(model)
+            self._service.dataplane.model(model)
+            self._charge(NOBODY, model)
+        timeout_us = self.message.timeout_us
+        if timeout_us is not None:
+            self.caller.within(timeout_us * 1000)
+
+    def _check_deadline(self) -> None:
+        """Called before work is started."""
+        if self.caller.deadline_ns is not None:
+            self._service.shed.check(self.caller)
+
+    def _open(self) -> Inference:
+        message = self.message
+        route = self._route if message.version is None else None
+        inference = self._inference = self._service.dataplane.open(
+            self._model, message.version, message.request, route=route
+        )
+        self._version = inference.version
+        for charge in self._charges:
+            charge.keys(inference.plan.keys)
+        message.opened(inference)
+        return inference
+
+    def _start(self) -> bool:
+        """Answer from memory as much as possible, without waiting. True if nothing is pending."""
+        inference = self._inference
+        assert inference is not None
+        elements, arrays = self.message.read(inference.plan, inference)
+        read_ns = time.perf_counter_ns()
+        self.spent.input_ns = read_ns - self._since_ns
+        done = inference.begin(elements, arrays)
+        self.spent.inference_ns = time.perf_counter_ns() - read_ns
+        return done
+
+    def _finish(self) -> A:
+        inference = self._inference
+        assert inference is not None
+        finishing_ns = time.perf_counter_ns()
+        inference.finish()
+        self.spent.lookup_ns, self.spent.dense_ns = inference.lookup_ns, inference.dense_ns
+        self._close()
+        self.spent.inference_ns += time.perf_counter_ns() - finishing_ns
+        return self._encode(inference.plan, inference.arrays)
+
+    def _encode(self, plan: Plan, arrays: list[Any]) -> A:
+        encoding_ns = time.perf_counter_ns()
+        answer = self.message.encode(plan, arrays)
+        ended_ns = time.perf_counter_ns()
+        self.spent.output_ns = ended_ns - encoding_ns
+        assert self._version is not None
+        self._service.inference_stats.succeeded(self._model, self._version, ended_ns - self._began_ns, self.spent)
+        return answer
+
+    def _note_queued(self) -> None:
+        now_ns = time.perf_counter_ns()
+        self.spent.queued_ns += now_ns - self._since_ns
+        self._since_ns = now_ns
+
+    def _close(self) -> None:
+        inference, self._inference = self._inference, None
+        if inference is not None:
+            inference.close()
