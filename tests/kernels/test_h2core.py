@@ -32,7 +32,7 @@ class Machine:
         self._table = np.array([1, address_of(self._path), len(self._path)], np.int64)
         self._out, self._work = np.zeros(room, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
         self.session = h2core.begin(most_body, address_of(self._table))
-        self._held = b""
+        self._held, self._told = b"", np.zeros((h2words.MOST_STREAMS, 2), np.int64)
         self.now = SECOND
         self.sent = b""
         self.failed = False
@@ -54,7 +54,7 @@ class Machine:
         while n := self.word(h2words.OUT_BYTES):
             self.sent += self._out[:n].tobytes()
             h2core.lend(self.session, address_of(self._out), len(self._out))
-            h2core.push_all(self.session)
+            h2core.push_all(self.session, self._told)
 
     def feed(self, data: bytes) -> None:
         self._held += data
@@ -84,9 +84,9 @@ class Machine:
                     self.events.append(("ended", stream, b""))
             elif event == h2words.RESET:
                 self.events.append(("reset", stream, b""))
-                h2core.close_stream(self.session, row)
+                h2core.close_stream(self.session, stream, -1)
             elif event == h2words.SENDABLE:
-                h2core.push_all(self.session)
+                h2core.push_all(self.session, self._told)
             elif event == h2words.FAILED:
                 self.failed = True
             self._collect()
@@ -100,25 +100,20 @@ class Machine:
         return 0
 
     def answer(self, stream: int, status: int, headers: Any, data: bytes, trailers: Any = None) -> bool:
-        row = self._row(stream)
-        if not row:
-            return False
         head, tail = encode_head(status, headers), b"" if trailers is None else encode(trailers)
         memory = np.frombuffer(head + data + tail + b"\0", np.uint8)
-        assert h2core.respond(self.session, row, address_of(memory), len(head), len(data), len(tail), h2words.ENDS)
-        h2core.push_all(self.session)
+        places = np.array([(address_of(memory), len(memory) - 1)], np.int64)
+        made = h2core.respond(self.session, stream, places, len(head), len(data), len(tail), h2words.ENDS)
+        h2core.push_all(self.session, self._told)
         self._collect()
-        return True
+        return bool(made)
 
     def answer_call(self, stream: int, message: bytes) -> bool:
-        row = self._row(stream)
-        if not row:
-            return False
         memory = np.frombuffer(message + b"\0", np.uint8)
-        assert h2core.respond_to_call(self.session, row, address_of(memory), len(message))
-        h2core.push_all(self.session)
+        made = h2core.respond_to_call(self.session, stream, address_of(memory), len(message))
+        h2core.push_all(self.session, self._told)
         self._collect()
-        return True
+        return bool(made)
 
     def take_sent(self) -> bytes:
         data, self.sent = self.sent, b""
@@ -513,3 +508,31 @@ def test_every_mutation_of_an_exchange_ends_well_or_with_an_error() -> None:
         for stream in list(machine.requests):
             machine.answer_call(stream, b"x" * 100)
         machine.close()
+
+
+def test_trailers_under_way_to_a_stream_that_was_answered_end_nothing_else(machine: Machine) -> None:
+    machine.feed(SETTINGS + frame(h2words.HEADERS, 4, 1, HEAD))
+    assert machine.answer(1, 200, [], b"early")
+    trailers = encode([(b"checksum", b"1")])
+    machine.feed(frame(h2words.HEADERS, 5, 1, trailers) + frame(h2words.HEADERS, 5, 3, HEAD))
+    assert not machine.failed
+    assert list(machine.requests) == [3]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "expected_ms"),
+    [("1n", 1), ("5S", 5000), ("99999999H", 99_999_999 * 3_600_000), ("3m", 3), ("2u", 1), ("1H", 3_600_000)],
+)
+def test_a_timeout_is_read_in_its_unit(machine: Machine, timeout: str, expected_ms: int) -> None:
+    fields = [
+        (b":method", b"POST"), (b":scheme", b"http"), (b":path", UNARY.encode()), (b"content-type", b"application/grpc"),
+        (b"grpc-timeout", timeout.encode()),
+    ]  # fmt: skip
+    machine.feed(SETTINGS + frame(h2words.HEADERS, 4, 1, encode(fields)))
+    assert machine.word(h2words.TIMEOUT_MS, machine._row(1)) == min(expected_ms, 1 << 40)
+
+
+def test_of_a_window_that_is_set_more_than_once_the_last_holds(machine: Machine) -> None:
+    machine.feed(SETTINGS + frame(h2words.HEADERS, 5, 1, HEAD))
+    machine.feed(frame(h2words.SETTINGS, 0, 0, b"\0\4\0\0\0\0" + b"\0\4\0\0\0\7"))
+    assert machine.word(h2words.WINDOW, machine._row(1)) == 7

@@ -28,6 +28,7 @@ from tierstore.kernels.h2out import (
     begin_block,
     block_bytes,
     close_row,
+    drop_request,
     free_rows,
     hold,
     new_row,
@@ -698,35 +699,79 @@ def take(s: Any, at: Any, n: Any, work: Any, now: Any) -> Any:
     return step(s, at, n, work, now)
 
 
-@compiled(types.int64(*[types.int64] * 7), when=LAST)
-def respond(s: Any, row: Any, at: Any, headers: Any, data: Any, trailers: Any, ends: Any) -> Any:
-    """Let the bytes at `at` (a header block, data, trailers) leave on a stream. Returns 0 where there is no memory."""
-    block = allocate(block_bytes(headers, data, trailers))
-    if block != 0:
-        copy_bytes(begin_block(block, ends, headers, data, trailers), at, headers + data + trailers)
-        queue(s, row, block)
-    return block
+@compiled("int64(int64, int64, int64[:, ::1], int64, int64, int64, int64)", when=LAST)
+def respond(s: Any, stream: Any, places: Any, headers: Any, data: Any, trailers: Any, ends: Any) -> Any:
+    """Let a copy of the bytes at `places` (address, size), a header block, data and trailers, leave on a stream. Returns 0 where it is gone."""
+    row = row_of(s, stream)
+    block = nb.int64(0) if row == 0 else allocate(block_bytes(headers, data, trailers))
+    if block == 0:
+        return 0
+    at = begin_block(block, ends, headers, data, trailers)
+    for i in range(places.shape[0]):
+        copy_bytes(at, places[i, 0], places[i, 1])
+        at += places[i, 1]
+    queue(s, row, block)
+    return 1
 
 
 @compiled(types.int64(*[types.int64] * 4), when=LAST)
-def respond_to_call(s: Any, row: Any, message: Any, size: Any) -> Any:
-    """Answer a call of gRPC with a message. Returns 0 where there is no memory."""
-    return 1 if answer_call(s, row, message, size, 0, 0) else 0
+def respond_to_call(s: Any, stream: Any, message: Any, size: Any) -> Any:
+    """Answer a call of gRPC with a message. Returns 0 where its stream is gone."""
+    row = row_of(s, stream)
+    return 1 if row != 0 and answer_call(s, row, message, size, 0, 0) else 0
 
 
-@compiled(types.void(types.int64), when=LAST)
-def push_all(s: Any) -> Any:
-    """Write what waits on all streams, as far as windows and room go."""
-    row = get(s, STREAMS_AT)
+@compiled("int64(int64, int64[:, ::1])", when=LAST)
+def push_all(s: Any, told: Any) -> Any:
+    """Write what waits on all streams, as far as windows and room go.
+
+    Returns of how many streams a block has left that tells so: `told` has (stream, how many) of each.
+    """
+    row, count = get(s, STREAMS_AT), 0
     for _ in range(get(s, STREAMS_ROOM)):
         if get(row, ID) != 0 and get(row, FIRST_OUT) != 0:
-            push(s, row)
+            stream = get(row, ID)
+            tells, _ = push(s, row)
+            if tells > 0:
+                told[count, 0], told[count, 1] = stream, tells
+                count += 1
         row += 8 * STREAM_WORDS
+    return count
+
+
+@compiled(types.void(types.int64, types.int64, types.int64), when=LAST)
+def close_stream(s: Any, stream: Any, code: Any) -> Any:
+    """Close a stream; reset it, too, with a `code` of 0 or more. The buffer has CONTROL_ROOM."""
+    row = row_of(s, stream)
+    if row != 0:
+        if code >= 0:
+            write_reset(s, stream, code)
+        close_row(s, row)
+
+
+@compiled(types.void(types.int64, types.int64, types.int64), when=LAST)
+def consume(s: Any, stream: Any, size: Any) -> Any:
+    """Let the client of a stream send so many bytes more. The buffer has CONTROL_ROOM."""
+    row = row_of(s, stream)
+    if row != 0 and not get(row, STATE) & ENDED:
+        give_credit(s, row, size)
 
 
 @compiled(types.void(types.int64, types.int64), when=LAST)
-def close_stream(s: Any, row: Any) -> Any:
-    close_row(s, row)
+def forget_request(s: Any, stream: Any) -> Any:
+    """Let go of a stream's head and body: somebody has them."""
+    row = row_of(s, stream)
+    if row != 0:
+        drop_request(s, row)
+        put(row, HEAD_BYTES, 0)
+        put(row, ROOM, 0)
+
+
+@compiled(types.int64(types.int64), when=LAST)
+def say_goodbye(s: Any) -> Any:
+    """Begin no more streams. Returns how many are open."""
+    go_away(s)
+    return get(s, OPEN)
 
 
 @compiled(types.void(types.int64), when=LAST)

@@ -64,6 +64,7 @@ _PSEUDO = 5  # words: where method, path, scheme and authority are, by address; 
 _UNITS = b"numSMH"
 _UNIT_OF = np.array([1_000_000, 1_000, 1, 1, 1, 1], np.int64)
 _UNIT_MS = np.array([1, 1, 1, 1_000, 60_000, 3_600_000], np.int64)
+_MOST_TIMEOUT_MS = 1 << 40  # whose nanoseconds are a number too
 
 
 @nb.njit(inline="always")
@@ -127,7 +128,7 @@ def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
         return -1
     for k in range(6):
         if load_u8(at, size - 1) == _UNITS[k]:
-            return max(value * _UNIT_MS[k] // _UNIT_OF[k], nb.int64(1))
+            return min(max(value * _UNIT_MS[k] // _UNIT_OF[k], nb.int64(1)), nb.int64(_MOST_TIMEOUT_MS))
     return -1
 
 

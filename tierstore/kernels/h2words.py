@@ -54,8 +54,8 @@ SETTLED, GOING, BROKEN, GREETED = 1, 2, 4, 8
 (
     ID, STATE, WINDOW, RECEIVE, CREDIT, AT, BYTES, ROOM, HEAD_BYTES, DECLARED, KIND, HOST_AT, HOST_BYTES, AUTHORIZATION_AT,
     AUTHORIZATION_BYTES, TIMEOUT_MS, UNUSUAL, REQUEST_ID_AT, REQUEST_ID_BYTES, BEGAN_NS, DEADLINE_NS, FIRST_OUT, LAST_OUT,
-    PATH_AT, PATH_BYTES,
-) = range(25)  # fmt: skip
+    PATH_AT, PATH_BYTES, SEEN,
+) = range(26)  # fmt: skip
 STREAM_WORDS = 26
 FIRST_ROOM = 4  # streams that a new session has room for
 # of STATE: the client sends no more; its request is Python's; data of it are on their way there; its end was told there; its

@@ -343,7 +343,9 @@ def _shed(me, fd, s):  # type: ignore[no-untyped-def]
     row = get(s, h2words.STREAMS_AT)
     for _ in range(get(s, h2words.STREAMS_ROOM)):
         state = get(row, h2words.STATE)
-        arrives = state & (h2words.ENDED | h2words.AWAY) == 0 or (state & h2words.AWAY != 0 and get(row, h2words.BYTES) > 0)
+        arrives = state & (h2words.ENDED | h2words.AWAY) == 0 or (
+            state & h2words.AWAY != 0 and get(row, h2words.BYTES) > 0
+        )
         if get(row, h2words.ID) != 0 and arrives:
             if h2out.room_of(s) < h2words.CONTROL_ROOM:
                 return

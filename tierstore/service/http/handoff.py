@@ -211,7 +211,7 @@ class Handoff:
             PEER: Peer(False, stream.peer_names, on_host),
         }
         answer = StreamAnswer(self, stream)
-        if stream.reason == kernel.SIZE:
+        if stream.too_large:
             error = scope[ERROR] = TooLarge("the body has more bytes than are allowed")
             response = error_for_path(scope["path"], error)
             answer.send(response.status, *response.pieces())

@@ -36,7 +36,7 @@ class StreamReceiver(Protocol):
     """Receives what reactors give of streams. Event loop only."""
 
     def request(self, stream: Stream, body: bytes) -> None:
-        """A whole request. Where `stream.reason` is SIZE it was larger than `max_request`, and `body` is empty."""
+        """A whole request. Where `stream.too_large`, `body` is empty."""
 
     def opened(self, stream: Stream) -> None:
         """The headers of a method that streams have come."""
@@ -51,11 +51,20 @@ class StreamReceiver(Protocol):
         """The client has reset the stream, or its connection has ended. Nothing more comes, and nothing leaves."""
 
 
+class Carrier(Protocol):
+    """What a stream needs of those that it is one of: `Streams`, or a session on the event loop. Any thread."""
+
+    def has(self, fd: int, serial: int) -> bool: ...
+    def forget(self, stream: Stream) -> None: ...
+    def notify(self, stream: Stream, kind: int, value: int, more: int) -> None: ...
+    def send(self, stream: Stream, head: bytes, chunks: Iterable[Buffer], trailers: bytes, flags: int) -> None: ...
+
+
 class Stream:
     """One stream: a request, and its answer. `respond`, or `send_headers`, `send_data` and `end`; or `reset`. Any thread."""
 
-    def __init__(self, streams: Streams, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
-        self._streams, self._fd, self._serial, self._number = streams, fd, serial, number
+    def __init__(self, streams: Carrier, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
+        self._streams, self._fd, self._serial, self.number = streams, fd, serial, number
         self.arrived_ns = int.from_bytes(head[:8], "little")  # when its headers came, on the monotonic clock
         first, authority, *lines, _ = head[8:].split(b"\n")
         method, _, path = first.partition(b" ")
@@ -66,6 +75,8 @@ class Stream:
             name, _, value = line.partition(b":")
             self.headers.append((name, value))
         self.reason = reason  # why the reactor has not answered, one of `kernel.REASONS` by its place
+        self.too_large = False  # the body was larger than `max_request`, and is not there
+        self.admin = False  # whether it came at the listener of admin requests
         self.peer_names: tuple[str, ...] = ()  # of the client's certificate
         self._lock = threading.Lock()
         # guarded by _lock
@@ -175,6 +186,16 @@ class Stream:
         return open_
 
 
+Table = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]]]
+
+
+def paths_table(paths: Sequence[bytes]) -> Table:
+    """(what kernels read of paths, their bytes), both to be kept."""
+    arrays = [np.frombuffer(path, np.uint8) for path in paths]
+    words = [len(arrays), *(word for array in arrays for word in (address_of(array), len(array)))]
+    return np.array(words, np.int64), arrays
+
+
 class Pipes(Protocol):
     """What streams need of the reactors."""
 
@@ -192,15 +213,13 @@ class Streams:
         self._pipes = pipes
         self._open: dict[tuple[int, int, int], Stream] = {}
         self._receiver: StreamReceiver | None = None
-        self._paths: tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]]] | None = None
+        self._paths: Table | None = None
 
     def start(self, receiver: StreamReceiver, streaming: Sequence[bytes]) -> None:
         """From now on `receiver` gets streams; those of the paths `streaming` as they come, if they are of gRPC."""
         self._receiver = receiver
-        paths = [np.frombuffer(path, np.uint8) for path in streaming]
-        table = np.array([len(paths), *(word for path in paths for word in (address_of(path), len(path)))], np.int64)
-        self._paths = table, paths  # kept: reactors read them
-        self._pipes.words[kernel.STREAMING_PATHS] = address_of(table)
+        self._paths = paths_table(streaming)  # kept: reactors read them
+        self._pipes.words[kernel.STREAMING_PATHS] = address_of(self._paths[0])
 
     def __len__(self) -> int:
         return len(self._open)
@@ -217,6 +236,7 @@ class Streams:
             body = ctypes.string_at(address + head_bytes, size - head_bytes)
             free(address)
             stream = self._open[fd, serial, number] = Stream(self, fd, serial, number, head, flags)
+            stream.too_large = flags == kernel.SIZE and not body
             if kind == kernel.STREAM_REQUEST:
                 receiver.request(stream, body)
             else:
@@ -266,7 +286,7 @@ class Streams:
     # --- any thread
 
     def forget(self, stream: Stream) -> None:
-        self._open.pop((stream._fd, stream._serial, stream._number), None)
+        self._open.pop((stream._fd, stream._serial, stream.number), None)
 
     def notify(self, stream: Stream, kind: int, value: int, more: int) -> None:
         """Write a message for a stream to its reactor."""
@@ -287,7 +307,7 @@ class Streams:
         )
 
     def _what(self, stream: Stream, kind: int) -> int:
-        return kind | stream._fd << 8 | stream._number << kernel.STREAM_SHIFT
+        return kind | stream._fd << 8 | stream.number << kernel.STREAM_SHIFT
 
     def _write(self, stream: Stream, write: Callable[[int], int]) -> None:
         owner = int(self._pipes.conns[stream._fd, kernel.OWNER])
