@@ -16,11 +16,11 @@ from tierstore.kernels.latency import BOUNDS_NS, BUCKETS
 from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 
 # a connection's row
-FREE, READING, AWAY, SENDING = range(4)
+FREE, READING, AWAY, SENDING, HTTP2 = range(5)
 (
     STATE, SERIAL, OWNER, IN_AT, IN_ROOM, IN_BYTES, NEEDED, OUT_AT, OUT_BYTES, OUT_BASE, PIECES_AT, PIECES, DEADLINE_NS,
-    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS, HELD, REASON,
-) = range(20)  # fmt: skip
+    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS, HELD, REASON, SESSION,
+) = range(21)  # fmt: skip
 CONNECTION_WORDS = 24
 # of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
 # and it is among those that have their next turn at once
@@ -29,8 +29,9 @@ MAY_READ, CLOSES, ENDED, WAITS = 1, 2, 4, 8
 # words of `shared`, a cache line each, as some are written often
 (
     MODE, GENERATION_AT, PLANS_AT, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT, WAIT_NS,
-) = range(0, 11 * 8, 8)  # fmt: skip
-SHARED_WORDS = 11 * 8
+    STREAMS_AWAY, STREAMING_PATHS, UNTOLD,
+) = range(0, 14 * 8, 8)  # fmt: skip
+SHARED_WORDS = 14 * 8
 FULL = 1 << 62  # of WAIT_NS: the queue has no room
 # of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
@@ -57,10 +58,12 @@ REASONS = (
 LINE_WORDS = 32
 
 # messages to Python and back: MESSAGE_WORDS int64 each, the first is kind + fd * 256
-REQUEST, CONNECTION, REFUSED, SENT = range(4)
-ANSWER, COME_BACK, DROP, WAKE, BLOCK = range(
-    5
-)  # an answer in Python's memory, or in a block that becomes the reactor's
+(
+    REQUEST, CONNECTION, REFUSED, SENT, STREAM_REQUEST, STREAM_OPENED, STREAM_DATA, STREAM_LOST, STREAM_SENT,
+) = range(9)  # fmt: skip
+# an answer in Python's memory, or in a block that becomes the reactor's; of a stream: a block, more of the request is wanted, its end
+ANSWER, COME_BACK, DROP, WAKE, BLOCK, STREAM_BLOCK, STREAM_TAKEN, STREAM_RESET = range(8)
+STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
 MESSAGE_WORDS = 4  # the serial of a REQUEST has the reason behind it, from bit 32 on
 
 # a version's counts, int64 words: of answers, of requests that would wait too long or found the queue full; then the buckets of answers' latencies
@@ -68,6 +71,11 @@ SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS, REFUSALS, FULL_RE
 BUCKETS_FROM = 9
 COUNT_WORDS = BUCKETS_FROM + BUCKETS
 TABLE_COUNT_WORDS = 8  # one a tier
+
+# words of `call`: where the answer's message lies until the next one is made
+ANSWER_AT, ANSWER_BYTES = range(2)
+CALL_WORDS = 16
+SINCE_NS = 2  # when the call's first bytes came; 0: all of them came at once
 
 # what comes of a request
 ANSWERED, MADE_A_JOB = -1, -2  # else a reason
@@ -82,6 +90,7 @@ LISTENER, INBOX, JOB_INBOX = (k - (1 << 32) for k in range(3))  # the data of th
 BUFFER_BYTES = 1 << 17
 LARGE_TURN = 1 << 20  # bytes of one connection that are read before others have their turn
 HEAD_ROOM = 1 << 15  # before the answer's data
+FRAMES_BYTES = 1 << 18
 SWEEP_NS = 1_000_000_000
 
 SERIALS = 0x7FFFFFFF
@@ -101,6 +110,7 @@ class Here(NamedTuple):
     lines: npt.NDArray[np.int64]  # [reactors, LINE_WORDS]
     conns: npt.NDArray[np.int64]  # [descriptors, CONNECTION_WORDS]
     found: npt.NDArray[np.int64]  # what a head says
+    call: npt.NDArray[np.int64]  # what has become of a call of gRPC
     again: npt.NDArray[np.int64]  # connections that have more to be answered
     free_jobs: npt.NDArray[np.int64]  # how many, and which
     job_outbox: int  # descriptors of pipes: jobs for readers, and those that they are done with
@@ -122,11 +132,13 @@ class Here(NamedTuple):
     values: int
     codes: int
     date: int  # 29 bytes of today's date, and a message
+    headers: int  # of HTTP/2: h2words.WORK_BYTES for a header list that is decoded
+    frames: int  # FRAMES_BYTES of frames that are to leave
 
 
 _WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
 HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, *[types.int64] * 19),
+    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, _WORDS, *[types.int64] * 21),
     Here,
 )
 

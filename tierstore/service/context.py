@@ -65,11 +65,9 @@ class PlanIndex(Protocol):
         self,
         model: str,
         view: Any,
-        parsed: Any,
         version: int | str | None,
-        text: memoryview,
         plan: Any,
-        answer: Any,
+        lesson: Any,
         refusal: bytes | None = None,
     ) -> None: ...
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None: ...
@@ -164,7 +162,7 @@ class Service:
         """Bring the stats up to now. Any thread."""
         self.store.epochs.collect()
 
-    def absorb(self, version: tuple[str, int] | None, new: Any, highest: Any) -> None:
+    def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
         """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). None: rows for fronts. Any thread."""
         seconds = Histogram(REQUEST_BOUNDS_S)
         buckets = np.add.reduceat(new[kernel.BUCKETS_FROM :], latency.COARSE_FROM)
@@ -172,15 +170,17 @@ class Service:
         if version is None:
             self.request_times.absorb("upstream", "ok", seconds)
             return
+        protocol, model, number = version
         if new[kernel.REFUSALS] or new[kernel.FULL_REFUSALS]:
-            self._absorb_refused(*version, new)
+            self._absorb_refused(protocol, model, number, new)
         self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
-        self.request_times.absorb("oip_http", "ok", seconds)
+        self.request_times.absorb(protocol, "ok", seconds)
         spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
         spent.lookup_ns = spent.inference_ns
-        self.inference_stats.absorb(*version, int(new[kernel.SUCCESSES]), seconds, spent, int(highest[kernel.LAST_MS]))
+        done, last_ms = int(new[kernel.SUCCESSES]), int(highest[kernel.LAST_MS])
+        self.inference_stats.absorb(model, number, done, seconds, spent, last_ms)
 
-    def _absorb_refused(self, model: str, version: int, new: Any) -> None:
+    def _absorb_refused(self, protocol: str, model: str, version: int, new: Any) -> None:
         """Count predictions that reactors have refused."""
         waits, full, took_ns = (int(new[word]) for word in (kernel.REFUSALS, kernel.FULL_REFUSALS, kernel.REFUSAL_NS))
         seconds = Histogram(REQUEST_BOUNDS_S)
@@ -190,7 +190,7 @@ class Service:
         self.shed.count("queue_wait", waits)
         self.shed.count("queue_full", full)
         self.lookup_pool.rejected += full
-        self.request_times.absorb("oip_http", "overloaded", seconds)
+        self.request_times.absorb(protocol, "overloaded", seconds)
         self.inference_stats.failed(model, version, took_ns, "overloaded", waits + full)
 
     def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:

@@ -32,7 +32,7 @@ from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
-from tierstore.service.http.handoff import Handoff
+from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, tune_allocator
@@ -226,7 +226,7 @@ class HttpService:
         return [asyncio.ensure_future(self._start_reactors_after(compilation, listener))]
 
     def _start_reactors(self) -> None:
-        self._reactors.start(self._socket, self._handoff)
+        self._reactors.start(self._socket, self._handoff, Requests(self._handoff, None))
         self.service.store.publish_words()
         self.service.reactors_state = "running"
 

@@ -54,6 +54,7 @@ from tierstore.service.oip.json_request import (
 )
 from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.oip.parameters import version_of
+from tierstore.service.reactor.lessons import HttpLesson
 
 _BINARY = b"application/octet-stream"
 _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
@@ -151,7 +152,8 @@ class InferMessage:
             return
         text = self._body[: len(self._body) - len(tail)]
         refusal = None if plan.dense is None else _REFUSAL
-        plans.learn(self.model, view, self._parsed, self.version, text, plan, self._layout, refusal)
+        lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
+        plans.learn(self.model, view, self.version, plan, lesson, refusal)
 
     def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
         parsed, joined = self._parsed, None

@@ -22,17 +22,16 @@ from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import CANARY, STABLE
 from tierstore.engine.serving.words import can_be_read, labels_word
-from tierstore.kernels import front_rows, jsonscan, plansearch, request_record
+from tierstore.kernels import front_rows, plansearch, request_record
 from tierstore.kernels import lookupplan as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.httpdate import DATE_PLACE
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.limits.rates import RateLimits
-from tierstore.service.oip.json_request import InferRequest
-from tierstore.service.oip.json_response import ResponseLayout
 from tierstore.service.reactor.count_rows import CountRows, Counts
-from tierstore.service.reactor.plan_words import address, answer_pieces, is_runnable, variant_words
+from tierstore.service.reactor.lessons import Lesson
+from tierstore.service.reactor.plan_words import address, is_runnable, variant_words
 from tierstore.types import Tier
 
 MOST_PLANS = layout.SETS * layout.WAYS
@@ -45,7 +44,7 @@ _DIGITS = b"-" * front_rows.DIGITS
 
 Words = npt.NDArray[np.int64]
 Place = tuple[bytes, bytes, int]  # path, structure, form
-Version = tuple[str, int]
+Version = tuple[str, str, int]  # a protocol, a model, its version
 
 
 class _Variant:
@@ -133,17 +132,15 @@ class PlanIndex:
         self,
         model: str,
         view: Any,
-        parsed: InferRequest,
         version: int | str | None,
-        text: memoryview,
         plan: Plan,
-        answer: ResponseLayout,
+        lesson: Lesson,
         refusal: bytes | None = None,
     ) -> None:
         """Keep how requests of `model` that have the structure of this one are answered under `view`, if a reactor can do it.
 
-        `text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs. `refusal`: of a prediction, which
-        a reactor refuses with these bytes where it would wait too long; `DATE_PLACE` is in them for the date.
+        `version` is the one that the request names. `refusal`: of a prediction, which a reactor refuses with these bytes where it would
+        wait too long; `DATE_PLACE` is in them for the date.
         """
         if plan.dense is not None and refusal is None:
             return
@@ -151,13 +148,12 @@ class PlanIndex:
         token, slot = publisher.token(view), self._epochs.slot(model)
         if token is None or slot is None:
             return
-        path = _path(model, version)
         wanted, served = _wanted(version), publisher.served
         labelled = labels_word(served) if wanted == layout.BY_LABEL else 0
         if labelled and served.labels.get(version) != plan.version:  # it has moved since
             return
         with self._lock:
-            place = self._place(path, text)
+            place = self._place(lesson)
             if (
                 place is None
                 or self._knows(place, token, labelled)
@@ -165,11 +161,11 @@ class PlanIndex:
                 or not self._has_time()
             ):
                 return
-            of = model, plan.version
+            of = lesson.protocol, model, plan.version
             if refusal is not None:
                 new = self._refusing(token, refusal, of)
             else:
-                new = self._variant(token, view, parsed, plan, answer, of)
+                new = self._variant(token, view, plan, lesson, of)
             if new is None:
                 self._unfit[place, token] = None
                 if len(self._unfit) > _MOST_UNFIT:
@@ -196,11 +192,10 @@ class PlanIndex:
             variant = _Variant(token, words, None, [cascade.counts], head)
             self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
 
-    def _place(self, path: bytes, text: memoryview) -> Place | None:
-        """Where requests of the structure of a JSON are found; None where reactors do not know its form. Called with the lock held."""
-        data = np.frombuffer(text, np.uint8)
-        size = jsonscan.scan(address_of(data), len(data), address_of(self._record), address_of(self._structure))
-        return (path, self._structure[:size].tobytes(), layout.TENSORS) if size else None
+    def _place(self, lesson: Lesson) -> Place | None:
+        """Where requests of a lesson's structure are found; None where reactors do not know its form. Called with the lock held."""
+        size = lesson.scan(address_of(self._record), address_of(self._structure))
+        return (lesson.path, self._structure[:size].tobytes(), lesson.form) if size else None
 
     def _has_time(self) -> bool:
         """Whether one more may be learned now; it counts. Called with the lock held."""
@@ -287,23 +282,21 @@ class PlanIndex:
         words = [token, address(refusal), len(refusal), refusal.index(DATE_PLACE), 0, 0, *rows]
         return _Variant(token, words, version, [], refusal)
 
-    def _variant(
-        self, token: int, view: Any, parsed: InferRequest, plan: Plan, answer: ResponseLayout, version: Version
-    ) -> _Variant | None:
+    def _variant(self, token: int, view: Any, plan: Plan, lesson: Lesson, version: Version) -> _Variant | None:
         """None where a reactor cannot answer, or a table or its counts are out of its reach."""
         tables = view.open_version.tables
-        if not is_runnable(parsed, plan, answer) or not all(
-            can_be_read(tables[call.table.name]) for call in plan.calls
-        ):
+        if not is_runnable(plan) or not lesson.is_binary():
             return None
-        pieces = answer_pieces(plan, answer)
+        if not all(can_be_read(tables[call.table.name]) for call in plan.calls):
+            return None
+        pieces = lesson.pieces(plan)
         if pieces is None:
             return None
         counts = [tables[call.table.name].counts for call in plan.calls]
         rows = self._count_rows(version, counts)
         if rows is None:
             return None
-        words, kept = variant_words(token, plan, pieces, view, rows)
+        words, kept = variant_words(token, plan, lesson.form, pieces, view, rows)
         return _Variant(token, words, version, counts, *kept)
 
     def collect(self) -> None:
@@ -323,8 +316,3 @@ def _wanted(version: int | str | None) -> int:
     if isinstance(version, int):
         return layout.ONE_VERSION
     return {STABLE: layout.STABLE, CANARY: layout.ONLY_CANARY}.get(version, layout.BY_LABEL)
-
-
-def _path(model: str, version: int | str | None) -> bytes:
-    of = "" if version is None else f"versions/{version}/"
-    return f"/v2/models/{model}/{of}infer".encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -14,13 +14,10 @@ from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.pool import combiner_code
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
-from tierstore.service.dataplane.plan import Call, Plan, Request
-from tierstore.service.oip.json_request import InBody, InferRequest
-from tierstore.service.oip.json_response import ResponseLayout
+from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
 
 FOUND = ".found"
-_PLACES = 1 << 61  # a number that stands for a value in the text of an answer, and those behind it for others
-_PLACE = re.compile(rb"(23058430092136[0-9]{5})")
+Pieces = list[tuple[bytes, int]]  # of an answer: texts, each with what its writer puts behind it, or NONE
 
 
 def address(data: bytes) -> int:
@@ -29,9 +26,9 @@ def address(data: bytes) -> int:
 
 
 def variant_words(
-    token: int, plan: Plan, pieces: list[tuple[bytes, int]], view: Any, counts: list[int]
+    token: int, plan: Plan, form: int, pieces: Pieces, view: Any, counts: list[int]
 ) -> tuple[list[int], list[object]]:
-    """(the words, what they point to). `pieces` are those of the answer; `counts` says where version and tables are counted."""
+    """(the words, what they point to). `pieces` are those of an answer of the `form`; `counts` says where version and tables are counted."""
     order = list(view.open_version.tables)
     calls = [
         planned_words(call, plan, order.index(call.table.name), row, view)
@@ -44,6 +41,7 @@ def variant_words(
     for which, value in {
         layout.TOKEN: token,
         layout.COUNTS: counts[0],
+        binding.FRAMED: int(form == layout.MESSAGE),
         binding.OUTPUTS: len(elements),
         binding.PLANNED_CALLS: len(calls),
         binding.PIECES: len(pieces),
@@ -55,44 +53,22 @@ def variant_words(
     return words, [pieces, parts]
 
 
-def is_runnable(parsed: InferRequest, plan: Plan, answer: ResponseLayout) -> bool:
-    """Whether a reactor can answer requests of this structure, whatever their sizes."""
-    if plan.dense is not None or plan.numbers is not None or not isinstance(parsed.request, Request):
-        return False
-    if answer.header is None or answer.tail_bytes is None or answer.spans:
-        return False
-    if any(place is None for place in answer.positions) or not all(type(source) is InBody for source in parsed.sources):
+def is_runnable(plan: Plan) -> bool:
+    """Whether a reactor can answer requests of this plan's structure, whatever their sizes."""
+    if plan.dense is not None or plan.numbers is not None:
         return False
     # strings that nothing is asked of are checked by Python
     return not any(call.spec.datatype == BYTES and not call.rows and not call.found for call in plan.calls)
 
 
-def answer_pieces(plan: Plan, answer: ResponseLayout) -> list[tuple[bytes, int]] | None:
-    """The text of an answer in pieces: (text, the value behind it, or NONE); None where it is too long for a reactor.
+def leading_sizes(spec: OutputSpec) -> int:
+    """How many of an output's sizes are values of the request; those behind them are the same for all requests."""
+    return len(spec.shape) - (0 if spec.name.endswith(FOUND) else 1)
 
-    Values are as `binding.py` has them. The brace that ends the text is not in it: an id may come before that.
-    """
-    shapes, sizes = [], []
-    for i, spec in enumerate(plan.specs):
-        first = _PLACES + binding.VALUE_WORDS * i
-        inner = 0 if spec.name.endswith(FOUND) else 1  # sizes that are the same for all requests
-        lead = len(spec.shape) - inner
-        shapes.append([*(first + k for k in range(lead)), *spec.shape[lead:]])
-        sizes.append(first + 2)
-    text = answer.text_with(shapes, sizes)
-    parts = _PLACE.split(text[:-1])
-    values = [int(number) - _PLACES for number in parts[1::2]]
-    wanted = [
-        number - _PLACES
-        for shape, size in zip(shapes, sizes, strict=True)
-        for number in (*shape, size)
-        if number >= _PLACES
-    ]
-    if values != wanted or any(len(spec.shape) > 3 for spec in plan.specs):
-        return None
-    pieces = list(zip(parts[::2], [*values, binding.NONE], strict=True))
-    room = kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * len(values)
-    return pieces if sum(map(len, parts[::2])) <= room else None
+
+def has_room(texts: Iterable[bytes], values: int) -> bool:
+    """Whether an answer of these texts, with so many values between them, is short enough for a reactor."""
+    return sum(map(len, texts)) <= kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * values
 
 
 def planned_words(call: Call, plan: Plan, table: int, counts: int, view: Any) -> list[int]:
