@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
-from urllib.parse import unquote
+from collections.abc import Iterator
 
 from tierstore.access.audit import ATTEMPT, Attempt
 from tierstore.access.roles import LOCAL, NOBODY, Principal
 from tierstore.addresses import is_loopback
 from tierstore.engine.events.changes import REQUESTER
+from tierstore.kernels import reactor_words as kernel
+from tierstore.service.addresses import host_port
 from tierstore.service.limits.shedding import Caller
+from tierstore.service.reactor.streams import Stream
 from tierstore.service.request_log import one_line
+from tierstore.service.rpc.messages import timeout_ns
 
-REQUEST_ID = "x-request-id"  # of a call's metadata: parts of one request get one version
-Metadata: TypeAlias = Sequence[Any]  # of (key, value), as grpcio has them
+REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get one version
 
 
 class RpcCaller:
-    """A caller, for the log; `peer` gives the client's address in grpcio's form. `waiting` is it as one that waits for an answer."""
+    """The caller of a stream. `waiting` is it as one that waits for an answer; `unplanned`: whether reactors lacked a plan, or it."""
 
-    __slots__ = ("_peer", "attempt", "request_id", "waiting")
+    __slots__ = ("_stream", "attempt", "authorizations", "coding", "request_id", "unplanned", "waiting")
 
-    def __init__(
-        self, metadata: Metadata, peer: Callable[[], str | bytes], gone: Callable[[], bool] | None = None
-    ) -> None:
-        self.request_id: str | None = next((entry.value for entry in metadata if entry.key == REQUEST_ID), None)
-        self.waiting = Caller(time.perf_counter_ns(), gone)
+    def __init__(self, stream: Stream, *, arrived_ns: int | None = None) -> None:
+        """`arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
+        self.request_id: str | None = None
+        self.coding: bytes | None = None
+        self.authorizations: list[bytes] = []
+        self.waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
         self.attempt = Attempt()
-        self._peer = peer
+        self.unplanned = stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
+        self._stream = stream
+        for name, value in stream.headers:
+            if name == b"authorization":
+                self.authorizations.append(value)
+            elif name == REQUEST_ID:
+                self.request_id = value.decode("latin-1")
+            elif name == b"grpc-encoding":
+                self.coding = value
+            elif name == b"grpc-timeout" and arrived_ns is None:
+                self.waiting.within(timeout_ns(value))
 
     @property
     def principal(self) -> Principal:
@@ -39,29 +51,23 @@ class RpcCaller:
 
     @property
     def host(self) -> str:
-        """Its IP address."""
-        return self.address().rpartition(":")[0].strip("[]")
+        """Its IP address, as long as it is not answered."""
+        client = self._stream.client
+        return "" if client is None else client[0]
 
     @property
     def on_host(self) -> bool:
         """Whether it is on this machine for sure."""
-        return self.address().startswith("unix:") or is_loopback(self.host)
+        return is_loopback(self.host)
 
     @property
     def who(self) -> str:
         """The principal, where there are tokens, and its address."""
         return str(self) if self.principal in (LOCAL, NOBODY) else f"{self.principal.name} at {self}"
 
-    def within(self, seconds: float | None) -> None:
-        """It waits for so long from now on, if that is not for ever."""
-        if seconds is not None and seconds < float("inf"):
-            past_ns = time.perf_counter_ns() - self.waiting.arrived_ns
-            self.waiting.within(past_ns + int(seconds * 1e9))
-
     def address(self) -> str:
-        peer = self._peer()  # `ipv4:127.0.0.1:5342`, `ipv6:%5B::1%5D:5342`; bytes from the layer below grpcio's server
-        text = unquote(peer.decode(errors="replace") if isinstance(peer, bytes) else peer)
-        return text.removeprefix("ipv4:").removeprefix("ipv6:")
+        client = self._stream.client
+        return "somebody" if client is None else host_port(*client)
 
     def __str__(self) -> str:
         return self.address() if self.request_id is None else f"{self.address()} (id {one_line(self.request_id)})"
