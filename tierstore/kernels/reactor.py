@@ -35,12 +35,11 @@ from typing import Any
 
 import numba as nb
 import numpy as np
-from numba import types
 
 from tierstore.kernels import LAST, compiled, h2out
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64, stack_bytes
 from tierstore.kernels.httpdate import write_date_at
-from tierstore.kernels.raw import load_u32, load_u64, store_u64
+from tierstore.kernels.raw import call_at, load_u32, load_u64, store_u64
 from tierstore.kernels.reactor_connections import (
     accept_new,
     end,
@@ -50,7 +49,6 @@ from tierstore.kernels.reactor_connections import (
 from tierstore.kernels.reactor_connections import (
     free_session as release_session,
 )
-from tierstore.kernels.reactor_http2 import on_stream, read_frames, sweep_session
 from tierstore.kernels.reactor_jobs import finish_job
 from tierstore.kernels.reactor_requests import continue_sending, read_requests
 from tierstore.kernels.reactor_words import (
@@ -67,9 +65,10 @@ from tierstore.kernels.reactor_words import (
     EVENTS,
     FINISH,
     FINISH_NS,
+    FIRST_PART,
     FLAGS,
+    FRAMES,
     FREE,
-    HERE,
     HIGHEST,
     HTTP2,
     IN_BYTES,
@@ -77,6 +76,7 @@ from tierstore.kernels.reactor_words import (
     LISTENER,
     LOST,
     MAY_READ,
+    MESSAGE,
     MESSAGE_WORDS,
     MESSAGES,
     MODE,
@@ -103,11 +103,12 @@ from tierstore.kernels.reactor_words import (
     STATE,
     STOP,
     STREAM_BLOCK,
-    STREAM_SHIFT,
+    SWEEP,
     SWEEP_NS,
     TURNS,
     WAITS,
     WAKE,
+    here_at,
     shared_at,
 )
 from tierstore.kernels.sysio import (
@@ -134,7 +135,6 @@ from tierstore.kernels.sysio import (
 )
 
 ENOMEM = 12
-_FIRST_PART = (1 << STREAM_SHIFT) - 1
 _MESSAGE_BYTES = 8 * MESSAGE_WORDS
 _TOO_SLOW = np.frombuffer(
     b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 51\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
@@ -172,7 +172,7 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
 @nb.njit
 def _read(me, fd, now):  # type: ignore[no-untyped-def]
     if me.conns[fd, STATE] == HTTP2:
-        read_frames(me, fd, now)
+        call_at(me.http2, me.at, FRAMES, fd, now, 0, 0)
     else:
         read_requests(me, fd, now)
 
@@ -181,7 +181,7 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
 def _on_message(me, at, now):  # type: ignore[no-untyped-def]
     """One of Python's: (kind and descriptor, serial and flags, address, count). Returns a connection to be read, or -1."""
     what = nb.int64(load_u64(at, 0))
-    kind, fd = what & 255, (what & _FIRST_PART) >> 8
+    kind, fd = what & 255, (what & FIRST_PART) >> 8
     serial = nb.int64(load_u64(at, 1))
     if kind == COME_BACK:
         if not start_serving(me, fd, now):
@@ -191,7 +191,7 @@ def _on_message(me, at, now):  # type: ignore[no-untyped-def]
     row = me.conns[fd]
     value, size = nb.int64(load_u64(at, 2)), nb.int64(load_u64(at, 3))
     if kind >= STREAM_BLOCK:
-        on_stream(me, fd, serial, what >> STREAM_SHIFT, kind, value, size, now)
+        call_at(me.http2, me.at, MESSAGE, fd, now, at, 0)
         return -1
     if kind == WAKE or row[STATE] != AWAY or row[SERIAL] != serial & SERIALS:
         if kind == BLOCK:
@@ -234,7 +234,7 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
         if row[STATE] == FREE or row[OWNER] != me.number:
             continue
         if row[STATE] == HTTP2:
-            sweep_session(me, fd, now, stall)
+            call_at(me.http2, me.at, SWEEP, fd, now, stall, 0)
         elif finishing and row[STATE] == READING and row[IN_BYTES] == 0:
             end(me, fd, False)
         elif (row[DEADLINE_NS] != 0 and now > row[DEADLINE_NS]) or (
@@ -247,9 +247,10 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
             row[DEADLINE_NS] = now + me.limits[FINISH_NS]
 
 
-@compiled(types.void(HERE), when=LAST)
-def serve(me: Any) -> Any:
-    """Serve until MODE is STOP."""
+@compiled("void(int64)", when=LAST)
+def serve(at: Any) -> Any:
+    """Serve until MODE is STOP, with the words of a Here at an address."""
+    me = here_at(at)
     line = me.lines[me.number]
     mode = RUN
     while True:

@@ -5,9 +5,12 @@ What comes before it, and how the answer leaves, is HTTP/2's. Kernels for the th
 
 from __future__ import annotations
 
-import numba as nb
+from typing import Any
 
-from tierstore.kernels import lookupplan, protoscan
+import numba as nb
+from numba import types
+
+from tierstore.kernels import LAST, compiled_c, lookupplan, protoscan
 from tierstore.kernels.protowrite import write_message
 from tierstore.kernels.reactor_answers import LONG, MAY, READY, look_up, plan_for, why_not
 from tierstore.kernels.reactor_words import (
@@ -22,6 +25,7 @@ from tierstore.kernels.reactor_words import (
     SINCE_NS,
     SIZE,
     VALUES,
+    here_at,
 )
 from tierstore.kernels.request_record import NAME_AT, NAME_BYTES, SCANNED, get, row_at
 from tierstore.kernels.sysio import monotonic_ns
@@ -54,3 +58,9 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
     call[ANSWER_AT], call[ANSWER_BYTES] = begin, data + lookupplan.word(me.bound, lookupplan.ANSWER_BYTES) - begin
     me.lines[me.number, ANSWERS] += 1
     return ANSWERED
+
+
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+def run(at: Any, fd: Any, text: Any, message: Any, message_bytes: Any, began: Any) -> Any:
+    """`answer_call` of the reactor whose Here is at an address, which is compiled apart."""
+    return answer_call(here_at(at), fd, text, message, message_bytes, began)

@@ -12,14 +12,15 @@ Kernels for the thread of one reactor.
 
 from __future__ import annotations
 
-import numba as nb
+from typing import Any
 
-from tierstore.kernels import h2core, h2out, h2words, httphead
+import numba as nb
+from numba import types
+
+from tierstore.kernels import LAST, compiled_c, h2core, h2out, h2words, httphead
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, fence_all, release_i64
-from tierstore.kernels.h2words import SESSION_BYTES
-from tierstore.kernels.raw import load_u8
+from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_answers import has_room
-from tierstore.kernels.reactor_calls import answer_call
 from tierstore.kernels.reactor_connections import end, hold, notify, set_send_deadline, wait_for_turn
 from tierstore.kernels.reactor_words import (
     ANNOUNCED,
@@ -34,6 +35,7 @@ from tierstore.kernels.reactor_words import (
     ENDED,
     FINISH,
     FLAGS,
+    FRAMES,
     FRAMES_BYTES,
     GENERATION_AT,
     HTTP2,
@@ -45,10 +47,9 @@ from tierstore.kernels.reactor_words import (
     LARGE_TURN,
     LOST,
     MAY_READ,
+    MESSAGE,
     MODE,
-    MOST_BODY,
     MOVED_NS,
-    NEEDED,
     OTHER,
     REASONS_FROM,
     SERIAL,
@@ -65,8 +66,9 @@ from tierstore.kernels.reactor_words import (
     STREAM_REQUEST,
     STREAM_RESET,
     STREAM_SENT,
-    STREAMING_PATHS,
+    STREAM_SHIFT,
     STREAMS_AWAY,
+    here_at,
     line_at,
     shared_at,
 )
@@ -275,7 +277,7 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
     line = line_at(me, me.number, ANNOUNCED)
     release_i64(line, acquire_i64(me.shared[GENERATION_AT]))
     fence_all()
-    came = answer_call(me, fd, get(row, h2words.AT), body + h2out.PREFIX, size - h2out.PREFIX, began)
+    came = call_at(me.run_call, me.at, fd, get(row, h2words.AT), body + h2out.PREFIX, size - h2out.PREFIX, began)
     release_i64(line, 0)
     return came
 
@@ -342,7 +344,7 @@ def _shed(me, s):  # type: ignore[no-untyped-def]
     for _ in range(get(s, h2words.STREAMS_ROOM)):
         state = get(row, h2words.STATE)
         if get(row, h2words.ID) != 0 and state & (h2words.ENDED | h2words.AWAY) == 0:
-            if h2out.room_of(s) < h2core.CONTROL_ROOM:
+            if h2out.room_of(s) < h2words.CONTROL_ROOM:
                 return
             h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
             h2out.close_row(s, row)
@@ -350,18 +352,6 @@ def _shed(me, s):  # type: ignore[no-untyped-def]
 
 
 # --- connections
-
-
-@nb.njit
-def begin_http2(me, fd):  # type: ignore[no-untyped-def]
-    """A connection's preface has come. False: no memory."""
-    s = allocate(SESSION_BYTES)
-    if s == 0:
-        return False
-    row = me.conns[fd]
-    h2core.begin_session(s, me.limits[MOST_BODY], me.shared[STREAMING_PATHS])
-    row[SESSION], row[STATE], row[NEEDED], row[DEADLINE_NS] = s, HTTP2, 0, 0
-    return True
 
 
 @nb.njit
@@ -388,7 +378,7 @@ def _settle(me, fd, s, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def read_frames(me, fd, now):  # type: ignore[no-untyped-def]
+def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
     """Read what has come, and do what it asks for. The connection may be closed afterwards."""
     row = me.conns[fd]
     s, base, have, came = row[SESSION], me.buffer, nb.int64(0), 0
@@ -425,7 +415,7 @@ def read_frames(me, fd, now):  # type: ignore[no-untyped-def]
                 break
             used, event = h2core.step(s, base + at, have - at, me.headers, now)
             if used == 0:
-                if h2out.room_of(s) >= h2core.CONTROL_ROOM or not _leave(me, fd, s):
+                if h2out.room_of(s) >= h2words.CONTROL_ROOM or not _leave(me, fd, s):
                     break
                 continue
             at += used
@@ -468,8 +458,10 @@ def read_frames(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def on_stream(me, fd, serial, stream, kind, value, size, now):  # type: ignore[no-untyped-def]
+def _on_message(me, fd, at, now):  # type: ignore[no-untyped-def]
     """One of Python's messages for a stream, which may be there no more. The connection may be closed afterwards."""
+    what, serial, value, size = get(at, 0), get(at, 1), get(at, 2), get(at, 3)
+    kind, stream = what & 255, what >> STREAM_SHIFT
     conn = me.conns[fd]
     s = conn[SESSION] if conn[STATE] == HTTP2 and conn[SERIAL] == serial else 0
     row = 0 if s == 0 else h2out.row_of(s, stream)
@@ -487,7 +479,7 @@ def on_stream(me, fd, serial, stream, kind, value, size, now):  # type: ignore[n
             _set_deadline(me, row)
             _push_row(me, fd, s, row)
     elif kind == STREAM_RESET:
-        if h2out.room_of(s) >= h2core.CONTROL_ROOM:
+        if h2out.room_of(s) >= h2words.CONTROL_ROOM:
             h2out.write_reset(s, stream, value)
         add_at(shared_at(me, STREAMS_AWAY), -1)
         h2out.close_row(s, row)
@@ -495,13 +487,13 @@ def on_stream(me, fd, serial, stream, kind, value, size, now):  # type: ignore[n
         if size != 0:
             put(row, h2words.STATE, get(row, h2words.STATE) & ~h2words.TOLD)
             _tell_came(me, fd, s, row)
-        if value > 0 and h2out.room_of(s) >= h2core.CONTROL_ROOM and not get(row, h2words.STATE) & h2words.ENDED:
+        if value > 0 and h2out.room_of(s) >= h2words.CONTROL_ROOM and not get(row, h2words.STATE) & h2words.ENDED:
             h2core.give_credit(s, row, value)
     _settle(me, fd, s, now)
 
 
 @nb.njit
-def sweep_session(me, fd, now, stall):  # type: ignore[no-untyped-def]
+def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
     """Reset streams that are late, and end a connection that is late or idle, or has nothing to be answered at the end."""
     conn = me.conns[fd]
     s, row, limits = conn[SESSION], get(conn[SESSION], h2words.STREAMS_AT), me.limits
@@ -514,7 +506,7 @@ def sweep_session(me, fd, now, stall):  # type: ignore[no-untyped-def]
         return
     _lend(me, s)
     for _ in range(get(s, h2words.STREAMS_ROOM)):
-        if h2out.room_of(s) < h2core.CONTROL_ROOM:
+        if h2out.room_of(s) < h2words.CONTROL_ROOM:
             break
         if get(row, h2words.ID) != 0:
             until, state = get(row, h2words.DEADLINE_NS), get(row, h2words.STATE)
@@ -530,9 +522,25 @@ def sweep_session(me, fd, now, stall):  # type: ignore[no-untyped-def]
                 _lose(me, fd, s, row)
         row += 8 * h2words.STREAM_WORDS
     is_idle = get(s, h2words.OPEN) == 0 and not is_kept and conn[DEADLINE_NS] != 0 and now > conn[DEADLINE_NS]
-    if (is_idle or me.shared[MODE] >= FINISH) and h2out.room_of(s) >= h2core.CONTROL_ROOM:
+    if (is_idle or me.shared[MODE] >= FINISH) and h2out.room_of(s) >= h2words.CONTROL_ROOM:
         h2core.go_away(s)
     until = conn[DEADLINE_NS]
     _settle(me, fd, s, now)
     if conn[STATE] == HTTP2 and conn[SESSION] == s and get(s, h2words.OPEN) == 0 and until != 0:
         conn[DEADLINE_NS] = until  # nothing has come
+
+
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+def run(at: Any, what: Any, fd: Any, now: Any, more: Any, _: Any) -> Any:
+    """Serve a connection of HTTP/2 of the reactor whose Here is at an address, which is compiled apart.
+
+    FRAMES: read what has come; MESSAGE: take Python's at `more`; SWEEP: end what is late, `more`: how long nothing may leave.
+    """
+    me = here_at(at)
+    if what == FRAMES:
+        _read_frames(me, fd, now)
+    elif what == MESSAGE:
+        _on_message(me, fd, more, now)
+    else:
+        _sweep(me, fd, now, more)
+    return 0

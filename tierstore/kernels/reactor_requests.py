@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels import httphead
+from tierstore.kernels import h2core, httphead
 from tierstore.kernels.atomics import acquire_i64, copy_bytes, fence_all, release_i64
-from tierstore.kernels.h2words import PREFACE
-from tierstore.kernels.raw import load_u8
+from tierstore.kernels.h2words import PREFACE, SESSION_BYTES
+from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_answers import answer, answer_rows, has_room
 from tierstore.kernels.reactor_connections import (
     end,
@@ -21,7 +21,6 @@ from tierstore.kernels.reactor_connections import (
     wait_for_turn,
     yield_to_requests,
 )
-from tierstore.kernels.reactor_http2 import begin_http2, read_frames
 from tierstore.kernels.reactor_jobs import drop_job, submit
 from tierstore.kernels.reactor_words import (
     ANNOUNCED,
@@ -36,6 +35,7 @@ from tierstore.kernels.reactor_words import (
     ENDED,
     FINISH,
     FLAGS,
+    FRAMES,
     FREE,
     GENERATION_AT,
     HEADER,
@@ -60,8 +60,10 @@ from tierstore.kernels.reactor_words import (
     REQUEST,
     SENDING,
     SERIAL,
+    SESSION,
     SIZE,
     STATE,
+    STREAMING_PATHS,
     line_at,
 )
 from tierstore.kernels.sysio import (
@@ -86,6 +88,18 @@ def _preface(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
+    """A connection's preface has come. False: no memory."""
+    s = allocate(SESSION_BYTES)
+    if s == 0:
+        return False
+    row = me.conns[fd]
+    h2core.begin_session(s, me.limits[MOST_BODY], me.shared[STREAMING_PATHS])
+    row[SESSION], row[STATE], row[NEEDED], row[DEADLINE_NS] = s, HTTP2, 0, 0
+    return True
+
+
+@nb.njit
 def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     """Deal with the request that the `size` bytes at `at` begin with. Returns how many bytes are done with; 0: more must come first.
 
@@ -96,7 +110,7 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     began = monotonic_ns()
     preface = _preface(at, size)
     if preface > 0:
-        if preface == PREFACE.size and not begin_http2(me, fd):
+        if preface == PREFACE.size and not _begin_http2(me, fd):
             row[LOST] = 1
         return PREFACE.size if preface == PREFACE.size else 0
     form = httphead.parse_at(at, size, found)
@@ -239,7 +253,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
         elif row[STATE] == SENDING:
             return
         elif row[STATE] == HTTP2:
-            read_frames(me, fd, now)
+            call_at(me.http2, me.at, FRAMES, fd, now, 0, 0)
             return
         else:
             yield_to_requests(me, fd, -used)

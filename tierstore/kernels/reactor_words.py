@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numba as nb
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from tierstore.kernels.latency import BOUNDS_NS, BUCKETS
+from tierstore.kernels.raw import i64_at
+from tierstore.kernels.request_record import get
 from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 
 # a connection's row
@@ -64,6 +65,8 @@ LINE_WORDS = 32
 # an answer in Python's memory, or in a block that becomes the reactor's; of a stream: a block, more of the request is wanted, its end
 ANSWER, COME_BACK, DROP, WAKE, BLOCK, STREAM_BLOCK, STREAM_TAKEN, STREAM_RESET = range(8)
 STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
+FIRST_PART = (1 << STREAM_SHIFT) - 1
+FRAMES, MESSAGE, SWEEP = range(3)  # what `reactor_http2.run` is to do
 MESSAGE_WORDS = 4  # the serial of a REQUEST has the reason behind it, from bit 32 on
 
 # a version's counts, int64 words: of answers, of requests that would wait too long or found the queue full; then the buckets of answers' latencies
@@ -101,6 +104,7 @@ INTEREST = READABLE | WRITABLE | HALF_CLOSED | EDGE
 class Here(NamedTuple):
     """What one reactor works with. Addresses are of memory that Python keeps while the reactor runs."""
 
+    at: int  # the address of the words that all this was read from
     number: int
     listener: int  # descriptors
     inbox: int
@@ -118,6 +122,8 @@ class Here(NamedTuple):
     jobs: int  # addresses: of all reactors' jobs
     run: int  # of `lookupplan.run`
     run_rows: int  # of `front_rows.run`
+    http2: int  # of `reactor_http2.run`
+    run_call: int  # of `reactor_calls.run`
     counts: int  # of versions' counts
     table_counts: int
     events: int
@@ -136,11 +142,36 @@ class Here(NamedTuple):
     frames: int  # FRAMES_BYTES of frames that are to leave
 
 
-_WORDS, _ROWS = types.int64[::1], types.int64[:, ::1]
-HERE = types.NamedTuple(
-    (*[types.int64] * 4, _WORDS, _WORDS, _ROWS, _ROWS, _WORDS, _WORDS, _WORDS, _WORDS, *[types.int64] * 21),
-    Here,
-)
+def words_of(here: Here) -> npt.NDArray[np.int64]:
+    """What `here_at` reads: a word for each number, and for each array its address and its shape."""
+    words: list[int] = []
+    for part in here:
+        words += [part] if isinstance(part, int) else [part.ctypes.data, *part.shape]
+    found = np.array(words, np.int64)
+    found[0] = found.ctypes.data
+    return found
+
+
+@nb.njit(inline="always")
+def _array(at, i):  # type: ignore[no-untyped-def]
+    return nb.carray(i64_at(get(at, i)), (get(at, i + 1),))
+
+
+@nb.njit(inline="always")
+def _rows(at, i):  # type: ignore[no-untyped-def]
+    return nb.carray(i64_at(get(at, i)), (get(at, i + 1), get(at, i + 2)))
+
+
+@nb.njit
+def here_at(at):  # type: ignore[no-untyped-def]
+    """The Here whose words are at an address: parts of a reactor that are compiled apart take no more."""
+    return Here(
+        get(at, 0), get(at, 1), get(at, 2), get(at, 3), get(at, 4), _array(at, 5), _array(at, 7), _rows(at, 9), _rows(at, 12),
+        _array(at, 15), _array(at, 17), _array(at, 19), _array(at, 21), get(at, 23), get(at, 24), get(at, 25), get(at, 26),
+        get(at, 27), get(at, 28), get(at, 29), get(at, 30), get(at, 31), get(at, 32), get(at, 33), get(at, 34), get(at, 35),
+        get(at, 36), get(at, 37), get(at, 38), get(at, 39), get(at, 40), get(at, 41), get(at, 42), get(at, 43), get(at, 44),
+        get(at, 45),
+    )  # fmt: skip
 
 
 @nb.njit(inline="always")

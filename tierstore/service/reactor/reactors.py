@@ -33,7 +33,7 @@ from tierstore.config import Settings
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.errors import ConfigError
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import front_rows, httphead, lookupplan, reactor, sysio
+from tierstore.kernels import front_rows, httphead, lookupplan, reactor, reactor_calls, reactor_http2, sysio
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits import slow_clients
@@ -251,10 +251,10 @@ class Reactors:
             frames,
         ) = places
         return kernel.Here(
-            number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
+            0, number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
             np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(kernel.CALL_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
             cold.free_jobs[number], cold.outbox, cold.inboxes[number], address_of(cold.jobs), lookupplan.run.address,
-            front_rows.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
+            front_rows.run.address, reactor_http2.run.address, reactor_calls.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
             scratch, record, structure, bound, values, codes, date, headers, frames,
         )  # fmt: skip
 
@@ -391,7 +391,8 @@ class Reactors:
 
 def _serve(here: kernel.Here) -> None:
     request_short_slices()
-    reactor.serve(here)
+    words = kernel.words_of(here)
+    reactor.serve(address_of(words))
 
 
 def check_threads(threads: int) -> None:
