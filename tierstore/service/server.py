@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import signal
 import socket
@@ -17,16 +18,16 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierstore import kernels
 from tierstore.config import Settings
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, TierstoreError
+from tierstore.errors import MissingExtra, TierstoreError
 from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.access import check_access
-from tierstore.service.addresses import bind_admin, bind_http, bind_tcp, grpc_port_in_use, host_port, url_of
+from tierstore.service.addresses import bind_admin, bind_http, grpc_port_in_use, host_port, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
@@ -42,9 +43,13 @@ from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
 
+if TYPE_CHECKING:
+    from tierstore.service.rpc.server import GrpcServer
+
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
+GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
 TOKENS_POLL_S = 1.0  # certificates as well
 COMPILED_POLL_S = 0.1
 ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
@@ -53,19 +58,29 @@ ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of the
 def check_settings(settings: Settings) -> None:
     """Raise for what this release cannot do, before anything is opened."""
     check_threads(settings.threads)
+    if isinstance(settings.grpc_port, int) and not has_grpc():
+        raise MissingExtra(
+            "grpc_port: the extra `grpc` is not installed: pip install 'tierstore[grpc]', or use the HTTP port, which speaks the same protocol"
+        )
     tls_of(settings)
     check_access(settings)
     check_sources(settings)
 
 
+def has_grpc() -> bool:
+    """Whether the extra `grpc` is installed."""
+    return all(importlib.util.find_spec(name) is not None for name in GRPC_PACKAGES)
+
+
 def grpc_port_by_default(settings: Settings) -> Settings:
-    """`settings` with a gRPC port: the one that is set, else the usual one.
+    """`settings` with a gRPC port: the one that is set, else the usual one where the extra is installed.
 
     Where the HTTP port is 0, a free one, the gRPC port is 0 too.
     """
     if settings.grpc_port is not None:
         return settings
-    return settings.model_copy(update={"grpc_port": 0 if settings.port == 0 else GRPC_PORT})
+    port = "off" if not has_grpc() else 0 if settings.port == 0 else GRPC_PORT
+    return settings.model_copy(update={"grpc_port": port})
 
 
 class HttpService:
@@ -80,10 +95,9 @@ class HttpService:
         self.url = f"{scheme}://{host_port(self.host, self.port)}"
         self.admin_url = self.url if self._admin_socket is None else url_of(self._admin_socket, scheme)
         self.service = Service(store, settings)
-        self._grpc_socket = _bind_grpc(settings)
-        self.grpc_port: int | None = None if self._grpc_socket is None else self._grpc_socket.getsockname()[1]
-        # the address for a gRPC client; the other port speaks gRPC too
-        self.grpc_target = None if self.grpc_port is None else host_port(self.host, self.grpc_port)
+        self._grpc: GrpcServer | None = None
+        self.grpc_port: int | None = None
+        self.grpc_target: str | None = None  # the address for a gRPC client
         limit = allowed_connections(settings.max_connections)
         self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
         self._plans = PlanIndex(store, self.service.rates, reactors.words, settings.threads, self.service.absorb)
@@ -98,11 +112,13 @@ class HttpService:
         self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
         self._listeners = self._make_listeners()
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
-        self.service.grpc = self._calls = Calls(self.service, self._allowed.add)
+        self.service.calls = self._calls = Calls(self.service, self._allowed.add)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
         self._exit_bound: ExitBound | None = None
         store.epochs.add_collector(self._plans.collect)
+        if isinstance(settings.grpc_port, int):
+            self._add_grpc(settings.grpc_port)
 
     def _make_listeners(self) -> list[Listener]:
         """Those of Python: of all connections where there is TLS, which reactors do not speak, and of admin requests."""
@@ -113,12 +129,21 @@ class HttpService:
             limit = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
             tls = None if sock.family == socket.AF_UNIX else tls
             listeners.append(Listener(sock, self._server, limit, tls, admin=True))
-        if (sock := self._grpc_socket) is not None:
-            tls = self.service.tls
-            listeners.append(
-                Listener(sock, self._server, self._connection_limit, tls, back=self._give_back, straight=tls is None)
-            )
         return listeners
+
+    def _add_grpc(self, port: int) -> None:
+        from tierstore.service.rpc.server import GrpcServer
+
+        try:
+            try:
+                self.service.grpc = self._grpc = GrpcServer(self.service, host_port(self.host, port))
+            except OSError as error:
+                raise grpc_port_in_use(self.host, port) from error
+            self.grpc_port = self._grpc.port
+            self.grpc_target = host_port(self.host, self.grpc_port)
+        except BaseException:
+            self._close()
+            raise
 
     def run(self, started: Callable[[], None], exit_bound: ExitBound | None = None) -> None:
         """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called once requests are answered."""
@@ -148,6 +173,9 @@ class HttpService:
         self._socket.close()
         self._plans.collect()
         self.service.store.epochs.remove_collector(self._plans.collect)
+        if self._grpc is not None:
+            self._grpc.stop(0.0)  # if `_end` has not stopped it
+            self._grpc.close()
         self.service.close()
 
     def stop(self, drain_s: float | None = None) -> None:
@@ -171,6 +199,9 @@ class HttpService:
             await asyncio.sleep(0.005)
         if not serving.done():
             beside.append(asyncio.ensure_future(self._calls.report_when(lambda: self.service.ready)))
+            if self._grpc is not None:
+                self._grpc.start()
+                beside.append(asyncio.ensure_future(self._grpc.report_when(lambda: self.service.ready)))
             for listener in self._listeners:
                 listener.start()
             if self._admin_socket is not None:
@@ -198,8 +229,8 @@ class HttpService:
         return [asyncio.ensure_future(self._start_reactors_after(compilation, listener))]
 
     def _start_reactors(self) -> None:
-        requests = Requests(self._handoff, self._calls)
-        self._reactors.start(self._socket, self._handoff, requests, self._calls.streaming)
+        streams = Requests(self._handoff, self._calls)
+        self._reactors.start(self._socket, self._handoff, streams, self._calls.streaming)
         self.service.store.publish_words()
         self.service.reactors_state = "running"
 
@@ -256,6 +287,8 @@ class HttpService:
             self._exit_bound.start(drain_s + 2 * FINISH_S)  # the server's requests, then the reactors'
         self._reactors.drain()
         self._calls.drain()
+        if self._grpc is not None:
+            self._grpc.drain()
         if drain_s > 0:
             logger.info("stopping: not ready from now on, closing in %.1f s", drain_s)
             asyncio.get_running_loop().call_later(drain_s, self._end)
@@ -271,17 +304,8 @@ class HttpService:
             self._socket.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait
         self._server.should_exit = True
         self._calls.stop()
-
-
-def _bind_grpc(settings: Settings) -> socket.socket | None:
-    """The socket of the gRPC port, bound and not listening yet; None where it has none of its own."""
-    port = settings.grpc_port
-    if not isinstance(port, int):
-        return None
-    try:
-        return bind_tcp(settings.host, port)
-    except ConfigError as error:
-        raise grpc_port_in_use(settings.host, port) from error
+        if self._grpc is not None:
+            self._grpc.stop(FINISH_S)
 
 
 def _say(url: str, grpc_target: str | None) -> None:

@@ -26,7 +26,7 @@ class Listener:
     """Accepts from `sock`, bound and not listening yet, and has `server` serve what `limit` allows.
 
     With `tls` each connection begins with a handshake. `admin`: admin requests may come here. `back` is where connections go
-    that are idle, as for `BoundedHttpProtocol`; `straight`: new ones go there at once.
+    that are idle, as for `BoundedHttpProtocol`.
     """
 
     def __init__(
@@ -38,10 +38,15 @@ class Listener:
         *,
         admin: bool = False,
         back: Back | None = None,
-        straight: bool = False,
     ) -> None:
-        self._socket, self._server, self._limit, self._tls = sock, server, limit, tls
-        self._admin, self._back, self._straight = admin, back, straight
+        self._socket, self._server, self._limit, self._tls, self._admin, self._back = (
+            sock,
+            server,
+            limit,
+            tls,
+            admin,
+            back,
+        )
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._refusing = 0
         self._beginning: set[asyncio.Task[None]] = set()  # connections in their handshake
@@ -98,12 +103,6 @@ class Listener:
         refused = not self._limit.admit()
         if refused and self._refusing >= REFUSED_AT_ONCE:
             connection.close()
-            return
-        if self._straight and self._back is not None and (give := self._back()) is not None:
-            if refused:
-                connection.close()
-            else:
-                give(connection.detach())
             return
         tls = None if self._tls is None else self._tls.current.context
         task = self._server.adopt(

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tierstore.access.audit import ATTEMPT, Attempt
 from tierstore.access.roles import LOCAL, NOBODY, Principal
 from tierstore.addresses import is_loopback
 from tierstore.engine.events.changes import REQUESTER
-from tierstore.kernels import reactor_words as kernel
-from tierstore.service.addresses import host_port
 from tierstore.service.limits.shedding import Caller
-from tierstore.service.reactor.streams import Stream
 from tierstore.service.request_log import one_line
-from tierstore.service.rpc.messages import timeout_ns
-
-REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get one version
 
 
 class RpcCaller:
-    """The caller of a stream. `waiting` is it as one that waits for an answer; `unplanned`: whether reactors lacked a plan, or it."""
+    """The caller of a call. `waiting` is it as one that waits for an answer; `unplanned`: whether reactors lacked a plan, or it.
 
-    __slots__ = ("_stream", "attempt", "authorizations", "coding", "request_id", "unplanned", "waiting")
+    `address` gives the client's, `HOST:PORT`, as long as the call is not answered.
+    """
 
-    def __init__(self, stream: Stream, *, arrived_ns: int | None = None) -> None:
-        """`arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
-        self.request_id: str | None = None
-        self.coding: bytes | None = None
-        self.authorizations: list[bytes] = []
-        self.waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
+    __slots__ = ("_address", "attempt", "request_id", "unplanned", "waiting")
+
+    def __init__(
+        self, request_id: str | None, waiting: Caller, address: Callable[[], str], *, unplanned: bool = False
+    ) -> None:
+        self.request_id, self.waiting, self.unplanned = request_id, waiting, unplanned
         self.attempt = Attempt()
-        self.unplanned = stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
-        self._stream = stream
-        for name, value in stream.headers:
-            if name == b"authorization":
-                self.authorizations.append(value)
-            elif name == REQUEST_ID:
-                self.request_id = value.decode("latin-1")
-            elif name == b"grpc-encoding":
-                self.coding = value
-            elif name == b"grpc-timeout" and arrived_ns is None:
-                self.waiting.within(timeout_ns(value))
+        self._address = address
 
     @property
     def principal(self) -> Principal:
@@ -51,14 +35,13 @@ class RpcCaller:
 
     @property
     def host(self) -> str:
-        """Its IP address, as long as it is not answered."""
-        client = self._stream.client
-        return "" if client is None else client[0]
+        """Its IP address."""
+        return self.address().rpartition(":")[0].strip("[]")
 
     @property
     def on_host(self) -> bool:
         """Whether it is on this machine for sure."""
-        return is_loopback(self.host)
+        return self.address().startswith("unix:") or is_loopback(self.host)
 
     @property
     def who(self) -> str:
@@ -66,8 +49,7 @@ class RpcCaller:
         return str(self) if self.principal in (LOCAL, NOBODY) else f"{self.principal.name} at {self}"
 
     def address(self) -> str:
-        client = self._stream.client
-        return "somebody" if client is None else host_port(*client)
+        return self._address()
 
     def __str__(self) -> str:
         return self.address() if self.request_id is None else f"{self.address()} (id {one_line(self.request_id)})"

@@ -22,15 +22,25 @@ from tierstore.access.roles import Action, Principal
 from tierstore.access.rules import of_grpc
 from tierstore.errors import Closed, Forbidden, InvalidInput, Overloaded, TierstoreError
 from tierstore.kernels import reactor_words as kernel
-from tierstore.service.addresses import host_name
+from tierstore.service.addresses import host_name, host_port
 from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
-from tierstore.service.limits.shedding import Gone
+from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.service.reactor.streams import Stream
-from tierstore.service.rpc.caller import REQUEST_ID, RpcCaller, acting_for
+from tierstore.service.rpc.caller import RpcCaller, acting_for
 from tierstore.service.rpc.health import MAX_WATCHERS, Health
-from tierstore.service.rpc.messages import ACCEPTED, CONTENT_TYPE, ENDS, Messages, prefix_of, prefixed, status_of
+from tierstore.service.rpc.messages import (
+    ACCEPTED,
+    CONTENT_TYPE,
+    ENDS,
+    IDLE,
+    Messages,
+    prefix_of,
+    prefixed,
+    status_of,
+    timeout_ns,
+)
 from tierstore.service.rpc.methods import Accounts, Receive, Servicer, Streamed, Unary, look_up
 from tierstore.service.rpc.oip import InferenceService
 from tierstore.service.rpc.reflection import reflection_of
@@ -42,7 +52,7 @@ MOST_STREAMS = 1024  # of messages, open at a time
 IDLE_S = 1.0  # how long one has to be idle before it makes room for another
 FIRST_S = 10.0  # for the first message of a stream to come
 METADATA_ROOM = 1 << 20  # of a message, in addition to its tensors
-IDLE = "this stream was idle, and another one needed its place; open it again"
+REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get one version
 CUT_OFF = "the service stopped before this call was finished, which may have had its effect; send it again"
 _HEADERS = [(b"content-type", CONTENT_TYPE), ACCEPTED]
 _NO_MESSAGE = "the call has one request message; got none"
@@ -138,7 +148,7 @@ class Calls:
         try:
             flow = _Flow(self, method, stream)
         except TierstoreError as error:
-            _refuse(stream, *method.accounts.failed(RpcCaller(stream, arrived_ns=stream.arrived_ns), error))
+            _refuse(stream, *method.accounts.failed(StreamCaller(stream, arrived_ns=stream.arrived_ns), error))
             return
         self._flows[stream] = flow
         flow.open()
@@ -157,7 +167,7 @@ class Calls:
 
     # --- for calls
 
-    def authorise(self, method: _Method, stream: Stream, caller: RpcCaller) -> None:
+    def authorise(self, method: _Method, stream: Stream, caller: StreamCaller) -> None:
         """Find out who calls. Forbidden where they may not."""
         access = self.service.access
         principal = caller.waiting.principal = access.of_call(method.action, caller.authorizations, stream.peer_names)
@@ -229,6 +239,35 @@ class Calls:
             yield GaugeMetricFamily(f"tierstore_grpc_{name}", text, value=value)
 
 
+class StreamCaller(RpcCaller):
+    """The caller of a stream, by its headers."""
+
+    __slots__ = ("authorizations", "coding")
+
+    def __init__(self, stream: Stream, *, arrived_ns: int | None = None) -> None:
+        """`arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
+        waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
+        super().__init__(
+            None, waiting, lambda: _address_of(stream), unplanned=stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
+        )
+        self.coding: bytes | None = None
+        self.authorizations: list[bytes] = []
+        for name, value in stream.headers:
+            if name == b"authorization":
+                self.authorizations.append(value)
+            elif name == REQUEST_ID:
+                self.request_id = value.decode("latin-1")
+            elif name == b"grpc-encoding":
+                self.coding = value
+            elif name == b"grpc-timeout" and arrived_ns is None:
+                waiting.within(timeout_ns(value))
+
+
+def _address_of(stream: Stream) -> str:
+    client = stream.client
+    return "somebody" if client is None else host_port(*client)
+
+
 def _refuse(stream: Stream, code: str, details: str, request_id: str | None = None) -> None:
     """Answer with a status alone."""
     stream.respond(200, [(b"content-type", CONTENT_TYPE), *status_of(code, details), *_sent_back(request_id)])
@@ -245,15 +284,15 @@ class _Call:
 
     def __init__(self, calls: Calls, method: _Method, stream: Stream) -> None:
         self._calls, self._method, self._stream = calls, method, stream
-        self._caller: RpcCaller | None = None
+        self._caller: StreamCaller | None = None
 
     def begin(self, body: bytes) -> None:
         service, method, stream = self._calls.service, self._method, self._stream
         holding = Reservation(service.inflight)  # what is decoded, until the look-up reserves it
         try:
-            caller = self._caller = RpcCaller(stream)
+            caller = self._caller = StreamCaller(stream)
             self._calls.authorise(method, stream, caller)
-            if stream.reason == kernel.SIZE:
+            if stream.reason == kernel.SIZE and not body:
                 raise MessageTooLarge(
                     f"the message is larger than the {self._calls.most_message} bytes that are allowed"
                 )
@@ -315,7 +354,7 @@ class _Call:
             return
         caller = self._caller
         if caller is None:  # its deadline has no meaning
-            caller = RpcCaller(self._stream, arrived_ns=self._stream.arrived_ns)
+            caller = StreamCaller(self._stream, arrived_ns=self._stream.arrived_ns)
         status = self._method.accounts.failed(caller, error)
         _refuse(self._stream, *status, caller.request_id)
 
@@ -326,12 +365,13 @@ class _Flow:
     def __init__(self, calls: Calls, method: _Method, stream: Stream) -> None:
         """TierstoreError where it is refused."""
         self._calls, self._method, self.stream = calls, method, stream
-        self.caller = RpcCaller(stream)
-        calls.authorise(method, stream, self.caller)
+        caller = StreamCaller(stream)
+        calls.authorise(method, stream, caller)
+        self.caller: RpcCaller = caller
         if calls.closing:
             raise Closed(ENDS)
         self._holding = Reservation(calls.service.inflight)
-        self._messages = Messages(self.caller.coding, calls.most_message, self._holding.reserve)
+        self._messages = Messages(caller.coding, calls.most_message, self._holding.reserve)
         calls.make_room()
         self._loop = asyncio.get_running_loop()
         self.since = self._loop.time()  # when it became idle
@@ -384,7 +424,7 @@ class _Flow:
     # --- for its method
 
     def caller_now(self) -> RpcCaller:
-        caller = RpcCaller(self.stream, arrived_ns=time.perf_counter_ns())
+        caller = StreamCaller(self.stream, arrived_ns=time.perf_counter_ns())
         self._calls.authorise(self._method, self.stream, caller)  # its token may have ended since
         caller.waiting.deadline_ns = self.caller.waiting.deadline_ns
         return caller

@@ -26,6 +26,7 @@ CODES = {
     )
 }  # fmt: skip
 ENDS = "the service ends; send the remaining requests to another one"
+IDLE = "this stream was idle, and another one needed its place; open it again"
 MOST_DETAILS = 2048  # bytes of a status' text; up to three times as many once encoded
 ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")

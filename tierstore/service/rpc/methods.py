@@ -87,12 +87,24 @@ def by_message(kind: Any, method: Callable[[Any, RpcCaller], Any]) -> Unary:
     return call
 
 
+def answered(service: Service, receive: Receive, message: bytes, caller: RpcCaller) -> bytes:
+    """The answer to a look-up, however long it takes. On a thread that may wait."""
+    holding = Reservation(service.inflight)
+    try:
+        holding.reserve(len(message))
+        exchange = Exchange(service, receive(message, caller, holding), caller.waiting, caller.request_id)
+        exchange.begin(here=False)
+        return exchange.answer()
+    finally:
+        holding.release()
+
+
 def look_up(service: Service, receive: Receive, message: bytes, caller: RpcCaller, done: LookedUp) -> None:
     """Answer a look-up at once, or have a thread do so. Event loop only."""
     holding = Reservation(service.inflight)
     exchange: Exchange[bytes] | None = None
 
-    def answered(answer: bytes | None, error: BaseException | None) -> None:
+    def ended(answer: bytes | None, error: BaseException | None) -> None:
         if error is not None and exchange is not None:
             exchange.fail(error)
         done(answer, error, None if exchange is None else exchange.spent, holding)
@@ -101,19 +113,19 @@ def look_up(service: Service, receive: Receive, message: bytes, caller: RpcCalle
         holding.reserve(len(message))
         exchange = Exchange(service, receive(message, caller, holding), caller.waiting, caller.request_id)
         answer = exchange.begin()
-        pending = None if answer is not None else exchange.hand_over(answered)
+        pending = None if answer is not None else exchange.hand_over(ended)
     except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-        answered(None, error)
+        ended(None, error)
         return
     if answer is not None:
-        answered(answer, None)
+        ended(answer, None)
     elif pending is not None:
-        pending.add_done_callback(lambda done: _tell(done, answered))
+        pending.add_done_callback(lambda done: _deliver(done, ended))
 
 
-def _tell(done: asyncio.Future[bytes], answered: Callable[[bytes | None, BaseException | None], None]) -> None:
+def _deliver(done: asyncio.Future[bytes], ended: Callable[[bytes | None, BaseException | None], None]) -> None:
     error = Gone() if done.cancelled() else done.exception()
-    answered(None if error is not None else done.result(), error)
+    ended(None if error is not None else done.result(), error)
 
 
 class Accounts:

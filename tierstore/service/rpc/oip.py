@@ -179,7 +179,7 @@ def _final_response() -> bytes:
     return fields
 
 
-_FINAL = _final_response()
+FINAL = _final_response()
 _STREAMED = bytes([_StreamAnswer.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2])
 
 
@@ -238,7 +238,7 @@ class InferenceService:
         )
 
         self._accounts = Accounts(service, self.servicer, "ModelStreamInfer")
-        self._receive_streamed: Receive = partial(InferMessage, service, extra=_FINAL)
+        self._receive_streamed: Receive = partial(InferMessage, service, extra=FINAL)
 
     def _regions(self, caller: RpcCaller) -> Regions:
         return self._service.regions.of(caller.principal)
@@ -261,10 +261,10 @@ class InferenceService:
             if answer is None:
                 assert error is not None
                 accounts.failed(caller, error)
-                framed = _stream_error(message, error)
+                framed = stream_error(message, error)
             else:
                 accounts.answered(caller, spent)
-                framed = length_delimited(_STREAMED, len(answer)) + answer
+                framed = stream_answer(answer)
 
             def sent() -> None:
                 if holding is not None:
@@ -343,7 +343,12 @@ def _unserved(extension: str) -> Callable[[Any, RpcCaller], None]:
     return refuse
 
 
-def _stream_error(request: bytes, error: BaseException) -> bytes:
+def stream_answer(answer: bytes) -> bytes:
+    """An answer to a request of a stream."""
+    return length_delimited(_STREAMED, len(answer)) + answer
+
+
+def stream_error(request: bytes, error: BaseException) -> bytes:
     answer = _StreamAnswer(error_message=message_of(error))
     try:
         answer.infer_response.id = Parts(request).id.decode()

@@ -5,30 +5,44 @@ Of descriptors it knows those of `protobuf.POOL`. Event loop only: an answer tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierstore.service.rpc.messages import CODES
 from tierstore.service.rpc.methods import STANDARD, Flow, Servicer, Streamed, parse_message
 from tierstore.service.rpc.protobuf import POOL, message_class
 
-_RELEASES = ("grpc.reflection.v1", "grpc.reflection.v1alpha")  # with the same messages
+METHOD = "ServerReflectionInfo"
+RELEASES = ("grpc.reflection.v1", "grpc.reflection.v1alpha")  # with the same messages
 
 
 def reflection_of(services: Sequence[str]) -> list[Servicer]:
     """Reflection of `services` and itself."""
-    own = [f"{release}.ServerReflection" for release in _RELEASES]
-    names = sorted([*services, *own])
+    names = reflected(services)
     return [
-        Servicer(name, STANDARD, streams={"ServerReflectionInfo": _method(release, names)})
-        for release, name in zip(_RELEASES, own, strict=True)
+        Servicer(f"{release}.ServerReflection", STANDARD, streams={METHOD: _method(answers_of(release, names))})
+        for release in RELEASES
     ]
 
 
-def _method(release: str, names: Sequence[str]) -> Streamed:
+def reflected(services: Sequence[str]) -> list[str]:
+    """The names of `services`, and those of reflection."""
+    return sorted([*services, *(f"{release}.ServerReflection" for release in RELEASES)])
+
+
+def _method(answer_to: Callable[[bytes], bytes]) -> Streamed:
+    def serve(message: bytes, flow: Flow) -> None:
+        flow.send(answer_to(message))
+        flow.done()
+
+    return serve
+
+
+def answers_of(release: str, names: Sequence[str]) -> Callable[[bytes], bytes]:
+    """What makes an answer of a request, in the messages of a release, about the services `names`."""
     request_kind, answer_kind = (message_class(f"{release}.ServerReflection{kind}") for kind in ("Request", "Response"))
 
-    def serve(message: bytes, flow: Flow) -> None:
+    def answer_to(message: bytes) -> bytes:
         request = parse_message(request_kind, message)
         answer = answer_kind(valid_host=request.host, original_request=request)
         try:
@@ -36,10 +50,10 @@ def _method(release: str, names: Sequence[str]) -> Streamed:
         except KeyError as error:
             answer.error_response.error_code = CODES["NOT_FOUND"]
             answer.error_response.error_message = str(error.args[0])[:200]
-        flow.send(answer.SerializeToString())
-        flow.done()
+        serialized: bytes = answer.SerializeToString()
+        return serialized
 
-    return serve
+    return answer_to
 
 
 def _fill(answer: Any, request: Any, names: Sequence[str]) -> None:
