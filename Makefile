@@ -1,8 +1,9 @@
 # Every target makes its own .venv first; nothing here needs root or a prepared HOME.
 #   make demo    the whole story on a model trained on the spot
-#   make test    the tests
-#   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test`)
-#   make check   what must be green: format, lint, types, layers, tests
+#   make test    the tests, five minutes of them
+#   make test-all   those that take long as well: benchmarks and examples, kills at every step, clients of other projects, larger counts
+#   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
+#   make check   what must be green: format, lint, types, tests
 #   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
@@ -28,6 +29,8 @@ FUZZ_REACTOR ?= --count 10000
 # TESTS="tests/engine -x" runs some of them.
 TEST_PROCESSES ?= 4
 TESTS  ?=
+PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+STRUCTURE := $(addprefix tests/,test_layers.py test_tidy.py test_walk.py test_words.py)
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
 TRITON := $(CURDIR)/.bench/triton
@@ -42,7 +45,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format-check lint types layers docs-test fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -59,21 +62,26 @@ demo: $(STAMP)
 	$(BIN)/python -m tierstore demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(PYTEST) -m "not thorough" $(STRUCTURE:%=--ignore=%) $(TESTS)
 
-check: format-check lint types layers test
+# What `make test` leaves out. Counts are larger than where a test runs alone.
+thorough: $(STAMP)
+	CORRUPT_CASES=24 CRASH_ROUNDS=12 FUZZ_EXCHANGES=6000 FUZZ_INPUTS=1000 $(PYTEST) -m thorough $(TESTS)
+
+test-all: test thorough
+
+check: format-check lint types test
 
 format-check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
 
+# Names, words, sizes, layers, and what docs/walk.md walks through: read off the sources.
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/python -m pytest $(STRUCTURE)
 
 types: $(STAMP)
 	$(BIN)/mypy
-
-layers: $(STAMP)
-	$(BIN)/python -m pytest tests/test_layers.py tests/test_tidy.py
 
 docs-test: $(STAMP)
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_examples.py

@@ -58,6 +58,7 @@ def test_the_suite_finds_what_is_there() -> None:
     assert {"lookup_peers", "host_lookup", "ten_million"} <= set(TINY)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TINY)
 def test_every_benchmark_runs_and_is_in_the_report(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     run = request.getfixturevalue("run") if name in REPORTED else tiny_run(tmp_path, name)
@@ -108,6 +109,7 @@ def test_marks_agree_with_the_figures_beside_them(run: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_memory_of_a_full_cache_is_that_of_its_rows_and_a_little_more() -> None:
     bench = Bench(PLANS["tiny"], Path("."), None)
     bench.memory()
@@ -191,6 +193,7 @@ def test_keys_are_distinct_and_spread() -> None:
     assert 0.49 < np.mean(keys < 0) < 0.51
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [StorageDtype.FLOAT32, StorageDtype.FLOAT16, StorageDtype.INT8])
 def test_a_wrong_answer_stops_the_benchmark(dtype: StorageDtype) -> None:
     rows = Rows(500, 8, dtype)
@@ -210,6 +213,7 @@ def test_taking_and_decoding_with_numpy_is_what_answers_are_compared_with() -> N
     np.testing.assert_array_equal(out, rows.answer(np.array([4, 40, 4])))
 
 
+@pytest.mark.thorough
 def test_wild_traffic_is_what_it_says(tmp_path: Path) -> None:
     results = of(tiny_run(tmp_path, "wild_lookup"), "wild_lookup")["results"]
     assert {row["part"] for row in results} >= {"sizes", "wild", "strings"}
@@ -309,6 +313,7 @@ def test_the_model_that_triton_runs_takes_the_rows_asked_for(tmp_path: Path, mon
     np.testing.assert_array_equal(answer.as_numpy(), table[[7, 3, 7]])
 
 
+@pytest.mark.thorough
 def test_the_device_benchmark_compares_like_with_like() -> None:
     """On the stand-in for a GPU, so that it runs at all on the first machine that has one; its figures mean nothing."""
     results = device_lookup.measure(ShimDevice(1 << 30), np, None, rows=2000, batch=128, rounds=1, calls=2)

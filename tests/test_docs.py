@@ -237,6 +237,7 @@ def test_formats_page(scene: Path) -> None:
         store.load_snapshot("snapshots/20261120")
 
 
+@pytest.mark.thorough
 def test_pytorch_programs(scene: Path) -> None:
     for needed in ("torch", "onnxscript", "onnxruntime"):
         pytest.importorskip(needed, reason=f"{needed} is not installed: make trainers")

@@ -44,6 +44,7 @@ def test_an_example_is_as_short_as_was_promised(name: str, commands: int, lines:
     assert lines is None or len([line for line in body if line.strip()]) <= lines
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NEEDS)
 def test_an_example(tmp_path: Path, name: str) -> None:
     for needed in NEEDS[name]:

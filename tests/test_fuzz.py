@@ -15,6 +15,7 @@ from tools.fuzz import fuzz, targets
 COUNT = int(os.environ.get("FUZZ_INPUTS", 250))  # a target
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", targets())
 def test_whatever_is_read_is_answered_or_refused_by_name(name: str) -> None:
     if name == "grpc" and not all(importlib.util.find_spec(module) for module in ("grpc", "tritonclient")):

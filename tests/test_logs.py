@@ -103,6 +103,7 @@ def test_less_than_the_level_is_not_told(capsys: pytest.CaptureFixture[str]) -> 
     assert [json.loads(line)["level"] for line in logged(capsys)] == ["error"]
 
 
+@pytest.mark.thorough
 def test_all_that_a_service_logs_is_of_the_form(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     env |= {"TIERSTORE_LOG_FORMAT": "json", "PYTHONPATH": str(ROOT)}

@@ -73,6 +73,7 @@ def train(net: Any, optimizer: Any, values: dict[str, Any]) -> None:
 OPTIMIZERS = {"dense gradients": (False, torch.optim.Adagrad), "sparse gradients": (True, torch.optim.SGD)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sparse", "optimizer"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_scores_are_the_modules_after_a_snapshot_and_after_each_delta(
     tmp_path: Path, sparse: bool, optimizer: Any

@@ -83,6 +83,7 @@ def test_a_table_by_itself_and_rows_that_an_optimizer_moves_without_a_gradient(t
     assert touched.behind("user") == Behind(0, 0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [0.02, 0.3])
 def test_what_is_served_is_never_further_behind_than_was_agreed(tmp_path: Path, norm: float, dtype: Any) -> None:

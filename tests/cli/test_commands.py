@@ -200,6 +200,7 @@ def test_a_dense_part_that_is_not_served_is_reported(
     )
 
 
+@pytest.mark.thorough
 def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path, place: list[str]) -> None:
     for version in (1, 2):
         activate = [] if version == 1 else ["--no-activate"]

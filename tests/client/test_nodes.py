@@ -127,6 +127,7 @@ def test_a_pinned_session_outlives_a_switch_on_other_nodes(tmp_path: Path) -> No
 AFTER = 40  # requests of each worker once the node is dead
 
 
+@pytest.mark.thorough
 def test_a_node_that_is_killed_under_load_costs_no_request(three: list[Node], tmp_path: Path) -> None:
     dead = threading.Event()
     with process(tmp_path, "third") as (third, service), ThreadPoolExecutor(5) as workers:

@@ -193,6 +193,7 @@ def test_no_room_for_a_region_is_no_error(make: Make, service: FakeService, monk
     assert remaining_objects() == []
 
 
+@pytest.mark.thorough
 def test_a_slot_that_the_service_may_still_write_to_is_not_used_again(
     make: Make, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_slot_that_the_service_may_still_write_to_is_not_used_again(
     assert client.figures()["shared_memory"]["free"] == SLOTS - 1
 
 
+@pytest.mark.thorough
 def test_a_region_that_lost_half_of_its_slots_is_replaced(make: Make, service: FakeService) -> None:
     from .fake_service import Act
 

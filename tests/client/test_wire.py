@@ -33,6 +33,7 @@ from tierstore.errors import (
 # --- tensors as bytes
 
 
+@pytest.mark.thorough
 @given(st.lists(st.text(max_size=20), max_size=50), st.integers(0, 3))
 def test_strings_travel_as_the_protocols_own_client_sends_them(texts: list[str], skipped: int) -> None:
     array = pa.array(["skipped"] * skipped + texts, pa.large_string())[skipped:]

@@ -101,6 +101,7 @@ def ask(
     return len(sent), counted(server) - before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["directly", *proxies.PROXIES])
 @pytest.mark.parametrize("client", look_ups.CLIENTS)
 def test_look_ups_of_any_size_and_id_are_answered_without_python(
@@ -122,6 +123,7 @@ def test_look_ups_whose_http2_ends_at_a_proxy_are_answered_without_python(
     assert counts["tierstore_reactor_answers_total"] >= sent - FIRST, dict(counts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["directly", *proxies.PROXIES])
 @pytest.mark.parametrize("client", look_ups.LEFT_TO_PYTHON)
 def test_look_ups_that_are_left_to_python_are_answered_the_same(
@@ -130,6 +132,7 @@ def test_look_ups_that_are_left_to_python_are_answered_the_same(
     ask(server, url_of(way), client, look_ups.LEFT_TO_PYTHON[client], work)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("client", sorted({*look_ups.CLIENTS} - {*look_ups.SENDS_NO_ID}))
 def test_ids_of_other_letters_come_back(server: ServerThread, work: Path, client: str) -> None:
     """As they are, or as escapes, which are left to Python: clients write them the one way or the other."""

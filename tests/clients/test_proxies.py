@@ -88,6 +88,7 @@ def post(connection: http.client.HTTPConnection, body: bytes, path: str = PATH) 
     return answer.status
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("proxied", ["nginx", "haproxy", "haproxy as it comes"], indirect=True)
 def test_connections_to_the_service_are_kept(proxied: http.client.HTTPConnection, service: Service) -> None:
     assert [post(proxied, b"{} 1") for _ in range(5)] == [200] * 5
@@ -134,6 +135,7 @@ def test_nginx_writes_no_small_request_to_a_file(
     assert ("buffered to a temporary file" in log) == in_file
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("proxied", ["nginx", "haproxy"], indirect=True)
 @pytest.mark.parametrize("path", ["/admin/models/ctr/deltas", "/metrics", "/", "/upstream/models"])
 def test_only_inference_passes(proxied: http.client.HTTPConnection, service: Service, path: str) -> None:

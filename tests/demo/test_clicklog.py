@@ -74,6 +74,7 @@ def test_a_removed_item_is_shown_no_more() -> None:
     assert np.isin(gone, shown_before).any(), "at least one of them was shown before it went"
 
 
+@pytest.mark.thorough
 def test_taste_drifts_so_that_an_items_click_rate_moves() -> None:
     """The same pairs would be clicked at other rates later: compare the popular items' rates of two far slots."""
     size = WorldSize(users=2_000, items=1_000, slot_events=60_000, day_slots=80, minutes=1, new_items=1, removed=0)

@@ -39,6 +39,7 @@ def test_an_answer_without_a_delta_acknowledged_before_it_was_due_is_stale() -> 
     assert stale(samples([15, 25], [-1, -1], [True, True]), acknowledged) == 0, "a failure is counted as a failure"
 
 
+@pytest.mark.thorough
 def test_a_load_generator_without_a_service_reports_its_error() -> None:
     keys = np.arange(10)
     with Traffic("http://127.0.0.1:1", keys, keys, 1) as traffic, pytest.raises(NotReady, match="no service answers"):

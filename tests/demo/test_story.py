@@ -98,6 +98,7 @@ def test_nothing_runs_afterwards(finished: tuple[DemoReport, str, Path]) -> None
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.thorough
 def test_after_a_signal_in_the_middle_neither_processes_nor_files_remain(tmp_path: Path) -> None:
     story = "from tierstore.demo import run; run(seconds=9, scale=0.02)"
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}

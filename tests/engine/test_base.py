@@ -35,6 +35,7 @@ def delta(seq: int, upserted: list[int], deleted: list[int]) -> bytes:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kinds", [("rocksdb", "sealed"), ("sealed", "rocksdb")])
 def test_a_version_keeps_the_base_that_it_was_loaded_with(tmp_path: Path, open_store: Any, kinds: Any) -> None:
     with quick_build.in_process():

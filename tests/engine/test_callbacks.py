@@ -81,6 +81,7 @@ def refused(store: tierstore.Store) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_would_wait_for_the_switch_is_refused_in_each_of_its_phases_and_the_switch_goes_on(store, tmp_path, verb):
     started(store, tmp_path)

@@ -120,6 +120,7 @@ def deactivate(scene: Scene) -> Callable[[], Any]:
 VERBS = [canary, share, label, unlabel, promote, withdraw, activate_another, deactivate]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reopen", [False, True], ids=["goes on", "reopens"])
 @pytest.mark.parametrize("prepare", VERBS)
 def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(tmp_path, open_store, prepare, reopen):
@@ -150,6 +151,7 @@ def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(t
     assert scene.store.verify().ok
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prepare", VERBS)
 def test_whenever_power_goes_it_is_done_or_was_never_begun(tmp_path, open_store, prepare):
     scene = Scene(tmp_path, open_store)

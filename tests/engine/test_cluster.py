@@ -107,6 +107,7 @@ class Paused:
         return self._run(*words)
 
 
+@pytest.mark.thorough
 def test_an_ingester_that_stops_within_a_delta_is_replaced_and_fenced(open_node: OpenNode, tmp_path: Path) -> None:
     nodes = [open_node(name, remote_lease_s=1.0) for name in "ab"]
     nodes[0].load_snapshot(scenes.write_snapshot(tmp_path))

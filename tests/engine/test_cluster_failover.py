@@ -109,6 +109,7 @@ X = scenes.stamped(4, {"item": range(20)})
 Y = scenes.delta(4, {"item": (range(5, 25), scenes.vectors("item", 9, range(5, 25)))})
 
 
+@pytest.mark.thorough
 def test_no_other_content_is_taken_for_a_delta_that_a_failover_has_lost(
     whole: RedisCluster, open_node: OpenNode, tmp_path: Path, away: dict[Store, threading.Event]
 ) -> None:
@@ -140,6 +141,7 @@ def test_no_other_content_is_taken_for_a_delta_that_a_failover_has_lost(
         assert node.status()["models"]["ctr"]["remote"]["problem"] is None
 
 
+@pytest.mark.thorough
 def test_a_node_whose_deltas_were_lost_for_good_serves_what_the_cluster_has_and_says_so(
     whole: RedisCluster, open_node: OpenNode, tmp_path: Path, away: dict[Store, threading.Event]
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_node_whose_deltas_were_lost_for_good_serves_what_the_cluster_has_and_
     assert a.status()["models"]["ctr"]["remote"]["problem"] is None
 
 
+@pytest.mark.thorough
 def test_rows_of_a_delta_that_no_node_has_any_more_are_not_mixed_with_another_one(
     whole: RedisCluster, open_node: OpenNode, tmp_path: Path
 ) -> None:

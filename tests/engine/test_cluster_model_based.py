@@ -233,6 +233,7 @@ def overlays(model: Any) -> int:
     return sum(len(view.overlays) for view in model.served.views)
 
 
+@pytest.mark.thorough
 def test_two_nodes_do_as_dictionaries_do(cluster: RedisCluster) -> None:
     """Set STORE_MODEL_EXAMPLES to look for longer, in another place each time."""
     longer = int(os.environ.get("STORE_MODEL_EXAMPLES", 0))

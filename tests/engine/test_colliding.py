@@ -336,6 +336,7 @@ def test_any_deltas_over_versions_and_restarts_are_as_a_dict(
 # --- how it may end
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("grace_s", [0.0, 60.0])
 def test_what_was_acknowledged_before_a_kill_is_there(
     open_store: Callable[..., tierstore.Store], tmp_path: Path, grace_s: float

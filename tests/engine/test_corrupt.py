@@ -10,12 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools import corrupt_test
 
 ROOT = Path(__file__).parents[2]
 CASES = int(os.environ.get("CORRUPT_CASES", 8))
 
 
+@pytest.mark.thorough
 def test_no_damaged_file_makes_a_row_wrong_or_keeps_another_model_from_serving() -> None:
     """In a process of its own: it forks, which is only safe where nothing has started threads."""
     command = [sys.executable, "-m", "tools.corrupt_test", "--cases", str(CASES), "--seed", "2"]

@@ -86,6 +86,7 @@ def test_an_unacknowledged_delta_may_be_there_or_not(tmp_path):
         assert known.last == 6
 
 
+@pytest.mark.thorough
 def test_an_export_that_is_broken_off_does_not_pass_for_one(tmp_path):
     """The short form of `tools/crash_export.py`: of snapshots alone, as a build takes seconds."""
     with in_process(), CrashExport(tmp_path, seed=4, kinds=("snapshot",)) as test:

@@ -281,6 +281,7 @@ def test_the_log_is_pruned_below_every_watermark_after_its_retention(open_store,
     assert again.apply_delta(scenes.stamped(11, {"item": [11]})).applied
 
 
+@pytest.mark.thorough
 def test_four_readers_see_whole_deltas_and_nothing_stale_after_an_acknowledgement(store, tmp_path):
     """A delta rewrites the same keys of both tables; a view must show one stamp everywhere, and never an old one."""
     store.load_snapshot(scenes.write_snapshot(tmp_path))

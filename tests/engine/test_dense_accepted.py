@@ -124,6 +124,7 @@ def not_opened_at_a_start(open_store: Open, root: Path) -> tierstore.Store:
     return store
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "prepare",
     [

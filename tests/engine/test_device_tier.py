@@ -82,6 +82,7 @@ class WithADevice(StoreAgainstDicts):
         promoted(self.store)
 
 
+@pytest.mark.thorough
 def test_the_store_does_as_dictionaries_do_with_a_device_tier(gpus: list[ShimDevice]) -> None:
     run_state_machine_as_test(
         WithADevice,

@@ -91,6 +91,7 @@ def test_what_was_not_flushed_is_lost_and_what_was_is_not(tmp_path: Path, record
     assert set(found("torn")) <= {*content(root), "gone", "tree", "tree/flushed", "tree/lost", "tree/linked"}
 
 
+@pytest.mark.thorough
 def test_nothing_that_a_store_does_on_disk_is_missing_from_the_record(tmp_path: Path, recorder: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()

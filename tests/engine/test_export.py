@@ -68,6 +68,7 @@ changes = st.lists(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("base", ["sealed", "rocksdb"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 @given(folded=changes, unfolded=changes, seed=st.integers(0, 1000))

@@ -146,6 +146,7 @@ def deactivate(scene: Scene) -> Callable[[], Any]:
     return lambda: scene.store.deactivate("ctr")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reopen", [False, True], ids=["goes on", "reopens"])
 @pytest.mark.parametrize("prepare", [apply_delta, load, load_beyond_the_log, activate, rollback, deactivate])
 def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(tmp_path, open_store, prepare, reopen):
@@ -447,6 +448,7 @@ class PowerCut(FileSystem):
                 path.write_bytes(b"")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prepare", [apply_delta, load, load_beyond_the_log, activate, rollback, drop])
 def test_whenever_power_goes_everything_acknowledged_is_there_afterwards(tmp_path, open_store, prepare):
     scene = Scene(tmp_path, open_store)

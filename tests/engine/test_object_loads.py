@@ -69,6 +69,7 @@ def with_feature(root: Path) -> Path:
     return root
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "save",
     [

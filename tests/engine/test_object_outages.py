@@ -92,6 +92,7 @@ Outage = Callable[[ObjectServer], contextlib.AbstractContextManager[None]]
 OUTAGES = pytest.mark.parametrize("outage", [everything_fails, connections_refused])
 
 
+@pytest.mark.thorough
 @OUTAGES
 @pytest.mark.parametrize("phase", ["read", "write"])
 def test_a_load_waits_and_goes_on(open_store, server, written, outage: Outage, phase: str) -> None:
@@ -113,6 +114,7 @@ def test_a_load_waits_and_goes_on(open_store, server, written, outage: Outage, p
     check(store)
 
 
+@pytest.mark.thorough
 @OUTAGES
 def test_a_built_version_waits_and_goes_on(open_store, server, built, outage: Outage) -> None:
     store = open_store(host_budget="64MiB", load_workers=1)
@@ -157,6 +159,7 @@ def test_each_shard_comes_once(open_store, server, written, tmp_path) -> None:
     assert len(shards) == len(set(shards)) == SHARDS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("faults", [[slow(0.3)], [out_of_service(AWAY_S)]], ids=["slow", "503"])
 def test_a_writer_waits_and_goes_on(open_store, server, faults: list[Fault], request) -> None:
     url = f"s3://{BUCKET}/{request.node.name}"

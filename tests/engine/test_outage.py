@@ -61,6 +61,7 @@ LABEL = test_canary_faults, test_canary_faults.label
 TWICE, ALL = 2, 1000  # operations that fail
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "count", "then"),
     [

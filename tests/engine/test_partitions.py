@@ -148,6 +148,7 @@ def delta(seq: int) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("source", "base"), [("built", "sealed"), ("snapshot", "sealed"), ("snapshot", "rocksdb")])
 def test_four_nodes_together_are_one_store(
     open_nodes: Open, snapshot: Path, built: Path, tmp_path: Path, source: str, base: str

@@ -137,6 +137,7 @@ def test_what_could_not_be_shown_at_once_is_shown_before_the_next(tmp_path, open
     assert_equal(content(open_store()), before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("verb", ["activate", "rollback to a delta", "withdraw"])
 def test_a_switch_that_was_cut_off_was_done_or_never_begun(tmp_path, open_store, verb):
     options = {"fold_grace_s": 60.0, "keep_versions": 9}

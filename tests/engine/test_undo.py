@@ -399,6 +399,7 @@ class Scene:
             self.store.rollback("ctr", to_seq=seq)
 
 
+@pytest.mark.thorough
 def test_whichever_file_operation_fails_nothing_changes(tmp_path, open_store):
     scene = Scene(tmp_path, open_store)
     for fail_at in range(90):
@@ -424,6 +425,7 @@ def test_whichever_file_operation_fails_nothing_changes(tmp_path, open_store):
     assert scene.store.verify().ok
 
 
+@pytest.mark.thorough
 def test_whenever_power_goes_it_is_done_or_was_never_begun(tmp_path, open_store):
     scene = Scene(tmp_path, open_store)
     for cut_at in range(90):
@@ -491,6 +493,7 @@ def test_ranges():
     assert not undone.differs_from(Undone(), 0, 3)
 
 
+@pytest.mark.thorough
 def test_ranges_by_history():
     """Against what was undone when each delta was applied, over all short histories."""
     steps = [None, 0, 1, 2, 3, 4]  # a delta, or a rollback to that one

@@ -98,6 +98,7 @@ def first_steps(store: Store, source: Path) -> dict[str, Progress]:
     return steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("phase", "count"), [("read", 2), ("write", 3), ("ingest", 0), ("verify", 0), ("warm", 0)])
 def test_a_service_that_is_killed_while_it_loads_goes_on_when_the_snapshot_is_loaded_again(
     tmp_path, open_store, phase, count
@@ -214,6 +215,7 @@ def test_a_cancelled_load_goes_on_and_so_does_one_that_a_shutdown_ended(tmp_path
     assert right(store)
 
 
+@pytest.mark.thorough
 def test_a_version_that_was_switched_to_since_is_not_loaded_again(tmp_path, open_store):
     """What broke off was the switch; somebody has made up for it."""
     source = snapshot(tmp_path / "s", 1)

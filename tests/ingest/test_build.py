@@ -235,6 +235,7 @@ tierstore.build_snapshot(root, out, load_workers=2, progress=lambda step: step.p
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["write", "end"])
 def test_a_build_that_is_killed_goes_on(root: Path, built: Path, tmp_path: Path, when: str) -> None:
     out = tmp_path / "out"

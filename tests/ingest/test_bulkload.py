@@ -116,6 +116,7 @@ def one_table(root: Path, keys: Any, vectors: np.ndarray, *, shards: int = 1, na
 # ---- what comes out -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "workers", "shards"), [(300_000, 2, 3), (300_000, 1, 1), (5, 2, 2)])
 def test_every_row_comes_out_once_in_files_that_overlap_nowhere(
     tmp_path: Path,
@@ -217,6 +218,7 @@ def test_progress_counts_every_row_of_both_phases_and_comes_often(tmp_path: Path
     assert len(seen) <= 6 + 20 * (seen[-1][0] - seen[0][0])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("own_helpers")
 def test_a_helper_holds_its_share_of_memory_and_not_the_table(own_helpers: None, tmp_path: Path, out: Path) -> None:
     """The table takes 264 MB, twice that while it is merged; the helper may hold 32, its libraries (120), and what a reader holds of a batch (130)."""
@@ -390,6 +392,7 @@ with Helpers(open_snapshot(sys.argv[1]), 2, Path(sys.argv[2])) as helpers:
     until(lambda: not any(map(is_running, pids)))
 
 
+@pytest.mark.thorough
 def test_a_program_in_another_directory_with_modules_of_its_own_can_load(root: Path, tmp_path: Path) -> None:
     """Helpers must not pick up what lies in the caller's working directory."""
     elsewhere = tmp_path / "elsewhere"

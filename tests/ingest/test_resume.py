@@ -134,6 +134,7 @@ def killed(root: Path, out: Path, phase: str, count: int, *, base: str = "sealed
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("phase", "count", "base", "fan_in"),
     [
@@ -193,6 +194,7 @@ def flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
 @pytest.mark.parametrize(
     ("phase", "of", "base"),
@@ -235,6 +237,7 @@ def test_a_file_that_is_damaged_when_the_runs_are_gone_is_made_again(
     assert build.kept_rows["read"] == 1000, "the runs of the other table are not needed"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spoilt", ["tail", "line", "first", "rubbish"])
 def test_a_journal_that_is_damaged_costs_work_and_nothing_else(
     root: Path, tmp_path: Path, whole: BaseBuild, spoilt: str
@@ -255,6 +258,7 @@ def test_a_journal_that_is_damaged_costs_work_and_nothing_else(
     assert (build.kept_rows["read"] > 0) == (spoilt in ("tail", "line"))
 
 
+@pytest.mark.thorough
 def test_a_load_of_another_snapshot_or_plan_uses_nothing_of_it(root: Path, tmp_path: Path, whole: BaseBuild) -> None:
     out = tmp_path / "build"
     killed(root, out, "write", 6)
@@ -319,6 +323,7 @@ def test_a_load_that_is_cancelled_goes_on_and_one_that_is_refused_leaves_nothing
     assert not out.exists()
 
 
+@pytest.mark.thorough
 def test_what_is_left_is_no_more_than_what_the_load_needs(root: Path, tmp_path: Path) -> None:
     """However often it is broken off: half-written files of one attempt do not outlive the next."""
     out = tmp_path / "build"
@@ -334,6 +339,7 @@ def test_what_is_left_is_no_more_than_what_the_load_needs(root: Path, tmp_path: 
     assert not list(out.glob(".tmp-*"))
 
 
+@pytest.mark.thorough
 def test_room_that_leftovers_take_is_not_asked_for_again(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

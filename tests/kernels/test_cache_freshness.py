@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -41,6 +43,7 @@ def run(folder: Path) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.thorough
 def test_an_edit_to_one_source_makes_kernels_of_another_compile_anew(tmp_path: Path) -> None:
     """Also where the kernel lies in a folder of its own."""
     (tmp_path / "inner").mkdir()

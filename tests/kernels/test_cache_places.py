@@ -48,6 +48,7 @@ def kept(command: list[str], env: dict[str, str] | None = None, cwd: Path | None
     return Path(place), hits
 
 
+@pytest.mark.thorough
 def test_beside_the_sources_first(folder: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     assert [kept(command), kept(command)] == [(folder / "__pycache__", 0), (folder / "__pycache__", 1)]
@@ -118,6 +119,7 @@ def test_what_was_compiled_before_a_kill_is_read_by_the_next_that_compiles(fresh
     assert hits == there
 
 
+@pytest.mark.thorough
 @needs_mounts
 def test_damaged_and_missing_files_are_compiled_again_and_kept_where_they_can_be(
     fresh: dict[str, str], tmp_path: Path

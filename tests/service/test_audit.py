@@ -145,6 +145,7 @@ def test_changes_over_grpc_are_in_it_too(tmp_path: Path) -> None:
     assert "none" in failed[0]["error"]
 
 
+@pytest.mark.thorough
 def test_the_command_line_and_housekeeping_are_in_it_too(tmp_path: Path) -> None:
     data = tmp_path / "data"
 

@@ -157,6 +157,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.thorough
 @needs_mounts
 def test_a_user_without_home_on_a_read_only_root_starts_with_nothing_compiled(open_folder: Path) -> None:
     data, package = open_folder / "data", open_folder / "fresh"

@@ -180,6 +180,7 @@ def mutations(messages: list[bytes], count: int, seed: int) -> list[bytes]:
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("path", "good", "seed"), [(INFER, infer_requests(), 11), (INFER, infer_requests(), 12), (PREDICT, predict_requests(), 13)]
 )  # fmt: skip

@@ -417,6 +417,7 @@ def test_the_program_of_the_page(scene: Scene) -> None:
     scene.expect(1, 40.0)
 
 
+@pytest.mark.thorough
 def test_kills_lose_and_repeat_nothing() -> None:
     """The short form of `tools/kafka_chaos.py`."""
     command = [sys.executable, "-m", "tools.kafka_chaos", "--kills", "3", "--poison", "2"]
@@ -425,6 +426,7 @@ def test_kills_lose_and_repeat_nothing() -> None:
     assert "all is as produced" in done.stdout
 
 
+@pytest.mark.thorough
 def test_each_delta_comes_in_once_wherever_the_process_ends(tmp_path: Path) -> None:
     """The short form of `tools/crash_kafka.py`."""
     with in_process(), CrashKafka(tmp_path, seed=3) as test:

@@ -115,6 +115,7 @@ def nodes(tmp_path: Path, servers: RedisCluster, brokers: Brokers) -> Iterator[N
         made.stop(name)
 
 
+@pytest.mark.thorough
 def test_every_node_reads_and_each_delta_is_brought_in_once(nodes: Nodes) -> None:
     nodes.start("b")
     nodes.deltas(range(4, 44))

@@ -141,6 +141,7 @@ def shown_at(width: int, document: dict[str, Any], tmp_path: Path) -> tuple[list
     return [int(number) for number in measured.split()], tiles, cards
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
 @pytest.mark.parametrize("width", [320, 360, 1200])
 def test_nothing_of_the_page_lies_beyond_its_edge(http: httpx.Client, tmp_path: Path, width: int):

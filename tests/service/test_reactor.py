@@ -381,6 +381,7 @@ def test_a_switch_is_seen_by_the_next_request(
                 assert b'"model_version":"%d"' % version in answer(made)[1]
 
 
+@pytest.mark.thorough
 def test_a_version_that_was_left_is_closed_though_reactors_go_on(
     learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
 ) -> None:
@@ -432,6 +433,7 @@ def test_a_request_whose_answer_would_go_beyond_what_may_be_in_flight_is_refused
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.thorough
 def test_a_request_that_arrives_too_slowly_ends_its_connection(
     learned: tuple[socket.socket, bytes, ServerThread],
 ) -> None:
@@ -561,6 +563,7 @@ def test_what_readers_have_offered_to_the_cache_can_be_waited_for(
     epochs.await_offers()  # there is nobody to wait for
 
 
+@pytest.mark.thorough
 def test_many_ask_for_cold_rows_at_once_while_the_version_is_switched(
     learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
 ) -> None:

@@ -401,6 +401,7 @@ def test_each_answer_is_of_one_delta(served: Served, tmp_path: Path) -> None:
     served.remaining()
 
 
+@pytest.mark.thorough
 def test_two_servers_over_one_store_one_after_the_other(tmp_path: Path) -> None:
     with in_process(), Store(settings_for(tmp_path, grpc_port="off")) as store:
         store.load_snapshot(write_twins(tmp_path, 1, 1.0))
@@ -417,6 +418,7 @@ def test_two_servers_over_one_store_one_after_the_other(tmp_path: Path) -> None:
         assert opened[0] >= opened[-1], opened
 
 
+@pytest.mark.thorough
 def test_the_service_ends_while_requests_are_in_every_state(tmp_path: Path) -> None:
     """Those that had begun are answered or closed, and no descriptor is left."""
     with in_process(), Store(settings_for(tmp_path, grpc_port="off")) as store:

@@ -63,6 +63,7 @@ def test_a_wish_for_another_protocol_is_passed_over(server: ServerThread) -> Non
             assert answer(made) == expected, cut
 
 
+@pytest.mark.thorough
 def test_requests_may_be_cut_anywhere(server: ServerThread) -> None:
     """Behind the body of another one too, on a connection that the reactors do not read."""
     odd = request(OIP, KEYS[OIP]).replace(b"\r\n", b"\r\nX-Unheard-Of: 1\r\n", 1)

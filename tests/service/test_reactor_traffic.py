@@ -524,6 +524,7 @@ def test_a_reactor_counts_rates_of_callers_and_models(guarded: tuple[Served, dic
     assert asked(served, headers["reader"]) == (200, True), "others go on"
 
 
+@pytest.mark.thorough
 def test_what_readers_give_back_to_python_is_charged_once(
     guarded: tuple[Served, dict[str, str]], tmp_path: Path
 ) -> None:
@@ -562,6 +563,7 @@ def test_however_a_caller_spells_the_services_name_a_reactor_answers(guarded: tu
             assert Answer(made).status in (400, 403), host
 
 
+@pytest.mark.thorough
 def test_a_token_that_is_revoked_is_no_reactors_any_more(
     guarded: tuple[Served, dict[str, str]], tmp_path: Path
 ) -> None:

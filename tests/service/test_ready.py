@@ -43,6 +43,7 @@ def a_newer_format(root: Path) -> None:
         files.publish_record(root / "2/version.json", record | {"format": 99})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", [damaged_current, a_newer_format])
 def test_a_copy_whose_model_does_not_open_is_not_ready(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     with serving(tmp_path) as (store, http):

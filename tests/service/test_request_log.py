@@ -44,6 +44,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     return of
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [

@@ -321,6 +321,7 @@ def start(data: Path, drain_s: float) -> tuple[subprocess.Popen[str], str]:
     return process, found[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_drains_and_ends_the_process_in_order(tmp_path: Path, number: signal.Signals) -> None:
     process, url = start(tmp_path / "data", 0.3)
@@ -334,6 +335,7 @@ def test_a_stop_signal_drains_and_ends_the_process_in_order(tmp_path: Path, numb
         assert process.wait(60) == 0
 
 
+@pytest.mark.thorough
 def test_a_second_signal_skips_the_wait(tmp_path: Path) -> None:
     process, url = start(tmp_path / "data", 600)
     with process:

@@ -246,6 +246,7 @@ def test_a_full_queue_refuses_whatever_the_deadline_and_is_counted_as_such(
     assert [now - then for now, then in zip(after, before, strict=True)] == [50, 50]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("parameters", "headers"),
     [({"timeout": 30_000_000}, {}), ({}, {"X-Request-Timeout-Ms": "30000"}), ({"timeout": 10**9}, {"x-envoy-expected-rq-timeout-ms": "30000"})],
@@ -291,6 +292,7 @@ def test_a_look_up_on_the_same_path_is_answered_while_predictions_are_refused(
     assert set(answers[answers.index(200) :]) == {200}  # once one of them was Python's, it has a plan
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["id", "timeout", "json", "string keys"])
 def test_look_ups_of_every_form_are_answered_while_predictions_are_refused(
     served: tuple[Store, ServerThread], http: httpx.Client, form: str

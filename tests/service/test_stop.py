@@ -47,6 +47,7 @@ server.serve(settings, announce=say)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("endless", "code", "said"), [("a part", EXIT_CODE, "has not ended"), ("the event loop", -signal.SIGALRM, "")]
 )

@@ -111,6 +111,7 @@ class Load:
         return self.count
 
 
+@pytest.mark.thorough
 def test_a_rollout_node_by_node_is_one_step_at_the_front(scene: Scene) -> None:
     nodes = scene.quarters()
     front = scene.front(host_budget=NO_CACHE)
@@ -141,6 +142,7 @@ def test_a_rollout_node_by_node_is_one_step_at_the_front(scene: Scene) -> None:
     check(front, "item", KEYS, 0)
 
 
+@pytest.mark.thorough
 def test_deltas_are_seen_whole_while_rows_are_read(scene: Scene) -> None:
     scene.quarters()
     front = scene.front(host_budget=NO_CACHE)
@@ -199,6 +201,7 @@ def test_where_a_node_is_too_far_behind_rows_of_the_others_are_refused(
     check(front, "item", KEYS, 1)
 
 
+@pytest.mark.thorough
 def test_a_front_whose_own_disk_is_full_answers_no_newer_rows(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     no_held_views(monkeypatch)
     scene.quarters()
@@ -227,6 +230,7 @@ def test_a_front_whose_own_disk_is_full_answers_no_newer_rows(scene: Scene, monk
     check(front, "item", KEYS, 3)
 
 
+@pytest.mark.thorough
 def test_a_node_that_is_gone_fails_its_keys_alone(scene: Scene) -> None:
     nodes = scene.quarters()
     refusing, defaulting = scene.front(), scene.front(remote_on_failure="default")
@@ -352,6 +356,7 @@ def test_a_front_serves_every_protocol(scene: Scene) -> None:
             assert 'tierstore_lookup_keys_total{model="ctr",table="item",tier="remote"}' in http.get("/metrics").text
 
 
+@pytest.mark.thorough
 def test_a_delta_that_was_undone_upstream_is_undone_at_the_front(scene: Scene) -> None:
     nodes = scene.quarters()
     front = scene.front()
@@ -377,6 +382,7 @@ def test_a_delta_that_was_undone_upstream_is_undone_at_the_front(scene: Scene) -
     check(front, "item", [5], 3)
 
 
+@pytest.mark.thorough
 def test_a_front_and_a_node_that_are_replaced(scene: Scene) -> None:
     nodes = scene.quarters()
     front = scene.front()

@@ -214,6 +214,7 @@ def test_a_front_of_nodes_that_have_no_model_is_ready(scene: Scene) -> None:
         assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
 
 
+@pytest.mark.thorough
 def test_rows_come_over_tls_from_nodes_with_a_certificate_of_the_authority(scene: Scene) -> None:
     authority, other = Authority(scene.root), Authority(scene.root, "another")
     own = authority.issue("node", "IP:127.0.0.1")

@@ -59,6 +59,7 @@ def _nvcc(*options: str, folder: Path) -> tuple[str, str]:
     return result.read_text(errors="replace"), done.stderr
 
 
+@pytest.mark.thorough
 @ARCHS
 @COMPILERS
 def test_every_kernel_compiles_without_spilling_a_register_or_using_a_stack(

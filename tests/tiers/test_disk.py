@@ -313,7 +313,7 @@ def test_a_missing_file_is_refused_at_open(tier: DiskTier, readers: ReaderPool) 
 # ---- many deltas ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_thousands_of_small_ingests_stay_bounded_and_right(tier: DiskTier, readers: ReaderPool) -> None:
     rng = np.random.default_rng(3)
     keys = np.arange(50_000)

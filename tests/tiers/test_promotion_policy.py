@@ -13,6 +13,7 @@ from benchmarks import access_traces, cache_policy, policy_models
 UNIVERSE, ACCESSES = 50_000, 1_000_000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "stream",
     [cache_policy.Stream(a, d) for a, d in ((0.8, 0.0), (1.0, 0.5), (1.2, 0.1), (None, 0.0))],
@@ -24,6 +25,7 @@ def test_misses_stay_within_three_percent_of_s3_fifo(stream: cache_policy.Stream
     assert ratios["belady"] < ratios["tierstore"] <= cache_policy.BAR * ratios["s3fifo"]
 
 
+@pytest.mark.thorough
 def test_the_textbook_policies_are_told_apart() -> None:
     keys = cache_policy.Stream(1.0).draw(UNIVERSE, ACCESSES)
     misses = {name: model(keys, UNIVERSE, 2_000)[ACCESSES // 2 :].mean() for name, model in cache_policy.MODELS.items()}

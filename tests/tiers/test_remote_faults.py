@@ -67,6 +67,7 @@ def fetch(table: RemoteTable, deadline_s: float | None = None) -> tuple[np.ndarr
     return state, failed
 
 
+@pytest.mark.thorough
 def test_a_killed_master_is_answered_by_its_replica_and_is_back_after_the_failover(
     servers: RedisCluster, loaded: Loaded
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_killed_master_is_answered_by_its_replica_and_is_back_after_the_failov
     cluster.close()
 
 
+@pytest.mark.thorough
 def test_without_replicas_its_keys_fail_and_no_others(servers: RedisCluster, loaded: Loaded) -> None:
     cluster, table = table_on(loaded, servers, replace(PATIENT, timeout_s=1.0, replica_after_s=0.0))
     victim = servers.masters()[1]
@@ -116,6 +118,7 @@ def test_without_replicas_its_keys_fail_and_no_others(servers: RedisCluster, loa
     cluster.close()
 
 
+@pytest.mark.thorough
 def test_slots_that_are_migrated_during_look_ups(servers: RedisCluster, loaded: Loaded) -> None:
     """Each slot goes to another master and back, key by key, and all keys are read at every step, from several threads."""
     cluster, table = table_on(loaded, servers, PATIENT)

@@ -216,6 +216,7 @@ def test_look_ups_answer_as_a_dict_would(
     table.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("parts", [2, 7, 64])
 @pytest.mark.parametrize("batch", [1, 100, 5000])
 def test_a_base_in_parts_is_scanned_by_key_as_one_that_is_whole(

@@ -327,6 +327,7 @@ def test_a_directory_that_cannot_be_written_switches_it_off(readers: ReaderPool,
     cache.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_is_done_to_it_no_answer_is_older_than_the_view(open_cache: OpenCache, seed: int) -> None:
     """Against a dict: look-ups, offers that were read under older views, folds, versions that come and go."""
