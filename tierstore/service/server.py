@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
-GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
+GRPC_PACKAGES = ("grpc",)
 TOKENS_POLL_S = 1.0  # certificates as well
 COMPILED_POLL_S = 0.1
 ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own

@@ -13,18 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2
 
 from tierstore.errors import NotFound
 from tierstore.service.rpc.call_pool import CallPool
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.handlers import Context, Flow, caller_by
+from tierstore.service.rpc.health import MAX_WATCHERS, NAME, NOT_SERVING, OVERALL, SERVING, UNKNOWN, Request, Response
 from tierstore.service.rpc.methods import STANDARD, Servicer, by_message
 from tierstore.service.rpc.reflection import METHOD, RELEASES, answers_of, reflected
 from tierstore.service.rpc.waiting import Waiting
 
-States = health_pb2.HealthCheckResponse
-MAX_WATCHERS = 256  # of health; they need no thread
 REQUEST_S = 10.0  # for a watcher's request to come; until then it has one
 
 
@@ -42,20 +40,20 @@ class _Watcher:
             now = state()
             if now != self._latest and self.context.is_active():
                 self._latest = now
-                self._send(States(status=now))
+                self._send(Response(status=now))
 
 
 class Health:
     """`services` are the full names of the services whose health is reported."""
 
     def __init__(self, services: Sequence[str]) -> None:
-        self._names = (health.OVERALL_HEALTH, *services)
+        self._names = (OVERALL, *services, NAME)
         self._serving, self._drains, self._ended = True, False, False
         self._lock = threading.Lock()
         self._watchers: dict[_Watcher, str] = {}  # with what they watch; guarded by _lock
         self.late: Waiting[Context] = Waiting(lambda context: context.cancel())  # watchers that have not said of what
-        check = by_message(health_pb2.HealthCheckRequest, self._check)
-        self.servicer = Servicer(health.SERVICE_NAME, STANDARD, health={"Check": check})
+        check = by_message(Request, self._check)
+        self.servicer = Servicer(NAME, STANDARD, health={"Check": check})
 
     def handler(self, pool: CallPool) -> Any:
         """The handler of Watch: its request is awaited and first answered on `pool`, the others are made by a thread of their own."""
@@ -82,8 +80,8 @@ class Health:
         # of many requests, though there is one: so it can be ended before that comes
         return grpc.stream_stream_rpc_method_handler(
             watch,
-            request_deserializer=health_pb2.HealthCheckRequest.FromString,
-            response_serializer=States.SerializeToString,
+            request_deserializer=Request.FromString,
+            response_serializer=Response.SerializeToString,
         )
 
     def report(self, serving: bool) -> None:
@@ -122,13 +120,13 @@ class Health:
 
     def _state_of(self, name: str) -> Any:
         if name not in self._names:
-            return States.SERVICE_UNKNOWN
-        return States.SERVING if self._serving and not self._drains else States.NOT_SERVING
+            return UNKNOWN
+        return SERVING if self._serving and not self._drains else NOT_SERVING
 
     def _check(self, request: Any, _: RpcCaller) -> Any:
         if request.service not in self._names:
             raise NotFound(f"no service {request.service[:80]!r}; expected one of {sorted(self._names)}")
-        return States(status=self._state_of(request.service))
+        return Response(status=self._state_of(request.service))
 
     def _admit(self, watcher: _Watcher, name: str) -> bool:
         """Count a watcher. Where there are too many, the host that has most of them makes room for one that has fewer."""
@@ -153,7 +151,7 @@ class Health:
 
 def reflections(services: Sequence[str]) -> list[tuple[Servicer, str, Flow]]:
     """Reflection of `services`, health and itself."""
-    names = reflected([*services, health.SERVICE_NAME])
+    names = reflected([*services, NAME])
     return [
         (Servicer(f"{release}.ServerReflection", STANDARD), METHOD, _reflection(answers_of(release, names)))
         for release in RELEASES

@@ -19,12 +19,12 @@ from tierstore.service.rpc.protobuf import message_class
 NAME = "grpc.health.v1.Health"
 MAX_WATCHERS = 256  # of health
 CROWDED = "another host has fewer calls that watch the health, and needed a place"
-_Request, _Response = (
+Request, Response = (
     message_class("grpc.health.v1.HealthCheckRequest"),
     message_class("grpc.health.v1.HealthCheckResponse"),
 )
-_SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
-_OVERALL = ""
+SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
+OVERALL = ""
 
 
 class _Watcher:
@@ -39,12 +39,12 @@ class Health:
     """`services` are the full names of the services whose health is reported."""
 
     def __init__(self, services: Sequence[str]) -> None:
-        self._names = (_OVERALL, *services, NAME)
+        self._names = (OVERALL, *services, NAME)
         self._serving, self._ended = True, False
         self._drains = False
         self._watchers: dict[_Watcher, None] = {}  # the oldest first
         self.servicer = Servicer(
-            NAME, STANDARD, health={"Check": by_message(_Request, self._check)}, streams={"Watch": self._watch}
+            NAME, STANDARD, health={"Check": by_message(Request, self._check)}, streams={"Watch": self._watch}
         )
 
     @property
@@ -68,7 +68,7 @@ class Health:
             watcher.flow.finish("UNAVAILABLE", ENDS)
 
     def _watch(self, message: bytes, flow: Flow) -> None:
-        watcher = _Watcher(flow, parse_message(_Request, message).service)
+        watcher = _Watcher(flow, parse_message(Request, message).service)
         if len(self._watchers) >= MAX_WATCHERS:
             self._make_room(watcher.host)
         self._watchers[watcher] = None
@@ -93,14 +93,14 @@ class Health:
         state = self._state_of(watcher.service)
         if state != watcher.latest:
             watcher.latest = state
-            watcher.flow.send(_Response(status=state).SerializeToString())
+            watcher.flow.send(Response(status=state).SerializeToString())
 
     def _state_of(self, service: str) -> int:
         if service not in self._names:
-            return _UNKNOWN
-        return _SERVING if self._serving and not self._drains else _NOT_SERVING
+            return UNKNOWN
+        return SERVING if self._serving and not self._drains else NOT_SERVING
 
     def _check(self, request: Any, _: RpcCaller) -> Any:
         if request.service not in self._names:
             raise NotFound(f"no service {request.service[:80]!r}; expected one of {sorted(self._names)}")
-        return _Response(status=self._state_of(request.service))
+        return Response(status=self._state_of(request.service))

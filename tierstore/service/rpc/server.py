@@ -22,8 +22,9 @@ from tierstore.service.process import allowed_connections
 from tierstore.service.rpc.call_pool import CallPool
 from tierstore.service.rpc.direct import DirectCalls
 from tierstore.service.rpc.grpc_core import core_of
-from tierstore.service.rpc.grpcio_health import MAX_WATCHERS, Health, reflections
+from tierstore.service.rpc.grpcio_health import Health, reflections
 from tierstore.service.rpc.handlers import Handlers, Pools, infer_stream
+from tierstore.service.rpc.health import MAX_WATCHERS
 from tierstore.service.rpc.methods import Servicer
 from tierstore.service.rpc.oip import InferenceService
 from tierstore.service.rpc.tfserving import TensorFlowServing
