@@ -123,7 +123,8 @@ class Service:
         self.reactors: Part | None = None  # where HTTP is served
         self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
         self.plans: PlanIndex | None = None  # of the reactors, where they serve
-        self.grpc: Part | None = None  # where gRPC is served
+        self.grpc: Part | None = None  # where gRPC is served on a port of its own
+        self.calls: Part | None = None  # of gRPC on the HTTP port
         self._closing = threading.Lock()
         store.observers.extend([self.freshness, self.fronts])
 
@@ -155,7 +156,7 @@ class Service:
 
     def parts(self) -> list[Part]:
         """The parts that this service has."""
-        there = [part for part in (self.connection_limit, self.reactors, self.grpc) if part is not None]
+        there = [part for part in (self.connection_limit, self.reactors, self.grpc, self.calls) if part is not None]
         return [self.access, *there, *self.sources.values()]
 
     def refresh(self) -> None:
