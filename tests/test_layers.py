@@ -185,8 +185,6 @@ DOORS: dict[str, set[str]] = {
     "onnxscript": {"torch"},
     "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
     "grpc": {"service.rpc"},
-    "grpc_health": {"service.rpc"},
-    "grpc_reflection": {"service.rpc"},
     "google": {"service.rpc"},
 }
 
@@ -339,7 +337,11 @@ def test_every_dependency_is_imported_or_explained() -> None:
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     names = {re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0] for group in groups for requirement in group}
     assert sorted(name for name in names if f"`{name}" not in page) == []
-    modules_of = {"prometheus-client": "prometheus_client", "pydantic-settings": "pydantic_settings"}
+    modules_of = {
+        "prometheus-client": "prometheus_client",
+        "pydantic-settings": "pydantic_settings",
+        "protobuf": "google",
+    }
     imported = {name for _, others in graph().values() for name in others}
     needed = {requirement.split("[")[0].split(">")[0] for requirement in project["dependencies"]}
     assert sorted(name for name in needed if modules_of.get(name, name) not in imported) == []

@@ -1,7 +1,7 @@
 """Look-ups by plan, over a view of real tables and overlays, beside NumPy: scanned, bound, run and written by kernels.
 
 Each plan is learned from one request and used for another one of its structure, with other sizes. The words are made by the code
-that makes them for the service, from requests as a client writes them.
+that makes them for the service, from requests as a client writes them: as JSON and as a message, which are answered alike.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ import pytest
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.words import PublishedWords
-from tierstore.kernels import binding, codec, jsonscan, lookupplan, request_record
+from tierstore.kernels import binding, codec, jsonscan, lookupplan, protoscan, protowrite, request_record
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.lookupplan import ANSWERED, COLD, DOUBTFUL
+from tierstore.kernels.lookupplan import ANSWERED, COLD, DOUBTFUL, MESSAGE, TENSORS
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.oip.json_request import parse_request
 from tierstore.service.oip.json_response import ResponseLayout
-from tierstore.service.reactor.plan_words import answer_pieces, is_runnable, variant_words
+from tierstore.service.reactor.lessons import HttpLesson, Lesson
+from tierstore.service.reactor.plan_words import is_runnable, variant_words
+from tierstore.service.rpc import oip_messages
+from tierstore.service.rpc.lesson import MessageLesson
+from tierstore.service.rpc.protobuf import message_class
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, Tier
 
 run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(lookupplan.run.address)
 MOST_BYTES = 1 << 24  # of an answer
+ID = "4f"  # of all requests
 COMBINERS = ["sum", "mean", "sqrtn"]
 HELD = 400  # keys 0 … of each table are in memory, those up to ABSENT are known to be absent, others are cold
 ABSENT = 500
@@ -123,7 +128,26 @@ class Asked:
         self.tail = b""
 
     def document(self) -> bytes:
-        return json.dumps({"inputs": self.inputs, "outputs": self.outputs}).encode()
+        return json.dumps({"inputs": self.inputs, "outputs": self.outputs, "id": ID}).encode()
+
+    def message(self) -> bytes:
+        made, at = message_class("inference.ModelInferRequest")(model_name="m", id=ID), 0
+        for given in self.inputs:
+            made.inputs.add(name=given["name"], datatype=given["datatype"], shape=given["shape"])
+            size = given["parameters"]["binary_data_size"]
+            made.raw_input_contents.append(self.tail[at : at + size])
+            at += size
+        for wanted in self.outputs:
+            output = made.outputs.add(name=wanted["name"])
+            for name, value in wanted["parameters"].items():
+                if name != "binary_data":
+                    output.parameters[name].string_param = value
+        written: bytes = made.SerializeToString()
+        return written
+
+    def bytes_of(self, form: int) -> bytes:
+        """The request as a client sends it."""
+        return self.document() + self.tail if form == TENSORS else self.message()
 
     def give(self, name: str, array: np.ndarray, datatype: str) -> None:
         size = {"binary_data_size": array.nbytes}
@@ -150,8 +174,8 @@ class Asked:
 
 
 @nb.njit
-def bind(variant, view, record, tail, size, codes, most, run, values):  # type: ignore[no-untyped-def]
-    return binding.bind(variant, view, record, tail, size, codes, most, run, values)
+def bind(variant, view, record, tail, codes, most, run, values):  # type: ignore[no-untyped-def]
+    return binding.bind(variant, view, record, tail, codes, most, run, values)
 
 
 @nb.njit
@@ -159,44 +183,64 @@ def write_head(variant, record, values, size, date, end):  # type: ignore[no-unt
     return binding.write_head(variant, record, values, size, False, date, end)
 
 
+@nb.njit
+def write_message(variant, record, values, data):  # type: ignore[no-untyped-def]
+    return protowrite.write_message(variant, record, values, data)
+
+
+def planned(view: View, asked: Asked, form: int) -> tuple[Plan, Lesson]:
+    """A request planned as the service does it, and what reactors learn from it."""
+    if form == TENSORS:
+        request = parse_request(memoryview(asked.document()), len(asked.tail))
+        assert isinstance(request.request, Request)
+        plan = make_plan(view, request.request)  # type: ignore[arg-type]
+        return plan, HttpLesson("m", None, memoryview(asked.document()), request, ResponseLayout(request, "m", plan))
+    message = asked.message()
+    parts = oip_messages.split_message(message)
+    parsed = oip_messages.parse_request(parts.meta, raw=bool(parts.raw))
+    return make_plan(view, parsed.request), MessageLesson(message, parsed)  # type: ignore[arg-type]
+
+
 class Variant:
     """How requests of a structure are answered, learned from one of them."""
 
-    def __init__(self, view: View, asked: Asked) -> None:
-        request = parse_request(memoryview(asked.document()), len(asked.tail))
-        assert isinstance(request.request, Request)
-        self.plan: Plan = make_plan(view, request.request)  # type: ignore[arg-type]
-        layout = ResponseLayout(request, "m", self.plan)
-        assert is_runnable(request, self.plan, layout)
-        pieces = answer_pieces(self.plan, layout)
+    def __init__(self, view: View, asked: Asked, form: int) -> None:
+        self.plan, lesson = planned(view, asked, form)
+        assert is_runnable(self.plan)
+        assert lesson.is_binary()
+        pieces = lesson.pieces(self.plan)
         assert pieces is not None
-        words, self._kept = variant_words(1, self.plan, pieces, view, [0] * (1 + len(self.plan.calls)))
+        counts = [0] * (1 + len(self.plan.calls))
+        words, self._kept = variant_words(1, self.plan, lesson.form, pieces, view, counts)
         self.words = np.array(words, np.int64)
 
 
 class Ran:
     """What came of a request: the outcome, the outputs by name, the tier of each key.
 
-    The plan is that of `learned`, a request of the same structure, or its own.
+    The plan is that of `learned`, a request of the same structure.
     """
 
-    def __init__(self, view: View, asked: Asked, learned: Asked | None = None) -> None:
+    def __init__(self, view: View, asked: Asked, learned: Asked, form: int) -> None:
         served = type("Served", (), {"active": view, "canary": None, "share": 0.0, "labels": {}})()
         words = PublishedWords(served, lambda _: 1, Epochs())
-        taught = Variant(view, learned or asked)
+        taught = Variant(view, learned, form)
         variant = address_of(taught.words)
-        text = np.frombuffer(asked.document(), np.uint8)
-        record, structure = np.zeros(request_record.RECORD_BYTES, np.uint8), np.zeros(1 << 13, np.uint8)
-        assert jsonscan.scan(address_of(text), len(text), address_of(record), address_of(structure))
         # nothing is aligned, and what lies around an answer is not touched
-        tail = np.frombuffer(b"?" + asked.tail, np.uint8).copy()
+        came = np.frombuffer(b"?" + asked.bytes_of(form), np.uint8).copy()
+        begins = address_of(came) + 1
+        record, structure = np.zeros(request_record.RECORD_BYTES, np.uint8), np.zeros(1 << 13, np.uint8)
+        described = len(asked.document() if form == TENSORS else asked.message())
+        scan = jsonscan.scan if form == TENSORS else protoscan.scan
+        assert scan(begins, described, address_of(record), address_of(structure))
+        tail = begins if form == MESSAGE else begins + described
         active = int(np.frombuffer(words._words, np.int64)[lookupplan.ACTIVE])
         bound, values = np.zeros(binding.RUN_BYTES, np.uint8), np.zeros(binding.VALUES_BYTES, np.uint8)
         codes = np.zeros(lookupplan.MOST_KEYS, np.int64)
-        self.bound = bind(
-            variant, active, address_of(record), address_of(tail) + 1, len(asked.tail), address_of(codes), MOST_BYTES,
-            address_of(bound), address_of(values),
-        )  # fmt: skip
+        places = address_of(record), tail, address_of(codes)
+        self.bound = bind(variant, active, *places, MOST_BYTES, address_of(bound), address_of(values))
+        self.states = np.empty(0, np.uint8)
+        self.outputs: dict[str, np.ndarray] = {}
         if self.bound != binding.BOUND:
             self.came = DOUBTFUL
             return
@@ -207,26 +251,54 @@ class Ran:
         states = np.full(keys + 64, 0xA5, np.uint8)
         scratch = np.full(int(head[lookupplan.SCRATCH]) + 64, 0xFF, np.uint8)
         end = address_of(answer) + room + 61
-        self.came = run(address_of(bound), active, address_of(tail) + 1, end, address_of(states), address_of(scratch))
+        self.came = run(address_of(bound), active, tail, end, address_of(states), address_of(scratch))
         assert (answer[: room + 61] == 0xA5).all()
-        assert (answer[room + 61 + size :] == 0xA5).all()
         assert (states[keys:] == 0xA5).all()
         self.states = states[:keys]
-        date = np.frombuffer(b"." * 29, np.uint8)
-        begin = write_head(variant, address_of(record), address_of(values), size, address_of(date), end)
-        message = answer[begin - address_of(answer) : room + 61 + size].tobytes()
-        lines, _, body = message.partition(b"\r\n\r\n")
+        if form == MESSAGE:
+            begin = write_message(variant, address_of(record), address_of(values), end)
+        else:
+            date = np.frombuffer(b"." * 29, np.uint8)
+            begin = write_head(variant, address_of(record), address_of(values), size, address_of(date), end)
+        written = answer[begin - address_of(answer) : room + 61 + size].tobytes()
+        assert (answer[: begin - address_of(answer)] == 0xA5).all()
+        assert (answer[room + 61 + size :] == 0xA5).all()
+        (self._read_message if form == MESSAGE else self._read_http)(written)
+
+    def _add(self, name: str, datatype: str, shape: Any, data: bytes) -> None:
+        dtype = {"FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_}[datatype]
+        self.outputs[name] = np.frombuffer(data, dtype).reshape(shape)
+
+    def _read_http(self, answer: bytes) -> None:
+        lines, _, body = answer.partition(b"\r\n\r\n")
         headers = dict(line.split(b": ") for line in lines.split(b"\r\n")[1:])
         assert int(headers[b"content-length"]) == len(body)
-        json_bytes = int(headers[b"inference-header-content-length"])
-        self.document, at = json.loads(body[:json_bytes]), json_bytes
-        self.outputs: dict[str, np.ndarray] = {}
-        for output in self.document["outputs"]:
-            dtype = {"FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_}[output["datatype"]]
+        at = int(headers[b"inference-header-content-length"])
+        document = json.loads(body[:at])
+        assert (document["model_name"], document["model_version"], document["id"]) == ("m", "1", ID)
+        for output in document["outputs"]:
             nbytes = output["parameters"]["binary_data_size"]
-            self.outputs[output["name"]] = np.frombuffer(body[at : at + nbytes], dtype).reshape(output["shape"])
+            self._add(output["name"], output["datatype"], output["shape"], body[at : at + nbytes])
             at += nbytes
         assert at == len(body)
+
+    def _read_message(self, answer: bytes) -> None:
+        message = message_class("inference.ModelInferResponse").FromString(answer)
+        assert (message.model_name, message.model_version, message.id) == ("m", "1", ID)
+        for output, data in zip(message.outputs, message.raw_output_contents, strict=True):
+            self._add(output.name, output.datatype, list(output.shape), data)
+
+
+def answered(view: View, asked: Asked, learned: Asked | None = None) -> Ran:
+    """What came of a request, in any protocol. The plan is that of `learned`, a request of the same structure, or its own."""
+    one, other = (Ran(view, asked, learned or asked, form) for form in (TENSORS, MESSAGE))
+    assert one.came == other.came
+    assert one.states.tobytes() == other.states.tobytes()
+    if one.came == ANSWERED:
+        assert {name: (values.shape, values.tobytes()) for name, values in one.outputs.items()} == {
+            name: (values.shape, values.tobytes()) for name, values in other.outputs.items()
+        }
+    return one
 
 
 def pooled(
@@ -312,7 +384,7 @@ def test_rows_and_bags_are_those_of_numpy(view: View, seed: int) -> None:
         names = rng.permutation(list(view.features))[: rng.integers(1, 5)].tolist()
         asked = Asked()
         expected = ask(rng, view, names, asked)
-        ran = Ran(view, asked, asked.resized(rng))
+        ran = answered(view, asked, asked.resized(rng))
         assert ran.came == ANSWERED
         assert ran.outputs.keys() == expected.keys()
         for name, values in expected.items():
@@ -338,7 +410,7 @@ def test_one_key_that_memory_lacks_makes_it_cold(view: View, name: str, *, rows:
             asked = Asked()
             asked.give("item", np.array(keys, np.int64), "INT64")
             asked.want("item" if rows else "item.found")
-        ran = Ran(view, asked)
+        ran = answered(view, asked)
         assert ran.came == COLD
         if name not in ("clicked", "scaled", "padded") or not rows:  # else they are looked up again with their bags
             of_it = ran.states[-len(keys) :]
@@ -352,7 +424,7 @@ def test_starts_that_are_none_are_for_the_full_check(view: View, name: str, star
     asked.give(name, np.arange(5, dtype=np.int64), "INT64")
     asked.give(f"{name}.offsets", np.array(starts, np.int64), "INT64")
     asked.want(name)
-    assert Ran(view, asked).came == DOUBTFUL
+    assert answered(view, asked).came == DOUBTFUL
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
@@ -361,7 +433,7 @@ def test_no_bags_hold_no_keys(view: View, n: int) -> None:
     asked.give("clicked", np.arange(n, dtype=np.int64), "INT64")
     asked.give("clicked.offsets", np.empty(0, np.int64), "INT64")
     asked.want("clicked")
-    assert Ran(view, asked).came == (DOUBTFUL if n else ANSWERED)
+    assert answered(view, asked).came == (DOUBTFUL if n else ANSWERED)
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf, -np.nan])
@@ -374,7 +446,7 @@ def test_weights_that_are_no_numbers_are_for_the_full_check(view: View, weight: 
         asked.give("scaled", np.arange(5, dtype=np.int64), "INT64")
         asked.give("scaled.weights", weights, "FP32")
         asked.want("scaled")
-        assert Ran(view, asked).came == came
+        assert answered(view, asked).came == came
 
 
 @pytest.mark.parametrize(("name", "datatype"), [("item", "UINT64"), ("clicked", "UINT64"), ("big", "INT64")])
@@ -386,4 +458,4 @@ def test_keys_in_the_other_integer_type_are_for_the_full_check_where_they_do_not
             asked = Asked()
             asked.give(name, np.array(keys, np.int64), datatype)
             asked.want(wanted)
-            assert Ran(view, asked).came == came
+            assert answered(view, asked).came == came

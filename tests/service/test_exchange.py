@@ -51,10 +51,11 @@ def message_naming(model: str, *, broken: bool) -> bytes:
 
 
 def exchange_of(service: Service, message: bytes) -> Exchange[bytes]:
+    from tierstore.service.rpc.caller import RpcCaller
     from tierstore.service.rpc.oip import InferMessage
 
-    caller = Caller(0, principal=LOCAL)
-    return Exchange(service, InferMessage(service, message, LOCAL, Reservation(service.inflight)), caller)
+    caller = RpcCaller(None, Caller(0, principal=LOCAL), str)
+    return Exchange(service, InferMessage(service, message, caller, Reservation(service.inflight)), caller.waiting)
 
 
 @needs_grpc

@@ -20,10 +20,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 from tierstore.service import server as server_module  # noqa: E402
 from tierstore.service.limits import slow_clients  # noqa: E402
 from tierstore.service.oip import documents  # noqa: E402
-from tierstore.service.rpc import health as health_module  # noqa: E402
+from tierstore.service.rpc import grpcio_health as health_module  # noqa: E402
 from tierstore.service.rpc import waiting  # noqa: E402
 from tierstore.service.rpc.caller import RpcCaller  # noqa: E402
-from tierstore.service.rpc.methods import ENDS  # noqa: E402
+from tierstore.service.rpc.messages import ENDS  # noqa: E402
 from tierstore.service.rpc.server import ADMIN_THREADS, WATCHES  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 

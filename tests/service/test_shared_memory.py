@@ -406,12 +406,12 @@ def test_who_is_on_this_machine_is_seen_by_the_connection() -> None:
 
 @pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
 def test_who_is_on_this_machine_is_seen_by_grpcs_name_of_a_peer() -> None:
-    from tierstore.service.rpc.caller import RpcCaller
+    from tierstore.service.rpc.handlers import caller_by
 
     for peer in ("ipv4:127.0.0.1:4711", b"ipv6:%5B::1%5D:4711", "ipv6:%5B::ffff:127.0.0.1%5D:4711", "unix:/run/s"):
-        assert RpcCaller((), lambda peer=peer: peer).on_host
+        assert caller_by((), lambda peer=peer: peer, None, None).on_host
     for peer in ("ipv4:192.0.2.7:4711", "ipv6:%5B2001:db8::1%5D:4711", "unknown", ""):
-        assert not RpcCaller((), lambda peer=peer: peer).on_host
+        assert not caller_by((), lambda peer=peer: peer, None, None).on_host
 
 
 def test_a_client_at_a_unix_socket_registers_as_one_over_loopback(tmp_path: Path, make: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tierstore.access.roles import LOCAL
 from tierstore.errors import TierstoreError
+from tierstore.service.limits.shedding import Caller
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually
@@ -92,8 +93,7 @@ def test_any_message_is_answered_or_refused(
     received = request.SerializeToString()
     service = server.service
     try:
-        caller = RpcCaller((), str)
-        caller.waiting.principal = LOCAL
+        caller = RpcCaller(None, Caller(0, principal=LOCAL), str)
         answer = answered(service, partial(PredictMessage, service), received[: len(received) - cut], caller)
     except TierstoreError:
         answer = b""

@@ -99,6 +99,7 @@ GRPC: dict[str, Action] = {
     "/tensorflow.serving.ModelService/HandleReloadConfigRequest": Action.ADMIN,
     "/grpc.health.v1.Health/Check": Action.OPEN,
     "/grpc.health.v1.Health/Watch": Action.OPEN,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Action.ANY,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Action.ANY,
 }
 

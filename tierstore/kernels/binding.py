@@ -68,10 +68,12 @@ from tierstore.kernels.request_record import (
     put,
     row_at,
 )
+from tierstore.kernels.varint import varint_bytes
 from tierstore.kernels.xxh3 import hash_at
 
 # a variant's words; COUNTS is word 6 of any variant. HEAD_AT: of an answer that is ready, a refusal say; look-ups have none
-HEAD_AT, HEAD_BYTES, DATE_AT, OUTPUTS = 1, 2, 3, 5
+# FRAMED: whether each output has a tag and its length before its bytes, as in a message (`protowrite.py`)
+HEAD_AT, HEAD_BYTES, DATE_AT, FRAMED, OUTPUTS = 1, 2, 3, 4, 5
 PLANNED_CALLS, CALLS_FROM, OUTPUTS_FROM, PIECES, PIECES_FROM = range(7, 12)
 # ALIGNMENT: of outputs, a power of two; SCORING_AT: of a prediction, whose outputs are rows for its graph (`scoring.py`), or 0
 ALIGNMENT, SCORING_AT = 12, 13
@@ -84,8 +86,9 @@ NONE = -1
 # a piece of the answer's text, and the value that comes behind it
 PIECE_AT, PIECE_BYTES, PIECE_VALUE = range(3)
 PIECE_WORDS = 3
-# values of an output: its first two sizes, and its bytes
-VALUE_WORDS = 3
+# values of an output: its first two sizes, its bytes, and where they are, from the answer's data on
+OUTPUT_BYTES, OUTPUT_AT = 2, 3
+VALUE_WORDS = 4
 
 _MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # of what is read between two other requests
 MOST_CALLS = MOST_TENSORS
@@ -194,20 +197,15 @@ def _bind_call(record, planned, call):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def bind(variant, view, record, tail, tail_bytes, codes, most_bytes, run, values):  # type: ignore[no-untyped-def]
+def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: ignore[no-untyped-def]
     """Fill a run of RUN_BYTES and the VALUES_BYTES of its answer, from the record of a request of the variant's structure.
 
-    `tail` is where the request's binary data is; `codes` has room for MOST_KEYS; `most_bytes` is the setting `max_response`.
+    `tail` is where the request's binary data begins, in which its inputs lie; `codes` has room for MOST_KEYS; `most_bytes` is the setting `max_response`.
     Returns BOUND, LARGE or WRONG.
     """
-    inputs, at = get(record, INPUTS), nb.int64(0)
-    for i in range(inputs):
-        row = row_at(record, 1 + i)
-        if _elements(row) < 0:
+    for i in range(get(record, INPUTS)):
+        if _elements(row_at(record, 1 + i)) < 0:
             return WRONG
-        at += get(row, SIZE)
-    if at != tail_bytes:
-        return WRONG
     planned, call = get(variant, CALLS_FROM), run + 8 * RUN_WORDS
     keys, bags, work, scratch, strings = nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0)
     put(run, CALLS, get(variant, PLANNED_CALLS))
@@ -253,7 +251,7 @@ def bind(variant, view, record, tail, tail_bytes, codes, most_bytes, run, values
 
 @nb.njit
 def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def]
-    """Lay the outputs end to end, and note their sizes. Returns their bytes."""
+    """Lay the outputs end to end, and note where they are and their sizes. Returns the bytes of all."""
     planned, call = get(variant, CALLS_FROM), run + 8 * RUN_WORDS
     for _ in range(get(variant, PLANNED_CALLS)):
         keys, n = row_at(record, 1 + get(planned, KEYS_OF)), get(call, KEYS_N)
@@ -263,31 +261,29 @@ def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def
             pooled = get(call, KIND) == BAGS_OF_ROWS
             put(value, 0, get(call, BAGS) if pooled else get(keys, DIMS))
             put(value, 1, get(keys, DIMS + 1))
-            put(value, 2, (get(call, BAGS) if pooled else n) * get(get(variant, OUTPUTS_FROM), rows))
+            put(value, OUTPUT_BYTES, (get(call, BAGS) if pooled else n) * get(get(variant, OUTPUTS_FROM), rows))
         if found != NONE:
             value = values + 8 * VALUE_WORDS * found
             put(value, 0, get(keys, DIMS))
             put(value, 1, get(keys, DIMS + 1))
-            put(value, 2, n)
+            put(value, OUTPUT_BYTES, n)
         planned += 8 * PLANNED_WORDS
         call += 8 * CALL_WORDS
-    at, alignment = nb.int64(0), get(variant, ALIGNMENT)
+    at, framed, alignment = nb.int64(0), get(variant, FRAMED) != 0, get(variant, ALIGNMENT)
     for i in range(get(variant, OUTPUTS)):
-        size = get(values, VALUE_WORDS * i + 2)
-        put(values, VALUE_WORDS * i + 2, at)  # where it begins, until the calls have it
+        value = values + 8 * VALUE_WORDS * i
+        size = get(value, OUTPUT_BYTES)
+        if framed:
+            at += 1 + varint_bytes(size)
+        put(value, OUTPUT_AT, at)
         at += (size + alignment - 1) & -alignment
     planned, call = get(variant, CALLS_FROM), run + 8 * RUN_WORDS
     for _ in range(get(variant, PLANNED_CALLS)):
         rows, found = get(planned, ROWS_TO), get(planned, FOUND_TO)
-        put(call, OUT_AT, get(values, VALUE_WORDS * rows + 2) if rows != NONE else 0)
-        put(call, FOUND_AT, get(values, VALUE_WORDS * found + 2) if found != NONE else NOWHERE)
+        put(call, OUT_AT, get(values, VALUE_WORDS * rows + OUTPUT_AT) if rows != NONE else 0)
+        put(call, FOUND_AT, get(values, VALUE_WORDS * found + OUTPUT_AT) if found != NONE else NOWHERE)
         planned += 8 * PLANNED_WORDS
         call += 8 * CALL_WORDS
-    end = at
-    for i in range(get(variant, OUTPUTS) - 1, -1, -1):
-        begin = get(values, VALUE_WORDS * i + 2)
-        put(values, VALUE_WORDS * i + 2, end - begin)
-        end = begin
     return at
 
 

@@ -49,6 +49,7 @@ from tierstore.kernels.request_record import (
     BY_DEFAULT,
     COMBINER_AT,
     COMBINER_BYTES,
+    DATA_BYTES,
     DATATYPE,
     DATATYPES,
     DIMS,
@@ -58,13 +59,16 @@ from tierstore.kernels.request_record import (
     ID_BYTES,
     INPUTS,
     MOST_RANK,
+    MOST_SIZE,
     MOST_TENSORS,
     NAME_AT,
     NAME_BYTES,
     NO,
     NO_SIZE,
+    NOT_OF_FORM,
     OUTPUTS,
     RANK,
+    SCANNED,
     SIZE,
     TIMEOUT_US,
     YES,
@@ -76,11 +80,7 @@ from tierstore.kernels.request_record import (
     write_structure,
 )
 
-SCANNED, NOT_OF_FORM = 0, 1
 MOST_TEXT_BYTES = 1 << 16
-
-_MOST_SIZE = (1 << 31) - 1  # of a dimension
-
 
 # members, by place in their list
 _REQUEST, _REQUEST_FROM = names_of("id", "parameters", "inputs", "outputs")
@@ -147,7 +147,7 @@ def _shape(text, i, n, row):  # type: ignore[no-untyped-def]
     i, rank, over = skip_blanks(text, i + 1, n), 0, False
     while not over:
         value, i = number_at(text, i, n)
-        if value < 0 or value > _MOST_SIZE or rank == MOST_RANK:
+        if value < 0 or value > MOST_SIZE or rank == MOST_RANK:
             return -1
         put(row, DIMS + rank, value)
         rank += 1
@@ -227,17 +227,18 @@ def _finish_inputs(record):  # type: ignore[no-untyped-def]
     for i in range(get(record, INPUTS)):
         row = row_at(record, 1 + i)
         size = get(row, SIZE)
-        if size == NO_SIZE or size > _MOST_SIZE or get(row, DATATYPE) == 0 or get(row, RANK) == 0:
+        if size == NO_SIZE or size > MOST_SIZE or get(row, DATATYPE) == 0 or get(row, RANK) == 0:
             return False
         put(row, AT, at)
         at += size
+    put(record, DATA_BYTES, at)
     return True
 
 
 @nb.njit
 def scan_at(text, n, record):  # type: ignore[no-untyped-def]
     """Fill a record from `n` bytes of JSON at `text`: SCANNED, or NOT_OF_FORM, and the record means nothing."""
-    begin(record, text)
+    begin(record)
     own, i = row_at(record, 0), skip_blanks(text, 0, n)
     if n > MOST_TEXT_BYTES or not is_there(text, i, n, OPEN):
         return NOT_OF_FORM

@@ -55,7 +55,8 @@ BASE_WORDS = 11
     PATH_AT, PATH_BYTES, STRUCTURE_AT, STRUCTURE_BYTES, FORM, MODEL, RATES_AT, WANTED, LABELLED, VARIANT, OTHER_VARIANT, LAST_USED,
 ) = range(12)  # fmt: skip
 PLAN_WORDS = 12
-TENSORS, STORED_ROWS = range(2)  # of FORM: by the structure of an inference request; by the line of a front's
+# of FORM: by path and structure of an inference request; by a front's line; by a message's model and structure
+TENSORS, STORED_ROWS, MESSAGE = range(3)
 # of WANTED: the active version or the canary as the share says; that of a variant; the active one; the canary; that of a
 # variant, as long as the labels are LABELLED
 ANY_VERSION, ONE_VERSION, STABLE, ONLY_CANARY, BY_LABEL = range(5)

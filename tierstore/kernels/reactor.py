@@ -35,17 +35,19 @@ from typing import Any
 
 import numba as nb
 import numpy as np
-from numba import types
 
-from tierstore.kernels import LAST, compiled
+from tierstore.kernels import LAST, compiled, h2out
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64, stack_bytes
 from tierstore.kernels.httpdate import write_date_at
-from tierstore.kernels.raw import load_u32, load_u64, store_u64
+from tierstore.kernels.raw import call_at, load_u32, load_u64, store_u64
 from tierstore.kernels.reactor_connections import (
     accept_new,
     end,
     set_send_deadline,
     start_serving,
+)
+from tierstore.kernels.reactor_connections import (
+    free_session as release_session,
 )
 from tierstore.kernels.reactor_jobs import finish_job
 from tierstore.kernels.reactor_requests import continue_sending, read_requests
@@ -63,15 +65,18 @@ from tierstore.kernels.reactor_words import (
     EVENTS,
     FINISH,
     FINISH_NS,
+    FIRST_PART,
     FLAGS,
+    FRAMES,
     FREE,
-    HERE,
     HIGHEST,
+    HTTP2,
     IN_BYTES,
     INFLIGHT,
     LISTENER,
     LOST,
     MAY_READ,
+    MESSAGE,
     MESSAGE_WORDS,
     MESSAGES,
     MODE,
@@ -97,10 +102,13 @@ from tierstore.kernels.reactor_words import (
     STALL_NS,
     STATE,
     STOP,
+    STREAM_BLOCK,
+    SWEEP,
     SWEEP_NS,
     TURNS,
     WAITS,
     WAKE,
+    here_at,
     shared_at,
 )
 from tierstore.kernels.sysio import (
@@ -146,6 +154,11 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
         row[FLAGS] |= ENDED
     if state == READING:
         return row[FLAGS] & MAY_READ != 0
+    if state == HTTP2:
+        if mask & (FAILED | HUNG_UP):
+            end(me, fd, True)
+            return False
+        return True
     if state == AWAY:
         if mask & (HALF_CLOSED | FAILED | HUNG_UP):
             row[LOST] = 1
@@ -157,10 +170,18 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _read(me, fd, now):  # type: ignore[no-untyped-def]
+    if me.conns[fd, STATE] == HTTP2:
+        call_at(me.http2, me.at, FRAMES, fd, now, 0, 0)
+    else:
+        read_requests(me, fd, now)
+
+
+@nb.njit
 def _on_message(me, at, now):  # type: ignore[no-untyped-def]
     """One of Python's: (kind and descriptor, serial and flags, address, count). Returns a connection to be read, or -1."""
-    kind = nb.int64(load_u64(at, 0) & nb.uint64(255))
-    fd = nb.int64(load_u64(at, 0) >> nb.uint64(8))
+    what = nb.int64(load_u64(at, 0))
+    kind, fd = what & 255, (what & FIRST_PART) >> 8
     serial = nb.int64(load_u64(at, 1))
     if kind == COME_BACK:
         if not start_serving(me, fd, now):
@@ -169,6 +190,9 @@ def _on_message(me, at, now):  # type: ignore[no-untyped-def]
         return -1
     row = me.conns[fd]
     value, size = nb.int64(load_u64(at, 2)), nb.int64(load_u64(at, 3))
+    if kind >= STREAM_BLOCK:
+        call_at(me.http2, me.at, MESSAGE, fd, now, at, 0)
+        return -1
     if kind == WAKE or row[STATE] != AWAY or row[SERIAL] != serial & SERIALS:
         if kind == BLOCK:
             release(value)
@@ -209,7 +233,9 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
         row = me.conns[fd]
         if row[STATE] == FREE or row[OWNER] != me.number:
             continue
-        if finishing and row[STATE] == READING and row[IN_BYTES] == 0:
+        if row[STATE] == HTTP2:
+            call_at(me.http2, me.at, SWEEP, fd, now, stall, 0)
+        elif finishing and row[STATE] == READING and row[IN_BYTES] == 0:
             end(me, fd, False)
         elif (row[DEADLINE_NS] != 0 and now > row[DEADLINE_NS]) or (
             row[STATE] == SENDING and now - row[MOVED_NS] > stall
@@ -221,9 +247,10 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
             row[DEADLINE_NS] = now + me.limits[FINISH_NS]
 
 
-@compiled(types.void(HERE), when=LAST)
-def serve(me: Any) -> Any:
-    """Serve until MODE is STOP."""
+@compiled("void(int64)", when=LAST)
+def serve(at: Any) -> Any:
+    """Serve until MODE is STOP, with the words of a Here at an address."""
+    me = here_at(at)
     line = me.lines[me.number]
     mode = RUN
     while True:
@@ -253,7 +280,7 @@ def serve(me: Any) -> Any:
             if serial <= SERIALS:
                 there = me.conns[fd, SERIAL] == serial and me.conns[fd, STATE] != FREE
                 if there and _on_connection(me, fd, mask, now):
-                    read_requests(me, fd, now)
+                    _read(me, fd, now)
             elif fd == 0:
                 accept_new(me, now)
             elif fd == 2:
@@ -272,11 +299,20 @@ def serve(me: Any) -> Any:
             fd = me.again[1 + AGAIN_WORDS + i]
             if me.conns[fd, OWNER] == me.number and me.conns[fd, FLAGS] & WAITS != 0:
                 me.conns[fd, FLAGS] &= ~WAITS
-                if me.conns[fd, STATE] == READING:
-                    read_requests(me, fd, now)
+                if me.conns[fd, STATE] in (READING, HTTP2):
+                    _read(me, fd, now)
         if now >= line[NEXT_SWEEP_NS]:
             line[NEXT_SWEEP_NS] = now + SWEEP_NS
             _sweep(me, now)
+
+
+@nb.njit
+def _write_message(pipe, what, serial, value, more):  # type: ignore[no-untyped-def]
+    at = stack_bytes(_MESSAGE_BYTES)
+    for i, word in enumerate((what, serial, value, more)):
+        store_u64(at, i, nb.uint64(word))
+    wrote = write(pipe, at, 8 * MESSAGE_WORDS)
+    return 0 if wrote == 8 * MESSAGE_WORDS else wrote
 
 
 @compiled("int64(int64, int64, int64, int64, int64, int64)", when=LAST)
@@ -290,18 +326,50 @@ def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any
         return -ENOMEM
     copy_bytes(block, data, size)
     add_at(inflight, size)
-    at = stack_bytes(_MESSAGE_BYTES)
-    for i, word in enumerate((what, serial, block, size)):
-        store_u64(at, i, nb.uint64(word))
-    wrote = write(pipe, at, 8 * MESSAGE_WORDS)
-    if wrote == 8 * MESSAGE_WORDS:
-        return 0
-    release(block)
-    add_at(inflight, -size)
-    return wrote
+    failed = _write_message(pipe, what, serial, block, size)
+    if failed != 0:
+        release(block)
+        add_at(inflight, -size)
+    return failed
+
+
+@compiled("int64(int64, int64, int64, int64, int64)", when=LAST)
+def write_message(pipe: Any, what: Any, serial: Any, value: Any, more: Any) -> Any:
+    """Write a message to a reactor's pipe. Returns 0, or minus the error number."""
+    return _write_message(pipe, what, serial, value, more)
+
+
+@compiled("int64(int64, int64, int64, int64[:, ::1], int64, int64, int64, int64, int64)", when=LAST)
+def write_block(
+    pipe: Any, what: Any, serial: Any, places: Any, flags: Any, headers: Any, data: Any, trailers: Any, inflight: Any
+) -> Any:
+    """Send a copy of the bytes at `places` (address, size), a header block, data and trailers, to a reactor's pipe as a block of a stream.
+
+    `inflight`: the address of INFLIGHT. Returns 0, or minus the error number.
+    """
+    size = h2out.block_bytes(headers, data, trailers)
+    block = allocate(size)
+    if block == 0:
+        return -ENOMEM
+    at = h2out.begin_block(block, flags, headers, data, trailers)
+    for i in range(places.shape[0]):
+        copy_bytes(at, places[i, 0], places[i, 1])
+        at += places[i, 1]
+    add_at(inflight, size)
+    failed = _write_message(pipe, what, serial, block, size)
+    if failed != 0:
+        release(block)
+        add_at(inflight, -size)
+    return failed
 
 
 @compiled("int64(int64, int64, int64, int64)", when=LAST)
 def watch(epoll: Any, fd: Any, mask: Any, data: Any) -> Any:
     """Have an epoll tell of events of `mask` on `fd`, with `data`. Returns 0, or minus the error number."""
     return epoll_set(epoll, EPOLL_ADD, fd, mask, data)
+
+
+@compiled("void(int64)", when=LAST)
+def free_session(session: Any) -> Any:
+    """Free what a connection of HTTP/2 holds, once its reactor has ended."""
+    release_session(session)

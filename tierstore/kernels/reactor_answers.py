@@ -126,26 +126,28 @@ def _add_close(variant, head):  # type: ignore[no-untyped-def]
         store_u8(head - _CLOSE.size + before, i, _CLOSE[i])
 
 
-MAY = -1  # of `why_not`
+MAY, LONG = -1, -2  # of `why_not`, `plan_for` and `bind_plan`, beside reasons
 
 
 @nb.njit
-def why_not(me, fd, at, began):  # type: ignore[no-untyped-def]
-    """Why the request at `at`, whose head is in `found`, may not be answered here, as far as its head and the time say; or MAY."""
+def why_not(me, at, since, began):  # type: ignore[no-untyped-def]
+    """Why the request at `at`, whose head is in `found`, may not be answered here, as far as its head and the time say; or MAY.
+
+    `since` is when its first bytes came; 0: all came at once.
+    """
     found = me.found
     if found[httphead.UNUSUAL] & ~httphead.ROUTED != 0:
         return HEADER
     if me.shared[MODE] >= FINISH:
         return ENDING
-    if _is_late(me, fd, found[httphead.TIMEOUT_MS] * 1_000_000, began):
+    if _is_late(since, found[httphead.TIMEOUT_MS] * 1_000_000, began):
         return BUSY
     return MAY if _has_access(me, at) else ACCESS
 
 
 @nb.njit
-def _is_late(me, fd, timeout_ns, began):  # type: ignore[no-untyped-def]
+def _is_late(since, timeout_ns, began):  # type: ignore[no-untyped-def]
     """Whether a request that came in parts has taken its time already. 0: it has any."""
-    since = me.conns[fd, BEGAN_NS]
     return timeout_ns > 0 and since > 0 and began - since >= timeout_ns
 
 
@@ -180,16 +182,9 @@ def _send(me, fd, at, size, closing):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _find(me, at, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
-    """(plan, what its model serves) of the request at `at`, whose head is in `found`; the second is 0 where there is none."""
-    plan = plansearch.find_plan(
-        me.shared[PLANS_AT],
-        at + me.found[httphead.PATH_AT],
-        me.found[httphead.PATH_BYTES],
-        structure,
-        structure_bytes,
-        form,
-    )
+def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
+    """(plan, what its model serves) of a request by its path and structure; the second is 0 where there is none."""
+    plan = plansearch.find_plan(me.shared[PLANS_AT], path, path_bytes, structure, structure_bytes, form)
     if plan == 0:
         return 0, 0
     return plan, acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
@@ -230,75 +225,108 @@ def _refuse(me, fd, plan, variant, last, began):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def plan_for(me, path, path_bytes, form, began):  # type: ignore[no-untyped-def]
+    """(why, plan, variant, view) of the request whose description is in the record; `path` is what it asks of.
+
+    Why: MAY, or a reason why it is for Python.
+    """
+    structure_bytes = request_record.write_structure(me.record, me.structure)
+    if structure_bytes == 0:
+        return DESCRIPTION, 0, 0, 0
+    plan, served = _find(me, path, path_bytes, me.structure, structure_bytes, form)
+    if served == 0:
+        return NO_PLAN, 0, 0, 0
+    if not _may_draw(me, plan, began):
+        return ACCESS, 0, 0, 0
+    if me.found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
+        return CANARY, 0, 0, 0  # its id says which version answers
+    variant, view = plansearch.choose(plan, served, roll(me))
+    if variant == 0:
+        return NO_PLAN, 0, 0, 0
+    store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
+    return MAY, plan, variant, view
+
+
+@nb.njit
+def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-untyped-def]
+    """Put the request whose description is in the record, and whose data begin at `tail`, into its plan: a run in `me.bound`.
+
+    `since` as for `why_not`; `more` are bytes of it that are not counted as held. Returns MAY; LONG, which takes long; or a reason.
+    """
+    timeout_us = request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US)
+    if timeout_us > _MOST_TIMEOUT_US or _is_late(since, timeout_us * 1000, began):
+        return BUSY
+    bound = binding.bind(variant, view, me.record, tail, me.codes, me.limits[MOST_ANSWER], me.bound, me.values)
+    if bound == binding.WRONG:
+        return VALUES
+    if not has_room(me, lookupplan.word(me.bound, lookupplan.ANSWER_BYTES) + more):
+        return BUSY
+    return MAY if bound == binding.BOUND else LONG
+
+
+@nb.njit
+def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-untyped-def]
+    """Do the run in `me.bound`: its rows are where the answer's data belong, and it is charged and counted. Returns what comes of it, as the run does."""
+    came = call_at(me.run, me.bound, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
+    if came == lookupplan.ANSWERED:
+        _draw(me, plan, began, lookupplan.word(me.bound, lookupplan.KEYS))
+        ran = monotonic_ns()
+        lookupplan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
+        count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
+    return came
+
+
+@nb.njit
 def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     """Answer the request of `whole` bytes at `at`, whose head is in `found`, if a plan is known. `last`: nothing came behind it.
 
     Returns ANSWERED; MADE_A_JOB where readers go on, then the connection's row has its number; or else nothing was
     done, and the reason why the request is for Python.
     """
-    found = me.found
+    found, since = me.found, me.conns[fd, BEGAN_NS]
     text, text_bytes = at + found[httphead.HEAD_BYTES], found[httphead.JSON_BYTES]
     tail, tail_bytes = text + text_bytes, found[httphead.BODY_BYTES] - text_bytes
     if text_bytes <= 0 or tail_bytes < 0:
         return DESCRIPTION
-    why = why_not(me, fd, at, began)
+    why = why_not(me, at, since, began)
     if why != MAY:
         return why
-    if jsonscan.scan_at(text, text_bytes, me.record) != jsonscan.SCANNED:
+    if jsonscan.scan_at(text, text_bytes, me.record) != request_record.SCANNED:
         return DESCRIPTION
-    structure_bytes = request_record.write_structure(me.record, me.structure)
-    if structure_bytes == 0:
-        return DESCRIPTION
-    plan, served = _find(me, at, me.structure, structure_bytes, lookupplan.TENSORS)
-    if served == 0:
-        return NO_PLAN
-    if not _may_draw(me, plan, began):
-        return ACCESS
-    if found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
-        return CANARY  # its id says which version answers
-    variant, view = plansearch.choose(plan, served, roll(me))
-    if variant == 0:
-        return NO_PLAN
-    store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
+    if request_record.get(me.record, request_record.DATA_BYTES) != tail_bytes:
+        return VALUES
+    path, path_bytes = at + found[httphead.PATH_AT], found[httphead.PATH_BYTES]
+    why, plan, variant, view = plan_for(me, path, path_bytes, lookupplan.TENSORS, began)
+    if why != MAY:
+        return why
     predicts = lookupplan.word(variant, binding.HEAD_AT) != 0
     if predicts:
         came = _refuse(me, fd, plan, variant, last, began)
         if came == ANSWERED or lookupplan.word(variant, binding.SCORING_AT) == 0:
             return came
-    timeout_us = request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US)
-    if timeout_us > _MOST_TIMEOUT_US or _is_late(me, fd, timeout_us * 1000, began):
-        return BUSY
-    bound = binding.bind(
-        variant, view, me.record, tail, tail_bytes, me.codes, me.limits[MOST_ANSWER], me.bound, me.values
-    )
-    if bound == binding.WRONG:
-        return VALUES
-    data = lookupplan.word(me.bound, lookupplan.ANSWER_BYTES)
-    if not has_room(me, data + whole - me.conns[fd, HELD]):
-        return BUSY
+    why = bind_plan(me, variant, view, tail, since, whole - me.conns[fd, HELD], began)
+    if why >= 0:
+        return why
     planned, closing = monotonic_ns(), _is_closing(me, last)
     keys = lookupplan.word(me.bound, lookupplan.KEYS)
     if predicts:
         made = PREDICTION
-        if bound == binding.BOUND:
+        if why == MAY:
             made = make_prediction(me, fd, plan, variant, view, tail, closing, timeout_of(me), began)
         if made == MADE_A_JOB:
             _draw(me, plan, began, keys)
         return made
-    end, came = me.answer + HEAD_ROOM, lookupplan.COLD
-    if bound == binding.BOUND:
-        came = call_at(me.run, me.bound, view, tail, end, me.states, me.scratch)
+    came = lookupplan.COLD
+    if why == MAY:
+        came = look_up(me, plan, variant, view, tail, began, planned)
     if came == lookupplan.COLD:
-        made = make_job(me, fd, plan, variant, view, closing, bound == binding.BOUND, began, planned)
+        made = make_job(me, fd, plan, variant, view, closing, why == MAY, began, planned)
         if made == MADE_A_JOB:
             _draw(me, plan, began, keys)
         return made
     if came != lookupplan.ANSWERED:
         return VALUES
-    _draw(me, plan, began, keys)
-    ran = monotonic_ns()
-    lookupplan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
-    count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
+    data, end = lookupplan.word(me.bound, lookupplan.ANSWER_BYTES), me.answer + HEAD_ROOM
     begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
     _send(me, fd, begin, end + data - begin, closing)
     return ANSWERED
@@ -312,10 +340,11 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     n = (size - front_rows.REQUEST_HEAD_BYTES) >> 3
     if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS:
         return SIZE
-    why = why_not(me, fd, at, began)
+    why = why_not(me, at, me.conns[fd, BEGAN_NS], began)
     if why != MAY:
         return why
-    plan, served = _find(me, at, body, front_rows.LINE_BYTES, lookupplan.STORED_ROWS)
+    path, path_bytes = at + found[httphead.PATH_AT], found[httphead.PATH_BYTES]
+    plan, served = _find(me, path, path_bytes, body, front_rows.LINE_BYTES, lookupplan.STORED_ROWS)
     if served == 0:
         return NO_PLAN
     if not _may_draw(me, plan, began):

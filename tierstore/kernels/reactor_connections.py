@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numba as nb
 
+from tierstore.kernels import h2core, h2words
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, raise_at, relaxed_i64, release_i64
 from tierstore.kernels.raw import load_u64, store_u64
 from tierstore.kernels.reactor_words import (
@@ -51,12 +52,18 @@ from tierstore.kernels.reactor_words import (
     SENT,
     SERIAL,
     SERIALS,
+    SESSION,
     SLOWEST_RATE,
     STALL_NS,
     STATE,
+    STREAM_LOST,
+    STREAMS_AWAY,
+    UNTOLD,
+    WAITS,
     line_at,
     shared_at,
 )
+from tierstore.kernels.request_record import get
 from tierstore.kernels.sysio import (
     EAGAIN,
     EINTR,
@@ -132,10 +139,47 @@ def let_go_of_answer(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def free_session(s):  # type: ignore[no-untyped-def]
+    h2core.end_session(s)
+    release(get(s, h2words.OUT_KEPT))
+    release(s)
+
+
+@nb.njit
+def _end_session(me, fd):  # type: ignore[no-untyped-def]
+    """Free the session of a connection of HTTP/2. Python hears that those of its streams that it has are lost."""
+    conn = me.conns[fd]
+    s, away = conn[SESSION], 0
+    conn[SESSION] = 0
+    row = get(s, h2words.STREAMS_AT)
+    for _ in range(get(s, h2words.STREAMS_ROOM)):
+        if get(row, h2words.ID) != 0 and get(row, h2words.STATE) & h2words.AWAY:
+            away += 1
+        row += 8 * h2words.STREAM_WORDS
+    if away > 0:
+        add_at(shared_at(me, STREAMS_AWAY), -away)
+        if not notify(me, STREAM_LOST, fd, conn[SERIAL], 0, 0):
+            me.shared[UNTOLD] = 1
+    free_session(s)
+
+
+@nb.njit
+def wait_for_turn(me, fd):  # type: ignore[no-untyped-def]
+    """Go on with a connection when others have had their turn."""
+    row = me.conns[fd]
+    if row[FLAGS] & WAITS == 0:
+        row[FLAGS] |= WAITS
+        me.again[0] += 1
+        me.again[me.again[0]] = fd
+
+
+@nb.njit
 def end(me, fd, abort):  # type: ignore[no-untyped-def]
     """End a connection. With `abort` it is reset, and what it has not taken is dropped."""
     row = me.conns[fd]
     let_go_of_answer(me, fd)
+    if row[SESSION] != 0:
+        _end_session(me, fd)
     release(row[IN_AT])
     if abort:
         drop_on_close(fd)
@@ -169,7 +213,7 @@ def start_serving(me, fd, now):  # type: ignore[no-untyped-def]
             owner = other
     row = me.conns[fd]
     row[OWNER], row[FLAGS], row[LOST] = owner, 0, 0
-    row[NEEDED] = row[BEGAN_NS] = row[JOB] = row[HELD] = 0
+    row[NEEDED] = row[BEGAN_NS] = row[JOB] = row[HELD] = row[SESSION] = 0
     row[DEADLINE_NS] = now + me.limits[IDLE_NS]
     # last: the reactor that owned the row before may be looking at it just now, to end those that are late
     release_i64(nb.int64(row.ctypes.data) + 8 * STATE, READING)

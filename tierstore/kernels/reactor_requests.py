@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels import httphead
+from tierstore.kernels import h2core, httphead
 from tierstore.kernels.atomics import acquire_i64, copy_bytes, fence_all, release_i64
+from tierstore.kernels.h2words import PREFACE, SESSION_BYTES
+from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_answers import answer, answer_rows
 from tierstore.kernels.reactor_connections import (
     end,
@@ -17,6 +19,7 @@ from tierstore.kernels.reactor_connections import (
     let_go_of_answer,
     notify,
     send_on,
+    wait_for_turn,
     yield_to_requests,
 )
 from tierstore.kernels.reactor_jobs import drop_job, submit
@@ -33,10 +36,12 @@ from tierstore.kernels.reactor_words import (
     ENDED,
     FINISH,
     FLAGS,
+    FRAMES,
     FREE,
     GENERATION_AT,
     HEADER,
     HELD,
+    HTTP2,
     IDLE_NS,
     IN_AT,
     IN_BYTES,
@@ -56,9 +61,10 @@ from tierstore.kernels.reactor_words import (
     REQUEST,
     SENDING,
     SERIAL,
+    SESSION,
     SIZE,
     STATE,
-    WAITS,
+    STREAMING_PATHS,
     line_at,
 )
 from tierstore.kernels.sysio import (
@@ -73,14 +79,41 @@ from tierstore.kernels.sysio import (
 
 
 @nb.njit
+def _preface(at, size):  # type: ignore[no-untyped-def]
+    """How many bytes of the preface of HTTP/2 begin the `size` bytes at `at`; 0 where they are something else."""
+    size = min(size, PREFACE.size)
+    for i in range(size):
+        if load_u8(at, i) != PREFACE[i]:
+            return 0
+    return size
+
+
+@nb.njit
+def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
+    """A connection's preface has come. False: no memory."""
+    s = allocate(SESSION_BYTES)
+    if s == 0:
+        return False
+    row = me.conns[fd]
+    h2core.begin_session(s, me.limits[MOST_BODY], me.shared[STREAMING_PATHS])
+    row[SESSION], row[STATE], row[NEEDED], row[DEADLINE_NS] = s, HTTP2, 0, 0
+    return True
+
+
+@nb.njit
 def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     """Deal with the request that the `size` bytes at `at` begin with. Returns how many bytes are done with; 0: more must come first.
 
-    The state tells what became of it: AWAY, a whole request for Python; FREE, the connection itself is to be handed
+    The state tells what became of it: AWAY, a whole request for Python; HTTP2, it was a preface; FREE, the connection itself is to be handed
     over, and what is returned is minus the reason; else it was answered, or is not all there.
     """
     row, found, limits = me.conns[fd], me.found, me.limits
     began = monotonic_ns()
+    preface = _preface(at, size)
+    if preface > 0:
+        if preface == PREFACE.size and not _begin_http2(me, fd):
+            row[LOST] = 1
+        return PREFACE.size if preface == PREFACE.size else 0
     form = httphead.parse_at(at, size, found)
     if form == httphead.CUT and size < httphead.MOST_HEAD_BYTES:
         return 0
@@ -147,16 +180,6 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _wait_for_turn(me, fd):  # type: ignore[no-untyped-def]
-    """Go on with a connection when others have had their turn."""
-    row = me.conns[fd]
-    if row[FLAGS] & WAITS == 0:
-        row[FLAGS] |= WAITS
-        me.again[0] += 1
-        me.again[me.again[0]] = fd
-
-
-@nb.njit
 def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
     """Read what has come, and answer the requests that are whole. The connection may be closed afterwards."""
     row = me.conns[fd]
@@ -202,7 +225,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 end(me, fd, False)
                 return
             if answered == PIPELINED and left > 0:
-                _wait_for_turn(me, fd)
+                wait_for_turn(me, fd)
                 return
             if left == 0:
                 row[DEADLINE_NS] = now + me.limits[IDLE_NS]
@@ -213,7 +236,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 yield_to_requests(me, fd, BUSY)
                 return
             if came >= LARGE_TURN and row[FLAGS] & MAY_READ:
-                _wait_for_turn(me, fd)
+                wait_for_turn(me, fd)
                 return
             if row[FLAGS] & MAY_READ == 0:
                 if row[FLAGS] & ENDED or (left == 0 and me.shared[MODE] >= FINISH):
@@ -229,6 +252,9 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 end(me, fd, True)
             return
         elif row[STATE] == SENDING:
+            return
+        elif row[STATE] == HTTP2:
+            call_at(me.http2, me.at, FRAMES, fd, now, 0, 0)
             return
         else:
             yield_to_requests(me, fd, -used)

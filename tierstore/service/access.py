@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
@@ -25,7 +24,6 @@ from tierstore.formats.names import DataDirectory
 from tierstore.service.addresses import is_address, parse_listen
 
 logger = logging.getLogger(__name__)
-AUTHORIZATION = "authorization"
 ANY_NAME = "*"
 
 
@@ -88,30 +86,24 @@ class Access:
             return self.tokens.of_certificate(names)
         return self.tokens.principal(authorization)
 
-    def of_call(self, action: Action, metadata: Sequence[Any], names: Callable[[], Sequence[str]]) -> Principal:
+    def of_call(self, action: Action, authorizations: Sequence[bytes], names: Sequence[str]) -> Principal:
         """The caller of a gRPC call that does `action`; Forbidden where it may not, whichever model it concerns.
 
-        `metadata` are entries with `key` and `value`; `names` reads the names of its certificate.
+        `authorizations` are the values of that entry of its metadata, `names` those of its certificate.
         """
         if action is Action.OPEN:
             return NOBODY
         try:
             if action is Action.ADMIN:
                 self.check_listener(admin=False)
-            principal = self._of_metadata(metadata, names)
+            if len(authorizations) > 1:
+                raise Unauthorized("expected one entry of authorization")
+            principal = self.principal(authorizations[0] if authorizations else None, names)
             principal.check_role(action)
         except Forbidden as error:
             self.count(error)
             raise
         return principal
-
-    def _of_metadata(self, metadata: Sequence[Any], names: Callable[[], Sequence[str]]) -> Principal:
-        if not self.tokens.required:
-            return LOCAL
-        values = [entry.value for entry in metadata if entry.key == AUTHORIZATION]
-        if not values and self.by_certificate:
-            return self.principal(None, names())
-        return self.tokens.principal(values[0] if len(values) == 1 else None)
 
     def check_listener(self, admin: bool) -> None:
         """Forbidden for an admin request that has not come by the listener of admin requests, where there is one."""

@@ -112,3 +112,17 @@ def url_of(sock: socket.socket, scheme: str) -> str:
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     return f"{scheme}://{host_port(*sock.getsockname()[:2])}"
+
+
+def host_name(value: str) -> str | None:
+    """The name in a Host header (`name`, `name:port`, `[v6]`, `[v6]:port`), or None if it is malformed."""
+    if value.startswith("["):
+        name, bracket, port = value[1:].partition("]")
+        if not bracket or (port and not port.startswith(":")):
+            return None
+        port = port[1:]
+    else:
+        name, _, port = value.partition(":")
+    if not name or (port and not (port.isascii() and port.isdigit())):
+        return None
+    return name

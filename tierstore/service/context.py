@@ -65,11 +65,9 @@ class PlanIndex(Protocol):
         self,
         model: str,
         view: Any,
-        parsed: Any,
         version: int | str | None,
-        text: memoryview,
         plan: Any,
-        answer: Any,
+        lesson: Any,
         refusal: bytes | None = None,
     ) -> None: ...
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None: ...
@@ -126,7 +124,8 @@ class Service:
         self.reactors: Part | None = None  # where HTTP is served
         self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
         self.plans: PlanIndex | None = None  # of the reactors, where they serve
-        self.grpc: Part | None = None  # where gRPC is served
+        self.grpc: Part | None = None  # where gRPC is served on a port of its own
+        self.calls: Part | None = None  # of gRPC on the HTTP port
         self._closing = threading.Lock()
         store.observers.extend([self.freshness, self.fronts])
 
@@ -158,14 +157,14 @@ class Service:
 
     def parts(self) -> list[Part]:
         """The parts that this service has."""
-        there = [part for part in (self.connection_limit, self.reactors, self.grpc) if part is not None]
+        there = [part for part in (self.connection_limit, self.reactors, self.grpc, self.calls) if part is not None]
         return [self.access, *there, *self.sources.values()]
 
     def refresh(self) -> None:
         """Bring the stats up to now. Any thread."""
         self.store.epochs.collect()
 
-    def absorb(self, version: tuple[str, int] | None, new: Any, highest: Any) -> None:
+    def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
         """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). None: rows for fronts. Any thread."""
         seconds = Histogram(REQUEST_BOUNDS_S)
         buckets = np.add.reduceat(new[kernel.BUCKETS_FROM :], latency.COARSE_FROM)
@@ -173,15 +172,17 @@ class Service:
         if version is None:
             self.request_times.absorb("upstream", "ok", seconds)
             return
+        protocol, model, number = version
         if new[kernel.REFUSALS] or new[kernel.FULL_REFUSALS]:
-            self._absorb_refused(*version, new)
+            self._absorb_refused(protocol, model, number, new)
         self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
-        self.request_times.absorb("oip_http", "ok", seconds)
+        self.request_times.absorb(protocol, "ok", seconds)
         spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
         spent.lookup_ns = spent.inference_ns
-        self.inference_stats.absorb(*version, int(new[kernel.SUCCESSES]), seconds, spent, int(highest[kernel.LAST_MS]))
+        done, last_ms = int(new[kernel.SUCCESSES]), int(highest[kernel.LAST_MS])
+        self.inference_stats.absorb(model, number, done, seconds, spent, last_ms)
 
-    def _absorb_refused(self, model: str, version: int, new: Any) -> None:
+    def _absorb_refused(self, protocol: str, model: str, version: int, new: Any) -> None:
         """Count predictions that reactors have refused."""
         waits, full, took_ns = (int(new[word]) for word in (kernel.REFUSALS, kernel.FULL_REFUSALS, kernel.REFUSAL_NS))
         seconds = Histogram(REQUEST_BOUNDS_S)
@@ -191,7 +192,7 @@ class Service:
         self.shed.count("queue_wait", waits)
         self.shed.count("queue_full", full)
         self.lookup_pool.rejected += full
-        self.request_times.absorb("oip_http", "overloaded", seconds)
+        self.request_times.absorb(protocol, "overloaded", seconds)
         self.inference_stats.failed(model, version, took_ns, "overloaded", waits + full)
 
     def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:

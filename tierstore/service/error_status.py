@@ -46,6 +46,10 @@ class Cancelled(TierstoreError):
     """The client cancelled the call and waits for no answer. Over gRPC alone."""
 
 
+class MessageTooLarge(TooLarge):
+    """A message beyond the bound of messages. Over gRPC alone."""
+
+
 class _Status(NamedTuple):
     http: int
     grpc: str  # name of a grpc.StatusCode, as grpcio may not be installed
@@ -61,6 +65,7 @@ _STATUS: tuple[tuple[type[Exception], _Status], ...] = (
     (Unauthorized, _Status(401, "UNAUTHENTICATED")),
     (Forbidden, _Status(403, "PERMISSION_DENIED")),
     (Conflict, _Status(409, "FAILED_PRECONDITION")),
+    (MessageTooLarge, _Status(413, "RESOURCE_EXHAUSTED")),
     (TooLarge, _Status(413, "INVALID_ARGUMENT")),
     (DeadlineExceeded, _Status(504, "DEADLINE_EXCEEDED")),
     (NotReady, _Status(400, "UNAVAILABLE")),

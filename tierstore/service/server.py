@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import os
 import signal
 import socket
 import sys
@@ -32,13 +33,14 @@ from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
-from tierstore.service.http.handoff import Handoff
+from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors, check_threads
+from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
 
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
-GRPC_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection")
+GRPC_PACKAGES = ("grpc",)
 TOKENS_POLL_S = 1.0  # certificates as well
 COMPILED_POLL_S = 0.1
 ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
@@ -111,6 +113,7 @@ class HttpService:
         self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
         self._listeners = self._make_listeners()
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
+        self.service.calls = self._calls = Calls(self.service, self._allowed.add)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
         self._exit_bound: ExitBound | None = None
@@ -130,6 +133,10 @@ class HttpService:
         return listeners
 
     def _add_grpc(self, port: int) -> None:
+        # grpcio's core has two ways to read connections. With the older one, the thread that waits for the next event reads
+        # them itself, without threads of the core: a third less processor time a call (docs/decisions/grpc.md). The variable
+        # is read when the core is first used in a process; a value that is set already stays.
+        os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
         from tierstore.service.rpc.server import GrpcServer
 
         try:
@@ -196,6 +203,7 @@ class HttpService:
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         if not serving.done():
+            beside.append(asyncio.ensure_future(self._calls.report_when(lambda: self.service.ready)))
             if self._grpc is not None:
                 self._grpc.start()
                 beside.append(asyncio.ensure_future(self._grpc.report_when(lambda: self.service.ready)))
@@ -226,7 +234,8 @@ class HttpService:
         return [asyncio.ensure_future(self._start_reactors_after(compilation, listener))]
 
     def _start_reactors(self) -> None:
-        self._reactors.start(self._socket, self._handoff)
+        streams = Requests(self._handoff, self._calls)
+        self._reactors.start(self._socket, self._handoff, streams, self._calls.streaming)
         self.service.store.publish_words()
         self.service.reactors_state = "running"
 
@@ -269,9 +278,10 @@ class HttpService:
         """Wait until the reactors have answered the requests in progress."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINISH_S):
-                while self._handoff.busy or not self._reactors.idle:
+                while self._handoff.busy or self._calls.busy or not self._reactors.idle:
                     await asyncio.sleep(0.01)
         self._handoff.cut_off()
+        self._calls.cut_off()
 
     def _drain(self, drain_s: float) -> None:
         if self._draining:
@@ -281,6 +291,7 @@ class HttpService:
         if self._exit_bound is not None:
             self._exit_bound.start(drain_s + 2 * FINISH_S)  # the server's requests, then the reactors'
         self._reactors.drain()
+        self._calls.drain()
         if self._grpc is not None:
             self._grpc.drain()
         if drain_s > 0:
@@ -297,6 +308,7 @@ class HttpService:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait
         self._server.should_exit = True
+        self._calls.stop()
         if self._grpc is not None:
             self._grpc.stop(FINISH_S)
 

@@ -1,5 +1,7 @@
 """What reactors hand off to Python: whole requests, whose answers go back to them, and connections, which may go back too.
 
+Of HTTP/2 it is streams (`reactor/streams.py`): those of gRPC go on to their own receiver, any other is a request as well.
+
 A request goes to the application as from the HTTP server, but without that server: the reactor has checked its head, so it
 is only split. A connection is served by the HTTP server from its first byte on, and goes back when it is answered and
 nothing more has come (`connection.py`). Event loop only, but that threads answer the requests that were left to them.
@@ -16,9 +18,11 @@ from collections.abc import Callable, MutableMapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
+from urllib.parse import unquote
 
-from tierstore.errors import Closed
+from tierstore.errors import Closed, TooLarge
 from tierstore.kernels import reactor_words as kernel
+from tierstore.service.addresses import is_on_host
 from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
@@ -26,7 +30,9 @@ from tierstore.service.http.messages import (
     FAILED,
     LATER,
     LEFT,
+    PEER,
     UNPLANNED,
+    Peer,
     Response,
     Scope,
     error_for_path,
@@ -35,6 +41,7 @@ from tierstore.service.http.middleware import CUT_OFF, DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
 from tierstore.service.reactor.reactors import Reactors
 from tierstore.service.reactor.reply import Reply
+from tierstore.service.reactor.streams import Stream, StreamReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +58,83 @@ class ConnectionServer(Protocol):
     def adopt(self, sock: socket.socket, data: bytes, *, refused: bool) -> None: ...
 
 
+class Answer:
+    """Where the answer to a request goes: to its connection, as HTTP/1.1. Any thread."""
+
+    def __init__(self, handoff: Handoff, reply: Reply) -> None:
+        self._handoff, self._reply = handoff, reply
+
+    def send(self, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
+        handoff, reply = self._handoff, self._reply
+        head = [_STATUS_LINES[status]]
+        for name, value in (*handoff.default_headers, *headers):
+            head += (name, b": ", value, b"\r\n")
+        closes = reply.closes or handoff.ending or (handoff.draining and reply.is_last)
+        if closes:
+            head.append(b"connection: close\r\n")
+        head.append(b"\r\n")
+        pieces: list[bytes | memoryview] = [b"".join(head), *(chunk for chunk in chunks if len(chunk))]
+        size = sum(map(len, pieces))
+        if size <= _JOINED_BYTES:
+            reply.send_copy(b"".join(pieces), closes=closes)
+            return
+        reply.send(pieces, handoff.hold(size), closes=closes)  # held until it is sent, however slowly the client reads
+
+    def drop(self) -> None:
+        """There is no answer."""
+        self._reply.drop()
+
+
+class StreamAnswer(Answer):
+    """The same, to a stream of HTTP/2."""
+
+    def __init__(self, handoff: Handoff, stream: Stream) -> None:
+        self._handoff, self._stream = handoff, stream
+
+    def send(self, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
+        if self._stream.method == b"HEAD":
+            chunks = []
+        self._stream.respond(status, [*self._handoff.default_headers, *headers], chunks)
+
+    def drop(self) -> None:
+        self._stream.reset()
+
+
+class Requests:
+    """Receives streams: those of gRPC are for `calls`, the others are whole requests for `handoff`. Event loop only."""
+
+    def __init__(self, handoff: Handoff, calls: StreamReceiver | None) -> None:
+        self._handoff, self._calls = handoff, calls
+
+    def request(self, stream: Stream, body: bytes) -> None:
+        if not is_grpc(stream):
+            self._handoff.stream(stream, body)
+        elif self._calls is not None:
+            self._calls.request(stream, body)
+        else:
+            stream.respond(200, [(b"content-type", b"application/grpc"), (b"grpc-status", b"12")])
+
+    def opened(self, stream: Stream) -> None:
+        if self._calls is not None:
+            self._calls.opened(stream)
+
+    def data(self, stream: Stream, data: bytes) -> None:
+        if self._calls is not None:
+            self._calls.data(stream, data)
+
+    def ended(self, stream: Stream) -> None:
+        if self._calls is not None:
+            self._calls.ended(stream)
+
+    def lost(self, stream: Stream) -> None:
+        if self._calls is not None and is_grpc(stream):
+            self._calls.lost(stream)
+
+
+def is_grpc(stream: Stream) -> bool:
+    return any(name == b"content-type" and value.startswith(b"application/grpc") for name, value in stream.headers)
+
+
 class Handoff:
     """From `reactors` to the application `app`, and to `server` for anything that is not a request for it."""
 
@@ -59,7 +143,7 @@ class Handoff:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         # guarded by _lock
-        self._left: dict[Reply, Scope] = {}  # requests that a thread may answer
+        self._left: dict[Answer, Scope] = {}  # requests that a thread may answer
         self._cut = False  # whether the time for all requests is over
         self.draining = False  # whether answers end connections on which nothing more has come
         self.ending = False  # whether answers end their connections
@@ -68,7 +152,14 @@ class Handoff:
     def busy(self) -> bool:
         """Whether a request is in progress, or its answer is not sent."""
         reactors = self._reactors
-        return bool(self._tasks or self._left or reactors.lanes or reactors.sending or reactors.unsent_bytes)
+        return bool(
+            self._tasks
+            or self._left
+            or reactors.lanes
+            or reactors.sending
+            or reactors.unsent_bytes
+            or len(reactors.streams)
+        )
 
     def connection(self, sock: socket.socket, data: bytes) -> None:
         self._server.adopt(sock, data, refused=False)
@@ -77,16 +168,12 @@ class Handoff:
         self._server.adopt(sock, b"", refused=True)
 
     def request(self, reply: Reply, data: bytes) -> None:
-        if self._cut and reply.error is None:
-            reply.drop()
-            return
         end = data.index(b"\r\n\r\n")
         first, *lines = data[:end].split(b"\r\n")
         headers: Head = []
         for line in lines:
             name, _, value = line.partition(b":")
             headers.append((name.lower(), value.strip(b" \t")))
-        now_ns = time.perf_counter_ns()
         scope: Scope = {
             "type": "http",
             "http_version": first[-3:].decode(),
@@ -94,27 +181,65 @@ class Handoff:
             "path": first[5:-9].decode(),
             "query_string": b"",
             "headers": headers,
-            ARRIVED: reply.began_ns or now_ns,
+            ARRIVED: reply.began_ns or time.perf_counter_ns(),
             CONNECTION: reply,
             UNPLANNED: reply.reason in (kernel.NO_PLAN, kernel.ACCESS),
-            LATER: partial(self._answer_left, reply),
         }
         if reply.error is not None:
             scope[FAILED] = reply.error
-        body = memoryview(data)[end + 4 :]
-        self._left[reply] = scope
-        response = self._app.at_once(scope, body)
-        if LEFT in scope:
+        self._begin(Answer(self, reply), scope, memoryview(data)[end + 4 :])
+
+    def stream(self, stream: Stream, body: bytes) -> None:
+        """A whole request of HTTP/2."""
+        path, _, query = stream.path.partition(b"?")
+        headers = stream.headers
+        if all(name != b"host" for name, _ in headers):
+            headers = [(b"host", stream.authority), *headers]
+        with stream.connection() as connection:
+            on_host = connection is not None and is_on_host(connection)
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "2",
+            "scheme": "http",
+            "method": stream.method.decode(),
+            "path": unquote(path.decode()),
+            "raw_path": path,
+            "root_path": "",
+            "query_string": query,
+            "headers": headers,
+            "state": {},
+            ARRIVED: stream.arrived_ns,
+            CONNECTION: stream,
+            PEER: Peer(False, stream.peer_names, on_host),
+        }
+        answer = StreamAnswer(self, stream)
+        if stream.too_large:
+            error = scope[ERROR] = TooLarge("the body has more bytes than are allowed")
+            response = error_for_path(scope["path"], error)
+            answer.send(response.status, *response.pieces())
             return
-        del self._left[reply]
-        if response is not None:
-            self._answer(reply, response.status, *response.pieces())
+        self._begin(answer, scope, memoryview(body))
+
+    def _begin(self, answer: Answer, scope: Scope, body: memoryview) -> None:
+        if self._cut and FAILED not in scope:
+            answer.drop()
             return
-        task = asyncio.get_running_loop().create_task(self._answer_later(reply, scope, body))
+        if scope["method"] == "POST":
+            scope[LATER] = partial(self._answer_left, answer)
+            self._left[answer] = scope
+            response = self._app.at_once(scope, body)
+            if LEFT in scope:
+                return
+            del self._left[answer]
+            if response is not None:
+                answer.send(response.status, *response.pieces())
+                return
+        task = asyncio.get_running_loop().create_task(self._answer_later(answer, scope, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _answer_left(self, reply: Reply, response: Response | None) -> bool:
+    def _answer_left(self, reply: Answer, response: Response | None) -> bool:
         """Answer a request that was left to a thread; None: nobody waits for that. Returns whether it was not answered yet. Any thread."""
         with self._lock:
             if self._left.pop(reply, None) is None:
@@ -122,7 +247,7 @@ class Handoff:
             if response is None:
                 reply.drop()
             else:
-                self._answer(reply, response.status, *response.pieces())
+                reply.send(response.status, *response.pieces())
             return True
 
     def cut_off(self) -> None:
@@ -135,7 +260,7 @@ class Handoff:
             reply.error = Closed(CUT_OFF)
             self.request(reply, data)
 
-    async def _answer_later(self, reply: Reply, scope: Scope, body: memoryview) -> None:
+    async def _answer_later(self, reply: Answer, scope: Scope, body: memoryview) -> None:
         """Have the application answer as any ASGI server would."""
         status, headers, chunks = 0, [], []
 
@@ -154,25 +279,16 @@ class Handoff:
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
         if status:
-            self._answer(reply, status, headers, chunks)
+            reply.send(status, headers, chunks)
         else:
             reply.drop()
 
-    def _answer(self, reply: Reply, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
-        head = [_STATUS_LINES[status]]
-        for name, value in (*self._server.default_headers, *headers):
-            head += (name, b": ", value, b"\r\n")
-        closes = reply.closes or self.ending or (self.draining and reply.is_last)
-        if closes:
-            head.append(b"connection: close\r\n")
-        head.append(b"\r\n")
-        pieces: list[bytes | memoryview] = [b"".join(head), *(chunk for chunk in chunks if len(chunk))]
-        size = sum(map(len, pieces))
-        if size <= _JOINED_BYTES:
-            reply.send_copy(b"".join(pieces), closes=closes)
-            return
-        self._inflight.hold(size)  # until it is sent, however slowly the client reads
-        reply.send(pieces, self._release(size), closes=closes)
+    @property
+    def default_headers(self) -> Head:
+        """Headers of every response."""
+        return self._server.default_headers
 
-    def _release(self, size: int) -> Callable[[], None]:
-        return lambda: self._inflight.release(size)
+    def hold(self, size: int) -> Callable[[], None]:
+        """Count so many bytes of an answer; what is returned is called when it has left."""
+        self._inflight.hold(size)
+        return partial(self._inflight.release, size)

@@ -23,7 +23,7 @@ from tierstore.access.rules import of_http
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
 from tierstore.service.access import Access
-from tierstore.service.addresses import host_port
+from tierstore.service.addresses import host_name, host_port
 from tierstore.service.error_status import message_of
 from tierstore.service.http.messages import (
     ARRIVED,
@@ -52,20 +52,6 @@ _HEALTH = ("/v2/health/live", "/v2/health/ready")
 _JOB = re.compile("/admin/jobs/[^/]+")
 _SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 _CHECKED = "tierstore.checked"  # in a scope: `at_once` has found that the request may pass
-
-
-def host_name(value: str) -> str | None:
-    """The name in a Host header (`name`, `name:port`, `[v6]`, `[v6]:port`), or None if it is malformed."""
-    if value.startswith("["):
-        name, bracket, port = value[1:].partition("]")
-        if not bracket or (port and not port.startswith(":")):
-            return None
-        port = port[1:]
-    else:
-        name, _, port = value.partition(":")
-    if not name or (port and not (port.isascii() and port.isdigit())):
-        return None
-    return name
 
 
 class DataApp(Protocol):

@@ -54,6 +54,7 @@ from tierstore.service.oip.json_request import (
 )
 from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.oip.parameters import version_of
+from tierstore.service.reactor.lessons import HttpLesson
 from tierstore.service.reactor.scorings import can_score
 
 _BINARY = b"application/octet-stream"
@@ -150,12 +151,12 @@ class InferMessage:
         plan, view, batches = inference.plan, inference.view, self._service.batches
         if b"content-encoding" in self._headers:
             return
-        fits = not batches.waits and can_score(self._parsed, plan, self._layout, view.predictor)
+        text = self._body[: len(self._body) - len(tail)]
+        lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
+        fits = not batches.waits and can_score(lesson, plan, view.predictor)
         if plan.dense is not None and batches.max_items and not fits:  # what is joined in Python waits in another way
             return
-        text = self._body[: len(self._body) - len(tail)]
-        refusal = None if plan.dense is None else _REFUSAL
-        plans.learn(self.model, view, self._parsed, self.version, text, plan, self._layout, refusal)
+        plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)
 
     def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
         parsed, joined = self._parsed, None

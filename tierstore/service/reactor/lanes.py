@@ -24,8 +24,12 @@ URGENT_S = 0.002
 OTHERS_S = 0.004
 CONNECTION_S = 0.0005  # what a connection costs in later turns
 _HEAD_BYTES = 32
-_HEALTH = re.compile(rb"GET /v2/health/(?:live|ready)[ ?]")
-_URGENT = re.compile(rb"[A-Z]+ /(?!v[12]/models/)")
+_STREAM_HEAD_BYTES = 56  # a block of HTTP/2 has room for as many, whatever its head
+_HEALTH = re.compile(
+    rb"GET /v2/health/(?:live|ready)[ ?\n]"
+    rb"|POST /(?:grpc\.health\.v1\.Health/Check|inference\.GRPCInferenceService/Server(?:Live|Ready))\n"
+)
+_URGENT = re.compile(rb"[A-Z]+ /(?!v[12]/models/|inference\.|tensorflow\.)")
 
 
 class Lanes:
@@ -81,6 +85,8 @@ class Lanes:
 
 
 def _head_of(message: Message) -> bytes:
-    """How the first request of a connection begins; nothing for any other message."""
+    """How the first request of a connection begins, or a whole request of HTTP/2; nothing for any other message."""
     what, _, at, size = message
+    if what & 255 == kernel.STREAM_REQUEST:
+        return ctypes.string_at(at + 8, _STREAM_HEAD_BYTES)
     return ctypes.string_at(at, min(size, _HEAD_BYTES)) if size and what & 255 == kernel.CONNECTION else b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tierstore.kernels import binding, lookupplan, reactor, request_record, sysio
+from tierstore.kernels import binding, h2words, lookupplan, reactor, request_record, sysio
 from tierstore.kernels import reactor_words as kernel
 
 _LINE = 64  # bytes of a cache line
@@ -12,7 +12,7 @@ _LINE = 64  # bytes of a cache line
 
 def areas() -> tuple[int, ...]:
     """Bytes of each area of a reactor's own memory: events, messages, received bytes, an answer, states, scratch, date; then a request's
-    record, its structure, its run, the values of its answer, and the codes of its strings."""
+    record, its structure, its run, the values of its answer, the codes of its strings; and of HTTP/2 a header list, and frames that leave."""
     sizes = (
         kernel.EVENTS * sysio.EVENT_BYTES,
         kernel.MESSAGES * 8 * kernel.MESSAGE_WORDS,
@@ -26,6 +26,8 @@ def areas() -> tuple[int, ...]:
         binding.RUN_BYTES,
         binding.VALUES_BYTES,
         8 * lookupplan.MOST_KEYS,
+        h2words.WORK_BYTES,
+        kernel.FRAMES_BYTES,
     )
     return tuple(-(-size // _LINE) * _LINE for size in sizes)
 

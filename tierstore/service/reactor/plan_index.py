@@ -24,24 +24,16 @@ from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import CANARY, STABLE
 from tierstore.engine.serving.words import can_be_read, labels_word
-from tierstore.kernels import binding, front_rows, jsonscan, plansearch, request_record
+from tierstore.kernels import binding, front_rows, plansearch, request_record
 from tierstore.kernels import lookupplan as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.httpdate import DATE_PLACE
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.limits.rates import RateLimits
-from tierstore.service.oip.json_request import InferRequest
-from tierstore.service.oip.json_response import ResponseLayout
 from tierstore.service.reactor.count_rows import CountRows, Counts
-from tierstore.service.reactor.plan_words import (
-    address,
-    answer_pieces,
-    is_runnable,
-    prediction_words,
-    score_pieces,
-    variant_words,
-)
+from tierstore.service.reactor.lessons import Lesson
+from tierstore.service.reactor.plan_words import address, is_runnable, prediction_words, variant_words
 from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
 from tierstore.types import Tier
 
@@ -55,7 +47,7 @@ _DIGITS = b"-" * front_rows.DIGITS
 
 Words = npt.NDArray[np.int64]
 Place = tuple[bytes, bytes, int]  # path, structure, form
-Version = tuple[str, int]
+Version = tuple[str, str, int]  # a protocol, a model, its version
 
 
 class _Variant:
@@ -147,17 +139,15 @@ class PlanIndex:
         self,
         model: str,
         view: Any,
-        parsed: InferRequest,
         version: int | str | None,
-        text: memoryview,
         plan: Plan,
-        answer: ResponseLayout,
+        lesson: Lesson,
         refusal: bytes | None = None,
     ) -> None:
         """Keep how requests of `model` that have the structure of this one are answered under `view`, if a reactor can do it.
 
-        `text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs. `refusal`: of a prediction, which
-        a reactor refuses with these bytes where it would wait too long; `DATE_PLACE` is in them for the date. Else it begins it, if it can.
+        `version` is the one that the request names. `refusal`: of a prediction, which a reactor refuses with these bytes where it would
+        wait too long; `DATE_PLACE` is in them for the date. Else it begins it, if it can.
         """
         if plan.dense is not None and refusal is None:
             return
@@ -165,13 +155,12 @@ class PlanIndex:
         token, slot = publisher.token(view), self._epochs.slot(model)
         if token is None or slot is None:
             return
-        path = _path(model, version)
         wanted, served = _wanted(version), publisher.served
         labelled = labels_word(served) if wanted == layout.BY_LABEL else 0
         if labelled and served.labels.get(version) != plan.version:  # it has moved since
             return
         with self._lock:
-            place = self._place(path, text)
+            place = self._place(lesson)
             if (
                 place is None
                 or self._knows(place, token, labelled)
@@ -179,12 +168,12 @@ class PlanIndex:
                 or not self._has_time()
             ):
                 return
-            of = model, plan.version
+            of = lesson.protocol, model, plan.version
             if refusal is not None:
-                new = self._predicting(token, view, parsed, plan, answer, refusal, place[0], of)
+                new = self._predicting(token, view, plan, lesson, refusal, of)
                 new = new or self._refusing(token, refusal, of)
             else:
-                new = self._variant(token, view, parsed, plan, answer, of)
+                new = self._variant(token, view, plan, lesson, of)
             if new is None:
                 self._unfit[place, token] = None
                 if len(self._unfit) > _MOST_UNFIT:
@@ -211,11 +200,10 @@ class PlanIndex:
             variant = _Variant(token, words, None, [cascade.counts], head)
             self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
 
-    def _place(self, path: bytes, text: memoryview) -> Place | None:
-        """Where requests of the structure of a JSON are found; None where reactors do not know its form. Called with the lock held."""
-        data = np.frombuffer(text, np.uint8)
-        size = jsonscan.scan(address_of(data), len(data), address_of(self._record), address_of(self._structure))
-        return (path, self._structure[:size].tobytes(), layout.TENSORS) if size else None
+    def _place(self, lesson: Lesson) -> Place | None:
+        """Where requests of a lesson's structure are found; None where reactors do not know its form. Called with the lock held."""
+        size = lesson.scan(address_of(self._record), address_of(self._structure))
+        return (lesson.path, self._structure[:size].tobytes(), lesson.form) if size else None
 
     def _has_time(self) -> bool:
         """Whether one more may be learned now; it counts. Called with the lock held."""
@@ -306,28 +294,18 @@ class PlanIndex:
         return _Variant(token, words, version, [], refusal)
 
     def _predicting(
-        self,
-        token: int,
-        view: Any,
-        parsed: InferRequest,
-        plan: Plan,
-        answer: ResponseLayout,
-        refusal: bytes,
-        path: bytes,
-        version: Version,
+        self, token: int, view: Any, plan: Plan, lesson: Lesson, refusal: bytes, version: Version
     ) -> _Variant | None:
         """None where a reactor cannot begin it, or a table or its counts are out of its reach. Called with the lock held."""
         tables, session = view.open_version.tables, view.predictor
-        if not can_score(parsed, plan, answer, session) or not all(
-            can_be_read(tables[call.table.name]) for call in plan.calls
-        ):
+        if not can_score(lesson, plan, session) or not all(can_be_read(tables[call.table.name]) for call in plan.calls):
             return None
         number = next(self._numbers)
         try:
-            scoring, parts = scoring_words(number, parsed, plan, session)
+            scoring, parts = scoring_words(number, lesson.request, plan, session)
         except Unfit:
             return None
-        pieces = score_pieces(parts[2], answer)
+        pieces = lesson.score_pieces(parts[2])
         counts = [tables[call.table.name].counts for call in plan.calls]
         rows = None if pieces is None else self._count_rows(version, counts)
         if pieces is None or rows is None:
@@ -335,26 +313,24 @@ class PlanIndex:
         words, kept = prediction_words(token, plan, pieces, view, rows, _refusal_words(refusal), scoring)
         new = _Variant(token, words, version, counts, refusal, parts, *kept)
         new.scoring = number
-        self.scorings[number] = scoring_of(path.decode(), version[0], plan, session, parts)
+        self.scorings[number] = scoring_of(lesson.path.decode(), version[1], plan, session, parts)
         return new
 
-    def _variant(
-        self, token: int, view: Any, parsed: InferRequest, plan: Plan, answer: ResponseLayout, version: Version
-    ) -> _Variant | None:
+    def _variant(self, token: int, view: Any, plan: Plan, lesson: Lesson, version: Version) -> _Variant | None:
         """None where a reactor cannot answer, or a table or its counts are out of its reach."""
         tables = view.open_version.tables
-        if not is_runnable(parsed, plan, answer) or not all(
-            can_be_read(tables[call.table.name]) for call in plan.calls
-        ):
+        if not is_runnable(plan) or not lesson.is_binary():
             return None
-        pieces = answer_pieces(plan, answer)
+        if not all(can_be_read(tables[call.table.name]) for call in plan.calls):
+            return None
+        pieces = lesson.pieces(plan)
         if pieces is None:
             return None
         counts = [tables[call.table.name].counts for call in plan.calls]
         rows = self._count_rows(version, counts)
         if rows is None:
             return None
-        words, kept = variant_words(token, plan, pieces, view, rows)
+        words, kept = variant_words(token, plan, lesson.form, pieces, view, rows)
         return _Variant(token, words, version, counts, *kept)
 
     def collect(self) -> None:
@@ -382,8 +358,3 @@ def _wanted(version: int | str | None) -> int:
     if isinstance(version, int):
         return layout.ONE_VERSION
     return {STABLE: layout.STABLE, CANARY: layout.ONLY_CANARY}.get(version, layout.BY_LABEL)
-
-
-def _path(model: str, version: int | str | None) -> bytes:
-    of = "" if version is None else f"versions/{version}/"
-    return f"/v2/models/{model}/{of}infer".encode()

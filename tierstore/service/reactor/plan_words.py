@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -14,16 +14,12 @@ from tierstore.kernels import lookupplan as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.pool import combiner_code
-from tierstore.kernels.scoring import SCORE_RANK, SCORE_SIZES
 from tierstore.predict.binding import ALIGNMENT
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
-from tierstore.service.dataplane.plan import Call, Plan, Request
-from tierstore.service.oip.json_request import InBody, InferRequest
-from tierstore.service.oip.json_response import ResponseLayout
+from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
 
 FOUND = ".found"
-_PLACES = 1 << 61  # a number that stands for a value in the text of an answer, and those behind it for others
-_PLACE = re.compile(rb"(23058430092136[0-9]{5})")
+Pieces = list[tuple[bytes, int]]  # of an answer: texts, each with what its writer puts behind it, or NONE
 
 
 def address(data: bytes) -> int:
@@ -32,18 +28,19 @@ def address(data: bytes) -> int:
 
 
 def variant_words(
-    token: int, plan: Plan, pieces: list[tuple[bytes, int]], view: Any, counts: list[int]
+    token: int, plan: Plan, form: int, pieces: Pieces, view: Any, counts: list[int]
 ) -> tuple[list[int], list[object]]:
-    """(the words, what they point to), of look-ups. `pieces` are those of the answer; `counts` says where version and tables are counted."""
+    """(the words, what they point to), of look-ups. `pieces` are those of an answer of the `form`; `counts` says where version and tables are counted."""
     rows = [(call.rows[0], plan.specs[call.rows[0]].datatype == "FP16") if call.rows else None for call in plan.calls]
     elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
-    return _variant_words(token, plan, pieces, view, counts, rows, elements, {binding.ALIGNMENT: 1})
+    more = {binding.ALIGNMENT: 1, binding.FRAMED: int(form == layout.MESSAGE)}
+    return _variant_words(token, plan, pieces, view, counts, rows, elements, more)
 
 
 def prediction_words(
     token: int,
     plan: Plan,
-    pieces: list[tuple[bytes, int]],
+    pieces: Pieces,
     view: Any,
     counts: list[int],
     refusal: dict[int, int],
@@ -63,7 +60,7 @@ def prediction_words(
 def _variant_words(
     token: int,
     plan: Plan,
-    pieces: list[tuple[bytes, int]],
+    pieces: Pieces,
     view: Any,
     counts: list[int],
     rows: list[tuple[int, bool] | None],
@@ -94,60 +91,22 @@ def _variant_words(
     return words, [pieces, parts]
 
 
-def is_runnable(parsed: InferRequest, plan: Plan, answer: ResponseLayout) -> bool:
-    """Whether a reactor can answer requests of this structure, whatever their sizes."""
-    if plan.dense is not None or plan.numbers is not None or not isinstance(parsed.request, Request):
-        return False
-    if answer.header is None or answer.tail_bytes is None or answer.spans:
-        return False
-    if any(place is None for place in answer.positions) or not all(type(source) is InBody for source in parsed.sources):
+def is_runnable(plan: Plan) -> bool:
+    """Whether a reactor can answer requests of this plan's structure, whatever their sizes."""
+    if plan.dense is not None or plan.numbers is not None:
         return False
     # strings that nothing is asked of are checked by Python
     return not any(call.spec.datatype == BYTES and not call.rows and not call.found for call in plan.calls)
 
 
-def answer_pieces(plan: Plan, answer: ResponseLayout) -> list[tuple[bytes, int]] | None:
-    """The text of a look-up's answer in pieces: (text, the value behind it, or NONE); None where it is too long for a reactor.
-
-    Values are as `binding.py` has them. The brace that ends the text is not in it: an id may come before that.
-    """
-    shapes, sizes = [], []
-    for i, spec in enumerate(plan.specs):
-        first = _PLACES + binding.VALUE_WORDS * i
-        inner = 0 if spec.name.endswith(FOUND) else 1  # sizes that are the same for all requests
-        lead = len(spec.shape) - inner
-        shapes.append([*(first + k for k in range(lead)), *spec.shape[lead:]])
-        sizes.append(first + 2)
-    return None if any(len(spec.shape) > 3 for spec in plan.specs) else _pieces(answer, shapes, sizes)
+def leading_sizes(spec: OutputSpec) -> int:
+    """How many of an output's sizes are values of the request; those behind them are the same for all requests."""
+    return len(spec.shape) - (0 if spec.name.endswith(FOUND) else 1)
 
 
-def score_pieces(scores: npt.NDArray[np.int64], answer: ResponseLayout) -> list[tuple[bytes, int]] | None:
-    """`answer_pieces` of a prediction; `scores` are those of its scoring (`kernels/scoring.py`)."""
-    shapes = [
-        [
-            size if size >= 0 else _PLACES + binding.NAMES_FROM + ~size
-            for size in row[SCORE_SIZES : SCORE_SIZES + row[SCORE_RANK]]
-        ]
-        for row in scores.tolist()
-    ]
-    return _pieces(answer, shapes, [_PLACES + binding.SCORES_FROM + i for i in range(len(shapes))])
-
-
-def _pieces(answer: ResponseLayout, shapes: list[list[int]], sizes: list[int]) -> list[tuple[bytes, int]] | None:
-    text = answer.text_with(shapes, sizes)
-    parts = _PLACE.split(text[:-1])
-    values = [int(number) - _PLACES for number in parts[1::2]]
-    wanted = [
-        number - _PLACES
-        for shape, size in zip(shapes, sizes, strict=True)
-        for number in (*shape, size)
-        if number >= _PLACES
-    ]
-    if values != wanted:
-        return None
-    pieces = list(zip(parts[::2], [*values, binding.NONE], strict=True))
-    room = kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * len(values)
-    return pieces if sum(map(len, parts[::2])) <= room else None
+def has_room(texts: Iterable[bytes], values: int) -> bool:
+    """Whether an answer of these texts, with so many values between them, is short enough for a reactor."""
+    return sum(map(len, texts)) <= kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * values
 
 
 def planned_words(call: Call, rows: tuple[int, bool] | None, table: int, counts: int, view: Any) -> list[int]:

@@ -22,7 +22,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +33,7 @@ from tierstore.config import Settings
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.errors import ConfigError
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import front_rows, httphead, lookupplan, reactor, sysio
+from tierstore.kernels import front_rows, httphead, lookupplan, reactor, reactor_calls, reactor_http2, sysio
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits import slow_clients
@@ -44,6 +44,7 @@ from tierstore.service.reactor.memory import areas, register
 from tierstore.service.reactor.predictions import Counted, Predictions
 from tierstore.service.reactor.reply import Reply, Sending
 from tierstore.service.reactor.scorings import Scoring
+from tierstore.service.reactor.streams import StreamReceiver, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Reactors:
         self.running = False  # from `start` on, for good
         self.sending: dict[tuple[int, int], Sending] = {}
         self.lanes = Lanes(self._serve_message)
+        self.streams = Streams(self)
         self._receiver: HandoffReceiver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[threading.Thread] = []
@@ -114,8 +116,15 @@ class Reactors:
 
     # --- from start to end
 
-    def start(self, listener: socket.socket, receiver: HandoffReceiver) -> None:
-        """Listen and serve, on the running event loop."""
+    def start(
+        self,
+        listener: socket.socket,
+        receiver: HandoffReceiver,
+        streams: StreamReceiver,
+        streaming: Sequence[bytes] = (),
+    ) -> None:
+        """Listen and serve, on the running event loop. `streaming`: paths of gRPC whose requests are given as they come."""
+        self.streams.start(streams, streaming)
         self._receiver, self._loop = receiver, asyncio.get_running_loop()
         listener.setblocking(False)
         self._outbox, outbox = self._pipe()
@@ -172,6 +181,8 @@ class Reactors:
             os.close(fd)
             for word in (kernel.IN_AT, kernel.OUT_BASE):
                 free(int(self.conns[fd, word]) or None)
+            if session := int(self.conns[fd, kernel.SESSION]):
+                reactor.free_session(session)
         self.conns[:, kernel.STATE] = kernel.FREE
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._outbox)
@@ -180,6 +191,8 @@ class Reactors:
         for what, _, value, _ in (*self.lanes.drain(), *self._left_in(self._outbox)):
             if what & 255 in (kernel.CONNECTION, kernel.REFUSED):
                 os.close(what >> 8)
+                free(value or None)
+            elif what & 255 in (kernel.STREAM_REQUEST, kernel.STREAM_OPENED, kernel.STREAM_DATA):
                 free(value or None)
         for inbox in self._inbox_ends:
             self._close_left(inbox)
@@ -191,6 +204,7 @@ class Reactors:
         for *_, sent in self.sending.values():
             sent()
         self.sending.clear()
+        self.streams.close()
         self._workers.clear()
 
     def _close_left(self, inbox: int) -> None:
@@ -198,7 +212,7 @@ class Reactors:
         for what, _, value, _ in self._left_in(inbox):
             if what & 255 == kernel.COME_BACK:
                 os.close(what >> 8)
-            elif what & 255 == kernel.BLOCK:
+            elif what & 255 in (kernel.BLOCK, kernel.STREAM_BLOCK):
                 free(value)
 
     @staticmethod
@@ -236,13 +250,28 @@ class Reactors:
         for size in areas():
             places.append(base)
             base += size
-        events, messages, buffer, answer, states, scratch, date, record, structure, bound, values, codes = places
+        (
+            events,
+            messages,
+            buffer,
+            answer,
+            states,
+            scratch,
+            date,
+            record,
+            structure,
+            bound,
+            values,
+            codes,
+            headers,
+            frames,
+        ) = places
         return kernel.Here(
-            number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
-            np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
+            0, number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
+            np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(kernel.CALL_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
             cold.free_jobs[number], cold.outbox, cold.inboxes[number], self._prediction_outbox, address_of(cold.jobs), lookupplan.run.address,
-            front_rows.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
-            scratch, record, structure, bound, values, codes, date,
+            front_rows.run.address, reactor_http2.run.address, reactor_calls.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
+            scratch, record, structure, bound, values, codes, date, headers, frames,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
@@ -274,6 +303,13 @@ class Reactors:
             at, size = self.conns[fd, [kernel.IN_AT, kernel.NEEDED]].tolist()
             yield Reply(self, number, fd, serial), ctypes.string_at(at, size)
 
+    def send_stream(self, reactor_number: int, write: Callable[[int], int]) -> None:
+        """Have `write` write to a reactor's pipe; nothing, once that is closed."""
+        with self._writing:
+            failed = write(self._inboxes[reactor_number]) if self._inboxes else 0
+        if failed:
+            raise OSError(-failed, os.strerror(-failed))
+
     def give_back(self, fd: int) -> None:
         """Give a connection back to its reactor, which owns the descriptor from now on."""
         self.notify(fd % self.threads, kernel.COME_BACK, fd, 0, 0, 0)
@@ -298,11 +334,16 @@ class Reactors:
         except BlockingIOError:
             return
         for message in _MESSAGE.iter_unpack(data):
-            what, serial, *_ = message
-            if what & 255 != kernel.SENT:
+            what, serial, value, more = message
+            if what & 255 == kernel.STREAM_SENT:
+                self.streams.serve(what & 255, what >> 8, serial, value, more)
+            elif what & 255 != kernel.SENT:
                 self.lanes.put(message)
             elif (entry := self.sending.pop((what >> 8, serial), None)) is not None:
                 entry[2]()
+        if self.words[kernel.UNTOLD]:
+            self.words[kernel.UNTOLD] = 0
+            self.streams.lose_untold()
         self.lanes.start()
 
     def _serve_message(self, message: Message) -> None:
@@ -320,6 +361,8 @@ class Reactors:
             data = ctypes.string_at(value, more) if more else b""
             free(value or None)
             receiver.connection(socket.socket(fileno=fd), data)
+        elif kind >= kernel.STREAM_REQUEST:
+            self.streams.serve(kind, what >> 8, serial, value, more)
         else:
             receiver.refused(socket.socket(fileno=fd))
 
@@ -373,7 +416,8 @@ class Reactors:
 
 def _serve(here: kernel.Here) -> None:
     request_short_slices()
-    reactor.serve(here)
+    words = kernel.words_of(here)
+    reactor.serve(address_of(words))
 
 
 def check_threads(threads: int) -> None:

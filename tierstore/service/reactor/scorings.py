@@ -17,10 +17,10 @@ from tierstore.kernels.codec import address_of
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Dim, Tensor
+from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.joining import can_join
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request
-from tierstore.service.oip.json_request import InBody, InferRequest
-from tierstore.service.oip.json_response import ResponseLayout
+from tierstore.service.reactor.lessons import Lesson
 
 Tensors = list[tuple[str, np.dtype[Any], int]]
 
@@ -47,16 +47,12 @@ class Unfit(Exception):
     """A structure that reactors cannot begin."""
 
 
-def can_score(parsed: InferRequest, plan: Plan, answer: ResponseLayout, session: DenseSession | None) -> bool:
+def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
     """Whether a reactor can begin predictions of this structure, whatever their sizes: scores alone, binary both ways, on the processor."""
     dense = plan.dense
-    if session is None or dense is None or plan.numbers is not None or not isinstance(parsed.request, Request):
+    if session is None or dense is None or plan.numbers is not None or not lesson.is_binary():
         return False
     if not session.is_on_cpu or len(plan.specs) != len(dense.positions) or any(not spec.fixed for spec in plan.specs):
-        return False
-    if answer.header is None or answer.spans or any(place is None for place in answer.positions):
-        return False
-    if any(type(source) is not InBody for source in parsed.sources):
         return False
     if any(tensor.datatype == BYTES for tensor, _ in dense.inputs):
         return False
@@ -121,12 +117,12 @@ class _Shapes:
 
 
 def scoring_words(
-    number: int, parsed: InferRequest, plan: Plan, session: DenseSession
+    number: int, request: AnyRequest, plan: Plan, session: DenseSession
 ) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
     """(the words, what they point to: checks, inputs and scores). Raises Unfit."""
     dense, bindings, shapes = plan.dense, session.bindings, _Shapes()
     assert dense is not None
-    assert isinstance(parsed.request, Request)
+    assert isinstance(request, Request)
     calls = {call.feature.name: at for at, call in enumerate(plan.calls)}
     own = {tensor.name: position for tensor, position in dense.inputs}
     for tensor in session.signature.inputs:
@@ -136,7 +132,7 @@ def scoring_words(
             shapes.add_feature(feature, at, plan.calls[at])
         else:
             of = own[tensor.name]
-            shapes.add_own(tensor, of, len(parsed.request.inputs[of].shape))
+            shapes.add_own(tensor, of, len(request.inputs[of].shape))
     scores = [shapes.score(spec, bindings.outputs[spec.name].shape) for spec in plan.specs]
     parts = [np.array(part, np.int64) for part in (shapes.checks, shapes.inputs, scores)]
     words = np.zeros(scoring.SCORING_WORDS, np.int64)

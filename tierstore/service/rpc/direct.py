@@ -29,7 +29,7 @@ from tierstore.service.exchange import Exchange
 from tierstore.service.limits import slow_clients
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.rpc.call_pool import CallPool, submitted_ns
-from tierstore.service.rpc.caller import REQUEST_ID, RpcCaller, acting_for
+from tierstore.service.rpc.caller import RpcCaller, acting_for
 from tierstore.service.rpc.grpc_core import (
     GOES_ON,
     Core,
@@ -40,16 +40,18 @@ from tierstore.service.rpc.grpc_core import (
     receive_message,
     send,
 )
-from tierstore.service.rpc.methods import (
-    ENDS,
-    Accounts,
+from tierstore.service.rpc.handlers import (
+    REQUEST_ID,
     Pools,
-    Receive,
-    Servicer,
-    Unary,
-    peer_names,
+    caller_by,
+    principal_by,
+    refused,
+    status_of,
+    unary_of,
     waits_of,
 )
+from tierstore.service.rpc.messages import ENDS
+from tierstore.service.rpc.methods import Accounts, Receive, Servicer, Unary
 from tierstore.service.rpc.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class DirectCalls:
     def add(self, servicer: Servicer) -> None:
         for name, receive in servicer.lookups.items():
             self._add(servicer, name, self._pools.lookups, receive=receive)
-        for name, run, pool in servicer.others(self._pools):
+        for name, run, pool in unary_of(servicer, self._pools):
             self._add(servicer, name, pool, run=run)
 
     def _add(
@@ -112,7 +114,7 @@ class _DirectCall:
     """One call, from before it comes until it has ended. It is the tag of its own arrival."""
 
     __slots__ = (
-        "_arrived_ns", "_call", "_caller", "_calls", "_cancelled", "_closed", "_exchange", "_holding", "_message",
+        "_call", "_caller", "_calls", "_cancelled", "_closed", "_exchange", "_holding", "_message",
         "_method", "_receiving", "_sent", "_watched",
     )  # fmt: skip
 
@@ -120,7 +122,6 @@ class _DirectCall:
         self._calls, self._method = calls, method
         self._call: Any = None
         self._caller: RpcCaller
-        self._arrived_ns = 0
         self._exchange: Exchange[bytes] | None = None
         self._holding = Reservation(calls.service.inflight)
         self._message = b""
@@ -135,19 +136,18 @@ class _DirectCall:
         calls = self._calls
         calls.expect(self._method)
         self._call, metadata = event.call, event.invocation_metadata or ()
-        caller = self._caller = RpcCaller(metadata, event.call.peer, lambda: self._cancelled)
-        caller.within(event.call_details.deadline - time.time())
-        self._arrived_ns = caller.waiting.arrived_ns
+        remaining_s = event.call_details.deadline - time.time()
+        caller = self._caller = caller_by(metadata, event.call.peer, lambda: self._cancelled, remaining_s)
         try:
-            caller.waiting.principal = calls.service.access.of_call(
-                self._method.action, metadata, lambda: peer_names(auth_context(event.call))
+            caller.waiting.principal = principal_by(
+                calls.service.access, self._method.action, metadata, lambda: auth_context(event.call)
             )
         except Forbidden as error:
             return self._fail(error)
         pool = self._method.pool
         if pool.full and not pool.receiving.make_room():
             pool.reject()
-            return self._send(*self._method.accounts.refused(self._caller, pool))
+            return self._send(*refused(self._method.accounts, self._caller, pool, calls.service))
         pool.receiving.add(self, slow_clients.BODY_S)
         self._receiving = True
         if self._start([receive_message()], self._on_message):
@@ -159,7 +159,7 @@ class _DirectCall:
         """The message has not come in time, or others need the room, or the server ends."""
         late = DeadlineExceeded("the message did not arrive in time")
         error = Closed(ENDS) if self._calls.closing else late
-        self._send(*self._method.accounts.failed(self._caller, error, self._arrived_ns))
+        self._send(*status_of(self._method.accounts.failed(self._caller, error)))
 
     def cancel(self) -> None:
         """The client does not read its answer."""
@@ -189,7 +189,7 @@ class _DirectCall:
             self._message = message
             return None
         self._holding.reserve(len(message))
-        read = receive(message, caller.principal, self._holding)
+        read = receive(message, caller, self._holding)
         self._exchange = Exchange(service, read, caller.waiting, caller.request_id)
         # where calls have to wait, they are answered in the order of their arrival
         return self._exchange.begin(here=pool.busy < pool.threads)
@@ -222,14 +222,14 @@ class _DirectCall:
 
     def _answer(self, answer: bytes) -> Outcome:
         spent = None if self._exchange is None else self._exchange.spent
-        self._method.accounts.answered(self._caller, self._arrived_ns, spent)
+        self._method.accounts.answered(self._caller, spent)
         return self._send(grpc.StatusCode.OK, "", answer)
 
     def _fail(self, error: Exception) -> Outcome:
         if self._exchange is not None:
             self._exchange.fail(error)
         self._holding.release()  # at once, however slow the client reads
-        return self._send(*self._method.accounts.failed(self._caller, error, self._arrived_ns))
+        return self._send(*status_of(self._method.accounts.failed(self._caller, error)))
 
     # --- to the core and back
 

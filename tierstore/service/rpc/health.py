@@ -1,165 +1,106 @@
-"""Health checking and reflection, for gRPC's own tools (grpc.health.v1, grpc.reflection.v1alpha).
+"""Health checking, for gRPC's own tools (`grpc.health.v1`).
 
-Health is that of the server as a whole and of each service: serving, from when the server is ready until it begins to
-drain. Whether a model answers is for ModelReady to say. Methods run on the pools' threads; any thread may call
-`Health.drain`.
+Health is that of the server as a whole and of each service: serving, from when the server is ready until it begins to drain.
+Whether a model answers is for ModelReady to say. Event loop only.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health, health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
-
-from tierstore.errors import NotFound
-from tierstore.service.rpc.call_pool import CallPool
+from tierstore.errors import NotFound, Overloaded
 from tierstore.service.rpc.caller import RpcCaller
-from tierstore.service.rpc.methods import STANDARD, Context, Servicer, by_message, parse_message
-from tierstore.service.rpc.protobuf import POOL
-from tierstore.service.rpc.waiting import Waiting
+from tierstore.service.rpc.messages import ENDS
+from tierstore.service.rpc.methods import STANDARD, Flow, Servicer, by_message, parse_message
+from tierstore.service.rpc.protobuf import message_class
 
-States = health_pb2.HealthCheckResponse
-MAX_WATCHERS = 256  # of health; they need no thread
-REQUEST_S = 10.0  # for a watcher's request to come; until then it has one
+NAME = "grpc.health.v1.Health"
+MAX_WATCHERS = 256  # of health
+CROWDED = "another host has fewer calls that watch the health, and needed a place"
+Request, Response = (
+    message_class("grpc.health.v1.HealthCheckRequest"),
+    message_class("grpc.health.v1.HealthCheckResponse"),
+)
+SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
+OVERALL = ""
 
 
 class _Watcher:
-    """A call that watches the health of a service by its name; `host` is where it comes from. Any thread."""
+    """A call that watches the health of `service`; `host` is where it comes from."""
 
-    def __init__(self, context: Context, host: str, send: Callable[[Any], None]) -> None:
-        self.context, self.host, self._send = context, host, send
-        self._sending = threading.Lock()  # taken by nobody whom a blocked client could hold up
-        self._latest: Any = None  # guarded by _sending
-
-    def send(self, state: Callable[[], Any]) -> None:
-        """Send the state of now, unless it was the latest that was sent. Waits until the client has room for it."""
-        with self._sending:
-            now = state()
-            if now != self._latest and self.context.is_active():
-                self._latest = now
-                self._send(States(status=now))
+    def __init__(self, flow: Flow, service: str) -> None:
+        self.flow, self.service, self.host = flow, service, flow.caller.host
+        self.latest = -1  # the state that was sent
 
 
 class Health:
     """`services` are the full names of the services whose health is reported."""
 
     def __init__(self, services: Sequence[str]) -> None:
-        self._names = (health.OVERALL_HEALTH, *services)
-        self._serving, self._drains, self._ended = True, False, False
-        self._lock = threading.Lock()
-        self._watchers: dict[_Watcher, str] = {}  # with what they watch; guarded by _lock
-        self.late: Waiting[Context] = Waiting(lambda context: context.cancel())  # watchers that have not said of what
-        check = by_message(health_pb2.HealthCheckRequest, self._check)
-        self.servicer = Servicer(health.SERVICE_NAME, STANDARD, health={"Check": check})
-
-    def handler(self, pool: CallPool) -> Any:
-        """The handler of Watch: its request is awaited and first answered on `pool`, the others are made by a thread of their own."""
-
-        def watch(requests: Iterator[Any], context: Context, send: Callable[[Any], None]) -> None:
-            self.late.add(context, REQUEST_S)
-            if self._ended:
-                self.late.end_all()
-            request = next(requests, None)
-            if not self.late.remove(context) or request is None:
-                return
-            watcher = _Watcher(context, RpcCaller((), context.peer).host, send)
-            if not self._admit(watcher, request.service):
-                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} calls watch the health already")
-            if context.add_callback(lambda: self._gone(watcher)):
-                watcher.send(lambda: self._state_of(request.service))
-                if self._ended:
-                    context.cancel()
-            else:
-                self._gone(watcher)
-
-        watch.experimental_non_blocking = True  # type: ignore[attr-defined]
-        watch.experimental_thread_pool = pool  # type: ignore[attr-defined]
-        # of many requests, though there is one: so it can be ended before that comes
-        return grpc.stream_stream_rpc_method_handler(
-            watch,
-            request_deserializer=health_pb2.HealthCheckRequest.FromString,
-            response_serializer=States.SerializeToString,
+        self._names = (OVERALL, *services, NAME)
+        self._serving, self._ended = True, False
+        self._drains = False
+        self._watchers: dict[_Watcher, None] = {}  # the oldest first
+        self.servicer = Servicer(
+            NAME, STANDARD, health={"Check": by_message(Request, self._check)}, streams={"Watch": self._watch}
         )
-
-    def report(self, serving: bool) -> None:
-        """Set the health that is reported from now on; nothing changes once it drains. Any thread."""
-        self._serving = serving
-        self._send_all()
-
-    def drain(self) -> None:
-        """Not serving from now on. Any thread."""
-        self._drains = True
-        self._send_all()
-
-    def end(self) -> None:
-        """End the calls that watch, or have not said what, and those that begin from now on. Any thread."""
-        self._ended = True
-        self.late.end_all()
-        with self._lock:
-            watchers = list(self._watchers)
-        for watcher in watchers:
-            watcher.context.cancel()
 
     @property
     def watchers(self) -> int:
         return len(self._watchers)
 
-    def _send_all(self) -> None:
-        """Have a thread tell all watchers, in case one of them does not read."""
+    def report(self, serving: bool) -> None:
+        """Set the health that is reported from now on; nothing changes once it drains."""
+        self._serving = serving
+        self._tell()
 
-        def run() -> None:
-            with self._lock:
-                watchers = list(self._watchers.items())
-            for watcher, name in watchers:
-                watcher.send(lambda name=name: self._state_of(name))  # type: ignore[misc]
+    def drain(self) -> None:
+        """Not serving from now on."""
+        self._drains = True
+        self._tell()
 
-        threading.Thread(target=run, name="tierstore-grpc-health", daemon=True).start()
+    def end(self) -> None:
+        """End the calls that watch, and those that begin from now on."""
+        self._ended = True
+        for watcher in list(self._watchers):
+            watcher.flow.finish("UNAVAILABLE", ENDS)
 
-    def _state_of(self, name: str) -> Any:
-        if name not in self._names:
-            return States.SERVICE_UNKNOWN
-        return States.SERVING if self._serving and not self._drains else States.NOT_SERVING
+    def _watch(self, message: bytes, flow: Flow) -> None:
+        watcher = _Watcher(flow, parse_message(Request, message).service)
+        if len(self._watchers) >= MAX_WATCHERS:
+            self._make_room(watcher.host)
+        self._watchers[watcher] = None
+        flow.when_over(lambda: self._watchers.pop(watcher, None))
+        self._send(watcher)
+        if self._ended:
+            flow.finish("UNAVAILABLE", ENDS)
+
+    def _make_room(self, host: str) -> None:
+        """The host that has most watchers makes room for one that has fewer. Overloaded where `host` has as many."""
+        hosts = Counter(watcher.host for watcher in self._watchers)
+        most, count = hosts.most_common(1)[0]
+        if count < hosts[host] + 2:
+            raise Overloaded(f"{MAX_WATCHERS} calls watch the health already")
+        next(watcher for watcher in self._watchers if watcher.host == most).flow.finish("UNAVAILABLE", CROWDED)
+
+    def _tell(self) -> None:
+        for watcher in self._watchers:
+            self._send(watcher)
+
+    def _send(self, watcher: _Watcher) -> None:
+        state = self._state_of(watcher.service)
+        if state != watcher.latest:
+            watcher.latest = state
+            watcher.flow.send(Response(status=state).SerializeToString())
+
+    def _state_of(self, service: str) -> int:
+        if service not in self._names:
+            return UNKNOWN
+        return SERVING if self._serving and not self._drains else NOT_SERVING
 
     def _check(self, request: Any, _: RpcCaller) -> Any:
         if request.service not in self._names:
             raise NotFound(f"no service {request.service[:80]!r}; expected one of {sorted(self._names)}")
-        return States(status=self._state_of(request.service))
-
-    def _admit(self, watcher: _Watcher, name: str) -> bool:
-        """Count a watcher. Where there are too many, the host that has most of them makes room for one that has fewer."""
-        oldest = None
-        with self._lock:
-            if len(self._watchers) >= MAX_WATCHERS:
-                hosts = Counter(other.host for other in self._watchers)
-                most, count = hosts.most_common(1)[0]
-                if count < hosts[watcher.host] + 2:
-                    return False
-                oldest = next(other for other in self._watchers if other.host == most)
-                del self._watchers[oldest]
-            self._watchers[watcher] = name
-        if oldest is not None:
-            oldest.context.cancel()
-        return True
-
-    def _gone(self, watcher: _Watcher) -> None:
-        with self._lock:
-            self._watchers.pop(watcher, None)
-
-
-def reflect(services: Sequence[str]) -> Servicer:
-    """Reflection of `services`, health and itself."""
-    for file in (health_pb2, reflection_pb2):
-        POOL.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
-    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    servicer = reflection.ReflectionServicer(names, pool=POOL)
-
-    def info(received: Iterator[bytes], _: RpcCaller, context: Context) -> Iterator[bytes]:
-        request = (parse_message(reflection_pb2.ServerReflectionRequest, message) for message in received)
-        return (answer.SerializeToString() for answer in servicer.ServerReflectionInfo(request, context))
-
-    return Servicer(reflection.SERVICE_NAME, STANDARD, streams={"ServerReflectionInfo": info})
+        return Response(status=self._state_of(request.service))

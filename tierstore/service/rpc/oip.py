@@ -1,20 +1,20 @@
 """`inference.GRPCInferenceService`: the Open Inference Protocol v2 over gRPC, with the extensions of Triton's clients.
 
-Documents are those of `oip/documents.py`, as messages. Methods run on the threads of the server's pools.
+Documents are those of `oip/documents.py`, as messages. Methods run where `calls.py` has them run.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import orjson
 from google.protobuf import json_format
 
-from tierstore.access.roles import Principal
-from tierstore.errors import InvalidInput, NotFound
+from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.datatypes import BYTES
 from tierstore.service.dataplane.inference import AnyRequest, Inference
@@ -23,22 +23,13 @@ from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.error_status import Unserved, message_of
 from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
-from tierstore.service.limits.shedding import Gone
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.oip import documents
 from tierstore.service.oip.parameters import version_of
 from tierstore.service.oip.shared_memory import Regions
 from tierstore.service.rpc.caller import RpcCaller
-from tierstore.service.rpc.methods import (
-    Accounts,
-    Context,
-    Servicer,
-    Unary,
-    answered,
-    by_message,
-    caller_in,
-    principal_in,
-)
+from tierstore.service.rpc.lesson import MessageLesson
+from tierstore.service.rpc.methods import Accounts, Flow, Receive, Servicer, Unary, by_message, look_up
 from tierstore.service.rpc.oip_messages import ResponseLayout, RpcRequest, parse_request, read_elements, split_message
 from tierstore.service.rpc.protobuf import (
     Frame,
@@ -48,14 +39,16 @@ from tierstore.service.rpc.protobuf import (
     message_class,
     service_descriptor,
 )
+from tierstore.service.stats import Timings
 
 FRAME_BYTES = 24  # the first bytes of a message; with its length they say which frame it may have
 
 
 class InferMessage:
-    """A ModelInferRequest of `principal`, as a `Message`. `extra` are further serialized fields of the answer."""
+    """A ModelInferRequest, as a `Message`. `extra` are further serialized fields of the answer."""
 
     __slots__ = (
+        "_caller",
         "_extra",
         "_frame_key",
         "_holding",
@@ -64,7 +57,7 @@ class InferMessage:
         "_message",
         "_parsed",
         "_parts",
-        "_principal",
+        
         "_raw",
         "_service",
         "model",
@@ -78,9 +71,9 @@ class InferMessage:
     _raw: list[memoryview]
 
     def __init__(
-        self, service: Service, message: bytes, principal: Principal, holding: Reservation, extra: bytes = b""
+        self, service: Service, message: bytes, caller: RpcCaller, holding: Reservation, extra: bytes = b""
     ) -> None:
-        self._service, self._message, self._principal = service, message, principal
+        self._service, self._message, self._caller = service, message, caller
         self._holding, self._extra = holding, extra
         self.model = first_text(message)
         self.version: int | str | None = None
@@ -143,19 +136,23 @@ class InferMessage:
         return True
 
     def opened(self, inference: Inference) -> None:
-        pass
+        plans, plan = self._service.plans, inference.plan
+        if plans is not None and self._caller.unplanned and plan.dense is None and not self._extra:
+            plans.learn(
+                self._parsed.model, inference.view, self.version, plan, MessageLesson(self._message, self._parsed)
+            )
 
     def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
         parsed = self._parsed
         layout = self._layout = _layout_of(parsed, plan)
-        regions = self._service.regions.of(self._principal)
+        regions = self._service.regions.of(self._caller.principal)
         layout.check_spans(regions)
         # in a batch twice: rows of the batch, and a copy of its own
         self._holding.reserve((1 if inference is not None else 2) * plan.work_bytes + parsed.span_bytes)
         return read_elements(parsed, self._raw, regions), layout.allocate()
 
     def encode(self, plan: Plan, arrays: list[Any]) -> bytes:
-        return self._layout.encode(self._id, arrays, self._service.regions.of(self._principal), self._extra)
+        return self._layout.encode(self._id, arrays, self._service.regions.of(self._caller.principal), self._extra)
 
 
 def _layout_of(parsed: RpcRequest, plan: Plan) -> ResponseLayout:
@@ -182,7 +179,7 @@ def _final_response() -> bytes:
     return fields
 
 
-_FINAL = _final_response()
+FINAL = _final_response()
 _STREAMED = bytes([_StreamAnswer.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2])
 
 
@@ -237,8 +234,11 @@ class InferenceService:
             controls={name: method for name, method in methods.items() if name not in (*_SWITCHES, *_HEALTH)},
             switches={name: methods[name] for name in _SWITCHES},
             health={name: methods[name] for name in _HEALTH},
-            streams={"ModelStreamInfer": self._stream},
+            streams={"ModelStreamInfer": self._streamed},
         )
+
+        self._accounts = Accounts(service, self.servicer, "ModelStreamInfer")
+        self._receive_streamed: Receive = partial(InferMessage, service, extra=FINAL)
 
     def _regions(self, caller: RpcCaller) -> Regions:
         return self._service.regions.of(caller.principal)
@@ -251,26 +251,36 @@ class InferenceService:
 
     # --- look-ups
 
-    def _stream(self, received: Iterator[bytes], opened: RpcCaller, context: Context) -> Iterator[bytes]:
-        """Answers in the order of the requests. An error is the answer to its own request, and the stream goes on."""
-        service = self._service
-        streamed = partial(InferMessage, service, extra=_FINAL)
-        accounts = Accounts(service, self.servicer, "ModelStreamInfer")
-        for request in received:
-            began_ns, caller = time.perf_counter_ns(), opened
-            try:
-                caller = caller_in(context)
-                caller.waiting.principal = principal_in(service, context)  # its token may have ended since
-                service.shed.check(caller.waiting)
-                answer = answered(service, streamed, request, caller)
-            except Gone:
-                return
-            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                accounts.failed(caller, error, began_ns)
-                yield _stream_error(request, error)
+    def _streamed(self, message: bytes, flow: Flow) -> None:
+        """A request of a stream: its answer comes before that of the next. An error is the answer too, and the stream goes on."""
+        loop, accounts, caller = asyncio.get_running_loop(), self._accounts, flow.caller
+
+        def answered(
+            answer: bytes | None, error: BaseException | None, spent: Timings | None, holding: Reservation | None
+        ) -> None:
+            if answer is None:
+                assert error is not None
+                accounts.failed(caller, error)
+                framed = stream_error(message, error)
             else:
-                yield length_delimited(_STREAMED, len(answer)) + answer
-                accounts.answered(caller, began_ns)
+                accounts.answered(caller, spent)
+                framed = stream_answer(answer)
+
+            def sent() -> None:
+                if holding is not None:
+                    holding.release()
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(flow.done)
+
+            flow.send(framed, sent)
+
+        try:
+            caller = flow.caller_now()
+            self._service.shed.check(caller.waiting)
+        except TierstoreError as error:
+            answered(None, error, None, None)
+            return
+        look_up(self._service, self._receive_streamed, message, caller, answered)
 
     # --- other methods
 
@@ -333,7 +343,12 @@ def _unserved(extension: str) -> Callable[[Any, RpcCaller], None]:
     return refuse
 
 
-def _stream_error(request: bytes, error: Exception) -> bytes:
+def stream_answer(answer: bytes) -> bytes:
+    """An answer to a request of a stream."""
+    return length_delimited(_STREAMED, len(answer)) + answer
+
+
+def stream_error(request: bytes, error: BaseException) -> bytes:
     answer = _StreamAnswer(error_message=message_of(error))
     try:
         answer.infer_response.id = Parts(request).id.decode()

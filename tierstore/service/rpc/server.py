@@ -22,8 +22,10 @@ from tierstore.service.process import allowed_connections
 from tierstore.service.rpc.call_pool import CallPool
 from tierstore.service.rpc.direct import DirectCalls
 from tierstore.service.rpc.grpc_core import core_of
-from tierstore.service.rpc.health import MAX_WATCHERS, Health, reflect
-from tierstore.service.rpc.methods import Calls, Pools, Servicer
+from tierstore.service.rpc.grpcio_health import Health, reflections
+from tierstore.service.rpc.handlers import Handlers, Pools, infer_stream
+from tierstore.service.rpc.health import MAX_WATCHERS
+from tierstore.service.rpc.methods import Servicer
 from tierstore.service.rpc.oip import InferenceService
 from tierstore.service.rpc.tfserving import TensorFlowServing
 from tierstore.service.rpc.waiting import DeadlineThread, Waiting
@@ -65,10 +67,12 @@ class GrpcServer:
         servicers = servicers_of(service)
         names = [servicer.name for servicer in servicers]
         self._health = Health(names)
-        self._calls = Calls(
+        inference, *_ = servicers
+        self._calls = Handlers(
             service,
-            [*servicers, self._health.servicer, reflect(names)],
-            pools=pools,
+            [*servicers, self._health.servicer],
+            [(inference, "ModelStreamInfer", infer_stream(service, inference)), *reflections(names)],
+            pools,
         )
         watch = self._health.handler(pools.watches)
         self._calls.enter(pools.watches, self._health.servicer.name, "Watch", watch, self._health.late)

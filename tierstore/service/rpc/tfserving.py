@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from tierstore.access.roles import Principal
 from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput
 from tierstore.service.context import Service
@@ -51,7 +50,7 @@ class PredictMessage:
     _elements: list[Elements]
     timeout_us = None  # the protocol has none
 
-    def __init__(self, service: Service, message: bytes, principal: Principal, holding: Reservation) -> None:
+    def __init__(self, service: Service, message: bytes, caller: RpcCaller, holding: Reservation) -> None:
         self._service, self._message, self._holding = service, message, holding
         self._received: Any = None
         self._signature = ""

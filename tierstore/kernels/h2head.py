@@ -1,0 +1,286 @@
+"""The head of an HTTP/2 request: a decoded header list, checked as RFC 9113 (8.2, 8.3) asks, kept with its stream as text.
+
+    when it came, in 8 bytes;  <method> <path> LF  <authority> LF  { <name>:<value> LF }
+
+No part of it can have a line feed in it, so Python splits it. What a reactor reads itself (`httphead.py` has the same of HTTP/1) stands in
+the stream's words, by its place in the text. Trailers are checked, and dropped.
+
+Free functions of addresses, nogil.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from tierstore.kernels import hpack, httphead
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.h2words import (
+    AT,
+    AUTHORIZATION_AT,
+    AUTHORIZATION_BYTES,
+    BYTES,
+    CALL,
+    DECLARED,
+    HEAD_BYTES,
+    HOST_AT,
+    HOST_BYTES,
+    KIND,
+    PATH_AT,
+    PATH_BYTES,
+    REQUEST_ID_AT,
+    REQUEST_ID_BYTES,
+    ROOM,
+    STREAMING,
+    TIMEOUT_MS,
+    UNUSUAL,
+    WHOLE,
+)
+from tierstore.kernels.jsontext import names_of, place_of
+from tierstore.kernels.raw import load_u8, store_u8, store_u64
+from tierstore.kernels.request_record import get, put
+from tierstore.kernels.sysio import allocate, same_bytes
+
+GOOD, MALFORMED, NO_MEMORY = range(3)
+
+# names by their first place in HPACK's static table; those that it lacks by their place in a list, from _OTHERS on
+_AUTHORITY, _METHOD, _PATH, _SCHEME, _STATUS = 1, 2, 4, 6, 8
+_AUTHORIZATION, _CONTENT_ENCODING, _CONTENT_LENGTH, _CONTENT_TYPE, _HOST, _TRANSFER_ENCODING = 23, 26, 28, 31, 38, 57
+_OTHERS = 100
+_NAMES, _NAMES_FROM = names_of(
+    "te", "connection", "keep-alive", "proxy-connection", "upgrade", "x-request-id", "grpc-timeout", "grpc-encoding", "origin",
+)  # fmt: skip
+_TE, _CONNECTION, _UPGRADE, _REQUEST_ID, _TIMEOUT, _GRPC_ENCODING, _ORIGIN = 100, 101, 104, 105, 106, 107, 108
+
+_TRAILERS, _IDENTITY, _GRPC = (
+    np.frombuffer(text, np.uint8) for text in (b"trailers", b"identity", b"application/grpc")
+)
+INFER_PATH = np.frombuffer(b"/inference.GRPCInferenceService/ModelInfer", np.uint8)
+_COLON, _LF, _SPACE, _TAB, _SLASH, _STAR, _ZERO, _NINE = 58, 10, 32, 9, 47, 42, 48, 57
+_IN_NAME = httphead._IN_NAME.copy()
+_IN_NAME[65:91] = 0  # capital letters
+_PSEUDO = 5  # words: where method, path, scheme and authority are, by address; then how many bytes
+# units of grpc-timeout: so many of them are so many milliseconds
+_UNITS = b"numSMH"
+_UNIT_OF = np.array([1_000_000, 1_000, 1, 1, 1, 1], np.int64)
+_UNIT_MS = np.array([1, 1, 1, 1_000, 60_000, 3_600_000], np.int64)
+_MOST_TIMEOUT_MS = 1 << 40  # whose nanoseconds are a number too
+
+
+@nb.njit(inline="always")
+def _is(at, size, wanted):  # type: ignore[no-untyped-def]
+    return size == wanted.size and same_bytes(at, nb.int64(wanted.ctypes.data), size) == 1
+
+
+@nb.njit
+def _is_name(at, size):  # type: ignore[no-untyped-def]
+    """Whether a name is a token in small letters."""
+    for i in range(size):
+        if _IN_NAME[load_u8(at, i)] == 0:
+            return False
+    return size > 0
+
+
+@nb.njit
+def _is_value(at, size):  # type: ignore[no-untyped-def]
+    """Whether a value has no control bytes, and no blank at an end."""
+    for i in range(size):
+        byte = load_u8(at, i)
+        if (byte < _SPACE and byte != _TAB) or byte == 127:
+            return False
+    if size == 0:
+        return True
+    first, last = load_u8(at, 0), load_u8(at, size - 1)
+    return first != _SPACE and first != _TAB and last != _SPACE and last != _TAB
+
+
+@nb.njit
+def _is_path(at, size):  # type: ignore[no-untyped-def]
+    if size == 0 or (load_u8(at, 0) != _SLASH and not (size == 1 and load_u8(at, 0) == _STAR)):
+        return False
+    for i in range(size):  # noqa: SIM110 - for the compiler
+        if load_u8(at, i) <= _SPACE or load_u8(at, i) >= 127:
+            return False
+    return True
+
+
+@nb.njit
+def _length(at, size):  # type: ignore[no-untyped-def]
+    """The number that digits spell, or -1."""
+    if size < 1 or size > 18:
+        return -1
+    value = 0
+    for i in range(size):
+        digit = nb.int64(load_u8(at, i))
+        if digit < _ZERO or digit > _NINE:
+            return -1
+        value = value * 10 + digit - _ZERO
+    return value
+
+
+@nb.njit
+def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
+    """The milliseconds of a grpc-timeout, at least 1; -1 where it is none."""
+    if size < 2 or size > 9:
+        return -1
+    value = _length(at, size - 1)
+    if value < 0:
+        return -1
+    for k in range(6):
+        if load_u8(at, size - 1) == _UNITS[k]:
+            return min(max(value * _UNIT_MS[k] // _UNIT_OF[k], nb.int64(1)), nb.int64(_MOST_TIMEOUT_MS))
+    return -1
+
+
+@nb.njit
+def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
+    """How the request of a path is taken; `streaming`: a table of paths, how many and then (address, bytes) of each."""
+    if not is_grpc:
+        return WHOLE
+    if _is(path, path_bytes, INFER_PATH):
+        return CALL
+    if streaming != 0:
+        for k in range(get(streaming, 0)):
+            if get(streaming, 2 + 2 * k) == path_bytes and same_bytes(get(streaming, 1 + 2 * k), path, path_bytes) == 1:
+                return STREAMING
+    return WHOLE
+
+
+@nb.njit(inline="always")
+def _write(target, n, at, size, end):  # type: ignore[no-untyped-def]
+    copy_bytes(target + n, at, size)
+    store_u8(target, n + size, nb.uint8(end))
+    return n + size + 1
+
+
+@nb.njit
+def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-untyped-def]
+    """Keep `count` decoded fields as the head of a stream. GOOD, MALFORMED or NO_MEMORY."""
+    method = path = scheme = authority = host = nb.int64(0)
+    method_bytes = path_bytes = authority_bytes = host_bytes = nb.int64(0)
+    authorization = request_id = -1
+    declared, timeout, unusual, is_grpc, regular = nb.int64(-1), nb.int64(0), 0, False, False
+    size = 8 + 16
+    for i in range(count):
+        field = fields + 8 * hpack.FIELD_WORDS * i
+        name, name_bytes = text + get(field, hpack.NAME_AT), get(field, hpack.NAME_BYTES)
+        value, value_bytes = text + get(field, hpack.VALUE_AT), get(field, hpack.VALUE_BYTES)
+        known = get(field, hpack.NAME_IS)
+        size += name_bytes + value_bytes + 2
+        if not _is_value(value, value_bytes):
+            return MALFORMED
+        if name_bytes > 0 and load_u8(name, 0) == _COLON:
+            if regular:
+                return MALFORMED
+            if known == _METHOD and method == 0 and _is_name_of_method(value, value_bytes):
+                method, method_bytes = value, value_bytes
+            elif known == _PATH and path == 0 and _is_path(value, value_bytes):
+                path, path_bytes = value, value_bytes
+            elif known == _SCHEME and scheme == 0:
+                scheme = value
+            elif known == _AUTHORITY and authority == 0:
+                authority, authority_bytes = value, value_bytes
+            else:
+                return MALFORMED
+            continue
+        regular = True
+        if not _is_name(name, name_bytes):
+            return MALFORMED
+        if known == 0:
+            known = _OTHERS + place_of(name, 0, name_bytes, _NAMES, _NAMES_FROM)
+        if known == _CONTENT_LENGTH:
+            length = _length(value, value_bytes)
+            if length < 0 or (declared >= 0 and length != declared):
+                return MALFORMED
+            declared = length
+        elif known == _CONTENT_TYPE:
+            is_grpc = value_bytes >= _GRPC.size and _is(value, _GRPC.size, _GRPC)
+            if is_grpc and value_bytes > _GRPC.size:
+                after = load_u8(value, _GRPC.size)
+                is_grpc = after == 43 or after == 59  # + ;
+        elif known == _AUTHORIZATION:
+            if authorization >= 0:
+                unusual |= httphead.ODD_VALUE
+            authorization = i
+        elif known == _HOST:
+            host, host_bytes = value, value_bytes
+        elif known in (_CONTENT_ENCODING, _GRPC_ENCODING):
+            if value_bytes > 0 and not _is(value, value_bytes, _IDENTITY):
+                unusual |= httphead.CODED
+        elif known == _REQUEST_ID:
+            unusual |= httphead.ROUTED
+            request_id = i
+        elif known == _TIMEOUT:
+            timeout = _timeout_ms(value, value_bytes)
+            if timeout < 0:
+                timeout = 0
+                unusual |= httphead.ODD_VALUE
+        elif known == _ORIGIN:
+            unusual |= httphead.FROM_ELSEWHERE
+        elif known == _TE:
+            if not _is(value, value_bytes, _TRAILERS):
+                return MALFORMED
+        elif known == _TRANSFER_ENCODING or (known >= _CONNECTION and known <= _UPGRADE):
+            return MALFORMED
+    if method == 0 or path == 0 or scheme == 0:
+        return MALFORMED
+    if authority == 0:
+        authority, authority_bytes = host, host_bytes
+    elif host != 0 and (host_bytes != authority_bytes or same_bytes(host, authority, host_bytes) == 0):
+        return MALFORMED
+    target = allocate(size + 64)
+    if target == 0:
+        return NO_MEMORY
+    store_u64(target, 0, nb.uint64(now))
+    n = _write(target, 8, method, method_bytes, _SPACE)
+    put(row, PATH_AT, n)
+    put(row, PATH_BYTES, path_bytes)
+    n = _write(target, n, path, path_bytes, _LF)
+    put(row, HOST_AT, n)
+    put(row, HOST_BYTES, authority_bytes)
+    n = _write(target, n, authority, authority_bytes, _LF)
+    put(row, AUTHORIZATION_BYTES, 0)
+    put(row, REQUEST_ID_BYTES, 0)
+    for i in range(count):
+        field = fields + 8 * hpack.FIELD_WORDS * i
+        name, name_bytes = text + get(field, hpack.NAME_AT), get(field, hpack.NAME_BYTES)
+        if load_u8(name, 0) == _COLON:
+            continue
+        n = _write(target, n, name, name_bytes, _COLON)
+        value_bytes = get(field, hpack.VALUE_BYTES)
+        if i == authorization:
+            put(row, AUTHORIZATION_AT, n)
+            put(row, AUTHORIZATION_BYTES, value_bytes)
+        elif i == request_id:
+            put(row, REQUEST_ID_AT, n)
+            put(row, REQUEST_ID_BYTES, value_bytes)
+        n = _write(target, n, text + get(field, hpack.VALUE_AT), value_bytes, _LF)
+    put(row, AT, target)
+    put(row, BYTES, n)
+    put(row, ROOM, size)
+    put(row, HEAD_BYTES, n)
+    put(row, DECLARED, declared)
+    put(row, TIMEOUT_MS, timeout)
+    put(row, UNUSUAL, unusual)
+    put(row, KIND, _kind(streaming, path, path_bytes, is_grpc))
+    return GOOD
+
+
+@nb.njit
+def _is_name_of_method(at, size):  # type: ignore[no-untyped-def]
+    for i in range(size):
+        if httphead._IN_NAME[load_u8(at, i)] == 0:
+            return False
+    return size > 0
+
+
+@nb.njit
+def are_trailers(text, fields, count):  # type: ignore[no-untyped-def]
+    """Whether decoded fields may end a request: no pseudo-headers, names and values as they may be."""
+    for i in range(count):
+        field = fields + 8 * hpack.FIELD_WORDS * i
+        name, name_bytes = text + get(field, hpack.NAME_AT), get(field, hpack.NAME_BYTES)
+        value, value_bytes = text + get(field, hpack.VALUE_AT), get(field, hpack.VALUE_BYTES)
+        if not _is_name(name, name_bytes) or not _is_value(value, value_bytes):
+            return False
+    return True

@@ -1,0 +1,70 @@
+"""The writer of answers over gRPC: a serialized ModelInferResponse around rows that the run has put in their places.
+
+Each output's elements have a tag and their length before them; `binding.bind` keeps that room. Before all of them comes the
+description, which is written from its end to its beginning, as each length stands before what it counts.
+
+The pieces of a variant: the fields of the model, then two for each output: its name and datatype, with how many of its sizes are
+values of the request; and its other sizes.
+
+Free functions of addresses, nogil.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.binding import (
+    OUTPUT_AT,
+    OUTPUT_BYTES,
+    OUTPUTS,
+    PIECE_AT,
+    PIECE_BYTES,
+    PIECE_VALUE,
+    PIECE_WORDS,
+    PIECES_FROM,
+    VALUE_WORDS,
+)
+from tierstore.kernels.raw import store_u8
+from tierstore.kernels.request_record import ID_AT, ID_BYTES, NO_ID, get
+from tierstore.kernels.varint import varint_before
+
+ID, OUTPUT, RAW_OUTPUT, SHAPE = 0x1A, 0x2A, 0x32, 0x1A  # tags; SHAPE is of an output
+
+
+@nb.njit(inline="always")
+def _length_before(begin, end, tag):  # type: ignore[no-untyped-def]
+    """Write the tag and the length of a field before what lies from `begin` to `end`. Returns where it begins then."""
+    at = varint_before(begin, end - begin) - 1
+    store_u8(at, 0, nb.uint8(tag))
+    return at
+
+
+@nb.njit(inline="always")
+def _piece_before(end, piece):  # type: ignore[no-untyped-def]
+    at = end - get(piece, PIECE_BYTES)
+    copy_bytes(at, get(piece, PIECE_AT), get(piece, PIECE_BYTES))
+    return at
+
+
+@nb.njit
+def write_message(variant, record, values, data):  # type: ignore[no-untyped-def]
+    """Complete the message whose elements are at the address `data`: write all but those. Returns where it begins.
+
+    `values` are those of `bind`, `record` has the id.
+    """
+    pieces, end = get(variant, PIECES_FROM), data
+    for i in range(get(variant, OUTPUTS) - 1, -1, -1):
+        value, piece = values + 8 * VALUE_WORDS * i, pieces + 8 * PIECE_WORDS * (1 + 2 * i)
+        begin = data + get(value, OUTPUT_AT)
+        _length_before(begin, begin + get(value, OUTPUT_BYTES), RAW_OUTPUT)
+        at = _piece_before(end, piece + 8 * PIECE_WORDS)
+        for k in range(get(piece, PIECE_VALUE) - 1, -1, -1):
+            at = varint_before(at, get(value, k))
+        at = _piece_before(_length_before(at, end, SHAPE), piece)
+        end = _length_before(at, end, OUTPUT)
+    size = get(record, ID_BYTES)
+    if size != NO_ID:
+        copy_bytes(end - size, get(record, ID_AT), size)
+        end = _length_before(end - size, end, ID)
+    return _piece_before(end, pieces)

@@ -1,0 +1,71 @@
+"""How a reactor answers a look-up over gRPC: by its plan, from memory, a message for a message. See `reactor.py`.
+
+What comes before it, and how the answer leaves, is HTTP/2's. Kernels for the thread of one reactor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+from numba import types
+
+from tierstore.kernels import LAST, compiled_c, lookupplan, protoscan
+from tierstore.kernels.binding import HEAD_AT
+from tierstore.kernels.protowrite import write_message
+from tierstore.kernels.reactor_answers import LONG, MAY, bind_plan, look_up, plan_for, why_not
+from tierstore.kernels.reactor_words import (
+    ANSWER_AT,
+    ANSWER_BYTES,
+    ANSWERED,
+    ANSWERS,
+    DESCRIPTION,
+    HEAD_ROOM,
+    PREDICTION,
+    ROWS_ON_DISK,
+    SINCE_NS,
+    SIZE,
+    VALUES,
+    here_at,
+)
+from tierstore.kernels.request_record import NAME_AT, NAME_BYTES, SCANNED, get, row_at
+from tierstore.kernels.sysio import monotonic_ns
+
+
+@nb.njit
+def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no-untyped-def]
+    """Answer the ModelInferRequest of `message_bytes` at `message`, if a plan is known.
+
+    `me.found` says of its headers what it says of a head (`httphead.py`), by places from `text` on; its body is the message. `me.call` has
+    SINCE_NS. ANSWERED: `me.call` says where the ModelInferResponse is; before it is room for 512 bytes. Else nothing was done, and what is
+    returned is the reason why it is for Python: ROWS_ON_DISK, and SIZE where it would keep others waiting, too.
+    """
+    call = me.call
+    why = why_not(me, text, call[SINCE_NS], began)
+    if why != MAY:
+        return why
+    if protoscan.scan_at(message, message_bytes, me.record) != SCANNED:
+        return DESCRIPTION
+    own, form = row_at(me.record, 0), lookupplan.MESSAGE
+    model, model_bytes = get(own, NAME_AT), get(own, NAME_BYTES)
+    why, plan, variant, view = plan_for(me, model, model_bytes, form, began)
+    if why == MAY and lookupplan.word(variant, HEAD_AT) != 0:
+        return PREDICTION
+    if why == MAY:
+        why = bind_plan(me, variant, view, message, call[SINCE_NS], message_bytes, began)
+    if why != MAY:
+        return SIZE if why == LONG else why
+    came = look_up(me, plan, variant, view, message, began, monotonic_ns())
+    if came != lookupplan.ANSWERED:
+        return ROWS_ON_DISK if came == lookupplan.COLD else VALUES
+    data = me.answer + HEAD_ROOM
+    begin = write_message(variant, me.record, me.values, data)
+    call[ANSWER_AT], call[ANSWER_BYTES] = begin, data + lookupplan.word(me.bound, lookupplan.ANSWER_BYTES) - begin
+    me.lines[me.number, ANSWERS] += 1
+    return ANSWERED
+
+
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+def run(at: Any, fd: Any, text: Any, message: Any, message_bytes: Any, began: Any) -> Any:
+    """`answer_call` of the reactor whose Here is at an address, which is compiled apart."""
+    return answer_call(here_at(at), fd, text, message, message_bytes, began)

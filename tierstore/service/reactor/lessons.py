@@ -1,0 +1,118 @@
+"""What reactors learn from: requests that Python has planned, as their protocol has them. Pure functions; any thread."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import binding, jsonscan
+from tierstore.kernels import lookupplan as layout
+from tierstore.kernels.codec import address_of
+from tierstore.kernels.scoring import SCORE_RANK, SCORE_SIZES
+from tierstore.service.dataplane.inference import AnyRequest
+from tierstore.service.dataplane.plan import Plan, Request
+from tierstore.service.oip.json_request import InBody, InferRequest
+from tierstore.service.oip.json_response import ResponseLayout
+from tierstore.service.reactor.plan_words import Pieces, has_room, leading_sizes
+
+_PLACES = 1 << 61  # a number that stands for a value in the text of an answer, and those behind it for others
+_PLACE = re.compile(rb"(23058430092136[0-9]{5})")
+
+
+class Lesson(Protocol):
+    """A request that Python has planned: what of its plan in a reactor depends on the protocol."""
+
+    @property
+    def protocol(self) -> str:
+        """Its label in the metrics."""
+
+    @property
+    def form(self) -> int:
+        """The form of the plan."""
+
+    @property
+    def path(self) -> bytes:
+        """By which a plan is found, beside the structure."""
+
+    def scan(self, record: int, structure: int) -> int:
+        """Scan it as a reactor does, to these addresses. Returns the bytes of the structure; 0 where it is not of the form."""
+
+    def is_binary(self) -> bool:
+        """Whether all inputs lie in the request, and all outputs in the answer, as bytes."""
+
+    @property
+    def request(self) -> AnyRequest:
+        """What is requested."""
+
+    def pieces(self, plan: Plan) -> Pieces | None:
+        """The text of a look-up's answer, as its writer has it; None where it is too long for a reactor."""
+
+    def score_pieces(self, scores: npt.NDArray[np.int64]) -> Pieces | None:
+        """As `pieces`, of a prediction; `scores` are those of its scoring (`kernels/scoring.py`)."""
+
+
+class HttpLesson:
+    """Of the Open Inference Protocol over HTTP."""
+
+    protocol, form = "oip_http", layout.TENSORS
+
+    def __init__(
+        self, model: str, version: int | str | None, text: memoryview, parsed: InferRequest, answer: ResponseLayout
+    ) -> None:
+        """`text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs."""
+        of = "" if version is None else f"versions/{version}/"
+        self.path = f"/v2/models/{model}/{of}infer".encode()
+        self._text, self._parsed, self._answer = text, parsed, answer
+
+    def scan(self, record: int, structure: int) -> int:
+        data = np.frombuffer(self._text, np.uint8)
+        return int(jsonscan.scan(address_of(data), len(data), record, structure))
+
+    @property
+    def request(self) -> AnyRequest:
+        return self._parsed.request
+
+    def is_binary(self) -> bool:
+        parsed, answer = self._parsed, self._answer
+        if not isinstance(parsed.request, Request) or answer.header is None or answer.tail_bytes is None:
+            return False
+        if answer.spans or any(place is None for place in answer.positions):
+            return False
+        return all(type(source) is InBody for source in parsed.sources)
+
+    def pieces(self, plan: Plan) -> Pieces | None:
+        """Texts with the values behind them, as `binding.write_head` has them. The brace that ends it is not in it: an id may come before that."""
+        shapes, sizes = [], []
+        for i, spec in enumerate(plan.specs):
+            first, lead = _PLACES + binding.VALUE_WORDS * i, leading_sizes(spec)
+            shapes.append([*(first + k for k in range(lead)), *spec.shape[lead:]])
+            sizes.append(first + binding.OUTPUT_BYTES)
+        return None if any(len(spec.shape) > 3 for spec in plan.specs) else self._pieces(shapes, sizes)
+
+    def score_pieces(self, scores: npt.NDArray[np.int64]) -> Pieces | None:
+        shapes = [
+            [
+                size if size >= 0 else _PLACES + binding.NAMES_FROM + ~size
+                for size in row[SCORE_SIZES : SCORE_SIZES + row[SCORE_RANK]]
+            ]
+            for row in scores.tolist()
+        ]
+        return self._pieces(shapes, [_PLACES + binding.SCORES_FROM + i for i in range(len(shapes))])
+
+    def _pieces(self, shapes: list[list[int]], sizes: list[int]) -> Pieces | None:
+        text = self._answer.text_with(shapes, sizes)
+        parts = _PLACE.split(text[:-1])
+        values = [int(number) - _PLACES for number in parts[1::2]]
+        wanted = [
+            number - _PLACES
+            for shape, size in zip(shapes, sizes, strict=True)
+            for number in (*shape, size)
+            if number >= _PLACES
+        ]
+        if values != wanted:
+            return None
+        pieces = list(zip(parts[::2], [*values, binding.NONE], strict=True))
+        return pieces if has_room(parts[::2], len(values)) else None

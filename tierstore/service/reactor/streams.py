@@ -1,0 +1,324 @@
+"""Streams of HTTP/2 that reactors give to Python: a request each, whole or as it comes, and its answer.
+
+What comes of a stream is told on the event loop, in its order: the request, or that it has opened, its data, its end; and, once, that it
+is lost. Any thread may answer. An answer is copied into a block that becomes the reactor's, which counts it until it has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import h2words, reactor
+from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.codec import address_of
+from tierstore.service.reactor.cold_reads import free
+from tierstore.service.reactor.hpack import Fields, encode, encode_head
+
+Sent = Callable[[], None]
+Buffer = bytes | memoryview
+_HEAD_BITS = 20  # of the size of a request's block: the bytes of its head
+_EAGAIN = 11
+_FULL_MS = 1000  # how long a pipe to a reactor may be full
+
+
+class StreamReceiver(Protocol):
+    """Receives what reactors give of streams. Event loop only."""
+
+    def request(self, stream: Stream, body: bytes) -> None:
+        """A whole request. Where `stream.too_large`, `body` is empty."""
+
+    def opened(self, stream: Stream) -> None:
+        """The headers of a method that streams have come."""
+
+    def data(self, stream: Stream, data: bytes) -> None:
+        """More has come; `stream.consumed` lets the client send as much again."""
+
+    def ended(self, stream: Stream) -> None:
+        """The client sends no more."""
+
+    def lost(self, stream: Stream) -> None:
+        """The client has reset the stream, or its connection has ended. Nothing more comes, and nothing leaves."""
+
+
+class Carrier(Protocol):
+    """What a stream needs of those that it is one of: `Streams`, or a session on the event loop. Any thread."""
+
+    def has(self, fd: int, serial: int) -> bool: ...
+    def forget(self, stream: Stream) -> None: ...
+    def notify(self, stream: Stream, kind: int, value: int, more: int) -> None: ...
+    def send(self, stream: Stream, head: bytes, chunks: Iterable[Buffer], trailers: bytes, flags: int) -> None: ...
+
+
+class Stream:
+    """One stream: a request, and its answer. `respond`, or `send_headers`, `send_data` and `end`; or `reset`. Any thread."""
+
+    def __init__(self, streams: Carrier, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
+        self._streams, self._fd, self._serial, self.number = streams, fd, serial, number
+        self.arrived_ns = int.from_bytes(head[:8], "little")  # when its headers came, on the monotonic clock
+        first, authority, *lines, _ = head[8:].split(b"\n")
+        method, _, path = first.partition(b" ")
+        self.method, self.path, self.authority = method, path, authority
+        # regular fields, names in small letters
+        self.headers: list[tuple[bytes, bytes]] = []
+        for line in lines:
+            name, _, value = line.partition(b":")
+            self.headers.append((name, value))
+        self.reason = reason  # why the reactor has not answered, one of `kernel.REASONS` by its place
+        self.too_large = False  # the body was larger than `max_request`, and is not there
+        self.admin = False  # whether it came at the listener of admin requests
+        self.peer_names: tuple[str, ...] = ()  # of the client's certificate
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._waiting: deque[Sent] = deque()  # for what was sent to leave, in its order
+        self._lost = False
+        self._ended = False  # whether all of the answer was given
+
+    def is_lost(self) -> bool:
+        """Whether the client has reset the stream, or is gone."""
+        return self._lost
+
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """The client's address and port, as long as it is not answered."""
+        with self.connection() as connection:
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    host, port = connection.getpeername()[:2]
+                    return host, port
+        return None
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[socket.socket | None]:
+        """Its connection, for what there is to ask of it; None where that has ended."""
+        try:
+            made = socket.socket(fileno=os.dup(self._fd))
+        except OSError:
+            yield None
+            return
+        with made:
+            yield made if self._streams.has(self._fd, self._serial) else None
+
+    def respond(
+        self,
+        status: int,
+        headers: Fields,
+        chunks: Sequence[Buffer] = (),
+        trailers: Fields | None = None,
+        sent: Sent | None = None,
+    ) -> None:
+        """Answer as a whole. `sent` is called once the answer has left, or never will."""
+        self._send(encode_head(status, headers), chunks, b"" if trailers is None else encode(trailers), True, sent)
+
+    def send_headers(self, status: int, headers: Fields) -> None:
+        self._send(encode_head(status, headers), (), b"", False, None)
+
+    def send_data(self, data: Buffer, sent: Sent | None = None) -> None:
+        self._send(b"", (data,), b"", False, sent)
+
+    def end(self, trailers: Fields = ()) -> None:
+        self._send(b"", (), encode(trailers), True, None)
+
+    def reset(self, code: int = h2words.CANCEL) -> None:
+        """Take back the answer, as far as it has not left."""
+        with self._lock:
+            if self._lost or self._ended:
+                return
+            self._ended = True
+            waiting = self._take_waiting()
+        self._streams.forget(self)
+        self._streams.notify(self, kernel.STREAM_RESET, code, 0)
+        for sent in waiting:
+            sent()
+
+    def consumed(self, size: int) -> None:
+        """Let the client send so many bytes more."""
+        if not self._lost and not self._ended:
+            self._streams.notify(self, kernel.STREAM_TAKEN, size, 0)
+
+    def _send(self, head: bytes, chunks: Iterable[Buffer], trailers: bytes, ends: bool, sent: Sent | None) -> None:
+        with self._lock:
+            gone = self._lost or self._ended
+            if not gone:
+                self._ended = ends
+                if sent is not None:
+                    self._waiting.append(sent)
+                is_done = ends and not self._waiting
+                flags = (h2words.ENDS if ends else 0) | (h2words.TELLS if sent is not None else 0)
+                self._streams.send(self, head, chunks, trailers, flags)
+        if gone:
+            if sent is not None:
+                sent()
+        elif is_done:
+            self._streams.forget(self)
+
+    def _take_waiting(self) -> list[Sent]:
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        return waiting
+
+    def _has_left(self, count: int) -> None:
+        with self._lock:
+            left = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+            is_done = self._ended and not self._waiting
+        if is_done:
+            self._streams.forget(self)
+        for sent in left:
+            sent()
+
+    def _lose(self) -> bool:
+        """The stream is lost. Returns whether its answer was not given yet."""
+        with self._lock:
+            open_, self._lost = not self._ended and not self._lost, True
+            waiting = self._take_waiting()
+        for sent in waiting:
+            sent()
+        return open_
+
+
+Table = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]]]
+
+
+def paths_table(paths: Sequence[bytes]) -> Table:
+    """(what kernels read of paths, their bytes), both to be kept."""
+    arrays = [np.frombuffer(path, np.uint8) for path in paths]
+    words = [len(arrays), *(word for array in arrays for word in (address_of(array), len(array)))]
+    return np.array(words, np.int64), arrays
+
+
+class Pipes(Protocol):
+    """What streams need of the reactors."""
+
+    conns: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int64]
+
+    def send_stream(self, reactor_number: int, write: Callable[[int], int]) -> None:
+        """Have `write` write to a reactor's pipe, unless that is closed; it returns 0, or minus an error number."""
+
+
+class Streams:
+    """The streams that Python has. Event loop only, but `send`, `notify` and `forget`."""
+
+    def __init__(self, pipes: Pipes) -> None:
+        self._pipes = pipes
+        self._open: dict[tuple[int, int, int], Stream] = {}
+        self._receiver: StreamReceiver | None = None
+        self._paths: Table | None = None
+
+    def start(self, receiver: StreamReceiver, streaming: Sequence[bytes]) -> None:
+        """From now on `receiver` gets streams; those of the paths `streaming` as they come, if they are of gRPC."""
+        self._receiver = receiver
+        self._paths = paths_table(streaming)  # kept: reactors read them
+        self._pipes.words[kernel.STREAMING_PATHS] = address_of(self._paths[0])
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def serve(self, kind: int, place: int, serial: int, address: int, more: int) -> None:
+        """A message of a reactor; `place`: the descriptor, and the stream's number above it."""
+        fd, number, flags = place & 0xFFFFFF, place >> (kernel.STREAM_SHIFT - 8), serial >> 32
+        serial &= kernel.SERIALS
+        receiver = self._receiver
+        assert receiver is not None
+        if kind in (kernel.STREAM_REQUEST, kernel.STREAM_OPENED):
+            head_bytes, size = more & (1 << _HEAD_BITS) - 1, more >> _HEAD_BITS
+            head = ctypes.string_at(address, head_bytes)
+            body = ctypes.string_at(address + head_bytes, size - head_bytes)
+            free(address)
+            stream = self._open[fd, serial, number] = Stream(self, fd, serial, number, head, flags)
+            stream.too_large = flags == kernel.SIZE and not body
+            if kind == kernel.STREAM_REQUEST:
+                receiver.request(stream, body)
+            else:
+                receiver.opened(stream)
+            return
+        if kind == kernel.STREAM_LOST:
+            self._lose([self._open.get((fd, serial, number))] if number else self._of(fd, serial))
+            return
+        found = self._open.get((fd, serial, number))
+        if kind == kernel.STREAM_SENT:
+            if found is not None:
+                found._has_left(address)
+            return
+        data = ctypes.string_at(address, more) if more else b""
+        free(address or None)
+        if found is None or found.is_lost():
+            return
+        if data:
+            self.notify(found, kernel.STREAM_TAKEN, 0, 1)
+            receiver.data(found, data)
+        if flags:
+            receiver.ended(found)
+
+    def lose_untold(self) -> None:
+        """Lose streams whose connections have ended without a word: the pipe was full."""
+        self._lose([stream for stream in self._open.values() if not self.has(stream._fd, stream._serial)])
+
+    def close(self) -> None:
+        """The reactors have ended."""
+        self._lose(list(self._open.values()), tell=False)
+
+    def has(self, fd: int, serial: int) -> bool:
+        """Whether the connection of a descriptor and a serial is open."""
+        row = self._pipes.conns[fd]
+        return bool(row[kernel.SERIAL] == serial and row[kernel.STATE] == kernel.HTTP2)
+
+    def _of(self, fd: int, serial: int) -> list[Stream | None]:
+        return [stream for key, stream in self._open.items() if key[:2] == (fd, serial)]
+
+    def _lose(self, streams: Iterable[Stream | None], tell: bool = True) -> None:
+        for stream in streams:
+            if stream is not None:
+                self.forget(stream)
+                if stream._lose() and tell and self._receiver is not None:
+                    self._receiver.lost(stream)
+
+    # --- any thread
+
+    def forget(self, stream: Stream) -> None:
+        self._open.pop((stream._fd, stream._serial, stream.number), None)
+
+    def notify(self, stream: Stream, kind: int, value: int, more: int) -> None:
+        """Write a message for a stream to its reactor."""
+        what = self._what(stream, kind)
+        self._write(stream, lambda pipe: reactor.write_message(pipe, what, stream._serial, value, more))
+
+    def send(self, stream: Stream, head: bytes, chunks: Iterable[Buffer], trailers: bytes, flags: int) -> None:
+        """Give a stream's reactor a block with a copy of all this."""
+        arrays = [np.frombuffer(piece, np.uint8) for piece in (head, *chunks, trailers) if len(piece)]
+        places = np.array([(address_of(array), len(array)) for array in arrays], np.int64).reshape(-1, 2)
+        inflight = address_of(self._pipes.words) + 8 * kernel.INFLIGHT
+        what, data = self._what(stream, kernel.STREAM_BLOCK), int(places[:, 1].sum()) - len(head) - len(trailers)
+        self._write(
+            stream,
+            lambda pipe: reactor.write_block(
+                pipe, what, stream._serial, places, flags, len(head), data, len(trailers), inflight
+            ),
+        )
+
+    def _what(self, stream: Stream, kind: int) -> int:
+        return kind | stream._fd << 8 | stream.number << kernel.STREAM_SHIFT
+
+    def _write(self, stream: Stream, write: Callable[[int], int]) -> None:
+        owner = int(self._pipes.conns[stream._fd, kernel.OWNER])
+
+        def patiently(pipe: int) -> int:
+            failed = write(pipe)
+            if failed == -_EAGAIN:  # the reactor reads as fast as it can
+                waiting = select.poll()
+                waiting.register(pipe, select.POLLOUT)
+                waiting.poll(_FULL_MS)
+                failed = write(pipe)
+            return failed
+
+        self._pipes.send_stream(owner, patiently)

@@ -1,0 +1,147 @@
+"""Messages of gRPC on a stream of HTTP/2: their prefix, their coding, the deadline of a call, and its status in trailers.
+
+Source: gRPC over HTTP/2 (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Pure functions, and `Messages`, which
+belongs to one stream.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+
+from tierstore.errors import InvalidInput
+from tierstore.service.error_status import MessageTooLarge, Unserved
+
+PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
+CONTENT_TYPE = b"application/grpc"
+CODES = {
+    name: number
+    for number, name in enumerate(
+        (
+            "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
+            "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
+            "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED",
+        )
+    )
+}  # fmt: skip
+ENDS = "the service ends; send the remaining requests to another one"
+IDLE = "this stream was idle, and another one needed its place; open it again"
+MOST_DETAILS = 2048  # bytes of a status' text; up to three times as many once encoded
+ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
+_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNITS_NS = {b"H": 3600 * 10**9, b"M": 60 * 10**9, b"S": 10**9, b"m": 10**6, b"u": 10**3, b"n": 1}
+_CODINGS = {b"gzip": 31, b"deflate": 15}  # with zlib's wbits
+_STEP_BYTES = 256 << 10  # that are decoded at a time
+
+
+def timeout_ns(value: bytes) -> int:
+    """The value of `grpc-timeout`. InvalidInput for one without a meaning."""
+    found = _TIMEOUT.fullmatch(value)
+    if found is None:
+        raise InvalidInput(
+            f"grpc-timeout is {value[:40].decode('latin-1')!r}, expected up to 8 digits and one of HMSmun"
+        )
+    return int(found[1]) * _UNITS_NS[found[2]]
+
+
+def prefixed(message: bytes) -> bytes:
+    """`message` as it goes over a stream."""
+    return prefix_of(message) + message
+
+
+def prefix_of(message: bytes) -> bytes:
+    return b"\x00" + len(message).to_bytes(4, "big")
+
+
+def status_of(code: str, details: str) -> list[tuple[bytes, bytes]]:
+    """A status as trailers. The text is cut: with a longer one a client may see no status at all."""
+    trailers = [(b"grpc-status", b"%d" % CODES[code])]
+    if details:
+        text = details.encode(errors="replace")
+        if len(text) > MOST_DETAILS:
+            text = text[:MOST_DETAILS].decode(errors="ignore").encode() + "…".encode()
+        trailers.append((b"grpc-message", _encoded(text)))
+    return trailers
+
+
+def _encoded(text: bytes) -> bytes:
+    """Percent-encoded: what is not printable ASCII, and the sign itself."""
+    return b"".join(b"%c" % byte if 0x20 <= byte < 0x7F and byte != 0x25 else b"%%%02X" % byte for byte in text)
+
+
+class Messages:
+    """Messages taken from the data of one stream. `limit` is the most bytes of one, as it comes and decoded.
+
+    `reserve` is called with bytes before they are decoded. One thread.
+    """
+
+    def __init__(self, coding: bytes | None, limit: int, reserve: Callable[[int], None]) -> None:
+        """`coding` is the value of `grpc-encoding`. Unserved for one that is not known."""
+        self._coding = None if coding in (None, b"identity") else coding
+        if self._coding is not None and self._coding not in _CODINGS:
+            raise Unserved(f"grpc-encoding {self._coding[:40].decode('latin-1')!r} is not known; use gzip or deflate")
+        self._limit, self._reserve = limit, reserve
+        self._data = bytearray()
+
+    def __len__(self) -> int:
+        """Bytes that have come and are not taken."""
+        return len(self._data)
+
+    def add(self, data: bytes) -> None:
+        self._data += data
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the next message has come."""
+        data = self._data
+        return len(data) >= PREFIX_BYTES and len(data) >= PREFIX_BYTES + _size_of(data)
+
+    def next(self) -> bytes | None:
+        """The next message; None: it has not come yet. MessageTooLarge, InvalidInput for what is none."""
+        message = self.first(self._data)
+        if message is not None:
+            del self._data[: PREFIX_BYTES + _size_of(self._data)]
+            return self._plain(*message)
+        return None
+
+    def only(self, body: bytes) -> bytes | None:
+        """The first message of a whole body; None: it has none."""
+        message = self.first(body)
+        return None if message is None else self._plain(*message)
+
+    def first(self, data: bytes | bytearray) -> tuple[int, bytes] | None:
+        """(whether it is compressed, its bytes) of the message that `data` begins with; None: it is not all there."""
+        if len(data) < PREFIX_BYTES:
+            return None
+        size = _size_of(data)
+        if size > self._limit:
+            raise MessageTooLarge(f"a message of {size} bytes, {self._limit} are allowed")
+        if len(data) < PREFIX_BYTES + size:
+            return None
+        with memoryview(data) as view:
+            return data[0], bytes(view[PREFIX_BYTES : PREFIX_BYTES + size])
+
+    def _plain(self, compressed: int, message: bytes) -> bytes:
+        if not compressed:
+            return message
+        if compressed > 1 or self._coding is None:
+            raise InvalidInput("a message is marked as compressed, and no grpc-encoding says how")
+        stream, pieces, size = zlib.decompressobj(_CODINGS[self._coding]), [], 0
+        try:
+            while not stream.eof:
+                self._reserve(_STEP_BYTES)
+                pieces.append(stream.decompress(message, _STEP_BYTES))
+                message = stream.unconsumed_tail
+                size += len(pieces[-1])
+                if size > self._limit:
+                    raise MessageTooLarge(f"a message decodes to more than the {self._limit} bytes that are allowed")
+                if not pieces[-1] and not message and not stream.eof:
+                    raise InvalidInput(f"a message in {self._coding.decode()} is cut short")
+        except zlib.error as error:
+            raise InvalidInput(f"a message is not valid {self._coding.decode()}: {error}") from error
+        return b"".join(pieces)
+
+
+def _size_of(data: bytes | bytearray) -> int:
+    return int.from_bytes(data[1:PREFIX_BYTES], "big")
