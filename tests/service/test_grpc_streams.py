@@ -77,8 +77,10 @@ async def until(condition: Callable[[], Any]) -> None:
 
 def answered(service: Service, path: bytes, body: bytes, *headers: tuple[bytes, bytes], **more: Any) -> list[Any]:
     """What is sent for a call with a whole body."""
-    stream = SomeStream(path, [GRPC, *headers], **more)
+    return answered_over(service, SomeStream(path, [GRPC, *headers], **more), body)
 
+
+def answered_over(service: Service, stream: SomeStream, body: bytes) -> list[Any]:
     async def run() -> None:
         calls_of(service).request(stream, body)
         await until(lambda: stream.sent)
@@ -144,7 +146,9 @@ def test_what_is_wrong_is_a_status_alone(service: Service, path: bytes, body: by
 
 
 def test_a_message_that_the_reactor_has_dropped_is_too_large(service: Service) -> None:
-    assert status(answered(service, INFER, b"", reason=kernel.SIZE))[0] == "RESOURCE_EXHAUSTED"
+    stream = SomeStream(INFER, [GRPC], reason=kernel.SIZE)
+    stream.too_large = True
+    assert status(answered_over(service, stream, b""))[0] == "RESOURCE_EXHAUSTED"
 
 
 def test_other_methods_are_answered(service: Service) -> None:

@@ -292,7 +292,7 @@ class _Call:
         try:
             caller = self._caller = StreamCaller(stream)
             self._calls.authorise(method, stream, caller)
-            if stream.reason == kernel.SIZE and not body:
+            if stream.too_large:
                 raise MessageTooLarge(
                     f"the message is larger than the {self._calls.most_message} bytes that are allowed"
                 )
