@@ -29,7 +29,7 @@ from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.service.reactor.streams import Stream
 from tierstore.service.rpc.caller import RpcCaller, acting_for
-from tierstore.service.rpc.health import MAX_WATCHERS, Health
+from tierstore.service.rpc.health import Health
 from tierstore.service.rpc.messages import (
     ACCEPTED,
     CONTENT_TYPE,
@@ -230,11 +230,9 @@ class Calls:
 
     def families(self) -> Iterator[Metric]:
         for name, text, value in (
-            ("calls", "gRPC calls in progress.", len(self._open)),
-            ("streams", "gRPC streams of messages that are open.", len(self._flows)),
-            ("streams_limit", "gRPC streams of messages that may be.", MOST_STREAMS),
-            ("health_watchers", "Calls that watch the health.", self.health.watchers),
-            ("health_watchers_limit", "Calls that may.", MAX_WATCHERS),
+            ("calls", "gRPC calls in progress on the HTTP port.", len(self._open)),
+            ("streams", "gRPC streams of messages that are open there.", len(self._flows)),
+            ("streams_limit", "gRPC streams of messages that may be open there.", MOST_STREAMS),
         ):
             yield GaugeMetricFamily(f"tierstore_grpc_{name}", text, value=value)
 
