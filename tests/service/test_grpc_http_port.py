@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -98,6 +100,12 @@ def test_health_and_reflection(target: str) -> None:
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
         assert "inference.GRPCInferenceService" in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+def test_each_metric_comes_once(server: ServerThread) -> None:
+    names = re.findall(r"^# TYPE (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    assert {"tierstore_grpc_calls", "tierstore_grpc_streams_limit", "tierstore_grpc_health_watchers"} <= set(names)
+    assert len(names) == len(set(names))
 
 
 def test_a_stop_says_so_and_answers_what_is_under_way(tmp_path: Any) -> None:
