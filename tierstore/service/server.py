@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +34,7 @@ from tierstore.service.http.connection_limit import ConnectionLimit, Count
 from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
-from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, tune_allocator
+from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors, check_threads
@@ -133,10 +131,6 @@ class HttpService:
         return listeners
 
     def _add_grpc(self, port: int) -> None:
-        # grpcio's core has two ways to read connections. With the older one, the thread that waits for the next event reads
-        # them itself, without threads of the core: a third less processor time a call (docs/decisions/grpc.md). The variable
-        # is read when the core is first used in a process; a value that is set already stays.
-        os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
         from tierstore.service.rpc.server import GrpcServer
 
         try:
@@ -234,8 +228,7 @@ class HttpService:
         return [asyncio.ensure_future(self._start_reactors_after(compilation, listener))]
 
     def _start_reactors(self) -> None:
-        streams = Requests(self._handoff, self._calls)
-        self._reactors.start(self._socket, self._handoff, streams, self._calls.streaming)
+        self._reactors.start(self._socket, self._handoff, Requests(self._handoff, self._calls), self._calls.streaming)
         self.service.store.publish_words()
         self.service.reactors_state = "running"
 
@@ -313,13 +306,7 @@ class HttpService:
             self._grpc.stop(FINISH_S)
 
 
-def _say(url: str, grpc_target: str | None) -> None:
-    also = "" if grpc_target is None else f"gRPC at {grpc_target}\n"
-    sys.stdout.write(f"tierstore serves at {url}\n{also}")
-    sys.stdout.flush()
-
-
-def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _say) -> None:
+def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = say) -> None:
     """Open the store, serve it until a stop signal, close it. Blocks the main thread.
 
     `announce` is called once, when requests are answered, with the URL and the gRPC target (None where gRPC is not served);
