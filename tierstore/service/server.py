@@ -13,7 +13,6 @@ import importlib.util
 import logging
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from tierstore.service.http.frames import Http2
 from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
-from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, tune_allocator
+from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors, check_threads
@@ -308,13 +307,7 @@ class HttpService:
             self._grpc.stop(FINISH_S)
 
 
-def _say(url: str, grpc_target: str | None) -> None:
-    also = "" if grpc_target is None else f"gRPC at {grpc_target}\n"
-    sys.stdout.write(f"tierstore serves at {url}\n{also}")
-    sys.stdout.flush()
-
-
-def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _say) -> None:
+def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = say) -> None:
     """Open the store, serve it until a stop signal, close it. Blocks the main thread.
 
     `announce` is called once, when requests are answered, with the URL and the gRPC target (None where gRPC is not served);
