@@ -15,7 +15,7 @@ import h2.settings
 import numpy as np
 import pytest
 
-from tierstore.kernels import h2core, h2words
+from tierstore.kernels import h2session, h2words
 from tierstore.kernels.codec import address_of
 from tierstore.service.reactor.hpack import encode, encode_head
 
@@ -31,7 +31,7 @@ class Machine:
         self._path = np.frombuffer(STREAMING, np.uint8)
         self._table = np.array([1, address_of(self._path), len(self._path)], np.int64)
         self._out, self._work = np.zeros(room, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
-        self.session = h2core.begin(most_body, address_of(self._table))
+        self.session = h2session.begin(most_body, address_of(self._table))
         self._held, self._told = b"", np.zeros((h2words.MOST_STREAMS, 2), np.int64)
         self.now = SECOND
         self.sent = b""
@@ -41,26 +41,26 @@ class Machine:
         self._lend()
 
     def close(self) -> None:
-        h2core.free(self.session)
+        h2session.free(self.session)
 
     def word(self, which: int, at: int | None = None) -> int:
         return ctypes.c_int64.from_address((self.session if at is None else at) + 8 * which).value
 
     def _lend(self) -> None:
-        h2core.lend(self.session, address_of(self._out), len(self._out))
+        h2session.bind_frames(self.session, address_of(self._out), len(self._out))
         self._collect()
 
     def _collect(self) -> None:
         while n := self.word(h2words.OUT_BYTES):
             self.sent += self._out[:n].tobytes()
-            h2core.lend(self.session, address_of(self._out), len(self._out))
-            h2core.push_all(self.session, self._told)
+            h2session.bind_frames(self.session, address_of(self._out), len(self._out))
+            h2session.push_all(self.session, self._told)
 
     def feed(self, data: bytes) -> None:
         self._held += data
         while not self.failed:
             memory = np.frombuffer(self._held + b"\xaa", np.uint8).copy()
-            used, event = h2core.take(
+            used, event = h2session.advance(
                 self.session, address_of(memory), len(self._held), address_of(self._work), self.now
             )
             if not used:
@@ -84,9 +84,9 @@ class Machine:
                     self.events.append(("ended", stream, b""))
             elif event == h2words.RESET:
                 self.events.append(("reset", stream, b""))
-                h2core.close_stream(self.session, stream, -1)
+                h2session.close_stream(self.session, stream, -1)
             elif event == h2words.SENDABLE:
-                h2core.push_all(self.session, self._told)
+                h2session.push_all(self.session, self._told)
             elif event == h2words.FAILED:
                 self.failed = True
             self._collect()
@@ -103,15 +103,15 @@ class Machine:
         head, tail = encode_head(status, headers), b"" if trailers is None else encode(trailers)
         memory = np.frombuffer(head + data + tail + b"\0", np.uint8)
         places = np.array([(address_of(memory), len(memory) - 1)], np.int64)
-        made = h2core.respond(self.session, stream, places, len(head), len(data), len(tail), h2words.ENDS)
-        h2core.push_all(self.session, self._told)
+        made = h2session.respond(self.session, stream, places, len(head), len(data), len(tail), h2words.ENDS)
+        h2session.push_all(self.session, self._told)
         self._collect()
         return bool(made)
 
     def answer_call(self, stream: int, message: bytes) -> bool:
         memory = np.frombuffer(message + b"\0", np.uint8)
-        made = h2core.respond_to_call(self.session, stream, address_of(memory), len(message))
-        h2core.push_all(self.session, self._told)
+        made = h2session.respond_to_call(self.session, stream, address_of(memory), len(message))
+        h2session.push_all(self.session, self._told)
         self._collect()
         return bool(made)
 

@@ -13,7 +13,7 @@ class SomeStream:
         self.method, self.path, self.authority, self.headers = b"POST", path, b"localhost", list(headers)
         self.arrived_ns, self.reason, self.peer_names = 0, reason, ()
         self.client: tuple[str, int] | None = ("192.0.2.7", 4711)
-        self.lost = False
+        self.lost = self.too_large = False
         self.sent: list[Any] = []
         self.taken = 0
 

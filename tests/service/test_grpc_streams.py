@@ -16,6 +16,7 @@ from tierstore.access.tokens import TokenFile
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.context import Service
 from tierstore.service.rpc import calls as calls_module
+from tierstore.service.rpc import flow as flow_module
 from tierstore.service.rpc import health as health_module
 from tierstore.service.rpc.calls import Calls
 from tierstore.service.rpc.messages import CODES, Messages, prefixed, status_of, timeout_ns
@@ -77,8 +78,10 @@ async def until(condition: Callable[[], Any]) -> None:
 
 def answered(service: Service, path: bytes, body: bytes, *headers: tuple[bytes, bytes], **more: Any) -> list[Any]:
     """What is sent for a call with a whole body."""
-    stream = SomeStream(path, [GRPC, *headers], **more)
+    return answered_over(service, SomeStream(path, [GRPC, *headers], **more), body)
 
+
+def answered_over(service: Service, stream: SomeStream, body: bytes) -> list[Any]:
     async def run() -> None:
         calls_of(service).request(stream, body)
         await until(lambda: stream.sent)
@@ -127,7 +130,7 @@ def test_what_waits_is_answered_by_a_thread(store: FakeStore, service: Service) 
     [
         (b"/inference.GRPCInferenceService/Nothing", prefixed(b""), "UNIMPLEMENTED"),
         (INFER, b"", "UNIMPLEMENTED"),  # no message
-        (INFER, b"\0\0\0\0\9", "UNIMPLEMENTED"),
+        (INFER, b"\0\0\0\0\x09", "UNIMPLEMENTED"),
         (INFER, prefixed(b"\xff\xff"), "INVALID_ARGUMENT"),
         (INFER, b"\1\0\0\0\1x", "INVALID_ARGUMENT"),  # compressed, nobody knows how
         (INFER, b"\0\xff\xff\xff\xff", "RESOURCE_EXHAUSTED"),
@@ -144,7 +147,9 @@ def test_what_is_wrong_is_a_status_alone(service: Service, path: bytes, body: by
 
 
 def test_a_message_that_the_reactor_has_dropped_is_too_large(service: Service) -> None:
-    assert status(answered(service, INFER, b"", reason=kernel.SIZE))[0] == "RESOURCE_EXHAUSTED"
+    stream = SomeStream(INFER, [GRPC], reason=kernel.SIZE)
+    stream.too_large = True
+    assert status(answered_over(service, stream, b""))[0] == "RESOURCE_EXHAUSTED"
 
 
 def test_other_methods_are_answered(service: Service) -> None:
@@ -316,7 +321,7 @@ def test_the_longest_idle_stream_makes_room(service: Service, monkeypatch: pytes
 
 
 def test_a_stream_whose_first_message_does_not_come_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "FIRST_S", 0.05)
+    monkeypatch.setattr(flow_module, "FIRST_S", 0.05)
 
     async def run() -> None:
         client = Client(calls_of(service))

@@ -165,20 +165,20 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
         field = fields + 8 * hpack.FIELD_WORDS * i
         name, name_bytes = text + get(field, hpack.NAME_AT), get(field, hpack.NAME_BYTES)
         value, value_bytes = text + get(field, hpack.VALUE_AT), get(field, hpack.VALUE_BYTES)
-        known = get(field, hpack.NAME_IS)
+        which = get(field, hpack.NAME_IS)
         size += name_bytes + value_bytes + 2
         if not _is_value(value, value_bytes):
             return MALFORMED
         if name_bytes > 0 and load_u8(name, 0) == _COLON:
             if regular:
                 return MALFORMED
-            if known == _METHOD and method == 0 and _is_name_of_method(value, value_bytes):
+            if which == _METHOD and method == 0 and _is_name_of_method(value, value_bytes):
                 method, method_bytes = value, value_bytes
-            elif known == _PATH and path == 0 and _is_path(value, value_bytes):
+            elif which == _PATH and path == 0 and _is_path(value, value_bytes):
                 path, path_bytes = value, value_bytes
-            elif known == _SCHEME and scheme == 0:
+            elif which == _SCHEME and scheme == 0:
                 scheme = value
-            elif known == _AUTHORITY and authority == 0:
+            elif which == _AUTHORITY and authority == 0:
                 authority, authority_bytes = value, value_bytes
             else:
                 return MALFORMED
@@ -186,41 +186,41 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
         regular = True
         if not _is_name(name, name_bytes):
             return MALFORMED
-        if known == 0:
-            known = _OTHERS + place_of(name, 0, name_bytes, _NAMES, _NAMES_FROM)
-        if known == _CONTENT_LENGTH:
+        if which == 0:
+            which = _OTHERS + place_of(name, 0, name_bytes, _NAMES, _NAMES_FROM)
+        if which == _CONTENT_LENGTH:
             length = _length(value, value_bytes)
             if length < 0 or (declared >= 0 and length != declared):
                 return MALFORMED
             declared = length
-        elif known == _CONTENT_TYPE:
+        elif which == _CONTENT_TYPE:
             is_grpc = value_bytes >= _GRPC.size and _is(value, _GRPC.size, _GRPC)
             if is_grpc and value_bytes > _GRPC.size:
                 after = load_u8(value, _GRPC.size)
                 is_grpc = after == 43 or after == 59  # + ;
-        elif known == _AUTHORIZATION:
+        elif which == _AUTHORIZATION:
             if authorization >= 0:
                 unusual |= httphead.ODD_VALUE
             authorization = i
-        elif known == _HOST:
+        elif which == _HOST:
             host, host_bytes = value, value_bytes
-        elif known in (_CONTENT_ENCODING, _GRPC_ENCODING):
+        elif which in (_CONTENT_ENCODING, _GRPC_ENCODING):
             if value_bytes > 0 and not _is(value, value_bytes, _IDENTITY):
                 unusual |= httphead.CODED
-        elif known == _REQUEST_ID:
+        elif which == _REQUEST_ID:
             unusual |= httphead.ROUTED
             request_id = i
-        elif known == _TIMEOUT:
+        elif which == _TIMEOUT:
             timeout = _timeout_ms(value, value_bytes)
             if timeout < 0:
                 timeout = 0
                 unusual |= httphead.ODD_VALUE
-        elif known == _ORIGIN:
+        elif which == _ORIGIN:
             unusual |= httphead.FROM_ELSEWHERE
-        elif known == _TE:
+        elif which == _TE:
             if not _is(value, value_bytes, _TRAILERS):
                 return MALFORMED
-        elif known == _TRANSFER_ENCODING or (known >= _CONNECTION and known <= _UPGRADE):
+        elif which == _TRANSFER_ENCODING or (which >= _CONNECTION and which <= _UPGRADE):
             return MALFORMED
     if method == 0 or path == 0 or scheme == 0:
         return MALFORMED

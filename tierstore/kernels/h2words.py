@@ -43,12 +43,12 @@ CREDIT_BYTES = 1 << 22  # of a connection, that are given back at once
 (
     FLAGS, NEWEST, OPEN, STREAMS_AT, STREAMS_ROOM, SEND_WINDOW, INITIAL, PEER_FRAME, RECEIVE_WINDOW, EATEN, BLOCK_AT, BLOCK_BYTES,
     BLOCK_ROOM, BLOCK_STREAM, BLOCK_FLAGS, BLOCK_FRAMES, OUT_AT, OUT_BYTES, OUT_ROOM, OUT_KEPT, HELD, SECOND, RESETS, CONTROLS,
-    WAITING, NEXT, EVENT_ROW, EVENT_AT, EVENT_BYTES, MOST_BODY, STREAMING_AT, BEGUN, CUT_NS,
+    WAITING, NEXT, EVENT_ROW, EVENT_AT, EVENT_BYTES, MOST_BODY, STREAMING_AT, STARTED, CUT_NS,
 ) = range(33)  # fmt: skip
 SESSION_WORDS = 40
 SESSION_BYTES = 8 * SESSION_WORDS + hpack.TABLE_BYTES
 # of FLAGS: the peer's first SETTINGS have come; GOAWAY was written; after an error nothing more is read; SETTINGS were written
-SETTLED, GOING, BROKEN, GREETED = 1, 2, 4, 8
+HAS_SETTINGS, GOING, BROKEN, GREETED = 1, 2, 4, 8
 
 # a stream
 (
@@ -60,7 +60,7 @@ STREAM_WORDS = 26
 FIRST_ROOM = 4  # streams that a new session has room for
 # of STATE: the client sends no more; its request is Python's; data of it are on their way there; its end was told there; its
 # request was too large; the last block of the answer is there
-ENDED, AWAY, TOLD, END_TOLD, TOO_LARGE, FINAL = 1, 2, 4, 8, 16, 32
+ENDED, AWAY, DELIVERING, END_DELIVERED, TOO_LARGE, FINAL = 1, 2, 4, 8, 16, 32
 # of KIND: a call of ModelInfer that is answered here, perhaps; a request that is given on whole; one that is given on as it comes
 CALL, WHOLE, STREAMING = range(3)
 
@@ -68,7 +68,7 @@ CALL, WHOLE, STREAMING = range(3)
 NEXT_BLOCK, BLOCK_ENDS, HEADER_BYTES, DATA_BYTES, TRAILER_BYTES, HEADERS_DONE, DATA_DONE, SIZE = range(8)
 QUEUED_WORDS = 8
 # of BLOCK_ENDS: the stream ends with it; somebody waits to hear that it has left
-ENDS, TELLS = 1, 2
+ENDS, REPORTS = 1, 2
 
 # what a step comes to
 NOTHING, REQUEST, OPENED, CAME, RESET, SENDABLE, FAILED = range(7)

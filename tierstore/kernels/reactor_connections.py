@@ -58,7 +58,7 @@ from tierstore.kernels.reactor_words import (
     STATE,
     STREAM_LOST,
     STREAMS_AWAY,
-    UNTOLD,
+    UNREPORTED,
     WAITS,
     line_at,
     shared_at,
@@ -159,7 +159,7 @@ def _end_session(me, fd):  # type: ignore[no-untyped-def]
     if away > 0:
         add_at(shared_at(me, STREAMS_AWAY), -away)
         if not notify(me, STREAM_LOST, fd, conn[SERIAL], 0, 0):
-            me.shared[UNTOLD] = 1
+            me.shared[UNREPORTED] = 1
     free_session(s)
 
 

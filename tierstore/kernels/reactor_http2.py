@@ -17,26 +17,20 @@ from typing import Any
 import numba as nb
 from numba import types
 
-from tierstore.kernels import LAST, compiled_c, h2core, h2out, h2words, httphead
-from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, fence_all, release_i64
-from tierstore.kernels.raw import call_at, load_u8
-from tierstore.kernels.reactor_connections import end, has_room, hold, notify, set_send_deadline, wait_for_turn
+from tierstore.kernels import LAST, compiled_c, h2core, h2out, h2words
+from tierstore.kernels.atomics import add_at, copy_bytes
+from tierstore.kernels.h2request import give_credit
+from tierstore.kernels.reactor_connections import end, has_room, hold, wait_for_turn
+from tierstore.kernels.reactor_frames import KEPT_BYTES, bind_frames, flush, push_all, push_row, set_deadline
+from tierstore.kernels.reactor_streams import lose, on_event, report_data, shed
 from tierstore.kernels.reactor_words import (
-    ANNOUNCED,
-    ANSWER_AT,
-    ANSWER_BYTES,
-    ANSWERED,
     ARRIVAL_NS,
     BUFFER_BYTES,
     DEADLINE_NS,
-    DESCRIPTION,
-    DRAIN,
     ENDED,
     FINISH,
     FLAGS,
     FRAMES,
-    FRAMES_BYTES,
-    GENERATION_AT,
     HTTP2,
     IDLE_NS,
     IN_AT,
@@ -49,320 +43,32 @@ from tierstore.kernels.reactor_words import (
     MESSAGE,
     MODE,
     MOVED_NS,
-    OTHER,
-    REASONS_FROM,
     SERIAL,
     SESSION,
-    SINCE_NS,
-    SIZE,
-    SLOWEST_RATE,
     STALL_NS,
     STATE,
     STREAM_BLOCK,
-    STREAM_DATA,
-    STREAM_LOST,
-    STREAM_OPENED,
-    STREAM_REQUEST,
     STREAM_RESET,
-    STREAM_SENT,
     STREAM_SHIFT,
     STREAMS_AWAY,
     here_at,
-    line_at,
     shared_at,
 )
 from tierstore.kernels.request_record import get, put
-from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, monotonic_ns, move_bytes, receive, release, send
+from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, move_bytes, receive, release
 
 GATHERED_BYTES = 1 << 16  # frames that leave before more are written
 HELD_FROM = 1 << 14  # bytes of a connection that count
-KEPT_BYTES = 1 << 16  # of frames that the socket does not take; from here on nothing more is read
 _TURN_STREAMS = 64  # that are begun before others have their turn
-MOST_AWAY = 2048  # streams of all connections that Python has: each has a few messages in its pipe at most
-
-
-# --- the buffer of frames
 
 
 @nb.njit
-def _lend(me, s):  # type: ignore[no-untyped-def]
-    """Lend the reactor's memory for frames, unless some are kept."""
-    if get(s, h2words.OUT_KEPT) == 0:
-        put(s, h2words.OUT_AT, me.frames)
-        put(s, h2words.OUT_BYTES, 0)
-        put(s, h2words.OUT_ROOM, FRAMES_BYTES)
-
-
-@nb.njit
-def _keep_frames(me, fd, s, at, left):  # type: ignore[no-untyped-def]
-    """Keep frames that the socket has not taken, with room for some more. False: no memory."""
-    room = left + KEPT_BYTES
-    kept = allocate(room)
-    if kept == 0:
-        return False
-    copy_bytes(kept, at, left)
-    release(get(s, h2words.OUT_KEPT))
-    put(s, h2words.OUT_KEPT, kept)
-    put(s, h2words.OUT_AT, kept)
-    put(s, h2words.OUT_BYTES, left)
-    put(s, h2words.OUT_ROOM, room)
-    set_send_deadline(me, fd, left)
-    return True
-
-
-@nb.njit
-def _leave(me, fd, s):  # type: ignore[no-untyped-def]
-    """Send the frames that were written. True where all have left; a connection that is lost is marked."""
-    row = me.conns[fd]
-    at, left, kept = get(s, h2words.OUT_AT), get(s, h2words.OUT_BYTES), get(s, h2words.OUT_KEPT)
-    begin = left
-    while left > 0:
-        took = send(fd, at, left, 0)
-        if took > 0:
-            at += took
-            left -= took
-        elif took == -EAGAIN:
-            break
-        elif took != -EINTR:
-            row[LOST] = 1
-            return False
-    if left == 0:
-        put(s, h2words.OUT_BYTES, 0)
-        if kept != 0:
-            release(kept)
-            put(s, h2words.OUT_KEPT, 0)
-            _lend(me, s)
-            row[DEADLINE_NS] = 0
-        return True
-    if kept != 0 and left == begin:
-        return False
-    if kept != 0 and get(s, h2words.OUT_AT) != at:
-        move_bytes(get(s, h2words.OUT_AT), at, left)
-        put(s, h2words.OUT_BYTES, left)
-        set_send_deadline(me, fd, left)
-        return False
-    if not _keep_frames(me, fd, s, at, left):
-        row[LOST] = 1
-    return False
-
-
-@nb.njit
-def _push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """`h2out.push`, and Python hears what it waits to hear."""
-    stream = get(row, h2words.ID)
-    is_away = get(row, h2words.STATE) & h2words.AWAY != 0
-    tells, moved = h2out.push(s, row)
-    if tells > 0:
-        notify(me, STREAM_SENT, fd | stream << 24, me.conns[fd, SERIAL], tells, 0)
-    if get(row, h2words.ID) == 0:
-        if is_away:
-            add_at(shared_at(me, STREAMS_AWAY), -1)
-    elif moved:
-        _set_deadline(me, row)
-
-
-@nb.njit
-def _set_deadline(me, row):  # type: ignore[no-untyped-def]
-    """Until when the first block of a stream must have left."""
-    block = get(row, h2words.FIRST_OUT)
-    if block == 0:
-        put(row, h2words.DEADLINE_NS, 0)
-        return
-    slowest = get(block, h2words.SIZE) * 1_000_000_000 // me.limits[SLOWEST_RATE]
-    put(row, h2words.DEADLINE_NS, monotonic_ns() + me.limits[STALL_NS] + slowest)
-
-
-@nb.njit
-def _push_all(me, fd, s):  # type: ignore[no-untyped-def]
-    """Write what waits on all streams, each in its turn, as far as windows, room and socket go."""
-    rows, room = get(s, h2words.STREAMS_AT), get(s, h2words.STREAMS_ROOM)
-    while get(s, h2words.WAITING) > 0:
-        written = get(s, h2words.OUT_BYTES)
-        for k in range(room):
-            which = (get(s, h2words.NEXT) + k) % room
-            row = rows + 8 * h2words.STREAM_WORDS * which
-            if get(row, h2words.ID) != 0 and get(row, h2words.FIRST_OUT) != 0:
-                _push_row(me, fd, s, row)
-                if h2out.room_of(s) < h2words.FRAME_BYTES:
-                    put(s, h2words.NEXT, (which + 1) % room)
-                    break
-        if get(s, h2words.OUT_BYTES) == written or not _leave(me, fd, s):
-            return
-
-
-# --- to Python
-
-
-@nb.njit
-def _is_full(me):  # type: ignore[no-untyped-def]
-    return acquire_i64(shared_at(me, STREAMS_AWAY)) >= MOST_AWAY
-
-
-@nb.njit
-def _refuse(me, s, row):  # type: ignore[no-untyped-def]
-    """A request that was not begun, and may be sent again."""
-    h2out.write_reset(s, get(row, h2words.ID), h2words.REFUSED_STREAM)
-    h2out.close_row(s, row)
-
-
-@nb.njit
-def _give(me, fd, s, row, kind, reason):  # type: ignore[no-untyped-def]
-    """Give a stream's head, and the body behind it, to Python, which frees them."""
-    me.lines[me.number, REASONS_FROM + reason] += 1
-    at, size, head = get(row, h2words.AT), get(row, h2words.BYTES), get(row, h2words.HEAD_BYTES)
-    fd_stream = fd | get(row, h2words.ID) << 24
-    if _is_full(me) or not notify(me, kind, fd_stream, me.conns[fd, SERIAL] | reason << 32, at, head | size << 20):
-        _refuse(me, s, row)
-        return
-    add_at(shared_at(me, STREAMS_AWAY), 1)
-    h2out.hold(s, -size)
-    put(row, h2words.AT, 0)
-    put(row, h2words.BYTES, 0)
-    put(row, h2words.HEAD_BYTES, 0)
-    put(row, h2words.ROOM, 0)
-    put(row, h2words.DEADLINE_NS, 0)
-    put(row, h2words.STATE, get(row, h2words.STATE) | h2words.AWAY)
-
-
-@nb.njit
-def _tell_came(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """Give Python what has come of a stream, and its end, unless it has not taken what came before."""
-    state = get(row, h2words.STATE)
-    ended = 1 if state & h2words.ENDED else 0
-    if state & h2words.TOLD or (get(row, h2words.BYTES) == 0 and (not ended or state & h2words.END_TOLD)):
-        return
-    at, size = get(row, h2words.AT), get(row, h2words.BYTES)
-    fd_stream = fd | get(row, h2words.ID) << 24
-    if not notify(me, STREAM_DATA, fd_stream, me.conns[fd, SERIAL] | ended << 32, at, size):
-        return  # with what comes next, or when Python has taken something
-    h2out.hold(s, -size)
-    put(row, h2words.AT, 0)
-    put(row, h2words.BYTES, 0)
-    put(row, h2words.ROOM, 0)
-    put(row, h2words.STATE, state | h2words.TOLD | (h2words.END_TOLD if ended else 0))
-
-
-@nb.njit
-def _lose(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """A stream was reset, by its client or for its error."""
-    if get(row, h2words.STATE) & h2words.AWAY:
-        add_at(shared_at(me, STREAMS_AWAY), -1)
-        if not notify(me, STREAM_LOST, fd | get(row, h2words.ID) << 24, me.conns[fd, SERIAL], 0, 0):
-            me.conns[fd, LOST] = 1
-    h2out.close_row(s, row)
-
-
-# --- events
-
-
-@nb.njit
-def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
-    """Answer the call whose body is `size` bytes: ANSWERED, and `call` says where its message is; or why it is for Python."""
-    if size < h2out.PREFIX or load_u8(body, 0) != 0 or h2core.read_u32(body + 1) != size - h2out.PREFIX:
-        return DESCRIPTION
-    found, began = me.found, monotonic_ns()
-    for there, here in (
-        (httphead.HOST_AT, h2words.HOST_AT), (httphead.HOST_BYTES, h2words.HOST_BYTES),
-        (httphead.AUTHORIZATION_AT, h2words.AUTHORIZATION_AT), (httphead.AUTHORIZATION_BYTES, h2words.AUTHORIZATION_BYTES),
-        (httphead.TIMEOUT_MS, h2words.TIMEOUT_MS), (httphead.UNUSUAL, h2words.UNUSUAL), (httphead.PATH_AT, h2words.PATH_AT),
-        (httphead.PATH_BYTES, h2words.PATH_BYTES),
-    ):  # fmt: skip
-        found[there] = get(row, here)
-    found[httphead.HEAD_BYTES] = found[httphead.CLOSING] = 0
-    found[httphead.BODY_BYTES], found[httphead.JSON_BYTES] = size - h2out.PREFIX, httphead.NONE
-    found[httphead.KIND] = httphead.INFER
-    since = get(row, h2words.BEGAN_NS)
-    me.call[SINCE_NS] = since if since < now else 0  # 0: it came with what came last
-    line = line_at(me, me.number, ANNOUNCED)
-    release_i64(line, acquire_i64(me.shared[GENERATION_AT]))
-    fence_all()
-    came = call_at(me.run_call, me.at, fd, get(row, h2words.AT), body + h2out.PREFIX, size - h2out.PREFIX, began)
-    release_i64(line, 0)
-    return came
-
-
-@nb.njit
-def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def]
-    """Answer a whole request, or give it to Python."""
-    if get(row, h2words.STATE) & h2words.TOO_LARGE:
-        _give(me, fd, s, row, STREAM_REQUEST, SIZE)
-        return
-    reason = OTHER
-    if get(row, h2words.KIND) == h2words.CALL:
-        reason = _call(me, fd, row, body, size, now)
-        if reason == ANSWERED:
-            request_id = get(row, h2words.AT) + get(row, h2words.REQUEST_ID_AT)
-            if not h2out.answer_call(
-                s, row, me.call[ANSWER_AT], me.call[ANSWER_BYTES], request_id, get(row, h2words.REQUEST_ID_BYTES)
-            ):
-                h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
-                h2out.close_row(s, row)
-            elif get(row, h2words.FIRST_OUT) != 0:
-                h2out.drop_request(s, row)
-                _set_deadline(me, row)
-                _push_row(me, fd, s, row)
-            return
-    if get(row, h2words.BYTES) == get(row, h2words.HEAD_BYTES) and not h2core.keep_body(s, row, body, size, -1):
-        _refuse(me, s, row)
-        return
-    _give(me, fd, s, row, STREAM_REQUEST, reason)
-
-
-@nb.njit
-def _on_event(me, fd, s, event, now):  # type: ignore[no-untyped-def]
-    """Do what a step asks for."""
-    row, at, size = get(s, h2words.EVENT_ROW), get(s, h2words.EVENT_AT), get(s, h2words.EVENT_BYTES)
-    if event == h2words.REQUEST:
-        _on_request(me, fd, s, row, at, size, now)
-    elif event == h2words.RESET:
-        _lose(me, fd, s, row)
-    elif event == h2words.SENDABLE:
-        if row == 0:
-            _push_all(me, fd, s)
-        else:
-            _push_row(me, fd, s, row)
-    elif event == h2words.OPENED:
-        stream = get(row, h2words.ID)
-        _give(me, fd, s, row, STREAM_OPENED, OTHER)
-        if get(row, h2words.ID) == stream:
-            _tell_came(me, fd, s, row)
-    elif event == h2words.CAME:
-        if not h2core.keep_body(s, row, at, size, -1):
-            h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
-            _lose(me, fd, s, row)
-        else:
-            _tell_came(me, fd, s, row)
-    if me.shared[MODE] >= DRAIN and event in (h2words.REQUEST, h2words.OPENED):
-        h2core.go_away(s)
-
-
-@nb.njit
-def _shed(me, fd, s):  # type: ignore[no-untyped-def]
-    """Reset streams whose requests are arriving, or wait for Python: there is no room for them."""
-    row = get(s, h2words.STREAMS_AT)
-    for _ in range(get(s, h2words.STREAMS_ROOM)):
-        state = get(row, h2words.STATE)
-        arrives = state & (h2words.ENDED | h2words.AWAY) == 0 or (
-            state & h2words.AWAY != 0 and get(row, h2words.BYTES) > 0
-        )
-        if get(row, h2words.ID) != 0 and arrives:
-            if h2out.room_of(s) < h2words.CONTROL_ROOM:
-                return
-            h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
-            _lose(me, fd, s, row)
-        row += 8 * h2words.STREAM_WORDS
-
-
-# --- connections
-
-
-@nb.njit
-def _settle(me, fd, s, now):  # type: ignore[no-untyped-def]
+def _finish_turn(me, fd, s, now):  # type: ignore[no-untyped-def]
     """Let what was written leave, and set what a connection holds and how long it may wait. It may be closed afterwards."""
     row = me.conns[fd]
-    if row[LOST] == 0 and _leave(me, fd, s) and get(s, h2words.WAITING) > 0:
-        _push_all(me, fd, s)
-        _leave(me, fd, s)
+    if row[LOST] == 0 and flush(me, fd, s) and get(s, h2words.WAITING) > 0:
+        push_all(me, fd, s)
+        flush(me, fd, s)
     if row[LOST] != 0:
         end(me, fd, True)
         return
@@ -373,8 +79,8 @@ def _settle(me, fd, s, now):  # type: ignore[no-untyped-def]
     held = get(s, h2words.HELD) + row[IN_BYTES] + (0 if has_left else get(s, h2words.OUT_BYTES))
     hold(me, fd, held if held > HELD_FROM else 0)
     if held > BUFFER_BYTES and not has_room(me, 0):
-        _shed(me, fd, s)
-        _leave(me, fd, s)
+        shed(me, fd, s)
+        flush(me, fd, s)
     if get(s, h2words.OUT_KEPT) == 0:
         row[DEADLINE_NS] = 0 if get(s, h2words.OPEN) > 0 else now + me.limits[IDLE_NS]
 
@@ -384,7 +90,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
     """Read what has come, and do what it asks for. The connection may be closed afterwards."""
     row = me.conns[fd]
     s, base, have, came = row[SESSION], me.buffer, nb.int64(0), 0
-    _lend(me, s)
+    bind_frames(me, s)
     if not get(s, h2words.FLAGS) & h2words.GREETED:
         put(s, h2words.FLAGS, get(s, h2words.FLAGS) | h2words.GREETED)
         h2core.write_settings(s)
@@ -393,10 +99,10 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
         copy_bytes(base, row[IN_AT], have)
         release(row[IN_AT])
         row[IN_AT] = row[IN_BYTES] = 0
-    begun, gone, any_taken = get(s, h2words.BEGUN), False, False
+    started, gone, moved = get(s, h2words.STARTED), False, False
     while True:
         if get(s, h2words.OUT_KEPT) != 0:
-            _leave(me, fd, s)
+            flush(me, fd, s)
         is_paused = get(s, h2words.OUT_KEPT) != 0 and get(s, h2words.OUT_BYTES) >= KEPT_BYTES
         if row[FLAGS] & MAY_READ and not is_paused and have < BUFFER_BYTES:
             got = receive(fd, base + have, BUFFER_BYTES - have)
@@ -412,24 +118,24 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
             came += max(got, 0)
         at, waits = 0, False
         while row[LOST] == 0:
-            if get(s, h2words.BEGUN) - begun >= _TURN_STREAMS:
+            if get(s, h2words.STARTED) - started >= _TURN_STREAMS:
                 waits = True
                 break
             used, event = h2core.step(s, base + at, have - at, me.headers, now)
             if used == 0:
-                if h2out.room_of(s) >= h2words.CONTROL_ROOM or not _leave(me, fd, s):
+                if h2out.room_of(s) >= h2words.CONTROL_ROOM or not flush(me, fd, s):
                     break
                 continue
             at += used
-            any_taken = True
+            moved = True
             if event == h2words.FAILED:
-                _leave(me, fd, s)
+                flush(me, fd, s)
                 end(me, fd, False)
                 return
             if event != h2words.NOTHING:
-                _on_event(me, fd, s, event, now)
+                on_event(me, fd, s, event, now)
             if get(s, h2words.OUT_BYTES) >= GATHERED_BYTES and get(s, h2words.OUT_KEPT) == 0:
-                _leave(me, fd, s)
+                flush(me, fd, s)
         have -= at
         if at > 0 and have > 0:
             move_bytes(base, base + at, have)
@@ -442,13 +148,13 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
         if row[FLAGS] & MAY_READ == 0 or have == BUFFER_BYTES or is_paused:
             break
     if gone:  # nothing is read of it any more
-        _leave(me, fd, s)
+        flush(me, fd, s)
         end(me, fd, False)
         return
     is_cut = have > 0 or get(s, h2words.BLOCK_STREAM) != 0
     if not is_cut:
         put(s, h2words.CUT_NS, 0)
-    elif get(s, h2words.CUT_NS) == 0 or (any_taken and get(s, h2words.BLOCK_STREAM) == 0):
+    elif get(s, h2words.CUT_NS) == 0 or (moved and get(s, h2words.BLOCK_STREAM) == 0):
         put(s, h2words.CUT_NS, now)
     if have > 0:
         kept = allocate(have)
@@ -457,7 +163,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
             return
         copy_bytes(kept, base, have)
         row[IN_AT], row[IN_BYTES], row[IN_ROOM] = kept, have, have
-    _settle(me, fd, s, now)
+    _finish_turn(me, fd, s, now)
 
 
 @nb.njit
@@ -473,14 +179,14 @@ def _on_message(me, fd, at, now):  # type: ignore[no-untyped-def]
             release(value)
             add_at(shared_at(me, INFLIGHT), -size)
         return
-    _lend(me, s)
+    bind_frames(me, s)
     if kind == STREAM_BLOCK:
         add_at(shared_at(me, INFLIGHT), -size)  # it is the session's from here on
         is_first = get(row, h2words.FIRST_OUT) == 0
         h2out.queue(s, row, value)
         if is_first:
-            _set_deadline(me, row)
-            _push_row(me, fd, s, row)
+            set_deadline(me, row)
+            push_row(me, fd, s, row)
     elif kind == STREAM_RESET:
         if h2out.room_of(s) >= h2words.CONTROL_ROOM:
             h2out.write_reset(s, stream, value)
@@ -488,11 +194,11 @@ def _on_message(me, fd, at, now):  # type: ignore[no-untyped-def]
         h2out.close_row(s, row)
     else:
         if size != 0:
-            put(row, h2words.STATE, get(row, h2words.STATE) & ~h2words.TOLD)
-            _tell_came(me, fd, s, row)
+            put(row, h2words.STATE, get(row, h2words.STATE) & ~h2words.DELIVERING)
+            report_data(me, fd, s, row)
         if value > 0 and h2out.room_of(s) >= h2words.CONTROL_ROOM and not get(row, h2words.STATE) & h2words.ENDED:
-            h2core.give_credit(s, row, value)
-    _settle(me, fd, s, now)
+            give_credit(s, row, value)
+    _finish_turn(me, fd, s, now)
 
 
 @nb.njit
@@ -507,7 +213,7 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
     ):
         end(me, fd, True)
         return
-    _lend(me, s)
+    bind_frames(me, s)
     for _ in range(get(s, h2words.STREAMS_ROOM)):
         if h2out.room_of(s) < h2words.CONTROL_ROOM:
             break
@@ -522,13 +228,13 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
                 )
             if is_late:
                 h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
-                _lose(me, fd, s, row)
+                lose(me, fd, s, row)
         row += 8 * h2words.STREAM_WORDS
     is_idle = get(s, h2words.OPEN) == 0 and not is_kept and conn[DEADLINE_NS] != 0 and now > conn[DEADLINE_NS]
     if (is_idle or me.shared[MODE] >= FINISH) and h2out.room_of(s) >= h2words.CONTROL_ROOM:
         h2core.go_away(s)
     until = conn[DEADLINE_NS]
-    _settle(me, fd, s, now)
+    _finish_turn(me, fd, s, now)
     if conn[STATE] == HTTP2 and conn[SESSION] == s and get(s, h2words.OPEN) == 0 and until != 0:
         conn[DEADLINE_NS] = until  # nothing has come
 

@@ -30,12 +30,12 @@ MAY_READ, CLOSES, ENDED, WAITS = 1, 2, 4, 8
 # words of `shared`, a cache line each, as some are written often
 (
     MODE, GENERATION_AT, PLANS_AT, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT,
-    QUEUED, OTHER_QUEUED, CALL_NS, STREAMS_AWAY, STREAMING_PATHS, UNTOLD,
+    QUEUED, OTHER_QUEUED, CALL_NS, STREAMS_AWAY, STREAMING_PATHS, UNREPORTED,
 ) = range(0, 16 * 8, 8)  # fmt: skip
 SHARED_WORDS = 16 * 8
 FULL = 1 << 62  # of a wait for a thread: the queue has no room
 # of predictions: how many of reactors and how many calls of Python wait or run, and what one takes its thread
-# of MODE: answer; answer, and close each connection after its answer; answer what has begun, then close; end now
+# of MODE: answer; answer, and close each connection after its answer; answer what has started, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
 
 # words of `limits`
@@ -64,7 +64,7 @@ LINE_WORDS = 32
     REQUEST, CONNECTION, REFUSED, SENT, STREAM_REQUEST, STREAM_OPENED, STREAM_DATA, STREAM_LOST, STREAM_SENT,
 ) = range(9)  # fmt: skip
 # an answer in Python's memory, or in a block that becomes the reactor's; of a stream: a block, more of the request is wanted, its end
-ANSWER, COME_BACK, DROP, WAKE, BLOCK, STREAM_BLOCK, STREAM_TAKEN, STREAM_RESET = range(8)
+ANSWER, COME_BACK, DROP, WAKE, BLOCK, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(8)
 STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
 FIRST_PART = (1 << STREAM_SHIFT) - 1
 FRAMES, MESSAGE, SWEEP = range(3)  # what `reactor_http2.run` is to do

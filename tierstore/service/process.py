@@ -17,6 +17,7 @@ import platform
 import resource
 import signal
 import struct
+import sys
 import threading
 from types import TracebackType
 
@@ -136,3 +137,10 @@ def _exit_at_once(seconds: float) -> None:
         "the stop has not ended in %.0f s: the process exits, as in a crash; nothing acknowledged is lost", seconds
     )
     os._exit(EXIT_CODE)
+
+
+def say(url: str, grpc_target: str | None) -> None:
+    """Print where the service is."""
+    also = "" if grpc_target is None else f"gRPC at {grpc_target}\n"
+    sys.stdout.write(f"tierstore serves at {url}\n{also}")
+    sys.stdout.flush()

@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,19 +26,21 @@ from tierstore.errors import MissingExtra, TierstoreError
 from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.access import check_access
-from tierstore.service.addresses import bind_admin, bind_http, grpc_port_in_use, host_port, url_of
+from tierstore.service.addresses import bind_admin, bind_http, host_port, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
+from tierstore.service.http.frames import Http2
 from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
-from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, tune_allocator
+from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors, check_threads
 from tierstore.service.rpc.calls import Calls
+from tierstore.service.rpc.listen import grpc_server
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
 
@@ -111,9 +111,12 @@ class HttpService:
         self._allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
         root = make_root(self.service, self._admin, self._allowed.add)
         self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
-        self._listeners = self._make_listeners()
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
         self.service.calls = self._calls = Calls(self.service, self._allowed.add)
+        self._requests = Requests(self._handoff, self._calls)
+        self._http2 = Http2(self._requests, self._calls.streaming, settings, self.service.inflight)
+        self._connection_limit.http2 = self._http2
+        self._listeners = self._make_listeners()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
         self._exit_bound: ExitBound | None = None
@@ -128,27 +131,19 @@ class HttpService:
             listeners.append(Listener(self._socket, self._server, self._connection_limit, tls))
         if (sock := self._admin_socket) is not None:
             limit = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
+            limit.http2 = self._http2
             tls = None if sock.family == socket.AF_UNIX else tls
             listeners.append(Listener(sock, self._server, limit, tls, admin=True))
         return listeners
 
     def _add_grpc(self, port: int) -> None:
-        # grpcio's core has two ways to read connections. With the older one, the thread that waits for the next event reads
-        # them itself, without threads of the core: a third less processor time a call (docs/decisions/grpc.md). The variable
-        # is read when the core is first used in a process; a value that is set already stays.
-        os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
-        from tierstore.service.rpc.server import GrpcServer
-
         try:
-            try:
-                self.service.grpc = self._grpc = GrpcServer(self.service, host_port(self.host, port))
-            except OSError as error:
-                raise grpc_port_in_use(self.host, port) from error
-            self.grpc_port = self._grpc.port
-            self.grpc_target = host_port(self.host, self.grpc_port)
+            self.service.grpc = self._grpc = grpc_server(self.service, self.host, port)
         except BaseException:
             self._close()
             raise
+        self.grpc_port = self._grpc.port
+        self.grpc_target = host_port(self.host, self.grpc_port)
 
     def run(self, started: Callable[[], None], exit_bound: ExitBound | None = None) -> None:
         """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called once requests are answered."""
@@ -234,8 +229,7 @@ class HttpService:
         return [asyncio.ensure_future(self._start_reactors_after(compilation, listener))]
 
     def _start_reactors(self) -> None:
-        streams = Requests(self._handoff, self._calls)
-        self._reactors.start(self._socket, self._handoff, streams, self._calls.streaming)
+        self._reactors.start(self._socket, self._handoff, self._requests, self._calls.streaming)
         self.service.store.publish_words()
         self.service.reactors_state = "running"
 
@@ -313,13 +307,7 @@ class HttpService:
             self._grpc.stop(FINISH_S)
 
 
-def _say(url: str, grpc_target: str | None) -> None:
-    also = "" if grpc_target is None else f"gRPC at {grpc_target}\n"
-    sys.stdout.write(f"tierstore serves at {url}\n{also}")
-    sys.stdout.flush()
-
-
-def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = _say) -> None:
+def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = say) -> None:
     """Open the store, serve it until a stop signal, close it. Blocks the main thread.
 
     `announce` is called once, when requests are answered, with the URL and the gRPC target (None where gRPC is not served);

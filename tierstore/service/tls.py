@@ -81,7 +81,7 @@ class Tls:
     def _read(self) -> Credentials:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols(["h2", "http/1.1"])
         certificate, key = _bytes_of("tls_cert", self._certificate), _bytes_of("tls_key", self._key)
         try:
             context.load_cert_chain(self._certificate, self._key, password=_refuse_password)

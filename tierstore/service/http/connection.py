@@ -15,9 +15,11 @@ from typing import Any, TypeAlias
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tierstore import kernels
 from tierstore.service.addresses import is_on_host
 from tierstore.service.http.connection_limit import REFUSED_S, ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
+from tierstore.service.http.frames import PREFACE, FrameSession
 from tierstore.service.http.messages import CONNECTION, PEER, UNNAMED, Peer
 from tierstore.service.tls import has_ended, names_of
 
@@ -84,7 +86,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     are dropped (RFC 9112, 9.6).
 
     `first` are bytes that came before; `back` returns what gets the descriptor of a connection that goes back, or None.
-    `admin`: it is one of the listener of admin requests.
+    `admin`: it is one of the listener of admin requests. One that begins as HTTP/2 is served
+    as `limit.http2` has it.
     """
 
     def __init__(
@@ -98,6 +101,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._http2 = None if limit is None or refused else limit.http2
+        self._frames: FrameSession | None = None
+        self._first_bytes: bytes | None = None if self._http2 is None else b""  # None: it has begun as HTTP/1.1
         self._admin, self._peer = admin, UNNAMED
         self._limit, self._first, self._refused, self._back = limit, first, refused, back
         self._served: bool | None = None
@@ -138,7 +144,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """A client that has sent a whole request and then ends only its own side is still answered."""
-        if self.cycle is None or self.cycle.response_complete or not self._in_head or self.pipeline:
+        if (
+            self._frames is not None
+            or self.cycle is None
+            or self.cycle.response_complete
+            or not self._in_head
+            or self.pipeline
+        ):
             return None
         if self.scheme == "https":  # TLS ends for both sides
             return None
@@ -147,6 +159,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        if self._frames is not None:
+            self._frames.close()
         if self._deadlines is not None:
             self._deadlines.close()
         if self._running is not None and not self._running.response_complete:  # else uvicorn logs a defect
@@ -180,15 +194,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        if self._frames is not None:
+            self._frames.pause_writing()
         if self._deadlines is not None:
             self._deadlines.wait_for_client()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        if self._frames is not None:
+            self._frames.resume_writing()
         if self._deadlines is not None:
             self._deadlines.all_sent()
 
     def shutdown(self) -> None:
+        if self._frames is not None:
+            self._frames.go_away()
+            return
         super().shutdown()
         if self._running is not None:  # those that were sent ahead have not begun
             self._running.keep_alive = False
@@ -224,6 +245,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self._in_request and not self.cycle.keep_alive
 
     def data_received(self, data: bytes) -> None:
+        if self._frames is not None:
+            self._frames.feed(data)
+            return
+        if self._first_bytes is not None:
+            data = self._first_bytes = self._first_bytes + data
+            if PREFACE.startswith(data[: len(PREFACE)]):
+                if len(data) >= len(PREFACE):
+                    self._begin_http2(data[len(PREFACE) :])
+                return
+            self._first_bytes = None
         if self._has_last():
             return
         # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.
@@ -246,6 +277,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.transport.abort()  # even if part of a response was sent
         if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
             self._be_patient()  # the next bytes of a request may take no longer than an idle connection is kept
+
+    def _begin_http2(self, data: bytes) -> None:
+        if not kernels.is_complete():  # they are being compiled: a client tries again
+            self.transport.abort()
+            return
+        assert self._http2 is not None
+        self._frames = FrameSession(self._http2, self.transport, self._peer.names, admin=self._admin)
+        self._frames.feed(data)
+        self._be_patient()
 
     def _without_upgrade(self, data: bytes) -> bytes:
         """Bytes of a head without its `Upgrade`, such as the one to HTTP/2 that Java's client sends by default.
@@ -281,7 +321,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _silent(self) -> None:
         """Nothing came for the idle time."""
-        if self.flow.read_paused:  # this side does not read
+        if self._frames is not None:
+            if self._frames.idle:
+                self._frames.go_away()
+            self._be_patient()
+        elif self.flow.read_paused:  # this side does not read
             self._be_patient()
         else:
             self.timeout_keep_alive_handler()

@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from tierstore.errors import Overloaded
 from tierstore.service.context import Service
 from tierstore.service.http.deadlines import Deadlines
+from tierstore.service.http.frames import Http2
 from tierstore.service.http.messages import Receive, Scope, Send, error_for_path
 from tierstore.service.http.middleware import RequestLogging
 from tierstore.service.http.turns import Turns
@@ -50,6 +51,7 @@ class ConnectionLimit:
         self._service, self.limit, self._served = service, limit, served
         self.refused = 0  # those that are being refused
         self.turns = Turns()
+        self.http2: Http2 | None = None  # how its connections are served that begin as HTTP/2
         self.app = RequestLogging(self, service.request_log)
 
     @property

@@ -341,9 +341,9 @@ class Reactors:
                 self.lanes.put(message)
             elif (entry := self.sending.pop((what >> 8, serial), None)) is not None:
                 entry[2]()
-        if self.words[kernel.UNTOLD]:
-            self.words[kernel.UNTOLD] = 0
-            self.streams.lose_untold()
+        if self.words[kernel.UNREPORTED]:
+            self.words[kernel.UNREPORTED] = 0
+            self.streams.lose_unreported()
         self.lanes.start()
 
     def _serve_message(self, message: Message) -> None:

@@ -135,7 +135,7 @@ class Stream:
             if self._lost or self._ended:
                 return
             self._ended = True
-            waiting = self._take_waiting()
+            waiting = self._pop_waiting()
         self._streams.forget(self)
         self._streams.notify(self, kernel.STREAM_RESET, code, 0)
         for sent in waiting:
@@ -144,7 +144,7 @@ class Stream:
     def consumed(self, size: int) -> None:
         """Let the client send so many bytes more."""
         if not self._lost and not self._ended:
-            self._streams.notify(self, kernel.STREAM_TAKEN, size, 0)
+            self._streams.notify(self, kernel.STREAM_CONSUMED, size, 0)
 
     def _send(self, head: bytes, chunks: Iterable[Buffer], trailers: bytes, ends: bool, sent: Sent | None) -> None:
         with self._lock:
@@ -154,7 +154,7 @@ class Stream:
                 if sent is not None:
                     self._waiting.append(sent)
                 is_done = ends and not self._waiting
-                flags = (h2words.ENDS if ends else 0) | (h2words.TELLS if sent is not None else 0)
+                flags = (h2words.ENDS if ends else 0) | (h2words.REPORTS if sent is not None else 0)
                 self._streams.send(self, head, chunks, trailers, flags)
         if gone:
             if sent is not None:
@@ -162,7 +162,7 @@ class Stream:
         elif is_done:
             self._streams.forget(self)
 
-    def _take_waiting(self) -> list[Sent]:
+    def _pop_waiting(self) -> list[Sent]:
         waiting = list(self._waiting)
         self._waiting.clear()
         return waiting
@@ -180,7 +180,7 @@ class Stream:
         """The stream is lost. Returns whether its answer was not given yet."""
         with self._lock:
             open_, self._lost = not self._ended and not self._lost, True
-            waiting = self._take_waiting()
+            waiting = self._pop_waiting()
         for sent in waiting:
             sent()
         return open_
@@ -255,12 +255,12 @@ class Streams:
         if found is None or found.is_lost():
             return
         if data:
-            self.notify(found, kernel.STREAM_TAKEN, 0, 1)
+            self.notify(found, kernel.STREAM_CONSUMED, 0, 1)
             receiver.data(found, data)
         if flags:
             receiver.ended(found)
 
-    def lose_untold(self) -> None:
+    def lose_unreported(self) -> None:
         """Lose streams whose connections have ended without a word: the pipe was full."""
         self._lose([stream for stream in self._open.values() if not self.has(stream._fd, stream._serial)])
 

@@ -11,50 +11,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tierstore.access.roles import Action, Principal
 from tierstore.access.rules import of_grpc
-from tierstore.errors import Closed, Forbidden, InvalidInput, Overloaded, TierstoreError
-from tierstore.kernels import reactor_words as kernel
-from tierstore.service.addresses import host_name, host_port
+from tierstore.errors import Closed, Forbidden, Overloaded, TierstoreError
+from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
-from tierstore.service.limits.shedding import Caller, Gone
-from tierstore.service.limits.worker_pool import Reservation, WorkerPool
+from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.reactor.streams import Stream
 from tierstore.service.rpc.caller import RpcCaller, acting_for
-from tierstore.service.rpc.health import MAX_WATCHERS, Health
+from tierstore.service.rpc.flow import HEADERS, Flow
+from tierstore.service.rpc.health import Health
 from tierstore.service.rpc.messages import (
-    ACCEPTED,
-    CONTENT_TYPE,
     ENDS,
     IDLE,
     Messages,
     prefix_of,
-    prefixed,
-    status_of,
-    timeout_ns,
 )
-from tierstore.service.rpc.methods import Accounts, Receive, Servicer, Streamed, Unary, look_up
+from tierstore.service.rpc.methods import Accounts, Method, Servicer, look_up
 from tierstore.service.rpc.oip import InferenceService
 from tierstore.service.rpc.reflection import reflection_of
+from tierstore.service.rpc.stream_caller import StreamCaller, refuse, sent_back
 from tierstore.service.rpc.tfserving import TensorFlowServing
 from tierstore.service.stats import Timings
 
 READY_POLL_S = 0.1
 MOST_STREAMS = 1024  # of messages, open at a time
 IDLE_S = 1.0  # how long one has to be idle before it makes room for another
-FIRST_S = 10.0  # for the first message of a stream to come
 METADATA_ROOM = 1 << 20  # of a message, in addition to its tensors
-REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get one version
 CUT_OFF = "the service stopped before this call was finished, which may have had its effect; send it again"
-_HEADERS = [(b"content-type", CONTENT_TYPE), ACCEPTED]
 _NO_MESSAGE = "the call has one request message; got none"
 
 
@@ -62,18 +52,6 @@ class Allow(Protocol):
     """What is told of a name and an `Authorization` by which a caller may look up; None: nobody needs one."""
 
     def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Method:
-    """A method as its calls need it: `receive` for a look-up, `run` for any other, with its pool, `serve` for a stream."""
-
-    action: Action
-    accounts: Accounts
-    receive: Receive | None = None
-    run: Unary | None = None
-    pool: WorkerPool | None = None
-    serve: Streamed | None = None
 
 
 class Calls:
@@ -88,10 +66,10 @@ class Calls:
         servicers += [self.health.servicer, *reflection_of([*names, self.health.servicer.name])]
         self._methods = {path: method for servicer in servicers for path, method in self._methods_of(servicer)}
         self._open: dict[_Call, None] = {}  # calls that are not answered
-        self._flows: dict[Stream, _Flow] = {}  # those that have been idle longest first
+        self._flows: dict[Stream, Flow] = {}  # those that have been idle longest first
         self.closing = False
 
-    def _methods_of(self, servicer: Servicer) -> Iterator[tuple[bytes, _Method]]:
+    def _methods_of(self, servicer: Servicer) -> Iterator[tuple[bytes, Method]]:
         service = self.service
 
         def path_of(name: str) -> tuple[bytes, Action, Accounts]:
@@ -100,7 +78,7 @@ class Calls:
 
         for name, receive in servicer.lookups.items():
             path, action, accounts = path_of(name)
-            yield path, _Method(action, accounts, receive=receive)
+            yield path, Method(action, accounts, receive=receive)
         pools = (
             (servicer.controls, service.admin_pool),
             (servicer.switches, service.switch_pool),
@@ -109,10 +87,10 @@ class Calls:
         for methods, pool in pools:
             for name, run in methods.items():
                 path, action, accounts = path_of(name)
-                yield path, _Method(action, accounts, run=run, pool=pool)
+                yield path, Method(action, accounts, run=run, pool=pool)
         for name, serve in servicer.streams.items():
             path, action, accounts = path_of(name)
-            yield path, _Method(action, accounts, serve=serve)
+            yield path, Method(action, accounts, serve=serve)
 
     @property
     def streaming(self) -> tuple[bytes, ...]:
@@ -130,7 +108,7 @@ class Calls:
         """A call with all of its messages."""
         method = self._methods.get(stream.path)
         if method is None:
-            _refuse(stream, "UNIMPLEMENTED", "Method not found!")
+            refuse(stream, "UNIMPLEMENTED", "Method not found!")
         elif method.serve is not None:  # a receiver that was not told which methods stream
             self.opened(stream)
             self.data(stream, body)
@@ -143,12 +121,12 @@ class Calls:
     def opened(self, stream: Stream) -> None:
         method = self._methods.get(stream.path)
         if method is None or method.serve is None:
-            _refuse(stream, "UNIMPLEMENTED", "Method not found!")
+            refuse(stream, "UNIMPLEMENTED", "Method not found!")
             return
         try:
-            flow = _Flow(self, method, stream)
+            flow = Flow(self, method, stream)
         except TierstoreError as error:
-            _refuse(stream, *method.accounts.failed(StreamCaller(stream, arrived_ns=stream.arrived_ns), error))
+            refuse(stream, *method.accounts.failed(StreamCaller(stream, arrived_ns=stream.arrived_ns), error))
             return
         self._flows[stream] = flow
         flow.open()
@@ -167,7 +145,7 @@ class Calls:
 
     # --- for calls
 
-    def authorise(self, method: _Method, stream: Stream, caller: StreamCaller) -> None:
+    def authorise(self, method: Method, stream: Stream, caller: StreamCaller) -> None:
         """Find out who calls. Forbidden where they may not."""
         access = self.service.access
         principal = caller.waiting.principal = access.of_call(method.action, caller.authorizations, stream.peer_names)
@@ -189,11 +167,11 @@ class Calls:
             raise Overloaded(f"{MOST_STREAMS} streams are open already; try again in a second")
         idle.finish("UNAVAILABLE", IDLE)
 
-    def to_the_end(self, flow: _Flow) -> None:
+    def to_the_end(self, flow: Flow) -> None:
         """A stream becomes idle now."""
         self._flows[flow.stream] = self._flows.pop(flow.stream)
 
-    def forget(self, flow: _Flow) -> None:
+    def forget(self, flow: Flow) -> None:
         self._flows.pop(flow.stream, None)
 
     def claim(self, call: _Call) -> bool:
@@ -230,51 +208,11 @@ class Calls:
 
     def families(self) -> Iterator[Metric]:
         for name, text, value in (
-            ("calls", "gRPC calls in progress.", len(self._open)),
-            ("streams", "gRPC streams of messages that are open.", len(self._flows)),
-            ("streams_limit", "gRPC streams of messages that may be.", MOST_STREAMS),
-            ("health_watchers", "Calls that watch the health.", self.health.watchers),
-            ("health_watchers_limit", "Calls that may.", MAX_WATCHERS),
+            ("calls", "gRPC calls in progress on the HTTP port.", len(self._open)),
+            ("streams", "gRPC streams of messages that are open there.", len(self._flows)),
+            ("streams_limit", "gRPC streams of messages that may be open there.", MOST_STREAMS),
         ):
             yield GaugeMetricFamily(f"tierstore_grpc_{name}", text, value=value)
-
-
-class StreamCaller(RpcCaller):
-    """The caller of a stream, by its headers."""
-
-    __slots__ = ("authorizations", "coding")
-
-    def __init__(self, stream: Stream, *, arrived_ns: int | None = None) -> None:
-        """`arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
-        waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
-        super().__init__(
-            None, waiting, lambda: _address_of(stream), unplanned=stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
-        )
-        self.coding: bytes | None = None
-        self.authorizations: list[bytes] = []
-        for name, value in stream.headers:
-            if name == b"authorization":
-                self.authorizations.append(value)
-            elif name == REQUEST_ID:
-                self.request_id = value.decode("latin-1")
-            elif name == b"grpc-encoding":
-                self.coding = value
-            elif name == b"grpc-timeout" and arrived_ns is None:
-                waiting.within(timeout_ns(value))
-
-
-def _address_of(stream: Stream) -> str:
-    client = stream.client
-    return "somebody" if client is None else host_port(*client)
-
-
-def _refuse(stream: Stream, code: str, details: str, request_id: str | None = None) -> None:
-    """Answer with a status alone."""
-    stream.respond(200, [(b"content-type", CONTENT_TYPE), *status_of(code, details), *_sent_back(request_id)])
-
-
-def _sent_back(request_id: str | None) -> list[tuple[bytes, bytes]]:
-    return [] if request_id is None else [(REQUEST_ID, request_id.encode("latin-1"))]
 
 
 class _Call:
@@ -282,7 +220,7 @@ class _Call:
 
     __slots__ = ("_caller", "_calls", "_method", "_stream")
 
-    def __init__(self, calls: Calls, method: _Method, stream: Stream) -> None:
+    def __init__(self, calls: Calls, method: Method, stream: Stream) -> None:
         self._calls, self._method, self._stream = calls, method, stream
         self._caller: StreamCaller | None = None
 
@@ -292,7 +230,7 @@ class _Call:
         try:
             caller = self._caller = StreamCaller(stream)
             self._calls.authorise(method, stream, caller)
-            if stream.reason == kernel.SIZE and not body:
+            if stream.too_large:
                 raise MessageTooLarge(
                     f"the message is larger than the {self._calls.most_message} bytes that are allowed"
                 )
@@ -345,8 +283,8 @@ class _Call:
         caller = self._caller
         assert caller is not None
         self._method.accounts.answered(caller, spent)
-        trailers = [(b"grpc-status", b"0"), *_sent_back(caller.request_id)]
-        self._stream.respond(200, _HEADERS, [prefix_of(answer), answer], trailers, release)
+        trailers = [(b"grpc-status", b"0"), *sent_back(caller.request_id)]
+        self._stream.respond(200, HEADERS, [prefix_of(answer), answer], trailers, release)
 
     def fail(self, error: BaseException) -> None:
         """Answer with the status of an error. Any thread."""
@@ -356,135 +294,4 @@ class _Call:
         if caller is None:  # its deadline has no meaning
             caller = StreamCaller(self._stream, arrived_ns=self._stream.arrived_ns)
         status = self._method.accounts.failed(caller, error)
-        _refuse(self._stream, *status, caller.request_id)
-
-
-class _Flow:
-    """An open stream of messages; see `methods.Flow`. Its messages' bytes are reserved until they were worked on."""
-
-    def __init__(self, calls: Calls, method: _Method, stream: Stream) -> None:
-        """TierstoreError where it is refused."""
-        self._calls, self._method, self.stream = calls, method, stream
-        caller = StreamCaller(stream)
-        calls.authorise(method, stream, caller)
-        self.caller: RpcCaller = caller
-        if calls.closing:
-            raise Closed(ENDS)
-        self._holding = Reservation(calls.service.inflight)
-        self._messages = Messages(caller.coding, calls.most_message, self._holding.reserve)
-        calls.make_room()
-        self._loop = asyncio.get_running_loop()
-        self.since = self._loop.time()  # when it became idle
-        self.busy = self._over = self._has_ended = False
-        self._owed = 0  # bytes that the client may send again once the message at work is done
-        self._when_over: Callable[[], None] | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        if (remaining_s := self.caller.waiting.remaining_s()) is not None:
-            self._deadline = self._loop.call_later(
-                max(0.0, remaining_s), self.finish, "DEADLINE_EXCEEDED", "the call's deadline passed"
-            )
-        self._first: asyncio.TimerHandle | None = self._loop.call_later(
-            FIRST_S, self.finish, "DEADLINE_EXCEEDED", "the message did not arrive in time"
-        )
-
-    # --- from the client
-
-    def open(self) -> None:
-        self.stream.send_headers(200, _HEADERS)
-
-    def data(self, data: bytes) -> None:
-        if self._over:
-            return
-        try:
-            self._holding.reserve(len(data))
-        except Overloaded as error:
-            self._fail(error)
-            return
-        self._messages.add(data)
-        self._owed += len(data)
-        self._go_on()
-
-    def no_more(self) -> None:
-        self._has_ended = True
-        self._go_on()
-
-    def forget(self) -> None:
-        """It is over."""
-        if self._over:
-            return
-        self._over = True
-        self._calls.forget(self)
-        for timer in (self._deadline, self._first):
-            if timer is not None:
-                timer.cancel()
-        self._holding.release()
-        if self._when_over is not None:
-            self._when_over()
-
-    # --- for its method
-
-    def caller_now(self) -> RpcCaller:
-        caller = StreamCaller(self.stream, arrived_ns=time.perf_counter_ns())
-        self._calls.authorise(self._method, self.stream, caller)  # its token may have ended since
-        caller.waiting.deadline_ns = self.caller.waiting.deadline_ns
-        return caller
-
-    def send(self, message: bytes, sent: Callable[[], None] | None = None) -> None:
-        self.stream.send_data(prefixed(message), sent)
-
-    def done(self) -> None:
-        self.busy = False
-        if self._over:
-            return
-        self.since = self._loop.time()
-        self._calls.to_the_end(self)
-        self._holding.release()
-        try:
-            self._holding.reserve(len(self._messages))
-        except Overloaded as error:
-            self._fail(error)
-            return
-        self._loop.call_soon(self._go_on)
-
-    def when_over(self, ended: Callable[[], None]) -> None:
-        self._when_over = ended
-
-    def finish(self, code: str = "OK", details: str = "") -> None:
-        if not self._over:
-            self.stream.end([*status_of(code, details), *_sent_back(self.caller.request_id)])
-            self.forget()
-
-    # --- its messages, one after the other
-
-    def _go_on(self) -> None:
-        if self._over:
-            return
-        if not self.busy:
-            try:
-                self._begin()
-            except Gone:
-                self.forget()
-            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                self._fail(error)
-        if self._owed and not (self.busy and self._messages.is_whole):
-            owed, self._owed = self._owed, 0
-            self.stream.consumed(owed)
-
-    def _begin(self) -> None:
-        message = self._messages.next()
-        if message is not None:
-            if self._first is not None:
-                self._first.cancel()
-                self._first = None
-            self.busy = True
-            assert self._method.serve is not None
-            self._method.serve(message, self)
-        elif self._calls.closing:
-            self.finish("UNAVAILABLE", ENDS)
-        elif self._has_ended:
-            if len(self._messages):
-                raise InvalidInput("the stream ends within a message")
-            self.finish()
-
-    def _fail(self, error: Exception) -> None:
-        self.finish(*self._method.accounts.failed(self.caller, error))
+        refuse(self._stream, *status, caller.request_id)

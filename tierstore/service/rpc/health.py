@@ -13,7 +13,7 @@ from typing import Any
 from tierstore.errors import NotFound, Overloaded
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.messages import ENDS
-from tierstore.service.rpc.methods import STANDARD, Flow, Servicer, by_message, parse_message
+from tierstore.service.rpc.methods import STANDARD, MessageStream, Servicer, by_message, parse_message
 from tierstore.service.rpc.protobuf import message_class
 
 NAME = "grpc.health.v1.Health"
@@ -30,7 +30,7 @@ OVERALL = ""
 class _Watcher:
     """A call that watches the health of `service`; `host` is where it comes from."""
 
-    def __init__(self, flow: Flow, service: str) -> None:
+    def __init__(self, flow: MessageStream, service: str) -> None:
         self.flow, self.service, self.host = flow, service, flow.caller.host
         self.latest = -1  # the state that was sent
 
@@ -54,12 +54,12 @@ class Health:
     def report(self, serving: bool) -> None:
         """Set the health that is reported from now on; nothing changes once it drains."""
         self._serving = serving
-        self._tell()
+        self._send_all()
 
     def drain(self) -> None:
         """Not serving from now on."""
         self._drains = True
-        self._tell()
+        self._send_all()
 
     def end(self) -> None:
         """End the calls that watch, and those that begin from now on."""
@@ -67,7 +67,7 @@ class Health:
         for watcher in list(self._watchers):
             watcher.flow.finish("UNAVAILABLE", ENDS)
 
-    def _watch(self, message: bytes, flow: Flow) -> None:
+    def _watch(self, message: bytes, flow: MessageStream) -> None:
         watcher = _Watcher(flow, parse_message(Request, message).service)
         if len(self._watchers) >= MAX_WATCHERS:
             self._make_room(watcher.host)
@@ -85,7 +85,7 @@ class Health:
             raise Overloaded(f"{MAX_WATCHERS} calls watch the health already")
         next(watcher for watcher in self._watchers if watcher.host == most).flow.finish("UNAVAILABLE", CROWDED)
 
-    def _tell(self) -> None:
+    def _send_all(self) -> None:
         for watcher in self._watchers:
             self._send(watcher)
 

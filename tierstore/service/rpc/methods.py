@@ -14,21 +14,21 @@ from typing import Any, Protocol, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from tierstore.access.roles import CHANGES
+from tierstore.access.roles import CHANGES, Action
 from tierstore.access.rules import of_grpc
 from tierstore.errors import Forbidden, InvalidInput
 from tierstore.service.context import Service
 from tierstore.service.error_status import Cancelled, grpc_outcome, grpc_status, http_status, message_of
 from tierstore.service.exchange import Exchange, Message
 from tierstore.service.limits.shedding import Gone
-from tierstore.service.limits.worker_pool import Reservation
+from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.stats import Timings
 
 STANDARD = "grpc"  # the protocol label of gRPC's own services
 
 
-class Flow(Protocol):
+class MessageStream(Protocol):
     """An open stream of messages, of which one is worked on at a time: until `done`."""
 
     caller: RpcCaller
@@ -51,7 +51,7 @@ class Flow(Protocol):
 
 Unary: TypeAlias = Callable[[bytes, RpcCaller], bytes]
 Receive: TypeAlias = Callable[[bytes, RpcCaller, Reservation], Message[bytes]]  # of a look-up
-Streamed: TypeAlias = Callable[[bytes, Flow], None]  # of one message of a stream, on the event loop
+Streamed: TypeAlias = Callable[[bytes, MessageStream], None]  # of one message of a stream, on the event loop
 # Is told, on any thread, the answer to a look-up or its error; where its time went; what it holds until the answer has left.
 LookedUp: TypeAlias = Callable[[bytes | None, BaseException | None, Timings | None, Reservation], None]
 
@@ -67,6 +67,18 @@ class Servicer:
     switches: Mapping[str, Unary] = field(default_factory=dict)  # may last as long as a warm-up
     health: Mapping[str, Unary] = field(default_factory=dict)  # never wait
     streams: Mapping[str, Streamed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method as its calls need it: `receive` for a look-up, `run` for any other, with its pool, `serve` for a stream."""
+
+    action: Action
+    accounts: Accounts
+    receive: Receive | None = None
+    run: Unary | None = None
+    pool: WorkerPool | None = None
+    serve: Streamed | None = None
 
 
 def parse_message(kind: Any, message: bytes) -> Any:

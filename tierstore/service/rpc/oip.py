@@ -29,7 +29,7 @@ from tierstore.service.oip.parameters import version_of
 from tierstore.service.oip.shared_memory import Regions
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.lesson import MessageLesson
-from tierstore.service.rpc.methods import Accounts, Flow, Receive, Servicer, Unary, by_message, look_up
+from tierstore.service.rpc.methods import Accounts, MessageStream, Receive, Servicer, Unary, by_message, look_up
 from tierstore.service.rpc.oip_messages import ResponseLayout, RpcRequest, parse_request, read_elements, split_message
 from tierstore.service.rpc.protobuf import (
     Frame,
@@ -251,7 +251,7 @@ class InferenceService:
 
     # --- look-ups
 
-    def _streamed(self, message: bytes, flow: Flow) -> None:
+    def _streamed(self, message: bytes, flow: MessageStream) -> None:
         """A request of a stream: its answer comes before that of the next. An error is the answer too, and the stream goes on."""
         loop, accounts, caller = asyncio.get_running_loop(), self._accounts, flow.caller
 

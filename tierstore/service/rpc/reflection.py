@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierstore.service.rpc.messages import CODES
-from tierstore.service.rpc.methods import STANDARD, Flow, Servicer, Streamed, parse_message
+from tierstore.service.rpc.methods import STANDARD, MessageStream, Servicer, Streamed, parse_message
 from tierstore.service.rpc.protobuf import POOL, message_class
 
 METHOD = "ServerReflectionInfo"
@@ -31,7 +31,7 @@ def reflected(services: Sequence[str]) -> list[str]:
 
 
 def _method(answer_to: Callable[[bytes], bytes]) -> Streamed:
-    def serve(message: bytes, flow: Flow) -> None:
+    def serve(message: bytes, flow: MessageStream) -> None:
         flow.send(answer_to(message))
         flow.done()
 

@@ -1,0 +1,74 @@
+"""Errors of HTTP/2 sessions and streams, and what a client may not do without end.
+
+Free functions of addresses, nogil.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+
+from tierstore.kernels import h2words
+from tierstore.kernels.h2out import (
+    row_of,
+    write_goaway,
+    write_reset,
+)
+from tierstore.kernels.raw import load_u8
+from tierstore.kernels.request_record import get, put
+
+
+@nb.njit(inline="always")
+def read_u32(at):  # type: ignore[no-untyped-def]
+    value = nb.int64(0)
+    for i in range(4):
+        value = value << 8 | nb.int64(load_u8(at, i))
+    return value
+
+
+@nb.njit
+def fail(s, code):  # type: ignore[no-untyped-def]
+    """An error of the connection."""
+    write_goaway(s, code)
+    put(s, h2words.FLAGS, get(s, h2words.FLAGS) | h2words.BROKEN | h2words.GOING)
+    return h2words.FAILED
+
+
+@nb.njit
+def count_often(s, which, most, now):  # type: ignore[no-untyped-def]
+    """Count what a client may not do without end. True where it has done so too often in this second."""
+    second = now // 1_000_000_000
+    if get(s, h2words.SECOND) != second:
+        put(s, h2words.SECOND, second)
+        put(s, h2words.RESETS, 0)
+        put(s, h2words.CONTROLS, 0)
+    put(s, which, get(s, which) + 1)
+    return get(s, which) > most
+
+
+@nb.njit
+def reset_stream(s, stream, code, now):  # type: ignore[no-untyped-def]
+    """An error of a stream. Returns RESET where it has a row, in EVENT_ROW."""
+    if count_often(s, h2words.RESETS, h2words.MOST_RESETS, now):
+        return fail(s, h2words.ENHANCE_YOUR_CALM)
+    write_reset(s, stream, code)
+    row = row_of(s, stream)
+    put(s, h2words.EVENT_ROW, row)
+    return h2words.NOTHING if row == 0 else h2words.RESET
+
+
+@nb.njit
+def control(s, now):  # type: ignore[no-untyped-def]
+    return (
+        fail(s, h2words.ENHANCE_YOUR_CALM)
+        if count_often(s, h2words.CONTROLS, h2words.MOST_CONTROLS, now)
+        else h2words.NOTHING
+    )
+
+
+@nb.njit
+def closed(s, stream, now):  # type: ignore[no-untyped-def]
+    """A frame for a stream that is closed, which may have been under way when it was reset here."""
+    if count_often(s, h2words.CONTROLS, h2words.MOST_CONTROLS, now):
+        return fail(s, h2words.ENHANCE_YOUR_CALM)
+    write_reset(s, stream, h2words.STREAM_CLOSED)
+    return h2words.NOTHING
