@@ -220,7 +220,9 @@ def test_what_a_thread_has_to_finish_is_not_started_again(
 ) -> None:
     started: list[object] = []
     begin = Exchange.begin
-    monkeypatch.setattr(Exchange, "begin", lambda self, *more: (started.append(self), begin(self, *more))[1])
+    monkeypatch.setattr(
+        Exchange, "begin", lambda self, *more, **named: (started.append(self), begin(self, *more, **named))[1]
+    )
     _, _, http = ctr
     cold = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [60]}]}
     assert http.post(OIP, json=cold).status_code == 200

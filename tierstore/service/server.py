@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
 GRPC_PACKAGES = ("grpc",)
-TOKENS_POLL_S = 1.0  # certificates as well
-COMPILED_POLL_S = 0.1
+TOKENS_POLL_S, COMPILED_POLL_S = 1.0, 0.1  # tokens: certificates as well
 ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
 
 
@@ -269,13 +268,14 @@ class HttpService:
                 self._allowed.clear()
 
     async def _finish(self) -> None:
-        """Wait until the reactors have answered the requests in progress."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINISH_S):
-                while self._handoff.busy or self._calls.busy or not self._reactors.idle:
-                    await asyncio.sleep(0.01)
-        self._handoff.cut_off()
-        self._calls.cut_off()
+        """Wait until the reactors have answered the requests in progress, or what was cut off after a time."""
+        for seconds in (FINISH_S, 1.0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while self._handoff.busy or self._calls.busy or not self._reactors.idle:
+                        await asyncio.sleep(0.01)
+            self._handoff.cut_off()
+            self._calls.cut_off()
 
     def _drain(self, drain_s: float) -> None:
         if self._draining:

@@ -251,7 +251,9 @@ class Handoff:
             return True
 
     def cut_off(self) -> None:
-        """Answer requests that were left to threads, in place of those."""
+        """Answer requests that were left to threads, in place of those. Once; then nothing is left."""
+        if self._cut:
+            return
         self._cut = True
         for scope in list(self._left.values()):
             error = scope[ERROR] = Closed(CUT_OFF)

@@ -30,8 +30,9 @@ class CallQueue:
         os.set_blocking(self.outbox, False)
         with contextlib.suppress(OSError):  # a user may have used up all pipe memory
             fcntl.fcntl(self.outbox, fcntl.F_SETPIPE_SZ, min(max(2 * _NUMBER.size * size, 1 << 16), _MOST_BYTES))
-        # the same pipe once more, for those who do not wait
-        self._glance = os.open(f"/proc/self/fd/{self._inbox}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._glance = -1  # the same pipe once more, for those who do not wait; nobody can where there is no /proc
+        with contextlib.suppress(OSError):
+            self._glance = os.open(f"/proc/self/fd/{self._inbox}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._calls: deque[Any] = deque()  # each is there before its mark
 
     def put(self, call: Any) -> None:
@@ -50,6 +51,8 @@ class CallQueue:
 
     def jobs(self, most: int) -> list[int]:
         """Numbers of jobs that are there now. Calls, which came in between, go to the end of the queue."""
+        if self._glance < 0:
+            return []
         try:
             data = os.read(self._glance, _NUMBER.size * most)
         except BlockingIOError:
@@ -67,4 +70,5 @@ class CallQueue:
     def close(self) -> None:
         """Once nobody puts or gets any more."""
         for fd in (self._inbox, self._glance, self.outbox):
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
