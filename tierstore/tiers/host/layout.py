@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 
 import numpy as np
@@ -39,8 +38,6 @@ class Layout:
 
     def cut(self, memory: mmap.mmap) -> Areas:
         """Views of the areas of a mapping of `size` bytes. They keep it alive."""
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is only slower
-            memory.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(memory, np.uint8)
         parts, begin = [], 0
         for size in (CONTROL_BYTES, *(self.sets * n for n in self.area_bytes())):
