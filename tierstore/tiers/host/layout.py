@@ -11,6 +11,7 @@ from tierstore.kernels.host_cache.heat import POLICY_BYTES
 from tierstore.kernels.host_cache.layout import ABSENT_BYTES, ABSENTS, CONTROL_BYTES, LINE_BYTES, LINES, WAYS, Areas
 from tierstore.types import TableSpec
 
+ALL_ROWS = 1.5  # of the bytes that rows need, so that all of them stay: sets fill unevenly, and of 56 ways a third is spare then
 # halvings: a table can shrink to 1/256; further bits of a hash say which line of its set a key belongs to
 _MAX_DEPTH = 8
 
