@@ -15,6 +15,7 @@ of anybody.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import itertools
 import json
@@ -26,6 +27,8 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,32 @@ def tick(out: Path) -> None:
     np.save(out, np.array(seen))
 
 
+@dataclass
+class Answers:
+    """What came of it, once it is over."""
+
+    seen: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))  # (due, answered, status, mixed) of each request
+    ticks: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))  # (due, awake)
+
+
+@contextlib.contextmanager
+def asked(port: int, where: Path) -> Iterator[Answers]:
+    """In the block a process asks, and another one only wakes up. What they saw is there after it."""
+    command = [sys.executable, "-m", "benchmarks.lookup_swap"]
+    asker = subprocess.Popen([*command, "--ask", str(port), str(where / "seen.npy")], stdin=subprocess.PIPE)
+    ticker = subprocess.Popen([*command, "--tick", str(where / "ticks.npy")], stdin=subprocess.PIPE)
+    answers = Answers()
+    yield answers
+    for process in (asker, ticker):
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(60)
+    answers.seen, answers.ticks = np.load(where / "seen.npy"), np.load(where / "ticks.npy")
+    answers.seen = answers.seen[
+        answers.seen[:, 0] > answers.seen[0, 0] + 1.0
+    ]  # the first second meets cold code and rows
+
+
 # --- measuring
 
 
@@ -175,23 +204,15 @@ def measure(where: Path, rows: int, quiet_s: float, rounds: int) -> dict[str, An
     with tierstore.open(data, host_budget="256MiB", load_workers=1) as store:
         store.load_snapshot(sources[0])
     with Served(data, host_budget="256MiB", source_root=where, keep_versions=2) as served:
-        command = [sys.executable, "-m", "benchmarks.lookup_swap"]
-        asker = subprocess.Popen([*command, "--ask", str(served.port), str(where / "seen.npy")], stdin=subprocess.PIPE)
-        ticker = subprocess.Popen([*command, "--tick", str(where / "ticks.npy")], stdin=subprocess.PIPE)
-        time.sleep(3 + quiet_s)
-        began = time.perf_counter()
-        admin = Admin(served)
-        change(admin, sources[1:], 120.0)
-        ended = time.perf_counter()
-        time.sleep(quiet_s)
-        for process in (asker, ticker):
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
+        with asked(served.port, where) as answers:
+            time.sleep(3 + quiet_s)
+            began = time.perf_counter()
+            admin = Admin(served)
+            change(admin, sources[1:], 120.0)
+            ended = time.perf_counter()
+            time.sleep(quiet_s)
         slow = slow_inside(served.port)
-    seen, ticks = np.load(where / "seen.npy"), np.load(where / "ticks.npy")
-    seen = seen[seen[:, 0] > seen[0, 0] + 1.0]  # the first second meets cold code and rows
-    return result(seen, ticks, admin, began, ended) | slow
+    return result(answers.seen, answers.ticks, admin, began, ended) | slow
 
 
 def slow_inside(port: int) -> dict[str, Any]:

@@ -181,13 +181,13 @@ class Admin:
         with self._timed(what):
             self._call(f"/models/{MODEL}/{path}", json.dumps(document).encode())
 
-    def delta(self, data: bytes) -> None:
-        with self._timed("delta with a graph"):
+    def delta(self, data: bytes, what: str = "delta with a graph") -> None:
+        with self._timed(what):
             self._call(f"/models/{MODEL}/deltas", data, "application/vnd.apache.arrow.stream")
 
-    def load(self, source: Path) -> None:
-        with self._timed("load"):
-            document = json.dumps({"source": str(source), "activate": False}).encode()
+    def load(self, source: Path, *, activate: bool = False) -> None:
+        with self._timed("load with activation" if activate else "load"):
+            document = json.dumps({"source": str(source), "activate": activate}).encode()
             job = self._call(f"/models/{MODEL}/snapshots", document)["job"]
             while (state := self._call(f"/jobs/{job}"))["state"] in ("queued", "running"):
                 time.sleep(0.05)

@@ -39,8 +39,8 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 # Outcomes of requests (the label in metrics) that speak against the version, or the service, that had them. What a caller does
-# wrong does not, nor what it may not have, nor that there are more requests than are taken.
-FAULTS = frozenset({"error", "unavailable", "deadline"})
+# wrong does not, nor what it may not have, nor the deadline that it sets, nor that there are more requests than are taken.
+FAULTS = frozenset({"error", "unavailable"})
 
 
 def explained(error: BaseException) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis.stateful import rule
 
 from tests.engine import scenes, ttl_scenes
-from tests.engine.test_model_based import StoreAgainstDicts
+from tests.engine.model_based import Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine.data.promotion import QUEUE_JOBS, Offers
@@ -68,14 +67,16 @@ def test_keys_of_other_nodes_are_refused_on_the_device_too(with_device: Callable
     assert counts(store)["device"] > 0
 
 
-class WithADevice(StoreAgainstDicts):
+class FoldedAtOnce(Stores):
+    first_grace_s = 0.0
+
+
+class WithADevice(StoresAgainstHistory):
     """The same, with every answer asked for in CPU memory and on the device, and promotions at any moment."""
 
+    stores = FoldedAtOnce
     options = {"device_budget": "4MiB"}  # noqa: RUF012
     devices = (None, "gpu")
-
-    def _open(self, grace_s: float) -> None:
-        super()._open(60.0 - grace_s)  # which begins with folding at once
 
     @rule()
     def wait_for_promotions(self) -> None:
@@ -83,11 +84,8 @@ class WithADevice(StoreAgainstDicts):
 
 
 @pytest.mark.thorough
-def test_the_store_does_as_dictionaries_do_with_a_device_tier(gpus: list[ShimDevice]) -> None:
-    run_state_machine_as_test(
-        WithADevice,
-        settings=settings(max_examples=12, stateful_step_count=25, derandomize=True, database=None),
-    )
+def test_a_store_with_a_device_tier_keeps_its_promises(gpus: list[ShimDevice]) -> None:
+    check(WithADevice, histories=12, steps=25)
     launched = gpus[0].launched
     assert {"probe", "gather", "scatter", "pool", "update", "insert"} <= launched.keys()
 

@@ -94,7 +94,7 @@ def test_a_watermark_that_is_missing_is_minus_one() -> None:
         b"+OK\r\n",
         b"*2\r\n$2\r\nab\r\n",
         b"*2\r\n:17\r\n",
-        b"*2\r\n$19\r\n1234567890123456789\r\n",
+        b"*2\r\n$20\r\n12345678901234567890\r\n",
         MARK + b"*4\r\n",
         MARK + b"*5\r\n$9\r\n123456789\r\n",
         MARK + b"*5\r\n$11\r\n12345678901\r\n",
@@ -130,3 +130,15 @@ def test_places_of_keys_in_other_keys(ours: Any, theirs: Any) -> None:
     assert resp.match_sorted(one, other, where) == len(ours & theirs)
     for key, place in zip(one, where, strict=True):
         assert (other[place] == key) if key in theirs else place == -1
+
+
+@pytest.mark.parametrize(
+    ("seq", "status"),
+    [(10**18 - 1, resp.DONE), (2**63 - 1, resp.DONE), (2**63, resp.UNEXPECTED), (10**19, resp.UNEXPECTED)],
+)
+def test_every_seq_below_two_to_the_63_is_read(seq: int, status: int) -> None:
+    parser, mark = Parser(), b"*2\r\n" + b"$%d\r\n%d\r\n" % (len(str(seq)), seq) * 2
+    parser.feed(mark + reply() + mark)
+    assert parser.status == status
+    if status == resp.DONE:
+        assert parser.marks.tolist() == [[seq, seq]]

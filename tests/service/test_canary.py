@@ -14,7 +14,7 @@ import tritonclient.http
 
 from tests.engine.quick_build import in_process
 from tierstore.engine.store import Store
-from tierstore.errors import StorageError
+from tierstore.errors import DeadlineExceeded, RunLimit, StorageError
 from tierstore.service.dataplane.plan import Request
 from tierstore.service.dataplane.tensors import TensorSpec
 from tierstore.service.server import ServerThread
@@ -152,8 +152,11 @@ def test_what_a_caller_does_wrong_speaks_against_no_version(scene: Scene) -> Non
     asked = Requests.of(stats, "ctr", 2)
     assert asked.total >= 2 * len(ids), "they were given to the canary"
     assert asked.failed == 0
+    scene.server.service.count_failed("ctr", 1000, DeadlineExceeded("the caller waits no longer"))
+    assert Requests.of(stats, "ctr", 1).failed == 0
     scene.server.service.count_failed("ctr", 1000, StorageError("the disk does not answer"))
-    assert Requests.of(stats, "ctr", 1).failed == 1
+    scene.server.service.count_failed("ctr", 1000, RunLimit("the dense part took too long"))
+    assert Requests.of(stats, "ctr", 1).failed == 2
 
 
 def test_a_request_that_comes_again_is_planned_once_for_each_version(scene: Scene) -> None:

@@ -204,7 +204,7 @@ def test_poison_is_parked_and_later_deltas_wait_until_a_person_decides(scene: Sc
     with pytest.raises(tierstore.DeltaError):
         scene.store.retry_parked(first["id"])
     scene.store.skip_parked(first["id"])
-    scene.is_in("held up", "delta 5 is parked as", "the headers say delta 5")
+    scene.is_in("held up", "delta 5 is parked as", "expected delta 5")
     second = scene.store.parked()[-1]
     scene.delta(5, {2: 50.0})  # the same seq, by another message
     scene.reaches(6)
@@ -312,6 +312,17 @@ def test_a_store_that_accepts_nothing_pauses_reading(scene: Scene, monkeypatch: 
     refuse[0] = False
     scene.reaches(5)
     scene.is_in("caught up", applied=2, parked=0)
+
+
+def test_a_delta_from_a_topic_is_decoded_within_what_is_reserved(scene: Scene) -> None:
+    decoding = scene.store.shared.decoding
+    with decoding.reserved(decoding.total):
+        scene.follow()
+        scene.delta(4, {1: 40.0})
+        scene.is_in("waiting", "being decoded")
+    scene.reaches(4)
+    scene.expect(1, 40.0)
+    eventually(lambda: decoding.used == 0, "all of it is released")
 
 
 def test_brokers_that_go_and_come_back(tmp_path: Path) -> None:

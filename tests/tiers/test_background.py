@@ -18,6 +18,7 @@ from tierstore.tiers.background import (
     without_yielding,
     yield_to_requests,
 )
+from tierstore.tiers.disk import reader_pool
 from tierstore.tiers.disk.reader_pool import ReaderPool
 
 
@@ -68,6 +69,14 @@ def test_helpers_of_a_read_have_the_priority_of_its_caller(call: Callable[[Calla
         assert set(seen.values()) == {expected}
     finally:
         pool.close()
+
+
+def test_a_read_in_the_background_gives_way_after_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[bool] = []
+    monkeypatch.setattr(reader_pool, "yield_if_background", lambda: rests.append(is_background()))
+    pool = ReaderPool(0, chunk_keys=10)
+    in_background(lambda: pool.run(35, lambda start, stop: None))
+    assert rests == [True] * 4
 
 
 class Clock:

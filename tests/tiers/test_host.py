@@ -26,6 +26,7 @@ from tests.tiers.cache_contract import (
 )
 from tierstore.errors import ConfigError
 from tierstore.kernels.host_cache.layout import CONTROL_BYTES
+from tierstore.tiers.host import memory
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
@@ -154,6 +155,39 @@ def test_huge_pages_are_told_and_lie_within_what_is_resident() -> None:
     assert 0 <= table.huge_page_bytes() <= resident_bytes(table) + (4 << 20)
     table.close()
     assert table.huge_page_bytes() == 0
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["pages come at once", "a page takes long"])
+def test_memory_is_taken_page_by_page_beside_requests_and_in_small_pages_where_that_takes_long(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests, advice = [], []
+    monkeypatch.setattr(memory, "yield_to_requests", lambda: rests.append(1))
+    monkeypatch.setattr(memory, "_LONGEST_PAGE_S", -1.0 if slow else 60.0)
+    monkeypatch.setattr(memory.HostMemory, "_advise", lambda _, name: advice.append(name))
+    table = HostTable(SPEC, 16 << 20, default_vector=DEFAULT)
+    keys = np.arange(1000)
+    with table.gently_warmed(len(keys)):
+        assert resident_bytes(table) > 0
+        pages = len(rests)
+        table.warm(keys, rows_of(keys))
+    assert advice == ["MADV_HUGEPAGE", *(["MADV_NOHUGEPAGE"] if slow else []), "MADV_HUGEPAGE"]
+    assert (pages == 0) if slow else (2 < pages <= 8)  # whole huge pages of three areas
+    np.testing.assert_array_equal(ask(table, keys)[0], vectors_of(keys))
+
+
+def test_memory_that_few_rows_would_touch_is_not_taken_for_them() -> None:
+    table = HostTable(SPEC, 16 << 20, default_vector=DEFAULT)
+    with table.gently_warmed(10):
+        assert resident_bytes(table) <= 4 << 20
+
+
+def test_a_large_table_is_given_back_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = HostTable(SPEC, 48 << 20, default_vector=DEFAULT)
+    rests: list[int] = []
+    monkeypatch.setattr(memory, "yield_to_requests", lambda: rests.append(1))
+    table.close()
+    assert len(rests) == 6
 
 
 def test_a_budget_that_cannot_be_reserved_names_the_setting() -> None:

@@ -325,7 +325,7 @@ def test_rows_of_two_deltas_with_one_seq_are_refused(loaded: Loaded, monkeypatch
     assert loaded.writer.apply_delta(1, 8, [change], "b2") == [False] * 6
 
 
-@pytest.mark.parametrize("at", [2**53, 10**16 - 1, 10**18 - 3])
+@pytest.mark.parametrize("at", [2**53, 10**16 - 1, 10**18 - 3, 2**63 - 3])
 def test_seqs_are_compared_to_the_last_digit(loaded: Loaded, at: int) -> None:
     change = loaded.change(loaded.keys, some_rows(loaded.keys, 9))
     loaded.writer.finish(seq=at)

@@ -16,6 +16,7 @@ from typing import Any
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
 from tierstore.engine.deltas.incoming import Incoming, Source
+from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
 from tierstore.engine.events.observer import Observer
@@ -203,10 +204,12 @@ class Store(ParkedMessages):
         model = self._models[name] = Model.begin(name, self.root.model(name), self.shared)
         return model
 
-    def apply_delta(self, source: Source, *, model: str | None = None, seq: int | None = None) -> DeltaResult:
+    def apply_delta(
+        self, source: Source, *, model: str | None = None, seq: int | None = None, origin: Origin | None = None
+    ) -> DeltaResult:
         """Apply a delta, bytes or a path, of this `model` and `seq`. On return it is durable and visible; see `DeltaResult`.
 
-        DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded.
+        `origin` is logged with it. DeltaError for a bad or another one, SequenceGap (`expected_seq`), Conflict, Overloaded.
         """
         self._check_open()
         incoming = Incoming(source, model, seq)
@@ -214,7 +217,7 @@ class Store(ParkedMessages):
         if self.fleet is None and (held := of.deltas.held(incoming.head)) is not None:
             return held
         with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:
-            return self.verbs(of).apply_delta(delta, incoming.data)
+            return self.verbs(of).apply_delta(delta, incoming.data, origin)
 
     def activate(
         self,

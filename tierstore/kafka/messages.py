@@ -70,11 +70,12 @@ def head_of(message: Message) -> Head:
     except InvalidInput as error:
         raise DeltaError(f"header `model`: {error}") from error
     if (parts or 1) == 1:
-        digest = _checked_digest(message.value, digest)
+        digest = check_digest(message.value, digest)
     return Head(model, seq, part or 1, parts or 1, digest)
 
 
-def _checked_digest(data: bytes, expected: str | None) -> str:
+def check_digest(data: bytes, expected: str | None) -> str:
+    """The digest of a delta. DeltaError where another one is expected."""
     digest = digest_of(data)
     if expected not in (None, digest):
         raise DeltaError(
@@ -83,9 +84,8 @@ def _checked_digest(data: bytes, expected: str | None) -> str:
     return digest
 
 
-def read_checked(data: bytes, model: str | None, seq: int | None, digest: str | None = None) -> Delta:
+def read_checked(data: bytes, model: str | None, seq: int | None) -> Delta:
     """The delta, which has to be the one that the headers say. DeltaError."""
-    _checked_digest(data, digest)
     delta = read_delta(data)
     if model is not None and (delta.model, delta.seq) != (model, seq):
         raise DeltaError(

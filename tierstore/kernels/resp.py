@@ -40,6 +40,7 @@ _REMOTE, _ABSENT = int(Tier.REMOTE), int(Tier.ABSENT)
 _KEY_HEAD = 0x0A0D3824  # "$8\r\n"
 _NIL = 0x0A0D312D24  # "$-1\r\n"
 _NIL_BYTES = 5
+_MOST = (1 << 63) - 1  # of a number
 _AGAIN = -1  # of a parser: more bytes are needed
 
 _U64 = np.uint64
@@ -108,13 +109,13 @@ def _line(at: Any, size: Any) -> Any:
 
 @compiled("int64(int64, int64)", inner=True)
 def _number(at: Any, size: Any) -> Any:
-    """A whole number of 1 to 18 digits; -2 where it is none."""
-    if size < 1 or size > 18:
+    """A whole number of 1 to 19 digits, below 2⁶³; -2 where it is none."""
+    if size < 1 or size > 19:
         return -2
-    value = 0
+    value = nb.int64(0)
     for i in range(size):
         digit = nb.int64(load_u8(at, i)) - 48
-        if digit < 0 or digit > 9:
+        if digit < 0 or digit > 9 or value > (_MOST - digit) // 10:
             return -2
         value = value * 10 + digit
     return value
@@ -134,7 +135,7 @@ def _parse_mark(at: Any, size: Any, marks: Any, tag: Any, item: Any) -> Any:
     if head == 3 and load_u8(at, 1) == _MINUS:
         return 5
     digits = _number(at + 1, head - 1)
-    if digits < 1 or digits > 18:
+    if digits < 1 or digits > 19:
         return -2
     if size < head + 2 + digits + 2:
         return _AGAIN

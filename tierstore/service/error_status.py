@@ -127,12 +127,15 @@ def grpc_status(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException) -> str:
-    """The metric label of `error` where it is counted for a version: storage that fails is told from requests that are too many."""
-    return (
-        "unavailable"
-        if isinstance(error, StorageError) and http_status(error) == 503
-        else http_outcome(http_status(error))
-    )
+    """The metric label of `error` where it is counted for a version.
+
+    Storage that fails is told from requests that are too many, and a dense part that takes too long from a caller's deadline.
+    """
+    if isinstance(error, RunLimit):
+        return "error"
+    if isinstance(error, StorageError) and http_status(error) == 503:
+        return "unavailable"
+    return http_outcome(http_status(error))
 
 
 def http_outcome(status: int) -> str:

@@ -12,13 +12,13 @@ from tierstore.errors import InvalidInput
 from tierstore.formats.row_times import TIME_BYTES
 from tierstore.sizing.reuse import ADS, Reuse, hit_rate
 from tierstore.tiers.disk.block_shape import block_shape
+from tierstore.tiers.host.layout import ALL_ROWS
 from tierstore.types import StorageDtype
 
 GIB = 1 << 30
 KEY_BYTES = 8
 # of a row in the host tier: lines, absent keys and policy of a set of 56 (docs/decisions/host-tier.md)
 HOST_ROW_BYTES = (8 * 64 + 2 * 64 + 128) / 56
-ALL_ROWS = 1.25  # of the host tier's bytes that rows need, so that all of them stay (sets fill unevenly)
 INDEX_BYTES = 8  # a block of a sealed file, in memory and in the file (docs/decisions/sealed-base.md)
 CHANGED_DISK_BYTES = 24  # of a row in RocksDB beyond the row: key, block, filter (82.2 bytes for rows of 64, same page)
 PROCESS_BYTES = 350 << 20  # Python, libraries and compiled kernels of a service

@@ -6,6 +6,7 @@ Nothing here survives a crash: the tiers and the delta log do.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -263,9 +264,12 @@ class Cascade:
         Ends when both are full. Called before the version serves, by the thread that also applies its deltas.
         """
         first = 0 if self.device is None else self.device.capacity_rows
-        for cache, begin, end in ((self.device, 0, first), (self.host, first, len(keys))):
-            if cache is not None:
-                self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
+        with contextlib.ExitStack() as gently:
+            if self.host is not None and is_background():
+                gently.enter_context(self.host.gently_warmed(len(keys) - first))
+            for cache, begin, end in ((self.device, 0, first), (self.host, first, len(keys))):
+                if cache is not None:
+                    self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
 
     def warm_serving(self, keys: Keys, at: int, overlays: Sequence[OverlayTable], seq: int) -> None:
         """Read one batch of hot keys, after `at` hotter ones, into the tier that they belong to.

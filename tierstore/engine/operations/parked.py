@@ -20,6 +20,7 @@ from tierstore.errors import Conflict, NotFound
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.kafka.messages import read_checked
 from tierstore.kafka.parked import Parked, ParkedFiles, check_retry
+from tierstore.types import DeltaResult
 
 
 class ParkedMessages(ABC):
@@ -36,6 +37,9 @@ class ParkedMessages(ABC):
 
     @abstractmethod
     def verbs(self, model: Model) -> Verbs: ...
+
+    @abstractmethod
+    def apply_delta(self, source: bytes, *, model: str | None, seq: int | None) -> DeltaResult: ...
 
     def parked(self, all_states: bool = False) -> list[dict[str, Any]]:
         """Messages of a source that could not be applied; with `all_states` also those that were retried or skipped."""
@@ -55,8 +59,7 @@ class ParkedMessages(ABC):
         payload = files.payload(name)
         check_retry(record)
         with audited(self.audit, "retry parked", record.model, lambda: None, seq=record.seq, parked=name):
-            delta = read_checked(payload, record.model, record.seq)
-            result = self.verbs(self.model(delta.model)).apply_delta(delta, payload)
+            result = self.apply_delta(payload, model=record.model, seq=record.seq)
             return {**asdict(files.resolve(name, "retried")), "applied": result.applied}
 
     def skip_parked(self, name: str) -> dict[str, Any]:

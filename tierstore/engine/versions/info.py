@@ -34,7 +34,7 @@ from tierstore.ingest.results import BaseBuild
 from tierstore.tiers.base import Records, RowStore
 from tierstore.tiers.disk.sst import MAX_TABLE_ID, times_id
 from tierstore.tiers.disk.tier import WATERMARK
-from tierstore.tiers.host.layout import least_budget
+from tierstore.tiers.host.layout import ALL_ROWS, least_budget
 from tierstore.types import BaseKind, FeatureSpec, Partitions, TableSpec
 
 log = logging.getLogger(__name__)
@@ -262,12 +262,12 @@ class VersionInfo:
 
     def host_needs(self) -> list[int]:
         """Bytes of the host tier with which every row would be resident, table by table."""
-        # 16 bytes of bookkeeping a row at most, and a quarter of slack so that sets seldom overflow
+        # 16 bytes of bookkeeping a row at most
         return [
             max(
                 MIN_TABLE_BUDGET,
                 least_budget(spec),  # few wide rows are less than a set
-                int(self.tables[name]["rows"] * (spec.row_bytes + 16) * 1.25),
+                int(self.tables[name]["rows"] * (spec.row_bytes + 16) * ALL_ROWS),
             )
             for name, spec in self.specs.items()
         ]

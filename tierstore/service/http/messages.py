@@ -31,7 +31,9 @@ Headers = dict[bytes, bytes]
 
 JSON = b"application/json"
 _AUTO_DETECT = 47  # zlib's wbits for gzip and zlib streams alike
-_MAX_MEMBERS = 16  # of a gzip body: the remainder is copied for each
+_MAX_MEMBERS = 16  # of a gzip body
+_PART_BYTES = 64 << 10  # of a compressed body that are read, and of what they hold, at a time
+_SMALL_JSON = 64 << 10  # what so little of it takes is less than what a thread needs anyway
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 _REFUSED = re.compile(rb"q\s*=\s*0(?:\.0*)?")
 
@@ -186,24 +188,36 @@ def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: R
     return part
 
 
-def decode_body(body: memoryview, coding: bytes, limit: int) -> memoryview:
-    """`body` without its Content-Encoding. TooLarge beyond `limit` decoded bytes, however few were sent."""
+def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[int], None]) -> memoryview:
+    """`body` without its Content-Encoding. TooLarge beyond `limit` decoded bytes, however few were sent.
+
+    `reserve` is called for bytes before they are decoded, a part at a time; what it raises ends it.
+    """
     if coding in (b"", b"identity"):
         return body
     if coding not in (b"gzip", b"x-gzip", b"deflate"):
         raise HttpError(415, f"Content-Encoding {coding[:40]!r} is not known; use gzip or deflate")
-    decoded = bytearray()
-    remaining: bytes | memoryview = body
+    decoded, reserved, position = bytearray(), 0, 0
+    remaining: bytes | memoryview = b""
     try:
         for _ in range(_MAX_MEMBERS):
             stream = zlib.decompressobj(_AUTO_DETECT)
-            decoded += stream.decompress(remaining, limit + 1 - len(decoded))
-            if len(decoded) > limit:
-                raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed")
-            if not stream.eof:
-                raise InvalidInput(f"the {coding.decode()} body is cut short")
+            while not stream.eof:
+                if not remaining:
+                    remaining = body[position : position + _PART_BYTES]
+                    position += len(remaining)
+                if reserved < len(decoded) + _PART_BYTES:
+                    reserve(_PART_BYTES)
+                    reserved += _PART_BYTES
+                part = stream.decompress(remaining, _PART_BYTES)
+                if not part and not remaining and not stream.eof:
+                    raise InvalidInput(f"the {coding.decode()} body is cut short")
+                decoded += part
+                if len(decoded) > limit:
+                    raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed")
+                remaining = stream.unconsumed_tail
             remaining = stream.unused_data
-            if not remaining:
+            if not remaining and position == len(body):
                 return memoryview(decoded)
         raise InvalidInput(f"the body is made of more than {_MAX_MEMBERS} gzip members")
     except zlib.error as error:
@@ -211,13 +225,35 @@ def decode_body(body: memoryview, coding: bytes, limit: int) -> memoryview:
 
 
 def decoded(body: memoryview, headers: Headers, limit: int, holding: Reservation) -> memoryview:
-    """`decode_body` by its header; what that adds is reserved."""
+    """`decode_body` by its header; what that adds is reserved before."""
     coding = headers.get(b"content-encoding")
     if coding is None:
         return body
-    plain = decode_body(body, coding.strip().lower(), limit)
-    holding.reserve(len(plain))
-    return plain
+    return decode_body(body, coding.strip().lower(), limit, holding.reserve)
+
+
+def to_parse(text: memoryview, limit: int, holding: Reservation) -> memoryview:
+    """`text`, a JSON document, once what it takes to parse it is reserved. TooLarge for what is beyond `limit`."""
+    nbytes = parsed_bytes(text)
+    if nbytes > limit:
+        raise TooLarge(
+            f"the JSON would take up to {nbytes:,} bytes once parsed, {limit:,} are allowed (max_inflight): send binary tensors"
+        )
+    if nbytes:
+        holding.reserve(nbytes)
+    return text
+
+
+def parsed_bytes(text: memoryview) -> int:
+    """What a JSON document takes while it is parsed and after, at most, beside its own bytes; 0 where it is small.
+
+    By what the parser takes for each value, object, string and character; a body of empty objects is the worst, 35 times its size.
+    """
+    if len(text) <= _SMALL_JSON:
+        return 0
+    count = bytes(text).count
+    containers, values = count(b"{") + count(b"["), count(b",") + 1
+    return 8 * len(text) + 40 * values + 100 * containers + 110 * count(b":") + 25 * count(b'"')
 
 
 def wanted_coding(accept: bytes) -> bytes | None:

@@ -38,6 +38,7 @@ from tierstore.service.http.messages import (
     principal_of,
     read_body,
     ready_response,
+    to_parse,
 )
 from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller
 from tierstore.service.limits.worker_pool import Reservation
@@ -124,7 +125,8 @@ class InferMessage:
             self._parsed = parse_raw(body)
         else:
             header, self._tail = split_body(body, length)
-            self._parsed = parse_request(header, None if self._tail is None else len(self._tail))
+            text = to_parse(header, self._service.settings.max_inflight, self._holding)
+            self._parsed = parse_request(text, None if self._tail is None else len(self._tail))
         return True
 
     def _parse_here(self, length: int | None) -> bool:
@@ -350,7 +352,7 @@ def _model_path(parts: list[str]) -> tuple[str, int | str | None]:
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:
     """The body of a request that is no look-up, as a JSON object; an empty body is an empty object."""
     if coding := headers.get(b"content-encoding"):
-        body = decode_body(body, coding.strip().lower(), _ADMIN_BODY_BYTES)
+        body = decode_body(body, coding.strip().lower(), _ADMIN_BODY_BYTES, lambda nbytes: None)
     if not len(body):
         return {}
     try:

@@ -19,7 +19,17 @@ from tierstore.service.dataplane.tensors import Elements, shown
 from tierstore.service.dataplane.view import View
 from tierstore.service.exchange import DIRECT_TEXT_BYTES
 from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
-from tierstore.service.http.messages import Headers, Receive, Response, Scope, coded, decoded, is_coded, json_response
+from tierstore.service.http.messages import (
+    Headers,
+    Receive,
+    Response,
+    Scope,
+    coded,
+    decoded,
+    is_coded,
+    json_response,
+    to_parse,
+)
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.tfserving import documents
@@ -59,9 +69,9 @@ class PredictMessage:
     def parse(self, *, here: bool) -> bool:
         if here and (len(self._body) > DIRECT_TEXT_BYTES or b"content-encoding" in self._headers):
             return False
-        self._parsed = parse_predict(
-            decoded(self._body, self._headers, self._service.settings.max_request, self._holding)
-        )
+        settings = self._service.settings
+        text = decoded(self._body, self._headers, settings.max_request, self._holding)
+        self._parsed = parse_predict(to_parse(text, settings.max_inflight, self._holding))
         return True
 
     @property

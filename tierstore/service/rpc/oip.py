@@ -37,10 +37,12 @@ from tierstore.service.rpc.protobuf import (
     first_text,
     length_delimited,
     message_class,
+    parsed_bytes,
     service_descriptor,
 )
 from tierstore.service.stats import Timings
 
+_PARSED_TIMES = 48  # what a byte of a request without its raw tensors may take: empty inputs are the worst
 FRAME_BYTES = 24  # the first bytes of a message; with its length they say which frame it may have
 
 
@@ -114,6 +116,7 @@ class InferMessage:
         key = (bool(parts.raw), parts.meta)
         parsed: RpcRequest | None = cache.find(key)
         if parsed is None:
+            self._holding.reserve(parsed_bytes(parts.meta, _PARSED_TIMES))
             parsed = parse_request(parts.meta, raw=bool(parts.raw))
             if len(parts.meta) > MOST_CACHED_BYTES or not parsed.reusable:
                 return parsed

@@ -52,6 +52,39 @@ RESPONSE_ID = b"\x1a"
 RAW_OUTPUT = b"\x32"
 _LONGEST_VARINT = 10
 _FIRST = b"\n"  # of bytes, number 1
+_MOST_RAW = 4096  # raw tensors of a request
+_SMALL = 64 << 10  # what so little of a message takes is less than what a thread needs anyway
+_MOST_FIELDS = 4096  # that are looked at one by one
+
+
+def parsed_bytes(message: bytes, times: int, raw: tuple[int, ...] = ()) -> int:
+    """What protobuf takes for a message, at most, beside its own bytes; 0 where that is little.
+
+    `times` is the worst that a byte of it may become. `raw`: the numbers of the fields that lead to one whose bytes are only copied.
+    """
+    if len(message) <= _SMALL:
+        return 0
+    beside = _bytes_beside(message, 0, len(message), raw, [_MOST_FIELDS]) if raw else len(message)
+    return times * beside + len(message) - beside
+
+
+def _bytes_beside(message: bytes, at: int, end: int, path: tuple[int, ...], fields: list[int]) -> int:
+    """How many of the bytes [at, end) are not of the field at `path`."""
+    beside = 0
+    while at < end:
+        start, fields[0] = at, fields[0] - 1
+        if fields[0] < 0:
+            return beside + end - at
+        if message[at] != path[0] << 3 | _BYTES:
+            at = _skip(message, at)
+            beside += at - start
+        else:
+            size, at = _varint(message, at + 1)
+            beside += at - start
+            if len(path) > 1:
+                beside += _bytes_beside(message, at, min(end, at + size), path[1:], fields)
+            at += size
+    return beside
 
 
 class Parts:
@@ -78,6 +111,8 @@ class Parts:
                 if stop > end:
                     raise _malformed()
                 if tag == _RAW_INPUT:
+                    if len(self.raw) == _MOST_RAW:
+                        raise InvalidInput(f"raw_input_contents: expected at most {_MOST_RAW:,}")
                     self.raw.append(view[at:stop])
                     self.positions.append((at, stop))
                 else:

@@ -22,13 +22,15 @@ from tierstore.service.error_status import Unserved
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.methods import Servicer, Unary, by_message, parse_message
-from tierstore.service.rpc.protobuf import first_field, first_text, message_class
+from tierstore.service.rpc.protobuf import first_field, first_text, message_class, parsed_bytes
 from tierstore.service.rpc.tensor_proto import answer_of, tensor_of
 from tierstore.service.tfserving.documents import STATE_NUMBERS, version_states
 from tierstore.service.tfserving.request import request_of, room_for
 from tierstore.service.tfserving.signature import METHOD, check_signature, signature_of
 
 PredictRequest = message_class("tensorflow.serving.PredictRequest")
+_PARSED_TIMES = 80  # what a byte of a request may take but for the content of its tensors: empty inputs are the worst
+_CONTENT = (2, 2, 4)  # inputs, value, tensor_content
 DIRECT_PREDICT_BYTES = 16 << 10  # of a message that is parsed where it was received: its elements may come one by one
 
 
@@ -65,6 +67,7 @@ class PredictMessage:
     def parse(self, *, here: bool) -> bool:
         if here and len(self._message) > DIRECT_PREDICT_BYTES:
             return False
+        self._holding.reserve(parsed_bytes(self._message, _PARSED_TIMES, _CONTENT))
         self._received = parse_message(PredictRequest, self._message)
         self.model, self.version = model_of(self._received.model_spec)
         return True

@@ -19,7 +19,7 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
 )
-from tierstore.kafka.messages import Message, read_checked
+from tierstore.kafka.messages import Message, check_digest
 from tierstore.kafka.parked import Parked, make_id
 from tierstore.kafka.reader import TopicReader
 from tierstore.kafka.window import Held, Window
@@ -163,7 +163,7 @@ class Applier:
 
     def _apply_now(self, held: Held) -> bool:
         data = held.data()
-        delta = read_checked(data, held.model, held.seq, held.digest)
+        check_digest(data, held.digest)
         reader = self._reader
         assert reader is not None
         resume = {
@@ -171,7 +171,7 @@ class Applier:
             for partition, position in reader.positions.items()
         }
         origin = self._positions.origin(held.partition, held.offsets.values(), resume)
-        return self._verbs(held.model).apply_delta(delta, data, origin).applied
+        return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
 
     def wait(self, error: TierstoreError) -> None:
         """Read no more for a while: the store accepts nothing now."""

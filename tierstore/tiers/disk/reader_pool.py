@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from tierstore.tiers.background import become_background, is_background, start_threads
+from tierstore.tiers.background import become_background, is_background, start_threads, yield_if_background
 
 CHUNK_KEYS = 128  # keys a task: 0.4 ms if cached, against 20 µs for a hand-over; and enough tasks if not cached
 
@@ -65,6 +65,7 @@ class ReaderPool:
                 except IndexError:
                     return
                 work(start, min(start + chunk, count))
+                yield_if_background()
         except BaseException:
             starts.clear()
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 
 import numpy as np
@@ -12,6 +11,7 @@ from tierstore.kernels.host_cache.heat import POLICY_BYTES
 from tierstore.kernels.host_cache.layout import ABSENT_BYTES, ABSENTS, CONTROL_BYTES, LINE_BYTES, LINES, WAYS, Areas
 from tierstore.types import TableSpec
 
+ALL_ROWS = 1.5  # of the bytes that rows need, so that all of them stay: sets fill unevenly, and of 56 ways a third is spare then
 # halvings: a table can shrink to 1/256; further bits of a hash say which line of its set a key belongs to
 _MAX_DEPTH = 8
 
@@ -39,8 +39,6 @@ class Layout:
 
     def cut(self, memory: mmap.mmap) -> Areas:
         """Views of the areas of a mapping of `size` bytes. They keep it alive."""
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is only slower
-            memory.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(memory, np.uint8)
         parts, begin = [], 0
         for size in (CONTROL_BYTES, *(self.sets * n for n in self.area_bytes())):

@@ -7,8 +7,11 @@ one thread at a time, `void` for one that holds all of the table's locks. Nothin
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
+import time
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,9 @@ from tierstore.types import Keys
 
 _STEP_BYTES = 1 << 18  # of sets that a resize changes before it lets other writers have the lock
 _STEP_SETS = 512  # of which keys are listed before others have their turn
+_FREED_BYTES = 8 << 20  # at once: half a millisecond where pages are small
+_HUGE_PAGE = 2 << 20
+_LONGEST_PAGE_S = 1e-3  # nothing else runs on the processor while the kernel makes one: 0.2 ms where it has the memory
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
 
 
@@ -41,6 +47,7 @@ class HostMemory:
             raise ConfigError(
                 f"cannot reserve {layout.size} bytes for table {table}: {error}; lower host_budget"
             ) from error
+        self.allow_huge_pages()
         self.areas = layout.cut(self._mapping)
         depth = layout.max_depth
         while depth and sets <= layout.sets_per_region << (depth - 1):
@@ -90,6 +97,30 @@ class HostMemory:
             yield_if_background()
         return [out[start[rank] : at[rank]] for rank in reversed(range(resize_kernels.RANKS))]
 
+    def populate(self) -> None:
+        """Have the memory of all sets in use, a huge page at a time, in between of requests. Before anybody else uses it.
+
+        Where a huge page takes long (4.5 ms from a hypervisor that has to find the memory itself), those that remain are small
+        ones, taken as rows come; `allow_huge_pages` then has the kernel make huge ones of them.
+        """
+        start = address_of(self.areas.control)
+        for begin, end in self._parts(0, self.sets_spanned):
+            for at in range(-(-(start + begin) // _HUGE_PAGE) * _HUGE_PAGE - start, end - _HUGE_PAGE + 1, _HUGE_PAGE):
+                began = time.thread_time()
+                ctypes.memset(start + at, 0, 1)  # as it reads in any case; without the interpreter lock
+                if time.thread_time() - began > _LONGEST_PAGE_S:
+                    self._advise("MADV_NOHUGEPAGE")
+                    return
+                yield_to_requests()
+
+    def allow_huge_pages(self) -> None:
+        """Let the kernel back all of it with huge pages, in its own time."""
+        self._advise("MADV_HUGEPAGE")
+
+    def _advise(self, name: str) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is only slower
+            self._mapping.madvise(getattr(mmap, name))
+
     def resize(self, sets: int, lock: threading.Lock, counters: npt.NDArray[np.int64]) -> None:
         """Use so many sets, keeping the hottest rows. Takes `lock`, the writers', for one step after the other.
 
@@ -137,12 +168,16 @@ class HostMemory:
     def _give_back(self, begin: int, end: int) -> None:
         """Free the memory of the sets [begin, end) in every area, whole pages; they read as zeros, as empty sets do."""
         page = mmap.PAGESIZE
-        at = CONTROL_BYTES
-        for size in self._layout.area_bytes():
-            first = -(-(at + begin * size) // page) * page
-            last = (at + end * size) // page * page
+        for first, last in self._parts(begin, end):
+            first, last = -(-first // page) * page, last // page * page
             if last > first:
                 self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Where the sets [begin, end) lie in the mapping, area by area: [first byte, last byte)."""
+        at = CONTROL_BYTES
+        for size in self._layout.area_bytes():
+            yield at + begin * size, at + end * size
             at += self._layout.sets * size
 
     def huge_page_bytes(self) -> int:
@@ -165,4 +200,6 @@ class HostMemory:
         The address range itself goes with the last reference to the areas.
         """
         self.areas.control[EPOCH] += 1
-        self._mapping.madvise(mmap.MADV_DONTNEED)
+        for at in range(0, self.size, _FREED_BYTES):
+            self._mapping.madvise(mmap.MADV_DONTNEED, at, min(_FREED_BYTES, self.size - at))
+            yield_to_requests()

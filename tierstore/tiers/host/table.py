@@ -7,6 +7,7 @@ wait. Nothing survives the process.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
 _PART = 1 << 15  # sets whose keys are listed as one: 15 MB of them
+_BYTES_A_KEY = 1 << 18  # bytes: with more keys than that nearly every huge page gets a row
 _FLOAT32 = np.dtype(np.float32)
 _NO_WEIGHTS = np.empty(0, np.float32)
 
@@ -233,6 +235,19 @@ class HostTable:
                     return
                 end = min(len(keys), begin + _CHUNK)
                 write_kernels.update(self._areas, keys, address_of(rows), deleted, begin, end, self._counters)
+
+    @contextlib.contextmanager
+    def gently_warmed(self, keys: int) -> Iterator[None]:
+        """In the block so many keys come by `warm`, beside requests, before anybody looks here: memory is taken a little at a time."""
+        memory = self._memory
+        if memory is None or memory.bytes_in_use > keys * _BYTES_A_KEY:  # else rows touch hardly any of it
+            yield
+            return
+        memory.populate()
+        try:
+            yield
+        finally:
+            memory.allow_huge_pages()
 
     def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
         """Fill free places with distinct keys, hottest first; nothing is evicted. Returns the rows admitted.

@@ -1,0 +1,124 @@
+"""Bodies that take much more memory than they have bytes: what they may take is reserved before it is taken.
+
+The sizes that are compared are the kernel's: what a process that does nothing else grows by while it decodes one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+
+import pytest
+
+from tierstore.errors import InvalidInput, Overloaded
+from tierstore.service.http.messages import decode_body, parsed_bytes
+from tierstore.service.rpc import oip, protobuf, tfserving
+from tierstore.service.rpc.protobuf import Parts, length_delimited
+
+SIZE = 8 << 20
+
+JSON = {
+    "empty objects": (b"{},", b"[%s0]"),
+    "empty lists": (b"[],", b"[%s0]"),
+    "objects of one entry": (b'{"":0},', b"[%s0]"),
+    "short strings": (b'"xy",', b"[%s0]"),
+    "strings of wide characters": ("\"\U0001f600\",".encode(), b"[%s0]"),
+    "a long string with one wide character": (b"a", "[\"%s\U0001f600\"]".encode()),
+    "small numbers": (b"1,", b"[%s0]"),
+    "fractions": (b"0.5,", b"[%s0]"),
+}  # fmt: skip
+
+
+def of_json(kind: str) -> bytes:
+    unit, whole = JSON[kind]
+    return whole % (unit * (SIZE // len(unit)))
+
+
+def field(number: int, content: bytes) -> bytes:
+    return length_delimited(bytes([number << 3 | 2]), len(content)) + content
+
+
+PROTOBUF = {
+    "inputs": ("inference.ModelInferRequest", b"\x2a\x00" * (SIZE // 2)),
+    "outputs": ("inference.ModelInferRequest", b"\x32\x00" * (SIZE // 2)),
+    "parameters": ("inference.ModelInferRequest", b"\x22\x00" * (SIZE // 2)),
+    "numbers one by one": ("inference.ModelInferRequest", None),
+    "inputs of TensorFlow": ("tensorflow.serving.PredictRequest", b"\x12\x00" * (SIZE // 2)),
+    "strings of TensorFlow": ("tensorflow.serving.PredictRequest", None),
+}  # fmt: skip
+
+
+def of_protobuf(kind: str) -> tuple[str, bytes]:
+    name, data = PROTOBUF[kind]
+    if kind == "numbers one by one":
+        data = field(5, field(5, field(3, bytes(SIZE))))
+    if kind == "strings of TensorFlow":
+        data = field(2, field(1, b"a") + field(2, b"\x42\x00" * (SIZE // 2)))
+    assert data is not None
+    return name, data
+
+
+def grown(code: str, data: bytes) -> int:
+    """By how much a process grows while it runs `code` on `data`."""
+    imports, _, expression = code.partition(" --- ")
+    script = f"""
+import re, sys
+data = sys.stdin.buffer.read()
+{imports}
+def kib(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here on
+before = kib("VmRSS")
+held = {expression}
+print((kib("VmHWM") - before) << 10)
+"""
+    done = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, check=True, timeout=120)
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("kind", JSON)
+def test_json_takes_no_more_than_is_reserved_for_it(kind: str) -> None:
+    data = of_json(kind)
+    assert 0 < grown("import orjson --- orjson.loads(data)", data) <= parsed_bytes(memoryview(data))
+
+
+@pytest.mark.parametrize("kind", PROTOBUF)
+def test_a_message_takes_no_more_than_is_reserved_for_it(kind: str) -> None:
+    name, data = of_protobuf(kind)
+    times = tfserving._PARSED_TIMES if name.startswith("tensorflow") else oip._PARSED_TIMES
+    code = f"from tierstore.service.rpc.protobuf import message_class; kind = message_class({name!r})"
+    assert 0 < grown(f"{code} --- kind.FromString(data)", data) <= protobuf.parsed_bytes(data, times)
+
+
+def test_tensors_as_bytes_are_reserved_once_and_what_is_beside_them_as_often_as_it_may_grow() -> None:
+    tensor = field(4, bytes(SIZE))
+    message = field(2, field(1, b"a") + field(2, tensor)) * 2
+    nbytes = protobuf.parsed_bytes(message, 80, (2, 2, 4))
+    assert 2 * SIZE <= nbytes < 2 * SIZE + 80 * 100
+    hidden = field(2, b"\x0a\x00" * SIZE)
+    assert protobuf.parsed_bytes(hidden, 80, (2, 2, 4)) >= 80 * 2 * SIZE - 100
+
+
+def test_raw_tensors_without_end_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="at most 4,096"):
+        Parts(b"\x3a\x00" * 5000)
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
+def test_a_compressed_body_is_reserved_before_it_is_decoded(coding: bytes) -> None:
+    coder = zlib.compressobj(9, zlib.DEFLATED, 31 if coding == b"gzip" else 15)
+    body = coder.compress(bytes(32 << 20)) + coder.flush()
+    assert len(body) < 64 << 10
+    reserved = 0
+
+    def reserve(nbytes: int) -> None:
+        nonlocal reserved
+        if reserved + nbytes > 4 << 20:
+            raise Overloaded("no more")
+        reserved += nbytes
+
+    with pytest.raises(Overloaded):
+        decode_body(memoryview(body), coding, 64 << 20, reserve)
+    assert reserved > 3 << 20
+    assert len(decode_body(memoryview(body), coding, 64 << 20, lambda nbytes: None)) == 32 << 20
