@@ -210,6 +210,16 @@ class Switcher:
             self._publish(Routing(view), info, line)
             self._live.start_problem = None
 
+    def serve_again(self, info: VersionInfo) -> None:
+        """At a start: serve a version whose RocksDB is torn, from a new line of it. Conflict where that cannot be built."""
+        with (
+            self._rebuilder.built(info) as line,
+            self._opener.warmed(line, [], force=False, progress=ignore, start=True) as version,
+            self._live.write,
+            self._opener.last_view(version, force=False, start=True) as view,
+        ):
+            self._publish(Routing(view), info, line)
+
     @contextlib.contextmanager
     def _current_line(self, info: VersionInfo, *, force: bool) -> Iterator[VersionInfo]:
         """The version itself, or a new line of it where it holds what is undone; by `force` itself where that cannot be."""
