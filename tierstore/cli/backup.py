@@ -28,9 +28,9 @@ def backup(
     url: Url = None,
     json: AsJson = False,
 ) -> None:
-    """Back up a model, all its versions and its log, as it is at one moment.
+    """Copy a model as it is at one moment.
 
-    It goes on serving. OUT may have earlier backups: files that are there already are not written again.
+    All its versions and its log; it goes on serving. OUT may have earlier backups: files that are there already are not written again.
     """
     from tierstore.cli import show
     from tierstore.cli.progress import shown_progress
@@ -57,9 +57,9 @@ def restore(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Bring models from a backup into a data directory that no service has open.
+    """Bring models back from a backup.
 
-    Every file is compared with its checksum. A model that is there already is not overwritten.
+    The data directory must be one that no service has open. Every file is compared with its checksum. A model that is there already is not overwritten.
     """
     from tierstore.cli import show
     from tierstore.cli.progress import shown_progress
