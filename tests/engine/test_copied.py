@@ -77,6 +77,7 @@ def test_what_no_process_has_open_or_what_was_killed_is_no_copy(serving, open_st
 
 def test_a_torn_rocksdb_is_built_again_from_the_base_and_the_log(serving, tmp_path) -> None:
     expected = answers(serving)
+    serving.label("ctr", "shown", 1)
     tear(copy(serving, tmp_path / "copy"))
     for _ in range(2):
         with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
@@ -84,6 +85,7 @@ def test_a_torn_rocksdb_is_built_again_from_the_base_and_the_log(serving, tmp_pa
             assert other.model("ctr").problem is None
             assert other.verify().ok
             assert other.model("ctr").log.last == 4
+            assert other.status()["models"]["ctr"]["labels"]["shown"] == 1
     with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
         assert other.apply_delta(scenes.stamped(5, {"item": [1]})).applied
         other.rollback("ctr", to_seq=4)

@@ -68,7 +68,7 @@ class Starter:
         except StorageError as error:
             if not state.shared.copied:
                 raise
-            self._serve_mended(info, error)
+            self._serve_mended(info, recorded, error)
         if recorded.canary is not None:
             self._serve_canary(recorded.canary, recorded)
 
@@ -85,7 +85,7 @@ class Starter:
 
     def _serve_active(self, info: VersionInfo, recorded: RoutingRecord) -> None:
         state = self._state
-        labels = {name: number for name, number in recorded.labels.items() if number == info.number}
+        labels = _labels_of(info, recorded)
         with (
             self._opener.warmed(info, [], force=True, progress=ignore, start=True) as version,
             state.live.write,
@@ -100,10 +100,10 @@ class Starter:
                 self._routes.restart_log(active.active)
             state.live.set(active)
 
-    def _serve_mended(self, info: VersionInfo, why: StorageError) -> None:
+    def _serve_mended(self, info: VersionInfo, recorded: RoutingRecord, why: StorageError) -> None:
         """Serve the active version of a copy that tore: built again from its base and the log. What it cannot be raises `why`."""
         try:
-            self._switcher.serve_again(info)
+            self._switcher.serve_again(info, _labels_of(info, recorded))
         except TierstoreError as error:
             raise why from error
         log.warning(
@@ -134,3 +134,7 @@ class Starter:
             labels = {name: number for name, number in recorded.labels.items() if number == active}
             return RoutingRecord(active, labels=labels)
         return recorded
+
+
+def _labels_of(info: VersionInfo, recorded: RoutingRecord) -> dict[str, int]:
+    return {name: number for name, number in recorded.labels.items() if number == info.number}
