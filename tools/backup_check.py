@@ -34,11 +34,12 @@ from tools.crash_check import Acknowledged, Wrong, check
 from tools.crash_work import MODEL, SETTINGS, Journal, step
 
 BACKUPS_A_LIFE = 8  # before the store is closed and opened again
-PRUNED = {**SETTINGS, "log_retention_s": 0.0}
 
 
 class BackupCheck:
     """A store under `root` and backups of it. `life` makes some and checks them."""
+
+    settings = {**SETTINGS, "log_retention_s": 0.0}  # the log is pruned meanwhile
 
     def __init__(self, root: Path, seed: int, keep: int = 2) -> None:
         self.root, self.seed, self.keep = root, seed, keep
@@ -55,7 +56,7 @@ class BackupCheck:
         """Open the store, make so many backups while it works, and close it. Raises Wrong."""
         rng, stop, failed = self._rng, threading.Event(), list[BaseException]()
         grace_s, base = rng.choice([0.0, 0.0, 0.02, 60.0]), rng.choice(["sealed", "sealed", "rocksdb"])
-        with tierstore.open(self.root / "data", fold_grace_s=grace_s, base=base, **PRUNED) as store:
+        with tierstore.open(self.root / "data", fold_grace_s=grace_s, base=base, **self.settings) as store:
             worker = threading.Thread(target=self._work, args=(store, rng.randrange(1 << 30), stop, failed))
             worker.start()
             try:
@@ -137,6 +138,8 @@ class BackupCheck:
 class CopyCheck(BackupCheck):
     """The same of copies that `cp -a` makes while the store works."""
 
+    settings = SETTINGS  # the log is kept: by it a copy is mended
+
     def __init__(self, root: Path, seed: int) -> None:
         super().__init__(root, seed, keep=1)
         self.found: Counter[str] = Counter()
@@ -153,20 +156,28 @@ class CopyCheck(BackupCheck):
         self._moments = {self.backups: (before, during, BackupReport(MODEL, None, 0, 0, 0, 0))}
 
     def _check(self, number: int) -> None:
+        self._without_the_end = False
+        self._open(number)
+        if self._without_the_end:  # do what the problem says
+            (self.root / f"copy/models/{MODEL}/log.end").unlink()
+            self._open(number, "refused, then ")
+        shutil.rmtree(self.root / "copy")
+
+    def _open(self, number: int, how: str = "") -> None:
         known, during, _ = self._moments[number]
         with tierstore.open(self.root / "copy", fold_grace_s=60.0, **SETTINGS) as store:
             status = store.status(MODEL)["models"][MODEL]
             if (problem := store.model(MODEL).problem) is not None:
                 if "was copied while a process had the original open" not in problem:
                     raise Wrong(f"copy {number} is refused without a word of why: {problem}")
-                self.found["refused"] += 1
+                self.found[f"{how}refused"] += 1
+                self._without_the_end = "at its end" in problem
             elif status["damaged"] or any(version["problem"] for version in status["versions"]):
-                self.found["right, without a kept version"] += 1
+                self.found[f"{how}right, without a kept version"] += 1
             else:
                 self._compare(number, store, known, during)
                 was = store.model(MODEL).log.undone.lines in (self._lines_before, self._lines_after)
-                self.found["right" if was else "right, built again"] += 1
-        shutil.rmtree(self.root / "copy")
+                self.found[how + ("right" if was else "right, built again")] += 1
 
 
 def main() -> int:

@@ -38,6 +38,6 @@ def what_to_do(where: ModelDirectory) -> str:
     """For the problem of a model that does not open."""
     return (
         "this directory was copied while a process had the original open, so its files are of different moments. Deltas that its log lacks "
-        f"can be copied from the original: cp -n ORIGINAL/models/{where.root.name}/log/*.arrow {where.log}/. Otherwise make the copy "
-        "again: with `tierstore backup` and `tierstore restore`, which may be done while it serves, or while nothing has it open"
+        f"can be copied from the original: cp -n ORIGINAL/models/{where.root.name}/log/*.arrow {where.log}/. To go on without those that are "
+        f"missing at its end: rm {where.log_end}. Otherwise make the copy again: with `tierstore backup` and `tierstore restore`, which may be done while it serves, or while nothing has it open"
     )
