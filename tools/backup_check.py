@@ -25,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any, ClassVar
 
 import tierstore
 from tierstore.engine.operations.restore import restore
@@ -39,7 +40,7 @@ BACKUPS_A_LIFE = 8  # before the store is closed and opened again
 class BackupCheck:
     """A store under `root` and backups of it. `life` makes some and checks them."""
 
-    settings = {**SETTINGS, "log_retention_s": 0.0}  # the log is pruned meanwhile
+    settings: ClassVar[dict[str, Any]] = {**SETTINGS, "log_retention_s": 0.0}  # the log is pruned meanwhile
 
     def __init__(self, root: Path, seed: int, keep: int = 2) -> None:
         self.root, self.seed, self.keep = root, seed, keep
@@ -138,7 +139,7 @@ class BackupCheck:
 class CopyCheck(BackupCheck):
     """The same of copies that `cp -a` makes while the store works."""
 
-    settings = SETTINGS  # the log is kept: by it a copy is mended
+    settings: ClassVar[dict[str, Any]] = SETTINGS  # the log is kept: by it a copy is mended
 
     def __init__(self, root: Path, seed: int) -> None:
         super().__init__(root, seed, keep=1)
