@@ -173,12 +173,21 @@ class CopyCheck(BackupCheck):
                     raise Wrong(f"copy {number} is refused without a word of why: {problem}")
                 self.found[f"{how}refused"] += 1
                 self._without_the_end = "at its end" in problem
-            elif status["damaged"] or any(version["problem"] for version in status["versions"]):
+            elif (
+                status["damaged"]
+                or any(version["problem"] for version in status["versions"])
+                or self._kept_is_torn(store)
+            ):
                 self.found[f"{how}right, without a kept version"] += 1
             else:
                 self._compare(number, store, known, during)
                 was = store.model(MODEL).log.undone.lines in (self._lines_before, self._lines_after)
                 self.found[how + ("right" if was else "right, built again")] += 1
+
+    def _kept_is_torn(self, store: tierstore.Store) -> bool:
+        """Whether `verify` finds versions damaged, all of which only are kept: who activates one of them is told."""
+        torn = {int(why.split()[2].rstrip(":")) for why in store.verify().problems if " version " in why}
+        return bool(torn) and not torn & set(store.model(MODEL).served.versions)
 
 
 def main() -> int:

@@ -153,3 +153,13 @@ def test_filters_of_another_moment_are_made_again(serving, tmp_path) -> None:
     with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
         assert same(answers(other), expected)
         assert changed.stat().st_size > size / 2
+
+
+def test_a_dense_part_of_another_moment_is_not_served(serving, tmp_path) -> None:
+    expected = answers(serving)
+    where = copy(serving, tmp_path / "copy") / "1"
+    (where / "dense.onnx").write_bytes(b"of another delta")
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        assert other.model("ctr").problem is None
+        assert same(answers(other), expected)
+        assert other.verify().ok, "it was built again from the one that was loaded and the log"
