@@ -302,3 +302,26 @@ def test_commands_of_the_import_page(scene: Path) -> None:
     assert len(ran) == 2
     for line in ran:
         command(line.replace("/mnt/models", "."))
+
+
+def test_commands_of_the_backup_page(scene: Path) -> None:
+    snapshot(scene / "before", 20261119)
+    with (
+        tierstore.open("served", port=0, export_root=scene / "exports", **SMALL) as store,
+        ServerThread(store) as server,
+    ):
+        store.load_snapshot(scene / "before")
+        for _ in range(2):
+            command(f"tierstore backup --all kept --keep 7 --url {server.url}")
+    ran = [line for line in lines("docs/backup.md") if "$URL" not in line and "s3://" not in line]
+    assert len(ran) == 3
+    for line in ran:
+        command(
+            line.replace("/srv/tierstore", "served")
+            .replace("/srv/", "")
+            .replace("restore backups ctr --number 3", "restore backups ctr --number 1")
+        )
+    assert sorted(path.name[:6] for path in (scene / "exports/kept/ctr").glob("*.json")) == ["000001", "000002"]
+    for where in ("restored", "other"):
+        with tierstore.open(where, **SMALL) as store:
+            assert store.model("ctr").lookup("item_id", [17])[0, 0] == np.float16(0.17)

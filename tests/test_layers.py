@@ -114,6 +114,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "row_times": 5,
         "delta": 6,
         "snapshot": 7,
+        "backups": 8,
     },
     "service": {
         "addresses": 0,

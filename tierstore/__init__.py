@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tierstore.client import AsyncClient, AsyncRemoteModel, Client, RemoteModel
     from tierstore.client.rollout import rollout
     from tierstore.engine.model import Model
+    from tierstore.engine.operations.restore import restore
     from tierstore.engine.reads.view import View
     from tierstore.engine.store import Store
     from tierstore.engine.store import open_store as open
@@ -62,11 +63,12 @@ if TYPE_CHECKING:
     from tierstore.imports.tables import Feature, TableSource, import_table, import_tables
     from tierstore.ingest.build import build_snapshot
     from tierstore.kafka.writer import KafkaDeltaWriter
-    from tierstore.types import DeltaResult, Progress
+    from tierstore.types import BackupReport, DeltaResult, Progress
 
 __all__ = [
     "AsyncClient",
     "AsyncRemoteModel",
+    "BackupReport",
     "Client",
     "Closed",
     "ClusterUnavailable",
@@ -113,12 +115,14 @@ __all__ = [
     "import_table",
     "import_tables",
     "open",
+    "restore",
     "rollout",
 ]
 _HOMES = {
     "AsyncClient": ("tierstore.client", "AsyncClient"),
     "AsyncRemoteModel": ("tierstore.client", "AsyncRemoteModel"),
     "Client": ("tierstore.client", "Client"),
+    "BackupReport": ("tierstore.types", "BackupReport"),
     "DeltaResult": ("tierstore.types", "DeltaResult"),
     "DeltaWriter": ("tierstore.formats.delta.writer", "DeltaWriter"),
     "Feature": ("tierstore.imports.tables", "Feature"),
@@ -131,6 +135,7 @@ _HOMES = {
     "Progress": ("tierstore.types", "Progress"),
     "RemoteModel": ("tierstore.client", "RemoteModel"),
     "SnapshotWriter": ("tierstore.formats.snapshot.writer", "SnapshotWriter"),
+    "restore": ("tierstore.engine.operations.restore", "restore"),
     "rollout": ("tierstore.client.rollout", "rollout"),
     "Store": ("tierstore.engine.store", "Store"),
     "TableWriter": ("tierstore.formats.snapshot.writer", "TableWriter"),

@@ -266,3 +266,18 @@ class ExportReport:
     version: int
     seq: int
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackupReport:
+    """What `backup` or `restore` has copied of a model: the active version, the newest delta, files and bytes.
+
+    `new_bytes` are those that the place did not have before.
+    """
+
+    model: str
+    version: int | None
+    seq: int
+    files: int
+    bytes: int
+    new_bytes: int

@@ -339,3 +339,25 @@ def test_an_export_is_loaded_elsewhere(cli: Cli, tmp_path: Path, place: list[str
     words = cli("export", "ctr", tmp_path / "exports/words", *place)
     assert words.code == 1
     assert "table 'word' has string keys" in words.err
+
+
+def test_a_backup_is_made_while_it_serves_and_restored_elsewhere(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    assert cli("load", write_snapshot(tmp_path, 1), *place).code == 0
+    out = tmp_path / "exports" / "nightly"
+    made = cli("backup", "ctr", out, *place)
+    assert made.code == 0, made.err
+    assert f"ctr is backed up at seq 10 in {out}: " in made.out
+    document = cli("backup", "--all", out, "--keep", "2", *place, "--json").document
+    assert [each["model"] for each in document["models"]] == ["ctr"]
+    assert document["models"][0]["new_bytes"] < document["models"][0]["bytes"]
+    assert cli("backup", out, *place).code == 2
+    assert cli("backup", "--all", "ctr", out, *place).code == 2
+
+    other = tmp_path / "other"
+    restored = cli("restore", out, "--data", other)
+    assert restored.code == 0, restored.err
+    assert f"ctr is restored at seq 10 in {other}: " in restored.out
+    assert cli("verify", "--data", other).code == 0
+    again = cli("restore", out, "ctr", "--data", other)
+    assert again.code == 1
+    assert "a restore overwrites nothing" in again.err

@@ -43,6 +43,8 @@ COMMANDS = {
     "token",
     "audit",
     "rollout",
+    "backup",
+    "restore",
     "plan",
 }
 

@@ -51,7 +51,7 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/admin/models", Action.READ),
     ("GET", "/admin/models/{model}", Action.READ),
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),
-    ("POST", "/admin/models/{model}/snapshots|exports|sample", Action.ADMIN),
+    ("POST", "/admin/models/{model}/snapshots|exports|backups|sample", Action.ADMIN),
     ("POST", "/admin/models/{model}/activate|rollback|canary|promote|withdraw", Action.ADMIN),
     ("DELETE", "/admin/models/{model}/versions/{version}", Action.ADMIN),
     ("PUT DELETE", "/admin/models/{model}/labels/{label}", Action.ADMIN),

@@ -20,7 +20,7 @@ from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
 from tierstore.client.remote_models import AsyncRemoteModel
 from tierstore.client.settings import Settings
-from tierstore.types import DeltaResult, ExportReport, ProgressFn
+from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
 
 
 class AsyncClient(ClientBase[AsyncTransport]):
@@ -214,6 +214,12 @@ class AsyncClient(ClientBase[AsyncTransport]):
         return await self._transport.run(
             self._operations.export(model, directory, version, as_version, partitions, progress)
         )
+
+    async def backup(
+        self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None
+    ) -> BackupReport:
+        """See `Client.backup`."""
+        return await self._transport.run(self._operations.backup(model, directory, keep, progress))
 
     async def job(self, job: str) -> dict[str, Any]:
         """See `Client.job`."""

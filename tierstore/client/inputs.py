@@ -263,3 +263,12 @@ def _weights(weights: Any, n: int) -> npt.NDArray[np.float32]:
     if array.shape != (n,):
         raise InvalidInput(f"weights: expected one per key, shape [{n}], got {list(array.shape)}")
     return array
+
+
+def check_options(options: Mapping[str, object], kind: type) -> None:
+    """TypeError for an option that the TypedDict `kind` does not have."""
+    unknown = options.keys() - kind.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unknown option {', '.join(sorted(unknown))}: expected one of {', '.join(kind.__annotations__)}"
+        )

@@ -34,13 +34,13 @@ from tierstore.client.inference import (
     text,
     wanted_outputs,
 )
-from tierstore.client.inputs import Batch, predict_inputs
+from tierstore.client.inputs import Batch, check_options, predict_inputs
 from tierstore.client.settings import Settings
 from tierstore.client.shared_memory import SharedMemory
 from tierstore.client.sources import delta_model, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
 from tierstore.errors import InvalidInput, MissingExtra, NotReady, SnapshotError, TierstoreError
-from tierstore.types import DeltaResult, ExportReport, Progress, ProgressFn
+from tierstore.types import BackupReport, DeltaResult, ExportReport, Progress, ProgressFn
 
 Floats = npt.NDArray[np.floating[Any]]
 Found = npt.NDArray[np.bool_]
@@ -95,14 +95,14 @@ class Operations:
     # --- look-ups and predictions
 
     def lookup(self, model: str, feature: str, keys: Any, return_found: bool, options: LookupOptions) -> Operation[Any]:
-        _check(options, LookupOptions)
+        check_options(options, LookupOptions)
         answers = yield from self._lookup(model, [Batch.of(feature, keys)], return_found, None, options)
         return answers[feature]
 
     def lookup_bags(
         self, model: str, feature: str, keys: Any, offsets: Any, return_found: bool, options: BagOptions
     ) -> Operation[Any]:
-        _check(options, BagOptions)
+        check_options(options, BagOptions)
         batch = Batch.of(feature, keys, offsets, options.get("weights"))
         answers = yield from self._lookup(model, [batch], return_found, options.get("combiner"), options)
         return answers[feature]
@@ -110,14 +110,14 @@ class Operations:
     def lookup_many(
         self, model: str, keys: Mapping[str, Any], return_found: bool, options: LookupOptions
     ) -> Operation[dict[str, Any]]:
-        _check(options, LookupOptions)
+        check_options(options, LookupOptions)
         batches = [Batch.from_value(feature, value) for feature, value in keys.items()]
         return (yield from self._lookup(model, batches, return_found, None, options))
 
     def predict(
         self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None, options: PredictOptions
     ) -> Operation[Any]:
-        _check(options, PredictOptions)
+        check_options(options, PredictOptions)
         request = self._request(model, options)
         limit = options.get("split_items", "client")
         if limit == "client":
@@ -168,23 +168,31 @@ class Operations:
         return int(document["version"])
 
     def export(
-        self,
-        model: str,
-        directory: str | Path,
-        version: Version,
-        as_version: int | None,
-        partitions: int | None,
+        self, model: str, directory: str | Path, version: Version, as_version: int | None, partitions: int | None,
         progress: ProgressFn | None,
-    ) -> Operation[ExportReport]:
-        self._one_node("an export")
+    ) -> Operation[ExportReport]:  # fmt: skip
         body: dict[str, Any] = {"directory": str(directory), "version": version, "as_version": as_version}
         if partitions is not None:  # which a service of an earlier release does not know
             body["partitions"] = partitions
-        started = yield from self._json("POST", f"{_admin(model)}/exports", body)
+        document = yield from self._written(model, "export", body, progress)
+        return ExportReport(model, int(document["version"]), int(document["seq"]), int(document["done"]))
+
+    def backup(
+        self, model: str, directory: str | Path, keep: int, progress: ProgressFn | None
+    ) -> Operation[BackupReport]:
+        document = yield from self._written(model, "backup", {"directory": str(directory), "keep": keep}, progress)
+        return BackupReport(**document["report"])
+
+    def _written(
+        self, model: str, kind: str, body: Mapping[str, Any], progress: ProgressFn | None
+    ) -> Operation[dict[str, Any]]:
+        """Start a job that writes something, and return its document once it is done."""
+        self._one_node("an export" if kind == "export" else "a backup")
+        started = yield from self._json("POST", f"{_admin(model)}/{kind}s", body)
         document = yield from self._job_ended(str(started["job"]), progress)
         if document["state"] == "failed":
-            raise TierstoreError(str(document.get("error") or "the export failed"))
-        return ExportReport(model, int(document["version"]), int(document["seq"]), int(document["done"]))
+            raise TierstoreError(str(document.get("error") or f"the {kind} failed"))
+        return document
 
     def _job_ended(self, job: str, progress: ProgressFn | None) -> Operation[dict[str, Any]]:
         """The document of a job once it has ended."""
@@ -364,14 +372,6 @@ class Operations:
         for name in outputs or ():
             output_named(arrays, name)
         return arrays
-
-
-def _check(options: Mapping[str, object], kind: type) -> None:
-    unknown = options.keys() - kind.__annotations__.keys()
-    if unknown:
-        raise TypeError(
-            f"unknown option {', '.join(sorted(unknown))}: expected one of {', '.join(kind.__annotations__)}"
-        )
 
 
 def _outputs(feature: str, dtype: str, return_found: bool, combiner: str | None) -> list[wire.Output]:

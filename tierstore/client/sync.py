@@ -20,7 +20,7 @@ from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions
 from tierstore.client.remote_models import RemoteModel
 from tierstore.client.settings import Settings
 from tierstore.client.transport import Transport
-from tierstore.types import DeltaResult, ExportReport, ProgressFn
+from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
 
 
 class Client(ClientBase[Transport]):
@@ -237,8 +237,17 @@ class Client(ClientBase[Transport]):
         """
         return self._transport.run(self._operations.export(model, directory, version, as_version, partitions, progress))
 
+    def backup(
+        self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None
+    ) -> BackupReport:
+        """Have the service back a model up as it is at one moment, and wait for it; it goes on serving. See `Store.backup`.
+
+        `directory` is as the service sees it: below its `export_root`, in which a relative one is; or a URL below one.
+        """
+        return self._transport.run(self._operations.backup(model, directory, keep, progress))
+
     def job(self, job: str) -> dict[str, Any]:
-        """The `state` of a load or export (`running`, `done`, `failed`), `phase`, `done`, `total`, `rate`, `eta_s`, `waits_for`, `error`."""
+        """The `state` of a load, export or backup (`running`, `done`, `failed`), `phase`, `done`, `total`, `rate`, `eta_s`, `waits_for`, `error`."""
         return self._transport.run(self._operations.job(job))
 
     def apply_delta(

@@ -29,7 +29,7 @@ class SourceSettings(BaseModel):
     )
     export_root: Annotated[Path | str | None, BeforeValidator(path_or_url)] = Field(
         None,
-        description="exports that are requested over HTTP are written only under this directory or URL; default: none, and they are refused",
+        description="exports and backups that are requested over HTTP are written only under this directory or URL; default: none, and they are refused",
     )
     max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
     watch: Path | None = Field(

@@ -21,6 +21,7 @@ from tierstore.engine.deltas.fold import Folder
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.changes import audited, changing
+from tierstore.engine.lifecycle.copied import what_to_do
 from tierstore.engine.lifecycle.drop import Drops
 from tierstore.engine.lifecycle.freshness import Freshness
 from tierstore.engine.lifecycle.housekeeping import Housekeeping
@@ -357,6 +358,9 @@ class Model:
             "background_work": self.housekeeping.problem,
             "not_fresh": self.freshness.problem,
         }
+        if self.state.shared.copied:
+            torn = ("not_serving", "log_damaged", "canary_not_served")
+            found |= {kind: f"{found[kind]}; {what_to_do(self.where)}" for kind in torn if found[kind]}
         return {kind: why for kind, why in found.items() if why}
 
     @property

@@ -20,15 +20,18 @@ from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
 from tierstore.engine.events.observer import Observer
+from tierstore.engine.lifecycle import copied
 from tierstore.engine.lifecycle.directory_lock import lock, unlock
 from tierstore.engine.lifecycle.state import ignore, make_shared
 from tierstore.engine.lifecycle.sweep import sweep
 from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.engine.model import Model
-from tierstore.engine.operations.export import SCRATCH, ExportOptions, export, new_target
+from tierstore.engine.operations.backup import backup
+from tierstore.engine.operations.export import ExportOptions, export, new_target
 from tierstore.engine.operations.load import LocalTarget, load
 from tierstore.engine.operations.parked import ParkedMessages
 from tierstore.engine.operations.problems import problems_of
+from tierstore.engine.operations.restore import leftovers_of
 from tierstore.engine.operations.status import store_status
 from tierstore.engine.operations.together import close_models, start_models, stop_background
 from tierstore.engine.operations.verbs import LocalVerbs, Verbs
@@ -41,7 +44,7 @@ from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
 from tierstore.kafka.parked import ParkedFiles
-from tierstore.types import DeltaResult, ExportReport, ProgressFn, VerifyReport
+from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn, VerifyReport
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class Store(ParkedMessages):
         try:
             self.lookup_times = LookupTimes()
             self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
+            self.shared.copied = copied.prepare(self.root, self._lock_file)
             self._models_lock = threading.RLock()
             self._models: dict[str, Model] = {}
             self._loads: Counter[str] = Counter()  # under way, by model; guarded by _models_lock
@@ -95,7 +99,7 @@ class Store(ParkedMessages):
 
     def _leftovers(self) -> list[tuple[str, Path]]:
         of_models = [(model.name, path) for model in list(self._models.values()) for path in model.catalogue.leftovers]
-        return of_models + [("of an export", path) for path in self.root.root.glob(f"{SCRATCH}*")]
+        return of_models + [("of an export or a restore", path) for path in leftovers_of(self.root.root)]
 
     @property
     def sweeping(self) -> bool:
@@ -220,14 +224,9 @@ class Store(ParkedMessages):
             return self.verbs(of).apply_delta(delta, incoming.data, origin)
 
     def activate(
-        self,
-        model: str,
-        version: int,
-        *,
-        force: bool = False,
-        expected_active: int | None = None,
+        self, model: str, version: int, *, force: bool = False, expected_active: int | None = None,
         progress: ProgressFn | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Switch to a kept version: caught up, warmed, then in one step. `force` also switches to one that is stale.
 
         With `expected_active`, Conflict where neither that version nor `version` is active.
@@ -239,14 +238,9 @@ class Store(ParkedMessages):
             self.verbs(held).activate(version, force=force, expected_active=expected_active, progress=progress)
 
     def rollback(
-        self,
-        model: str,
-        *,
-        to_seq: int | None = None,
-        force: bool = False,
-        expected_active: int | None = None,
+        self, model: str, *, to_seq: int | None = None, force: bool = False, expected_active: int | None = None,
         progress: ProgressFn | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Switch to the newest kept version older than the active one. Returns it.
 
         With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right after delta
@@ -267,13 +261,7 @@ class Store(ParkedMessages):
             return self.verbs(held).rollback(force=force, expected_active=expected_active, progress=progress or ignore)
 
     def canary(
-        self,
-        model: str,
-        version: int,
-        share: float = 0.05,
-        *,
-        force: bool = False,
-        progress: ProgressFn | None = None,
+        self, model: str, version: int, share: float = 0.05, *, force: bool = False, progress: ProgressFn | None = None
     ) -> None:
         """Serve a kept version next to the active one, to `share` (0 to 1) of the requests that name no version.
 
@@ -342,6 +330,16 @@ class Store(ParkedMessages):
         where = new_target(directory, outside=self.root.root)
         return export(held, where, options, self.root.root, guarded(progress or ignore), cancelled)
 
+    def backup(
+        self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> BackupReport:  # fmt: skip
+        """Back up a model, of one moment, in a directory or below a URL, where the newest `keep` stay; see `restore`."""
+        held = self.model(model)
+        where = new_target(directory, outside=self.root.root, empty=False)
+        with held.changing("backup", directory=str(directory)):
+            return backup(held, where, keep, guarded(progress or ignore), cancelled)
+
     def warm_share(self) -> float:
         """How much of what a start reads into memory is there, 0 to 1; 1 where nothing is to be read."""
         return self.shared.warmer.share()
@@ -373,10 +371,11 @@ class Store(ParkedMessages):
             return
         refuse_inside()
         self._closed = True
+        torn = self.shared.copied and any(model.problem for model in self._models.values())
         try:
             self._close_models()
         finally:
-            unlock(self._lock_file)
+            unlock(self._lock_file, whole=not torn)
 
     def end_predictions(self) -> None:
         """End the predictions that run at this moment: a graph need not come to an end by itself."""

@@ -103,10 +103,23 @@ class Uploads:
         """End the threads; everything was uploaded."""
         self._threads.shutdown()
 
-    def abort(self) -> None:
-        """End the uploads, and remove what they have written; the last first, as that makes the others count."""
+    def stop(self) -> None:
+        """End the uploads; what was written stays."""
         self._ended.set()
         self._threads.shutdown(cancel_futures=True)
+
+    def remove(self, name: str) -> None:
+        """Remove an object, if it is there. StorageError."""
+        try:
+            self._file_system.rm_file(f"{self._key}/{name}")
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise StorageError(f"cannot remove {self._url}/{name}: {str(error) or type(error).__name__}") from error
+
+    def abort(self) -> None:
+        """End the uploads, and remove what they have written; the last first, as that makes the others count."""
+        self.stop()
         for key in reversed(self._started):
             try:
                 self._file_system.rm_file(key)

@@ -1,4 +1,8 @@
-"""One process at a time has a data directory open: an flock on the file LOCK, which the kernel drops with the process."""
+"""One process at a time has a data directory open: an flock on the file LOCK, which the kernel drops with the process.
+
+LOCK names the process, for people who look, and the directory by its inode, until the process closes it. So a directory that was copied
+while a process had it open is told apart: its LOCK names another one.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,24 @@ def lock(path: Path) -> int:
             raise Locked(_why(path, descriptor)) from None
         finally:
             os.close(descriptor)
-    with contextlib.suppress(OSError):  # only for people who look; a full disk must not keep the store from opening
+    with contextlib.suppress(OSError):  # a full disk must not keep the store from opening
+        directory = _directory_in(descriptor) or os.stat(path.parent).st_ino
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        os.pwrite(descriptor, f"{os.getpid()} {directory}".encode(), 0)
     _held.add(descriptor)
     return descriptor
+
+
+def is_copy(path: Path, descriptor: int) -> bool:
+    """Whether the directory of the LOCK at `path`, locked as `descriptor`, was copied from one that a process had open."""
+    directory = _directory_in(descriptor)
+    return directory is not None and directory != os.stat(path.parent).st_ino
+
+
+def _directory_in(descriptor: int) -> int | None:
+    """The inode that a LOCK names; None where a process has closed the directory, or an earlier release wrote it."""
+    words = os.pread(descriptor, 64, 0).split()
+    return int(words[1]) if len(words) == 2 and words[1].isdigit() else None
 
 
 def _why(path: Path, descriptor: int) -> str:
@@ -37,12 +54,16 @@ def _why(path: Path, descriptor: int) -> str:
     here = os.fstat(descriptor)
     if any(os.path.samestat(here, os.fstat(one)) for one in tuple(_held)):
         return f"{path.parent} is open in this process already: use the store that has it open, or close that first"
-    pid = os.read(descriptor, 32).decode(errors="replace").strip()
+    pid = (os.pread(descriptor, 64, 0).decode(errors="replace").split() or [""])[0]
     where = f"{path.parent} is open in another process{f' (pid {pid})' if pid else ''}"
     return f"{where}; if that is a service, talk to it with --url"
 
 
-def unlock(descriptor: int) -> None:
+def unlock(descriptor: int, *, whole: bool = True) -> None:
+    """Give the directory back; what is `whole` passes for no copy any more."""
     _held.discard(descriptor)
+    with contextlib.suppress(OSError):
+        if whole:
+            os.ftruncate(descriptor, 0)
     fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that this one forked has the lock open too, and may live on
     os.close(descriptor)

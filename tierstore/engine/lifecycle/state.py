@@ -57,6 +57,7 @@ class Shared:
     open_remote: Callable[[str, VersionInfo], RemoteBase] | None = None  # of a model; None where there is no cluster
     observers: list[Observer] = field(default_factory=list)
     epochs: Epochs = field(default_factory=Epochs)
+    copied: bool = False  # the data directory is a copy of one that was open, see `copied.py`
 
 
 def make_shared(

@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -28,6 +27,7 @@ import numpy as np
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.deltas.dense import check_dense, recorded
 from tierstore.engine.model import Model
+from tierstore.engine.operations.aside import aside
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.hot_keys import load_keys
@@ -46,7 +46,7 @@ from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.formats.uploads import check_nothing_at, scratch_directory, upload_tree
 from tierstore.ingest.build import build_version
 from tierstore.kernels import codec
-from tierstore.tiers.background import Pace, become_background
+from tierstore.tiers.background import Pace
 from tierstore.tiers.disk.merge import Changes, merged_blocks
 from tierstore.types import ExportReport, Keys, KeyType, Progress, ProgressFn, Rows, StorageDtype, TableSpec, Vectors
 
@@ -88,28 +88,21 @@ def export(
     cancelled: threading.Event | None,
 ) -> ExportReport:
     """See `Store.export`; `target` is one that `new_target` has checked, `scratch` is where files are on the way to a URL."""
-    interrupted = threading.Event()
-
-    def stops() -> bool:
-        return interrupted.is_set() or (cancelled is not None and cancelled.is_set())
-
     work = _export if options.partitions is None else _export_built
-    with (
-        _made(target) if isinstance(target, Path) else contextlib.nullcontext(),
-        model.state.shared.throttle.at_work("export"),
-        ThreadPoolExecutor(1, "tierstore-export", initializer=become_background) as thread,
-    ):
-        try:
-            return thread.submit(work, model, target, options, scratch, progress, stops).result()
-        except BaseException:  # Ctrl-C: the thread is waited for
-            interrupted.set()
-            raise
+    with _made(target) if isinstance(target, Path) else contextlib.nullcontext():
+        return aside(
+            model.state.shared.throttle,
+            "export",
+            lambda stops: work(model, target, options, scratch, progress, stops),
+            cancelled,
+        )
 
 
-def new_target(target: str | Path, *, outside: Path) -> Path | str:
-    """The path, absolute; or the URL, below which there is nothing. InvalidInput for a path in the data directory `outside`."""
+def new_target(target: str | Path, *, outside: Path, empty: bool = True) -> Path | str:
+    """The path, absolute; or the URL, below which, if it is to be `empty`, there is nothing. InvalidInput for a path in the data directory `outside`."""
     if isinstance(target, str) and is_url(target):
-        check_nothing_at(target)
+        if empty:
+            check_nothing_at(target)
         return target
     path = local_path(target).absolute()
     if path.resolve().is_relative_to(outside.resolve()):

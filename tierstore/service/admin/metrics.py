@@ -356,5 +356,5 @@ class _ServiceCollector(Collector):
         yield _gauge("tierstore_known_requests_limit", "Request headers that may be kept.", MOST_CACHED)
         yield _gauge("tierstore_shared_memory_regions", "Regions of clients that are registered.", len(service.regions))
         yield _gauge("tierstore_shared_memory_regions_limit", "Regions that may be registered.", MAX_REGIONS)
-        yield _gauge("tierstore_jobs", "Loads and exports that run or wait.", service.jobs.waiting)
-        yield _gauge("tierstore_jobs_limit", "Loads and exports that may run or wait.", service.jobs.limit)
+        yield _gauge("tierstore_jobs", "Loads, exports and backups that run or wait.", service.jobs.waiting)
+        yield _gauge("tierstore_jobs_limit", "Loads, exports and backups that may run or wait.", service.jobs.limit)

@@ -13,17 +13,18 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from tierstore import __version__
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
+from tierstore.service.admin.exports import JobStarted, ModelName, Strict, add_exports
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLICY, docs_page
 from tierstore.service.admin.parked import add_parked
 from tierstore.service.admin.replicas import add_samples
-from tierstore.service.admin.sources import check_still_there, resolve_source, resolve_target
+from tierstore.service.admin.sources import check_still_there, resolve_source
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
@@ -36,38 +37,22 @@ from tierstore.service.http.messages import (
     read_body,
 )
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
-from tierstore.types import MAX_PARTITIONS, NAME
+from tierstore.types import NAME
 
 DELTA_TYPE = "application/vnd.apache.arrow.stream"
 
 LabelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="a name that is not all digits")]
-ModelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="name of the model")]
 VersionNumber = Annotated[int, Path(ge=1, le=MAX_ORDINAL)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class LoadRequest(_Strict):
+class LoadRequest(Strict):
     """Load a snapshot."""
 
     source: str = Field(description="directory of the snapshot, a path or a file:// URL under the source roots")
     activate: bool = Field(True, description="serve it once it is loaded, caught up and warm")
 
 
-class ExportRequest(_Strict):
-    """Write what is served now as a snapshot, or as a built version."""
-
-    directory: str = Field(description="a directory or URL to be made below export_root; a relative path begins there")
-    version: int | str | None = Field(None, description="number or label of a version that is served; default: active")
-    as_version: int | None = Field(None, ge=1, le=MAX_ORDINAL, description="number of the snapshot; default: its own")
-    partitions: int | None = Field(
-        None, ge=1, le=MAX_PARTITIONS, description="write a built version, in so many partitions; default: a snapshot"
-    )
-
-
-class ActivateRequest(_Strict):
+class ActivateRequest(Strict):
     """Serve a kept version."""
 
     version: int = Field(ge=1, le=MAX_ORDINAL)
@@ -75,7 +60,7 @@ class ActivateRequest(_Strict):
     expected_active: int | None = Field(None, ge=1, le=MAX_ORDINAL, description="409 where another version is active")
 
 
-class RollbackRequest(_Strict):
+class RollbackRequest(Strict):
     """Serve the newest kept version that is older than the active one. Sent again without `expected_active` it goes back twice.
 
     With `to_seq` the active version stays, and all deltas above that seq are undone.
@@ -86,7 +71,7 @@ class RollbackRequest(_Strict):
     force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
 
 
-class CanaryRequest(_Strict):
+class CanaryRequest(Strict):
     """Serve a kept version beside the active one, or change the share of the one that is."""
 
     version: int = Field(ge=1, le=MAX_ORDINAL)
@@ -94,7 +79,7 @@ class CanaryRequest(_Strict):
     force: bool = Field(False, description="even if it is stale, that is, lacks deltas which are gone")
 
 
-class LabelRequest(_Strict):
+class LabelRequest(Strict):
     """Let a label stand for a version that is served."""
 
     version: int = Field(ge=1, le=MAX_ORDINAL)
@@ -116,12 +101,6 @@ class Routing(BaseModel):
 
 class Withdrawn(Routing):
     withdrawn: int
-
-
-class JobStarted(BaseModel):
-    """The job of a load or an export; follow it at /admin/jobs/{id}."""
-
-    job: str
 
 
 class DeltaApplied(BaseModel):
@@ -210,6 +189,8 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
 
 def _add_jobs(app: FastAPI, service: Service) -> None:
+    add_exports(app, service)
+
     @app.post("/admin/models/{model}/snapshots", status_code=202, tags=["snapshots"])
     async def load_snapshot(model: ModelName, request: LoadRequest) -> JobStarted:
         """Load a snapshot in the background: bulk load, verify, catch up, warm, and (`activate`) switch to it."""
@@ -220,22 +201,14 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
         )
         return JobStarted(job=job.id)
 
-    @app.post("/admin/models/{model}/exports", status_code=202, tags=["snapshots"])
-    async def export(model: ModelName, request: ExportRequest) -> JobStarted:
-        """Write what is served now, base and deltas at one seq, as a snapshot or a built version, in the background."""
-        service.store.model(model)
-        where = await service.admin_pool.run(resolve_target, request.directory, service.settings.export_root)
-        wanted = {"version": request.version, "as_version": request.as_version, "partitions": request.partitions}
-        return JobStarted(job=service.jobs.submit_export(model, where, wanted).id)
-
     @app.get("/admin/jobs", tags=["snapshots"])
     async def jobs() -> dict[str, Any]:
-        """Loads and exports that run, wait, or ended lately, the latest first."""
+        """Loads, exports and backups that run, wait, or ended lately, the latest first."""
         return {"jobs": [job.document() for job in service.jobs.all()]}
 
     @app.get("/admin/jobs/{job}", tags=["snapshots"])
     async def job_state(job: str, request: Request) -> dict[str, Any]:
-        """One load or export. `rate` is in rows a second and `eta_s` to the end of the phase."""
+        """One load, export or backup. `rate` is in rows a second, of a backup in bytes, and `eta_s` to the end of the phase."""
         return service.jobs.get(job, principal_of(request.scope).models).document()
 
     @app.delete("/admin/jobs/{job}", status_code=202, tags=["snapshots"])

@@ -1,4 +1,4 @@
-"""Which snapshots a client may have loaded, and where it may have one exported to: under the roots, symlinks resolved.
+"""Which snapshots a client may have loaded, and where it may have exports and backups written: under the roots, symlinks resolved.
 
 A function of the file system; any thread may call it. It may block on a slow mount, so not on the event loop.
 """
@@ -52,13 +52,13 @@ def check_still_there(source: Path | str, roots: Sequence[Path | str]) -> None:
         raise InvalidInput(f"source {str(source)!r} was replaced by a link while its load waited")
 
 
-def resolve_target(directory: str, root: Path | str | None) -> Path | str:
-    """The absolute, resolved path of a directory to be made: one below `root`, in which a relative one is. Or a URL below one.
+def resolve_target(directory: str, root: Path | str | None, *, new: bool = True) -> Path | str:
+    """The absolute, resolved path of a directory to be written: one below `root`, in which a relative one is. Or a URL below one.
 
-    Forbidden where there is no root, InvalidInput for another place, Conflict for a directory that exists.
+    Forbidden where there is no root, InvalidInput for another place, Conflict for a directory that exists where a `new` one is expected.
     """
     if root is None:
-        raise Forbidden("exports over HTTP are written below export_root, which is not set")
+        raise Forbidden("exports and backups over HTTP are written below export_root, which is not set")
     if not directory or len(directory) > _LONGEST or "\0" in directory or "::" in directory:
         raise InvalidInput(f"directory: expected a path or a URL of 1 to {_LONGEST} characters, got {directory[:80]!r}")
     if isinstance(root, str):
@@ -73,7 +73,7 @@ def resolve_target(directory: str, root: Path | str | None) -> Path | str:
         raise InvalidInput(f"directory {directory!r} cannot be made: {error}") from error
     if not resolved.is_relative_to(within) or resolved == within:
         raise InvalidInput(f"directory {directory!r} is not below export_root ({root})")
-    if exists:
+    if new and exists:
         raise Conflict(f"{resolved} exists already; expected a directory that does not")
     return resolved
 

@@ -1,4 +1,4 @@
-"""Loads and exports that run in the background: one of each kind at a time, with a bounded queue and a bounded history.
+"""Loads, exports and backups that run in the background: one of each kind at a time, with a bounded queue and a bounded history.
 
 One that makes no progress (its mount hangs, say) lets those of other models pass it, so at times more than one runs.
 
@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,7 +27,7 @@ from tierstore.types import Progress
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["load", "export"]
+Kind = Literal["load", "export", "backup"]
 
 QUEUE_LIMIT = 16  # running jobs included
 HISTORY_LIMIT = 256
@@ -37,9 +37,9 @@ _POLL_S = 0.5
 
 @dataclass(slots=True)
 class Job:
-    """One load or export. Written by its own thread (and under the lock while it is queued); a reader may see a step late.
+    """One load, export or backup. Written by its own thread (and under the lock while it is queued); a reader may see a step late.
 
-    `source` is the snapshot of a load, and the directory or URL that an export writes.
+    `source` is the snapshot of a load, and the directory or URL that others write.
     """
 
     id: str
@@ -48,7 +48,7 @@ class Job:
     activate: bool
     requested_by: str | None = None
     kind: Kind = "load"
-    wanted: Mapping[str, Any] = field(default_factory=dict)  # options of `Store.export`, of an export
+    wanted: Mapping[str, Any] = field(default_factory=dict)  # options of `Store.export` or `Store.backup`
     check: Callable[[], None] = lambda: None  # see `Jobs.submit`
     created_s: float = field(default_factory=time.time)
     state: str = "running"
@@ -58,7 +58,8 @@ class Job:
     waits_for: str | None = None  # see Progress
     error: str | None = None
     version: int | None = None
-    seq: int | None = None  # of an export
+    seq: int | None = None  # of an export or a backup
+    report: Mapping[str, Any] | None = None  # of a backup
     finished_s: float | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     phase_began_s: float = field(default_factory=time.monotonic)
@@ -89,7 +90,7 @@ class Job:
             "kind": self.kind,
             "model": self.model,
             "source": as_text(str(self.source)) if self.kind == "load" else None,
-            "directory": as_text(str(self.source)) if self.kind == "export" else None,
+            "directory": as_text(str(self.source)) if self.kind != "load" else None,
             "activate": self.activate,
             "state": self.state,
             "phase": self.phase,
@@ -101,6 +102,7 @@ class Job:
             "error": self.error,
             "version": self.version,
             "seq": self.seq,
+            "report": self.report,
             "created_at": self.created_s,
             "finished_at": self.finished_s,
         }
@@ -136,9 +138,11 @@ class Jobs:
         """Queue a load. `check` is called when its turn has come, and raises where it may not be any more. Overloaded when the queue is full."""
         return self._submit(Job(uuid.uuid4().hex[:16], model, source, activate, REQUESTER.get(), check=check))
 
-    def submit_export(self, model: str, target: Path | str, wanted: Mapping[str, Any]) -> Job:
-        """Queue an export, with these options of `Store.export`. Overloaded when the queue is full."""
-        return self._submit(Job(uuid.uuid4().hex[:16], model, target, False, REQUESTER.get(), "export", wanted))
+    def submit_export(
+        self, model: str, target: Path | str, wanted: Mapping[str, Any], kind: Literal["export", "backup"] = "export"
+    ) -> Job:
+        """Queue an export or a backup, with these options of that verb of `Store`. Overloaded when the queue is full."""
+        return self._submit(Job(uuid.uuid4().hex[:16], model, target, False, REQUESTER.get(), kind, wanted))
 
     def _submit(self, job: Job) -> Job:
         with self._lock:
@@ -259,13 +263,13 @@ class Jobs:
         try:
             if job.cancelled.is_set():
                 raise Closed("cancelled before it began")
-            (self._load if job.kind == "load" else self._export)(job)
+            {"load": self._load, "export": self._export, "backup": self._backup}[job.kind](job)
             state = "done"
         except Exception as error:  # noqa: BLE001 - reported in the job, whatever it is
             job.error = message_of(error)
             log_failure(error, f"job {job.id} ({job.source})")
             if isinstance(error, TierstoreError):
-                logger.warning("job %s: %s was not %sed: %s", job.id, job.source, job.kind, error)
+                logger.warning("job %s: the %s of %s failed: %s", job.id, job.kind, job.source, error)
         job.finished_s = time.time()
         job.state = state  # last: a reader that sees the end sees all of it
 
@@ -284,3 +288,7 @@ class Jobs:
             cancelled=job.cancelled,
         )
         job.version, job.seq, job.done = report.version, report.seq, report.rows
+
+    def _backup(self, job: Job) -> None:
+        report = self._store.backup(job.model, job.source, **job.wanted, progress=job.note, cancelled=job.cancelled)
+        job.version, job.seq, job.report = report.version, report.seq, asdict(report)

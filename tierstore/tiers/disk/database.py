@@ -119,6 +119,12 @@ class Database:
             self._await_merges(db)
             db.ingest_external_file(list(map(str, paths)), options)
 
+    def checkpoint(self, path: Path) -> None:
+        """Make a directory `path` with what is in files at this moment, sorted files by second names. Raises StorageError."""
+        yield_to_requests()  # with the interpreter lock held, it takes milliseconds
+        with self.entered() as db, driver_errors(f"copying {self._path} to {path}"):
+            rocksdict.Checkpoint(db).create_checkpoint(str(path))
+
     def _prepare_writing(self) -> None:
         """Open it for writing, where a full disk has prevented that so far. Raises DiskFull where it still does."""
         if self._open_to_write is not None:

@@ -219,6 +219,10 @@ class DiskTier:
             report(len(keys) + gone)
         return TableContent(count, deleted, digest)
 
+    def checkpoint(self, path: Path) -> None:
+        """Make a directory `path` with RocksDB's files as they are at this moment. Raises StorageError, Closed."""
+        self._database.checkpoint(path)
+
     def compact(self) -> None:
         """Merge everything down and wait for it. Raises StorageError if a merge failed in the background."""
         with self._database.entered() as db, driver_errors(f"compacting {self.path}"):

@@ -1,0 +1,165 @@
+"""A data directory that was copied while it was open: told apart, mended from what is whole, or refused with what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tierstore
+from tests.engine import quick_build, scenes
+
+KEYS = {"item_id": np.arange(-3, 1100), "user_id": np.arange(-3, 600)}
+OPTIONS = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2, "fold_grace_s": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _quick_loads() -> Iterator[None]:
+    with quick_build.in_process():
+        yield
+
+
+def answers(store: tierstore.Store) -> list[np.ndarray]:
+    found = store.model("ctr").lookup_many(KEYS, return_found=True)
+    return [part for pair in found.values() for part in pair]
+
+
+def same(one: list[np.ndarray], two: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.fixture
+def serving(open_store: Callable[..., tierstore.Store], tmp_path: Path) -> tierstore.Store:
+    """Version 1 with deltas 1 to 4, all folded; the newest brings a dense part."""
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=scenes.some_dense()))
+    for seq in range(1, 5):
+        dense = scenes.some_dense() if seq == 4 else None
+        store.apply_delta(scenes.stamped(seq, {"item": range(seq, 900, 7), "user": [seq]}, dense=dense))
+    scenes.eventually(lambda: store.status()["models"]["ctr"]["overlays"] == 0, "they are folded")
+    return store
+
+
+def copy(store: tierstore.Store, to: Path) -> Path:
+    """Copy the whole data directory. Returns that of the model."""
+    shutil.copytree(store.root.root, to)
+    return to / "models/ctr"
+
+
+def tear(model: Path) -> None:
+    """As where the newest file of RocksDB came after its folder was listed."""
+    max((model / "1/db").glob("*.sst")).unlink()
+
+
+def test_a_copy_that_is_whole_opens_and_is_a_directory_of_its_own_from_then_on(serving, tmp_path) -> None:
+    expected = answers(serving)
+    copy(serving, tmp_path / "copy")
+    for copied in (True, False):
+        with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+            assert other.shared.copied is copied
+            assert same(answers(other), expected)
+            assert other.model("ctr").problem is None
+
+
+def test_what_no_process_has_open_or_what_was_killed_is_no_copy(serving, open_store, tmp_path) -> None:
+    lock = serving.root.lock.read_bytes()
+    serving.close()
+    copy(serving, tmp_path / "copy")
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        assert not other.shared.copied
+    serving.root.lock.write_bytes(lock)  # as it is where the process was killed
+    assert not open_store().shared.copied
+
+
+def test_a_torn_rocksdb_is_built_again_from_the_base_and_the_log(serving, tmp_path) -> None:
+    expected = answers(serving)
+    serving.label("ctr", "shown", 1)
+    tear(copy(serving, tmp_path / "copy"))
+    for _ in range(2):
+        with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+            assert same(answers(other), expected)
+            assert other.model("ctr").problem is None
+            assert other.verify().ok
+            assert other.model("ctr").log.last == 4
+            assert other.status()["models"]["ctr"]["labels"]["shown"] == 1
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        assert other.apply_delta(scenes.stamped(5, {"item": [1]})).applied
+        other.rollback("ctr", to_seq=4)
+        assert same(answers(other), expected)
+
+
+def test_the_same_damage_where_nothing_was_copied_is_not_passed_over(serving, open_store) -> None:
+    serving.close()
+    tear(serving.root.model("ctr").root)
+    store = open_store()
+    assert "opening" in store.model("ctr").problem
+    assert "was copied" not in store.model("ctr").problem
+
+
+@pytest.mark.parametrize("what", ["log", "base"])
+def test_what_cannot_be_mended_says_what_to_do(serving, tmp_path, what: str) -> None:
+    model = copy(serving, tmp_path / "copy")
+    tear(model)
+    if what == "log":
+        for path in (model / "log").glob("*2-*.arrow"):
+            path.unlink()
+    else:
+        (model / "1/db/base/base-item").unlink()
+    for _ in range(2):  # it stays a copy
+        with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+            problem = other.model("ctr").problem
+            assert "this directory was copied while a process had the original open" in problem
+            assert "`tierstore backup` and `tierstore restore`" in problem
+
+
+def test_deltas_that_a_copy_lacks_can_be_copied_from_the_original(serving, tmp_path) -> None:
+    expected = answers(serving)
+    model = copy(serving, tmp_path / "copy")
+    last = max((model / "log").glob("*.arrow"))
+    os.unlink(last)
+    tear(model)
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        problem = other.model("ctr").problem
+        assert f"cp -n ORIGINAL/models/ctr/log/*.arrow {model / 'log'}/" in problem
+    shutil.copy(serving.model("ctr").where.log / last.name, last)
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        assert same(answers(other), expected)
+        assert other.model("ctr").problem is None
+
+
+def test_a_copy_may_go_on_without_the_deltas_that_are_missing_at_the_end(serving, tmp_path) -> None:
+    model = copy(serving, tmp_path / "copy")
+    max((model / "log").glob("*.arrow")).unlink()
+    tear(model)
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        assert f"rm {model / 'log.end'}." in other.model("ctr").problem
+    (model / "log.end").unlink()
+    serving.rollback("ctr", to_seq=3)
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        assert other.model("ctr").problem is None
+        assert same(answers(other), answers(serving))
+        assert other.apply_delta(scenes.stamped(4, {"item": [1]})).applied
+
+
+def test_filters_of_another_moment_are_made_again(serving, tmp_path) -> None:
+    expected = answers(serving)
+    changed = copy(serving, tmp_path / "copy") / "1/db/changed.keys"
+    size = changed.stat().st_size
+    changed.write_bytes(changed.read_bytes()[:16])
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        assert same(answers(other), expected)
+        assert changed.stat().st_size > size / 2
+
+
+def test_a_dense_part_of_another_moment_is_not_served(serving, tmp_path) -> None:
+    expected = answers(serving)
+    where = copy(serving, tmp_path / "copy") / "1"
+    (where / "dense.onnx").write_bytes(b"of another delta")
+    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
+        assert other.model("ctr").problem is None
+        assert same(answers(other), expected)
+        assert other.verify().ok, "it was built again from the one that was loaded and the log"

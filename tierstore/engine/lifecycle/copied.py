@@ -1,0 +1,43 @@
+"""A data directory that was copied (`cp -a`, rsync) while a process had it open: its files are of different moments.
+
+It opens as any other: what the log and the base hold is checked, and a RocksDB that is torn is built again from them (`start.py`). What
+cannot be mended is the model's problem, which says then how to make the copy whole.
+
+Before the models start, on the thread that opens the store.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tierstore.engine.lifecycle.directory_lock import is_copy
+from tierstore.formats import files
+from tierstore.formats.names import DataDirectory, ModelDirectory
+from tierstore.tiers.disk import changed_keys_file
+
+log = logging.getLogger(__name__)
+
+
+def prepare(root: DataDirectory, lock_file: int) -> bool:
+    """Whether it is such a copy. Then what might not fit the RocksDB beside it is removed, and made again: filters of changed keys.
+
+    `lock_file` is the descriptor of its LOCK. StorageError.
+    """
+    if not is_copy(root.lock, lock_file):
+        return False
+    log.warning("%s is a copy of a data directory that was open while it was copied", root.root)
+    for model in root.models_on_disk():
+        for number, line in root.model(model).versions_on_disk():
+            path = root.model(model).version(number, line).db / changed_keys_file.NAME
+            if files.exists(path):
+                files.remove_file(path)
+    return True
+
+
+def what_to_do(where: ModelDirectory) -> str:
+    """For the problem of a model that does not open."""
+    return (
+        "this directory was copied while a process had the original open, so its files are of different moments. Deltas that its log lacks "
+        f"can be copied from the original: cp -n ORIGINAL/models/{where.root.name}/log/*.arrow {where.log}/. To go on without those that are "
+        f"missing at its end: rm {where.log_end}. Otherwise make the copy again: with `tierstore backup` and `tierstore restore`, which may be done while it serves, or while nothing has it open"
+    )

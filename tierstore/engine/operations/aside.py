@@ -1,0 +1,33 @@
+"""Long work on a model beside what serves: on a thread of its own of low priority, which its caller waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tierstore.engine.lifecycle.throttle import Throttle
+from tierstore.tiers.background import become_background
+
+T = TypeVar("T")
+
+
+def aside(
+    throttle: Throttle, name: str, work: Callable[[Callable[[], bool]], T], cancelled: threading.Event | None
+) -> T:
+    """What `work` returns; the function that it gets says when it is to end: it was `cancelled`, or Ctrl-C came."""
+    interrupted = threading.Event()
+
+    def stops() -> bool:
+        return interrupted.is_set() or (cancelled is not None and cancelled.is_set())
+
+    with (
+        throttle.at_work(name),
+        ThreadPoolExecutor(1, f"tierstore-{name}", initializer=become_background) as thread,
+    ):
+        try:
+            return thread.submit(work, stops).result()
+        except BaseException:  # Ctrl-C: the thread is waited for
+            interrupted.set()
+            raise

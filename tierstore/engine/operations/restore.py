@@ -1,0 +1,100 @@
+"""`restore`: models of a backup in a data directory that no process has open, each whole or not at all.
+
+On the caller's thread. Everything is read, checked and made durable beside the models, and takes its place at the end by one rename
+a model; what a crash leaves is removed by the next start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierstore.access.audit import Audit
+from tierstore.engine.events.changes import requester
+from tierstore.engine.lifecycle.directory_lock import lock, unlock
+from tierstore.engine.lifecycle.state import ignore
+from tierstore.engine.operations import export
+from tierstore.engine.operations.backup import SCRATCH
+from tierstore.errors import Conflict, Corruption, NotFound
+from tierstore.formats import files
+from tierstore.formats.backups import Backup, Backups
+from tierstore.formats.names import TRASH, DataDirectory
+from tierstore.formats.uploads import scratch_directory
+from tierstore.types import BackupReport, Progress, ProgressFn
+
+
+def restore(
+    source: str | Path,
+    data: str | Path,
+    models: Sequence[str] = (),
+    *,
+    number: int | None = None,
+    progress: ProgressFn | None = None,
+) -> list[BackupReport]:
+    """Bring models, by default all, from backups in `source` (a directory or a URL) into the data directory `data`.
+
+    `number` is that of the backup, by default the newest. Every file is compared with its checksum. Conflict for a model that `data` has
+    already, NotFound for one that has no such backup, Corruption for a file that is damaged, Locked where a process has `data`
+    open; then nothing is restored.
+    """
+    root = DataDirectory(Path(data).absolute())
+    files.make_dir(root.models)
+    held = lock(root.lock)
+    try:
+        for path in leftovers_of(root.root):
+            files.remove_leftover(path)
+        backups = Backups(source)
+        wanted = list(dict.fromkeys(models)) or backups.models()
+        if not wanted:
+            raise NotFound(f"{source} has no backup")
+        for model in wanted:
+            if files.exists(root.model(model).root):
+                raise Conflict(
+                    f"{root.model(model).root} exists already, and a restore overwrites nothing: move it away, restore into another "
+                    "directory with --data, or name the models to restore"
+                )
+        with scratch_directory(root.root, SCRATCH) as scratch:
+            found = {model: _found(backups, model, number, scratch) for model in wanted}
+            total, done = sum(file.bytes for each in found.values() for file in each.files), 0
+            for model, backup in found.items():
+                done = _fetch(backups, backup, scratch / model, done, total, progress or ignore)
+            for model in wanted:
+                files.rename(scratch / model, root.model(model).root)
+    finally:
+        unlock(held)
+    audit = Audit(root.root)
+    reports = []
+    for model, backup in found.items():
+        nbytes = sum(file.bytes for file in backup.files)
+        reports.append(BackupReport(model, backup.version, backup.seq, len(backup.files), nbytes, nbytes))
+        audit.change("restore", requester(), "done", model=model, source=str(source), seq=backup.seq)
+    return reports
+
+
+def leftovers_of(root: Path) -> list[Path]:
+    """What exports and restores that were killed have left in a data directory. For the process that has it open."""
+    return [path for begin in (export.SCRATCH, SCRATCH, TRASH) for path in root.glob(f"{begin}*")]
+
+
+def _found(backups: Backups, model: str, number: int | None, scratch: Path) -> Backup:
+    records = files.make_dir(scratch / f"records-{model}")
+    backup = backups.read(model, number, records)
+    if backup is None:
+        raise NotFound(
+            f"{backups.place} has no backup of model {model!r}; it has {', '.join(backups.models()) or 'none'}"
+        )
+    if backup.model != model:
+        raise Corruption(f"{backups.place}/{model} has a backup of model {backup.model!r}")
+    return backup
+
+
+def _fetch(backups: Backups, backup: Backup, to: Path, done: int, total: int, progress: ProgressFn) -> int:
+    """Make the directory of a model. Returns how many bytes are done."""
+    for file in backup.files:
+        path = to / file.path
+        files.make_dir(path.parent)
+        backups.fetch(backup.model, file, path)
+        done += file.bytes
+        progress(Progress("restore", done, total))
+    files.make_dir(to / "log")
+    return done
