@@ -312,8 +312,9 @@ class Store(ParkedMessages):
         """Read every version and every logged delta back and check them."""
         self._check_open()
         refuse_inside()
-        models = [self._models[name] for name in self.models()]
-        return verify_store(models, guarded(progress or ignore), self.shared.throttle)
+        return verify_store(
+            [self._models[name] for name in self.models()], guarded(progress or ignore), self.shared.throttle
+        )
 
     def export(
         self, model: str, directory: str | Path, *, version: int | str | None = None, as_version: int | None = None,
@@ -335,8 +336,7 @@ class Store(ParkedMessages):
         cancelled: threading.Event | None = None,
     ) -> BackupReport:  # fmt: skip
         """Back up a model, of one moment, in a directory or below a URL, where the newest `keep` stay; see `restore`."""
-        held = self.model(model)
-        where = new_target(directory, outside=self.root.root, empty=False)
+        held, where = self.model(model), new_target(directory, outside=self.root.root, empty=False)
         with held.changing("backup", directory=str(directory)):
             return backup(held, where, keep, guarded(progress or ignore), cancelled)
 

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.serving.epochs import Epochs
@@ -38,6 +38,7 @@ from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits import slow_clients
 from tierstore.service.process import request_short_slices
+from tierstore.service.reactor import metrics
 from tierstore.service.reactor.cold_reads import ColdReaders, free
 from tierstore.service.reactor.lanes import Lanes, Message
 from tierstore.service.reactor.memory import areas, register
@@ -387,31 +388,7 @@ class Reactors:
 
     def families(self) -> Iterator[Metric]:
         """For Prometheus."""
-        answers = CounterMetricFamily(
-            "tierstore_reactor_answers",
-            "Requests that a reactor answered or refused without the interpreter.",
-            labels=["reactor"],
-        )
-        handed = CounterMetricFamily(
-            "tierstore_reactor_handed_on",
-            "Requests and connections that it handed to Python, by the reason.",
-            labels=["reactor", "reason"],
-        )
-        served = GaugeMetricFamily("tierstore_reactor_connections", "Connections that it serves.", labels=["reactor"])
-        for number, line in enumerate(self._lines):
-            answers.add_metric([str(number)], int(line[kernel.ANSWERS]))
-            for reason, name in enumerate(kernel.REASONS):
-                handed.add_metric([str(number), name], int(line[kernel.REASONS_FROM + reason]))
-            served.add_metric([str(number)], int(line[kernel.LOAD]))
-        yield from (answers, handed, served)
-        yield GaugeMetricFamily(
-            "tierstore_unfinished_requests", "Requests that have begun to arrive.", value=self.unfinished
-        )
-        yield GaugeMetricFamily(
-            "tierstore_unsent_bytes",
-            "Bytes of answers that clients have not taken yet.",
-            value=self.unsent_bytes,
-        )
+        yield from metrics.families(self._lines, unfinished=self.unfinished, unsent_bytes=self.unsent_bytes)
 
 
 def _serve(here: kernel.Here) -> None:
