@@ -30,9 +30,8 @@ from tierstore.engine.operations.backup import backup
 from tierstore.engine.operations.export import ExportOptions, export, new_target
 from tierstore.engine.operations.load import LocalTarget, load
 from tierstore.engine.operations.parked import ParkedMessages
-from tierstore.engine.operations.problems import problems_of
 from tierstore.engine.operations.restore import leftovers_of
-from tierstore.engine.operations.status import store_status
+from tierstore.engine.operations.status import store_status, with_problems
 from tierstore.engine.operations.together import close_models, start_models, stop_background
 from tierstore.engine.operations.verbs import LocalVerbs, Verbs
 from tierstore.engine.operations.verify import verify_store
@@ -362,8 +361,7 @@ class Store(ParkedMessages):
         self._check_open()
         names = self.models() if model is None else [self.model(model).name]
         document = store_status({name: self._models[name] for name in names}, self.shared, self.warming())
-        document = document if self.fleet is None else self.fleet.add_status(document)
-        return document | {"problems": [problem._asdict() for problem in problems_of(document)]}
+        return with_problems(document if self.fleet is None else self.fleet.add_status(document))
 
     def close(self) -> None:
         """Stop background work, close every version, and let go of the directory."""

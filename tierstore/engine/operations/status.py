@@ -11,6 +11,7 @@ from typing import Any
 from tierstore.engine.data.disk_room import disk_status
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
+from tierstore.engine.operations.problems import problems_of
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.info import VersionInfo
@@ -30,6 +31,11 @@ def store_status(models: Mapping[str, Model], shared: Shared, warming: dict[str,
         "audit": {"problem": shared.audit.problem},
         "disk": disk_status(shared.root, shared.settings.disk_reserve),
     }
+
+
+def with_problems(document: dict[str, Any]) -> dict[str, Any]:
+    """The whole status document with what is wrong by what it says."""
+    return document | {"problems": [problem._asdict() for problem in problems_of(document)]}
 
 
 def model_status(model: Model) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """The reactors of a service: threads that run `kernels/reactor.py`, their memory, and the pipes between them and Python.
 
 Made on any thread. `start`, `finish` and everything that comes through the pipe run on the event loop; `close` may block,
-and runs on any thread, once. A compiled loop never takes the interpreter lock, so its thread is Python's only by name.
-
-A pipe carries messages of a fixed size, each in one write, so several threads may write to it without a lock, and a
-message also wakes its reader. Every pipe has room for several messages of every connection. Nothing survives a crash.
+and runs on any thread, once. A compiled loop never takes the interpreter lock. A pipe carries messages of a fixed size, each in
+one write, so several threads may write to it without a lock; it has room for several messages of every connection.
 """
 
 from __future__ import annotations
