@@ -172,7 +172,7 @@ class FrameSession:
         for k in range(h2session.push_all(self._session, reported)):
             stream = self._open.get(int(reported[k, 0]))
             if stream is not None:
-                stream._has_left(int(reported[k, 1]))
+                self._loop.call_soon(stream._has_left, int(reported[k, 1]))  # not now: it may be sending
 
     def pause_writing(self) -> None:
         self._paused = True
