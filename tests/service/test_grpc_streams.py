@@ -243,6 +243,26 @@ def test_who_has_no_token_is_refused_and_reactors_hear_of_who_has_one(tmp_path: 
         service.close()
 
 
+@pytest.mark.parametrize("headers", [[], [(b"authorization", b"Bearer what")]])
+@pytest.mark.parametrize(
+    ("authority", "known"), [(b"localhost:8000", True), (b"[::1]", True), (b"evil.example", False)]
+)
+def test_where_nobody_needs_a_token_reactors_hear_of_the_names_of_the_service(
+    service: Service, headers: list[tuple[bytes, bytes]], authority: bytes, known: bool
+) -> None:
+    heard: list[Any] = []
+    stream = SomeStream(INFER, [GRPC, *headers], kernel.ACCESS)
+    stream.authority = authority
+
+    async def run() -> None:
+        calls_of(service, lambda *of: heard.append(of)).request(stream, prefixed(keys_message()))
+        await until(lambda: stream.sent)
+
+    asyncio.run(run())
+    assert status(stream.sent)[0] == "OK"
+    assert [value for _, value, _ in heard] == ([None] if known else [])
+
+
 # --- streams of messages
 
 

@@ -154,9 +154,10 @@ class Calls:
         name = host_name(stream.authority.decode("latin-1"))
         with contextlib.suppress(Forbidden):  # then reactors leave its calls to Python
             access.check_host(name)
-            authorization = caller.authorizations[0] if caller.authorizations else None
-            if access.required == (authorization is not None):
-                self._allow((name or "").lower(), authorization, principal)
+            if not access.required:
+                self._allow((name or "").lower(), None, principal)
+            elif caller.authorizations:
+                self._allow((name or "").lower(), caller.authorizations[0], principal)
 
     def make_room(self) -> None:
         """For one more stream of messages. Overloaded where none of those that are open has been idle for long."""
