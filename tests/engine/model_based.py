@@ -267,6 +267,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
 
     @rule(number=versions_seen, force=st.booleans())
     def activate(self, number: int, force: bool) -> None:
+        force = force and "stale" in self.of.can
         if number not in self.versions:
             self._refused(NotFound, lambda store: store.activate("ctr", number))
             return
@@ -330,6 +331,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
     @needs("canary")
     @rule(number=versions_seen, share=st.sampled_from([0.0, 0.5, 1.0]), force=st.booleans())
     def set_canary(self, number: int, share: float, force: bool) -> None:
+        force = force and "stale" in self.of.can
         hole = None
         if number not in self.versions:
             self._refused(NotFound, lambda store: store.canary("ctr", number, share))

@@ -204,19 +204,16 @@ class Store(ParkedMessages):
         return LocalVerbs(model) if self.fleet is None else self.fleet.existing(model.name)
 
     def _begin_model(self, name: str) -> Model:
-        model = self._models[name] = Model.begin(name, self.root.model(name), self.shared)
-        return model
+        return self._models.setdefault(name, Model.begin(name, self.root.model(name), self.shared))
 
     def apply_delta(
         self, source: Source, *, model: str | None = None, seq: int | None = None, origin: Origin | None = None
     ) -> DeltaResult:
-        """Apply a delta, bytes or a path, of this `model` and `seq`. On return it is durable and visible; see `DeltaResult`.
+        """Apply a delta, bytes or a path, of this `model` and `seq`; log `origin` with it. On return it is durable and visible.
 
-        `origin` is logged with it. DeltaError for a bad or another one, SequenceGap (`expected_seq`), Conflict, Overloaded.
-        """
+        DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded."""
         self._check_open()
-        incoming = Incoming(source, model, seq)
-        of = self.model(incoming.head.model)
+        of = self.model((incoming := Incoming(source, model, seq)).head.model)
         if self.fleet is None and (held := of.deltas.held(incoming.head)) is not None:
             return held
         with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:
