@@ -31,7 +31,7 @@ import tierstore
 from tierstore.engine.operations.restore import restore
 from tierstore.errors import Conflict, SnapshotError
 from tierstore.types import BackupReport
-from tools.crash_check import Acknowledged, Wrong, check
+from tools.crash_check import Acknowledged, Routing, Wrong, check
 from tools.crash_work import MODEL, SETTINGS, Journal, step
 
 BACKUPS_A_LIFE = 8  # before the store is closed and opened again
@@ -41,6 +41,8 @@ class BackupCheck:
     """A store under `root` and backups of it. `life` makes some and checks them."""
 
     settings: ClassVar[dict[str, Any]] = {**SETTINGS, "log_retention_s": 0.0}  # the log is pruned meanwhile
+
+    whole = True  # whether canary and labels are of the moment of the rows
 
     def __init__(self, root: Path, seed: int, keep: int = 2) -> None:
         self.root, self.seed, self.keep = root, seed, keep
@@ -129,6 +131,8 @@ class BackupCheck:
         for end in range(len(during) + 1):
             moment = copy.deepcopy(known)
             moment.read(during[:end])
+            if not self.whole:
+                moment.routing = Routing.of(store.status()["models"][MODEL])
             try:
                 return check(moment, store)
             except Wrong as error:
@@ -140,6 +144,7 @@ class CopyCheck(BackupCheck):
     """The same of copies that `cp -a` makes while the store works."""
 
     settings: ClassVar[dict[str, Any]] = SETTINGS  # the log is kept: by it a copy is mended
+    whole = False
 
     def __init__(self, root: Path, seed: int) -> None:
         super().__init__(root, seed, keep=1)
