@@ -146,7 +146,11 @@ sbom: $(STAMP)
 # Clients that want other versions of packages than tierstore. Their packages are unchanged; the stubs of TensorFlow
 # Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
 # what an import needs is compiled: all of it took twice as long as the rest.
-client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed
+client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed $(if $(shell command -v go),$(CLIENTS)/bin/h2spec)
+
+# what asks servers of HTTP/2 for each rule of the protocol
+$(CLIENTS)/bin/h2spec:
+	GOBIN=$(@D) go install github.com/summerwind/h2spec/cmd/h2spec@v2.2.1+incompatible
 
 $(CLIENTS)/tfs/.installed:
 	$(PYTHON) -m venv --clear $(@D)
