@@ -72,7 +72,7 @@ class Frame:
 
 
 class Client:
-    """A connection. It does not answer what the server sends, unless it is told to."""
+    """A connection, with a large window for all its streams. It does not answer what the server sends, unless it is told to."""
 
     def __init__(self, port: int, first: bytes = settings(), receive_buffer: int = 0) -> None:
         self.socket = socket.socket()
@@ -82,7 +82,7 @@ class Client:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = b""
         self._decoder = hpack.Decoder()
-        self.send(PREFACE + first)
+        self.send(PREFACE, first, credit(0, MOST_WINDOW - FIRST_WINDOW))
 
     def __enter__(self) -> Client:
         return self
@@ -128,7 +128,7 @@ class Client:
         return None
 
     def answer(self, stream: int) -> tuple[dict[str, str], bytes]:
-        """(header fields, body) of a whole answer; the client gives no window back."""
+        """(header fields, body) of a whole answer."""
         fields: dict[str, str] = {}
         body = b""
         while True:

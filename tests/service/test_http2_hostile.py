@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import struct
@@ -22,6 +23,7 @@ from .conftest import eventually, settings_for
 from .fake_store import FakeStore
 
 ARRIVAL_S = 1.5
+KEYS = 40_000
 LIVE, ABOUT, LONG, INFER = "/v2/health/live", "/v2", "/openapi.json", "/v2/models/ctr/infer"
 LOOK_UP = b'{"inputs":[{"name":"item_id","datatype":"INT64","shape":[1],"data":[7]}]}'
 
@@ -54,18 +56,31 @@ def _others_are_served(served: ServerThread) -> Iterator[None]:
     eventually(lambda: served.service.inflight.used_bytes == 0, "nothing is held")
 
 
-def ended_with(client: h2.Client) -> int:
-    """The error code with which the server ended a connection."""
+def ended_with(client: h2.Client) -> int | None:
+    """The error code with which the server ended a connection; None where what it had to say was dropped with what was not read."""
     came = client.until(h2.GOAWAY)
-    assert came is not None, "ended without GOAWAY"
     while client.next() is not None:
         pass
-    return came.code
+    return None if came is None else came.code
 
 
 def opened(*streams: int, method: str = "POST") -> bytes:
     """Requests that do not end."""
     return b"".join(h2.frame(h2.HEADERS, h2.END_HEADERS, stream, h2.head(ABOUT, method)) for stream in streams)
+
+
+def large_look_up(stream: int) -> bytes:
+    """A look-up whose answer has 640,000 bytes."""
+    tensor = {"name": "item_id", "datatype": "INT64", "shape": [KEYS], "parameters": {"binary_data_size": 8 * KEYS}}
+    wanted = [{"name": "item_id", "parameters": {"binary_data": True}}]
+    document = json.dumps({"inputs": [tensor], "outputs": wanted}).encode()
+    body = document + bytes(8 * KEYS)
+    parts = [body[at : at + h2words.FRAME_BYTES] for at in range(0, len(body), h2words.FRAME_BYTES)]
+    fields = h2.head(INFER, "POST", ("inference-header-content-length", str(len(document))))
+    return h2.frame(h2.HEADERS, h2.END_HEADERS, stream, fields) + b"".join(
+        h2.frame(h2.DATA, h2.END_STREAM if number == len(parts) else 0, stream, part)
+        for number, part in enumerate(parts, 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,11 +104,14 @@ def opened(*streams: int, method: str = "POST") -> bytes:
 def test_a_flood_of_small_frames_ends_its_connection(served: ServerThread, before: bytes, message: bytes) -> None:
     with h2.Client(served.port) as client:
         client.send(before)
-        thread = threading.Thread(target=lambda: client.send_until_ended(message * 100, 1 << 27), daemon=True)
+        ended: list[bool] = []
+        thread = threading.Thread(
+            target=lambda: ended.append(client.send_until_ended(message * 100, 1 << 27)), daemon=True
+        )
         thread.start()
-        assert ended_with(client) == h2.ENHANCE_YOUR_CALM
+        assert ended_with(client) in (h2.ENHANCE_YOUR_CALM, None)
         thread.join(h2.DEADLINE_S)
-        assert not thread.is_alive()
+        assert ended == [True]
 
 
 def test_requests_that_are_taken_back_at_once_end_their_connection(served: ServerThread) -> None:
@@ -103,7 +121,7 @@ def test_requests_that_are_taken_back_at_once_end_their_connection(served: Serve
                 client.send(h2.get(stream, ABOUT) + h2.reset(stream))
             except OSError:
                 break
-        assert ended_with(client) == h2.ENHANCE_YOUR_CALM
+        assert ended_with(client) in (h2.ENHANCE_YOUR_CALM, None)
     assert stream < 2 * 20 * h2words.MOST_RESETS
 
 
@@ -201,9 +219,8 @@ def test_an_answer_whose_window_stays_shut_is_reset_and_let_go(served: ServerThr
 
 
 def test_a_client_that_does_not_read_is_ended_and_holds_nothing(served: ServerThread) -> None:
-    first = h2.settings((h2.INITIAL_WINDOW_SIZE, h2.MOST_WINDOW)) + h2.credit(0, h2.MOST_WINDOW - h2.FIRST_WINDOW)
-    with h2.Client(served.port, first, receive_buffer=4096) as client:
-        client.send(*(h2.get(stream, LONG) for stream in range(1, 2 * h2words.MOST_STREAMS, 2)))
+    with h2.Client(served.port, h2.settings((h2.INITIAL_WINDOW_SIZE, h2.MOST_WINDOW)), receive_buffer=4096) as client:
+        client.send(*(large_look_up(stream) for stream in range(1, 2 * 24, 2)))
         eventually(lambda: served.service.inflight.used_bytes > 1 << 20, "answers that nobody reads are counted")
         eventually(lambda: served.service.inflight.used_bytes == 0, "nothing is held")
         with pytest.raises(OSError):  # noqa: PT012 - whichever of them finds out
