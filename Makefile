@@ -147,6 +147,18 @@ sbom: $(STAMP)
 # Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
 # what an import needs is compiled: all of it took twice as long as the rest.
 client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed
+client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls) $(if $(shell command -v npm),$(CLIENTS)/node/.installed)
+
+# asks a server for each rule of HTTP/2
+$(CLIENTS)/bin/h2spec:
+	GOBIN=$(@D) go install github.com/summerwind/h2spec/cmd/h2spec@v2.2.1+incompatible
+
+$(CLIENTS)/bin/grpc-go-calls: $(wildcard tests/clients/grpc_go/*)
+	cd tests/clients/grpc_go && go build -o $@ .
+
+$(CLIENTS)/node/.installed:
+	npm install --silent --no-audit --no-fund --prefix $(@D) '@grpc/grpc-js@1.14.7'
+	@touch $@
 
 $(CLIENTS)/tfs/.installed:
 	$(PYTHON) -m venv --clear $(@D)

@@ -141,3 +141,23 @@ def test_a_deadline_ends_a_call_and_its_work(tmp_path: Any) -> None:
         eventually(lambda: not server.service.lookup_pool.under_way(), "the end of all work")
         shed = server.service.shed
         assert shed.of("gone") + shed.of("deadline") == 1
+
+
+def test_a_look_up_is_answered_by_the_reactor_once_its_structure_has_come(
+    client: triton.InferenceServerClient, server: ServerThread
+) -> None:
+    reactors = server.service.reactors
+
+    def is_direct() -> bool:
+        before = reactors.answers
+        answer = client.infer("ctr", [keys_tensor()], request_id="again")
+        assert answer.get_response().id == "again"
+        np.testing.assert_array_equal(answer.as_numpy("item_id"), items(KEYS))
+        return reactors.answers == before + 1
+
+    eventually(is_direct, "the reactors have a plan")
+    before = reactors.answers
+    for size in (1, 8, 700):  # one plan for all sizes
+        keys = np.resize(KEYS, size)
+        np.testing.assert_array_equal(client.infer("ctr", [keys_tensor(keys)]).as_numpy("item_id"), items(keys))
+    assert reactors.answers == before + 3

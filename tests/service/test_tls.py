@@ -43,6 +43,10 @@ class Scene(NamedTuple):
     files: dict[str, Pair]  # clients, by the common name
     secret: str  # a reader's
 
+    def target(self, port: str) -> str:
+        """Where a gRPC client goes: both ports speak it."""
+        return f"127.0.0.1:{self.server.port if port == 'HTTP' else self.server.grpc_port}"
+
     def client(self, name: str, **options: Any) -> Client:
         pair = self.files[name]
         return Client(self.server.url, ca=self.authority.ca, cert=pair.cert, key=pair.key, retries=0, **options)
@@ -246,7 +250,8 @@ def test_half_a_request_and_then_the_end_is_no_warning(scene: Scene, caplog: pyt
 
 
 @needs_grpc
-def test_the_same_over_grpc(scene: Scene) -> None:
+@pytest.mark.parametrize("port", ["gRPC", "HTTP"])
+def test_the_same_over_grpc(scene: Scene, port: str) -> None:
     import grpc
     import tritonclient.grpc as triton
 
@@ -257,7 +262,7 @@ def test_the_same_over_grpc(scene: Scene) -> None:
         keys.set_data_from_numpy(np.asarray(KEYS, np.int64))
         options = {"root_certificates": str(scene.authority.ca), "private_key": str(pair.key)}
         with triton.InferenceServerClient(
-            scene.server.grpc_target, ssl=True, certificate_chain=str(pair.cert), **options
+            scene.target(port), ssl=True, certificate_chain=str(pair.cert), **options
         ) as client:
             assert client.is_server_live()
             client.get_server_metadata(headers=headers)
@@ -280,12 +285,13 @@ def test_the_same_over_grpc(scene: Scene) -> None:
         with pytest.raises(Exception, match=words):
             called(name)
     trusted = grpc.ssl_channel_credentials(scene.authority.ca.read_bytes())
-    with grpc.secure_channel(scene.server.grpc_target, trusted) as channel, pytest.raises(grpc.RpcError):
+    with grpc.secure_channel(scene.target(port), trusted) as channel, pytest.raises(grpc.RpcError):
         channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=30)
 
 
 @needs_grpc
-def test_streams_over_grpc_know_their_callers_too(scene: Scene) -> None:
+@pytest.mark.parametrize("port", ["gRPC", "HTTP"])
+def test_streams_over_grpc_know_their_callers_too(scene: Scene, port: str) -> None:
     import grpc
 
     def outcome(path: str, name: str) -> Any:
@@ -293,7 +299,7 @@ def test_streams_over_grpc_know_their_callers_too(scene: Scene) -> None:
         trusted = grpc.ssl_channel_credentials(
             scene.authority.ca.read_bytes(), pair.key.read_bytes(), pair.cert.read_bytes()
         )
-        with grpc.secure_channel(scene.server.grpc_target, trusted) as channel:
+        with grpc.secure_channel(scene.target(port), trusted) as channel:
             try:
                 return list(channel.stream_stream(path)(iter([b""]), timeout=60))
             except grpc.RpcError as error:

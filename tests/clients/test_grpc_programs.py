@@ -1,0 +1,132 @@
+"""Look-ups of gRPC clients in other languages, many at once on one connection to the port of HTTP, are answered by the reactors."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+pytest.importorskip("tritonclient.grpc", reason="needs tritonclient, of the extra dev")
+
+from tritonclient.grpc import service_pb2 as messages
+
+import tierstore
+from tests.engine.quick_build import in_process
+from tests.service.conftest import eventually, settings_for
+from tests.service.http2_client import Client
+from tierstore.engine.store import Store
+from tierstore.service.server import ServerThread
+
+HERE = Path(__file__).parent
+CLIENTS = HERE.parents[1] / ".clients"
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+KEYS, UNKNOWN = 5000, -1.0
+SHAPE_OF_ROW = np.array([1, -2, 0.5, 1024], np.float32)
+DEADLINE_S = 120
+
+
+def grpc_go() -> list[str]:
+    if not (CLIENTS / "bin/grpc-go-calls").exists():
+        pytest.skip("no .clients/bin/grpc-go-calls: make client-venvs, which needs Go")
+    return [str(CLIENTS / "bin/grpc-go-calls")]
+
+
+def grpc_js() -> list[str]:
+    if not (CLIENTS / "node/.installed").exists() or shutil.which("node") is None:
+        pytest.skip("no .clients/node: make client-venvs, which needs Node and npm")
+    return ["node", str(HERE / "grpc_calls.mjs"), str(CLIENTS / "node")]
+
+
+PROGRAMS: dict[str, Callable[[], list[str]]] = {"grpc-go": grpc_go, "grpc-js": grpc_js}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
+    root = tmp_path_factory.mktemp("calls")
+    keys = np.arange(KEYS)
+    with tierstore.SnapshotWriter(root / "snapshot", model="ctr", version=1) as writer:
+        item = writer.table("item", dim=4, default=(UNKNOWN * SHAPE_OF_ROW).tolist())
+        item.write(keys, keys[:, None].astype(np.float32) * SHAPE_OF_ROW)
+        writer.feature("item_id", table="item")
+    with in_process(), Store(settings_for(root)) as store:
+        store.load_snapshot(root / "snapshot")
+        store.model("ctr").lookup("item_id", keys)
+        with ServerThread(store) as server:
+
+            def begins() -> bool:
+                with Client(server.port) as client:
+                    return client.next() is not None
+
+            eventually(begins, "reactors have begun")
+            yield server
+
+
+def request_of(keys: np.ndarray, id_: str, model: str = "ctr") -> bytes:
+    message = messages.ModelInferRequest(model_name=model, id=id_)
+    message.inputs.add(name="item_id", datatype="INT64", shape=[len(keys)])
+    for name in ("item_id", "item_id.found"):
+        message.outputs.add(name=name)
+    message.raw_input_contents.append(keys.astype(np.int64).tobytes())
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def call(program: list[str], server: ServerThread, requests: list[bytes]) -> list[str]:
+    """The answers of calls that a program makes at once: base64, or what went wrong."""
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    ran = subprocess.run(
+        [*program, f"127.0.0.1:{server.port}", METHOD],
+        input="".join(f"{base64.b64encode(request).decode()}\n" for request in requests),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def answered_by_reactors(server: ServerThread) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    return sum(map(float, re.findall(r"^tierstore_reactor_answers_total\S* (\S+)$", text, flags=re.MULTILINE)))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_calls_of_any_size_and_id_are_answered_without_python(server: ServerThread, program: str) -> None:
+    command = PROGRAMS[program]()
+    draw = np.random.default_rng(5)
+    sizes = [1, 3, *(2 ** draw.uniform(0, 11, 250)).astype(int).tolist()]
+    asked = [
+        (draw.integers(-KEYS // 4, KEYS, size), str(uuid.UUID(bytes=draw.bytes(16))) if number % 2 else "")
+        for number, size in enumerate(sizes)
+    ]
+    for _ in range(2):  # the first of a form is Python's
+        call(command, server, [request_of(*asked[0])])
+    before = answered_by_reactors(server)
+    answers = call(command, server, [request_of(*one) for one in asked])
+    assert len(answers) == len(asked)
+    for (keys, id_), answer in zip(asked, answers, strict=True):
+        assert not answer.startswith("error"), answer
+        message = messages.ModelInferResponse.FromString(base64.b64decode(answer))
+        found = keys >= 0
+        values = np.where(found, keys, UNKNOWN).astype(np.float32)[:, None] * SHAPE_OF_ROW
+        assert (message.model_name, message.id) == ("ctr", id_)
+        assert [list(output.shape) for output in message.outputs] == [[len(keys), 4], [len(keys)]]
+        assert list(message.raw_output_contents) == [values.tobytes(), found.tobytes()]
+    assert answered_by_reactors(server) - before >= len(asked)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_call_of_no_model_is_refused_by_its_status(server: ServerThread, program: str) -> None:
+    (answer,) = call(PROGRAMS[program](), server, [request_of(np.array([1]), "", model="nobody")])
+    assert answer.startswith("error")
+    assert "nobody" in answer
