@@ -21,16 +21,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 import tierstore
 from tests.engine import quick_build, scenes
@@ -593,7 +585,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
 def check(machine: type[StoresAgainstHistory], histories: int, steps: int) -> None:
     """Try so many histories of so many steps. Set STORE_MODEL_EXAMPLES to try as many others, in another place each time."""
     longer = int(os.environ.get("STORE_MODEL_EXAMPLES", 0))
-    run_state_machine_as_test(
+    run_machine(
         machine,
         settings=settings(
             max_examples=longer or histories, stateful_step_count=steps, derandomize=not longer, database=None,
