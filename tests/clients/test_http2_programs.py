@@ -1,4 +1,4 @@
-"""Programs of others that speak HTTP/2 without TLS: h2spec, which asks for each rule of the protocol, nghttp, h2load and curl."""
+"""Programs of others that speak HTTP/2: h2spec, which asks for each rule of the protocol, nghttp, h2load and curl."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.certificates import Authority
 from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
 from tests.service.http2_client import Client
@@ -53,9 +54,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
         yield server
 
 
-def test_h2spec_finds_every_rule_kept(served: ServerThread, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def served_with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
+    root = tmp_path_factory.mktemp("http2-tls")
+    (root / "certificates").mkdir()
+    own = Authority(root / "certificates").issue("service", "IP:127.0.0.1")
+    settings = settings_for(root, tls_cert=own.cert, tls_key=own.key)
+    with ServerThread(FakeStore(settings)) as server:  # type: ignore[arg-type]
+        yield server
+
+
+@pytest.mark.parametrize("way", ["served", "served_with_tls"])
+def test_h2spec_finds_every_rule_kept(request: pytest.FixtureRequest, tmp_path: Path, way: str) -> None:
+    server: ServerThread = request.getfixturevalue(way)
     report = tmp_path / "report.xml"
-    command = [program("h2spec"), "-h", "127.0.0.1", "-p", str(served.port), "-P", ABOUT, "-o", "5", "-j", str(report)]
+    command = [program("h2spec"), "-h", "127.0.0.1", "-p", str(server.port), "-P", ABOUT, "-o", "5", "-j", str(report)]
+    command += ["-t", "-k"] if way == "served_with_tls" else []
     ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     cases = list(ElementTree.parse(report).iter("testcase"))
     assert len(cases) > 140, ran.stdout + ran.stderr
