@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
-from tierstore.service.rpc.grpc_core import GOES_ON, Core, Outcome, core_of, receive_close, receive_message, send
 
 from benchmarks.machine import describe
 from benchmarks.ready import wait_until_warm
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
+from tierstore.service.rpc.grpc_core import GOES_ON, Core, Outcome, core_of, receive_close, receive_message, send
 from tierstore.service.rpc.protobuf import message_class
 
 if TYPE_CHECKING:
