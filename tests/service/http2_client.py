@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hpack
@@ -74,12 +76,17 @@ class Frame:
 class Client:
     """A connection, with a large window for all its streams. It does not answer what the server sends, unless it is told to."""
 
-    def __init__(self, port: int, first: bytes = settings(), receive_buffer: int = 0) -> None:
+    def __init__(self, port: int, first: bytes = settings(), receive_buffer: int = 0, ca: Path | None = None) -> None:
+        """`ca`: the authority of the server's certificate, where there is TLS."""
         self.socket = socket.socket()
         if receive_buffer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.connect(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if ca is not None:
+            context = ssl.create_default_context(cafile=str(ca))
+            context.set_alpn_protocols(["h2"])
+            self.socket = context.wrap_socket(self.socket, server_hostname="127.0.0.1")
         self._received = b""
         self._decoder = hpack.Decoder()
         self.send(PREFACE, first, credit(0, MOST_WINDOW - FIRST_WINDOW))

@@ -14,6 +14,7 @@ from pathlib import Path
 import hpack
 import pytest
 
+from tests.certificates import Authority
 from tierstore.kernels import h2words
 from tierstore.service.limits import slow_clients
 from tierstore.service.server import ServerThread
@@ -39,6 +40,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
         with ServerThread(store) as server:  # type: ignore[arg-type]
             eventually(lambda: serves_http2(server), "reactors have begun")
             yield server
+
+
+@pytest.fixture(scope="module")
+def served_with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerThread, Path]]:
+    """Another with TLS, and the authority of its certificate."""
+    root = tmp_path_factory.mktemp("http2-tls")
+    (root / "certificates").mkdir()
+    authority = Authority(root / "certificates")
+    own = authority.issue("service")
+    settings = settings_for(root, tls_cert=own.cert, tls_key=own.key, arrival_timeout_s=ARRIVAL_S)
+    with ServerThread(FakeStore(settings)) as server:  # type: ignore[arg-type]
+        yield server, authority.ca
 
 
 def serves_http2(server: ServerThread) -> bool:
@@ -166,9 +179,13 @@ def test_what_is_cut_off_has_a_deadline(served: ServerThread, cut: bytes) -> Non
             pass  # the end all the same; a timeout is not
 
 
-def test_a_busy_connection_outlives_the_time_for_one_request(served: ServerThread) -> None:
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_a_busy_connection_outlives_the_time_for_one_request(
+    served: ServerThread, served_with_tls: tuple[ServerThread, Path], with_tls: bool
+) -> None:
     """Each part that comes ends within a frame, as large reads of a busy connection do."""
-    with h2.Client(served.port) as client:
+    port, ca = (served_with_tls[0].port, served_with_tls[1]) if with_tls else (served.port, None)
+    with h2.Client(port, ca=ca) as client:
         until, stream, late = time.monotonic() + 3 * ARRIVAL_S, 1, b""
         while time.monotonic() < until:
             message = late + h2.frame(h2.HEADERS, h2.END_HEADERS, stream, h2.head(INFER, "POST"))

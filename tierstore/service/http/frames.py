@@ -102,9 +102,10 @@ class FrameSession:
                     break
                 self._flush()
         self._held = data[used:]
-        if not self._held and not self._words[h2words.BLOCK_STREAM]:
+        in_block = bool(self._words[h2words.BLOCK_STREAM])
+        if not self._held and not in_block:
             self._held_since = 0.0
-        elif not self._held_since:
+        elif not self._held_since or (used and not in_block):  # what is held came with frames that were whole
             self._held_since = self._loop.time()
 
     def _on_event(self, event: int) -> None:
