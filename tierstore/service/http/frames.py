@@ -176,11 +176,14 @@ class FrameSession:
                 self._loop.call_soon(stream._has_left, int(reported[k, 1]))  # not now: it may be sending
 
     def pause_writing(self) -> None:
+        """The client does not read: nothing more is read of it either, as each frame may have an answer."""
         self._paused = True
+        self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._paused = False
         if not self.closed:
+            self._transport.resume_reading()
             self._do(self._push)
 
     # --- the end
