@@ -134,11 +134,15 @@ def test_a_service_in_good_order_fires_nothing(tmp_path: Path) -> None:
             node.store.load_snapshot(snapshot)
             node.store.apply_delta(change)
         with prometheus(tmp_path, {f"node-{i}": address_of(node) for i, node in enumerate(pair)}) as url:
-            for _ in range(12):
+            query = {"query": "tierstore_problem and on (instance) count_over_time(up[1m]) > 8"}  # as rates need
+
+            def seen() -> list[Any]:
                 assert all(look_up(node, [1, 2, 3]) == 200 for node in pair)
-                time.sleep(0.25)  # several scrapes, as rates need
-            values = httpx.get(f"{url}/api/v1/query", params={"query": "tierstore_problem"}).json()["data"]["result"]
-            assert len(values) > 2 * len(MODEL_KINDS)
+                found: list[Any] = httpx.get(f"{url}/api/v1/query", params=query).json()["data"]["result"]
+                return found
+
+            eventually(lambda: len(seen()) > 2 * len(MODEL_KINDS), "both are scraped several times", pause_s=0.2)
+            values = seen()
             assert {one["value"][1] for one in values} == {"0"}
             assert [firing(url, name) for name in ("node-0", "node-1", "")] == [set(), set(), set()]
 

@@ -175,14 +175,14 @@ def test_beyond_the_queue_requests_are_refused_at_once_and_the_others_are_answer
 
 
 def test_bytes_in_flight_have_a_bound(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, max_inflight="1MiB", lookup_threads=2)
+    settings = settings_for(tmp_path, max_inflight="4MiB", lookup_threads=2)
     store = FakeStore(settings)
     keys = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [40_000], "data": [1] * 40_000}]}
     with ServerThread(store) as server, httpx.Client(base_url=server.url, timeout=60) as http:  # type: ignore[arg-type]
         store.model("ctr").gate.clear()
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             first = threads.submit(http.post, "/v2/models/ctr/infer", json=keys)
-            eventually(lambda: server.service.inflight.used_bytes > 640_000, "the first to hold its answer")
+            eventually(lambda: server.service.inflight.used_bytes > 2 << 20, "the first to hold what it takes")
             answer = http.post("/v2/models/ctr/infer", json=keys)
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"

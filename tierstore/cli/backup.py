@@ -68,9 +68,12 @@ def restore(
     from tierstore.engine.operations.restore import restore as restored
 
     where: Path = load_settings(data=data).data
-    REQUESTER.set(local_user())
-    with shown_progress("restore") as progress:
-        reports = restored(out, where, models or (), number=number, progress=progress)
+    before = REQUESTER.set(local_user())
+    try:
+        with shown_progress("restore") as progress:
+            reports = restored(out, where, models or (), number=number, progress=progress)
+    finally:
+        REQUESTER.reset(before)
     lines = (
         f"{each.model} is restored at seq {each.seq} in {where}: {each.files:,} files, {show.size(each.bytes)}"
         for each in reports
