@@ -10,7 +10,7 @@ import numpy as np
 
 import tierstore
 from tierstore.errors import DeltaError
-from tierstore.kafka.messages import Message, head_of, read_checked, split
+from tierstore.kafka.messages import Message, check_digest, head_of, read_checked, split
 from tierstore.kafka.window import Window
 from tools.fuzz_target import Target, spoil_bytes, spoil_json
 
@@ -50,7 +50,9 @@ class KafkaMessages(Target):
             try:
                 held = window.add(message, head_of(message))
                 if held is not None and held.complete:
-                    delta = read_checked(held.data(), held.model, held.seq, held.digest)
+                    content = held.data()
+                    check_digest(content, held.digest)
+                    delta = read_checked(content, held.model, held.seq)
                     window.remove(held)
                     outcomes.append(f"delta of {len(delta.tables)} tables")
             except DeltaError as error:

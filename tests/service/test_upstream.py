@@ -225,7 +225,8 @@ def test_a_front_whose_own_disk_is_full_answers_no_newer_rows(scene: Scene, monk
         )
         check(front, "item", in_memory, 0)
         assert is_refused(front, np.arange(1000))
-        assert "no room" in front.status("ctr")["models"]["ctr"]["upstream"]["problem"]
+        upstream = lambda: front.status("ctr")["models"]["ctr"]["upstream"]  # noqa: E731
+        scenes.eventually(lambda: "no room" in (upstream()["problem"] or ""), "it says why")
     await_watermark(front, 3)
     check(front, "item", KEYS, 3)
 
