@@ -60,11 +60,11 @@ def build(snapshot: Snapshot, out_dir: Path, base: BaseKind, progress: Any, *, k
     tables = {}
     for number, table in enumerate(snapshot.manifest.tables, 1):
         batches = [batch for shard in range(len(table.shards)) for batch in snapshot.batches(table.name, shard)]
-        keys = np.concatenate([batch.keys for batch in batches])
-        vectors = np.ascontiguousarray(np.concatenate([batch.vectors for batch in batches]))
+        keys = np.concatenate([np.empty(0, np.int64), *(batch.keys for batch in batches)])
+        vectors = np.concatenate([np.empty((0, table.dim), np.float32), *(batch.vectors for batch in batches)])
         live, times = np.ones(len(keys), np.bool_), None
         if table.ttl_s is not None:
-            times = np.concatenate([batch.times for batch in batches])
+            times = np.concatenate([np.empty(0, np.int64), *(batch.times for batch in batches)])
             live = times >= int(time.time()) - table.ttl_s
         order = np.argsort(keys)
         order = order[live[order]]
