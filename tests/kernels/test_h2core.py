@@ -10,11 +10,11 @@ from typing import Any
 import h2.config
 import h2.connection
 import h2.errors
-import h2.events
 import h2.settings
 import numpy as np
 import pytest
 
+from tests.h2_answers import Answers
 from tierstore.kernels import h2session, h2words
 from tierstore.kernels.codec import address_of
 from tierstore.service.reactor.hpack import encode, encode_head
@@ -145,35 +145,6 @@ def headers(path: str = UNARY, **more: str) -> list[tuple[str, str]]:
         (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost:8000"),
         ("content-type", "application/grpc"), ("te", "trailers"), *((name.replace("_", "-"), value) for name, value in more.items()),
     ]  # fmt: skip
-
-
-class Answers:
-    """What a client has got of each stream."""
-
-    def __init__(self) -> None:
-        self.heads: dict[int, dict[bytes, bytes]] = {}
-        self.bodies: dict[int, bytes] = {}
-        self.trailers: dict[int, dict[bytes, bytes]] = {}
-        self.ended: set[int] = set()
-        self.resets: dict[int, int] = {}
-        self.goodbye: int | None = None
-
-    def take(self, peer: h2.connection.H2Connection, data: bytes, credit: bool = True) -> None:
-        for event in peer.receive_data(data):
-            if isinstance(event, h2.events.ResponseReceived):
-                self.heads[event.stream_id] = dict(event.headers)
-            elif isinstance(event, h2.events.DataReceived):
-                self.bodies[event.stream_id] = self.bodies.get(event.stream_id, b"") + event.data
-                if credit:
-                    peer.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-            elif isinstance(event, h2.events.TrailersReceived):
-                self.trailers[event.stream_id] = dict(event.headers)
-            elif isinstance(event, h2.events.StreamEnded):
-                self.ended.add(event.stream_id)
-            elif isinstance(event, h2.events.StreamReset):
-                self.resets[event.stream_id] = event.error_code
-            elif isinstance(event, h2.events.ConnectionTerminated):
-                self.goodbye = event.error_code
 
 
 def talk(

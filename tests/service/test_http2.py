@@ -9,10 +9,10 @@ from typing import Any
 
 import h2.config
 import h2.connection
-import h2.events
 import httpx
 import pytest
 
+from tests.h2_answers import Answers
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually
@@ -22,18 +22,14 @@ DOCUMENT = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "d
 Got = tuple[dict[str, str], bytes]
 
 
-class Client:
+class Client(Answers):
     """One connection of HTTP/2, as the package h2 has it."""
 
     def __init__(self, port: int) -> None:
+        super().__init__()
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         self.peer = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
         self.peer.initiate_connection()
-        self.heads: dict[int, dict[str, str]] = {}
-        self.bodies: dict[int, bytes] = {}
-        self.ended: set[int] = set()
-        self.resets: dict[int, int] = {}
-        self.goodbye: int | None = None
         self.closed = False
         self._next = 1
         self.flush()
@@ -65,18 +61,7 @@ class Client:
         if not data:
             self.closed = True
             return
-        for event in self.peer.receive_data(data):
-            if isinstance(event, h2.events.ResponseReceived):
-                self.heads[event.stream_id] = dict(event.headers)
-            elif isinstance(event, h2.events.DataReceived):
-                self.bodies[event.stream_id] = self.bodies.get(event.stream_id, b"") + event.data
-                self.peer.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-            elif isinstance(event, h2.events.StreamEnded):
-                self.ended.add(event.stream_id)
-            elif isinstance(event, h2.events.StreamReset):
-                self.resets[event.stream_id] = event.error_code
-            elif isinstance(event, h2.events.ConnectionTerminated):
-                self.goodbye = event.error_code
+        self.take(self.peer, data)
         self.flush()
 
     def answer(self, stream: int) -> Got:

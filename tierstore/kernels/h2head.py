@@ -56,8 +56,9 @@ _TRAILERS, _IDENTITY, _GRPC = (
     np.frombuffer(text, np.uint8) for text in (b"trailers", b"identity", b"application/grpc")
 )
 INFER_PATH = np.frombuffer(b"/inference.GRPCInferenceService/ModelInfer", np.uint8)
-_COLON, _LF, _SPACE, _TAB, _SLASH, _STAR, _ZERO, _NINE = 58, 10, 32, 9, 47, 42, 48, 57
-_IN_NAME = httphead._IN_NAME.copy()
+_COLON, _LF, _SPACE, _TAB, _SLASH, _STAR = 58, 10, 32, 9, 47, 42
+_MOST_DIGITS = 18  # of lengths and timeouts
+_IN_NAME = httphead.IN_NAME.copy()
 _IN_NAME[65:91] = 0  # capital letters
 _PSEUDO = 5  # words: where method, path, scheme and authority are, by address; then how many bytes
 # units of grpc-timeout: so many of them are so many milliseconds
@@ -105,25 +106,11 @@ def _is_path(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _length(at, size):  # type: ignore[no-untyped-def]
-    """The number that digits spell, or -1."""
-    if size < 1 or size > 18:
-        return -1
-    value = 0
-    for i in range(size):
-        digit = nb.int64(load_u8(at, i))
-        if digit < _ZERO or digit > _NINE:
-            return -1
-        value = value * 10 + digit - _ZERO
-    return value
-
-
-@nb.njit
 def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
     """The milliseconds of a grpc-timeout, at least 1; -1 where it is none."""
     if size < 2 or size > 9:
         return -1
-    value = _length(at, size - 1)
+    value = httphead.read_number(at, size - 1, _MOST_DIGITS)
     if value < 0:
         return -1
     for k in range(6):
@@ -189,7 +176,7 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
         if which == 0:
             which = _OTHERS + place_of(name, 0, name_bytes, _NAMES, _NAMES_FROM)
         if which == _CONTENT_LENGTH:
-            length = _length(value, value_bytes)
+            length = httphead.read_number(value, value_bytes, _MOST_DIGITS)
             if length < 0 or (declared >= 0 and length != declared):
                 return MALFORMED
             declared = length
@@ -269,7 +256,7 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
 @nb.njit
 def _is_name_of_method(at, size):  # type: ignore[no-untyped-def]
     for i in range(size):
-        if httphead._IN_NAME[load_u8(at, i)] == 0:
+        if httphead.IN_NAME[load_u8(at, i)] == 0:
             return False
     return size > 0
 

@@ -113,6 +113,18 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
 
 
 @nb.njit
+def _move(words, which, have, size):  # type: ignore[no-untyped-def]
+    """Move `have` bytes, whose address is the word `which`, to a block of `size`. False: no memory, and they are where they were."""
+    kept = allocate(size)
+    if kept == 0:
+        return False
+    copy_bytes(kept, get(words, which), have)
+    release(get(words, which))
+    put(words, which, kept)
+    return True
+
+
+@nb.njit
 def _keep_part(s, at, size):  # type: ignore[no-untyped-def]
     """Keep a part of a header block whose remainder is to come. False: it is too large, or there is no memory."""
     have = get(s, h2words.BLOCK_BYTES)
@@ -120,12 +132,8 @@ def _keep_part(s, at, size):  # type: ignore[no-untyped-def]
         return False
     if have + size > get(s, h2words.BLOCK_ROOM):
         room = max(2 * get(s, h2words.BLOCK_ROOM), have + size)
-        kept = allocate(room)
-        if kept == 0:
+        if not _move(s, h2words.BLOCK_AT, have, room):
             return False
-        copy_bytes(kept, get(s, h2words.BLOCK_AT), have)
-        release(get(s, h2words.BLOCK_AT))
-        put(s, h2words.BLOCK_AT, kept)
         put(s, h2words.BLOCK_ROOM, room)
     copy_bytes(get(s, h2words.BLOCK_AT) + have, at, size)
     put(s, h2words.BLOCK_BYTES, have + size)
@@ -191,12 +199,8 @@ def keep_body(s, row, at, size, expected):  # type: ignore[no-untyped-def]
         room = max(have + size, min(2 * have, have + expected) if expected > size else 2 * have)
         if expected > size:
             room = max(room, min(have + expected, have + 16 * h2words.FRAME_BYTES))
-        kept = allocate(room + 64)
-        if kept == 0:
+        if not _move(row, h2words.AT, have, room + 64):
             return False
-        copy_bytes(kept, get(row, h2words.AT), have)
-        release(get(row, h2words.AT))
-        put(row, h2words.AT, kept)
         put(row, h2words.ROOM, room)
     copy_bytes(get(row, h2words.AT) + have, at, size)
     put(row, h2words.BYTES, have + size)

@@ -90,7 +90,7 @@ def _table(text: str) -> np.ndarray:
 
 _ALPHANUMERIC = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _IN_PATH = _table(_ALPHANUMERIC + "_./:-")
-_IN_NAME = _table(_ALPHANUMERIC + "!#$%&'*+-.^_`|~")
+IN_NAME = _table(_ALPHANUMERIC + "!#$%&'*+-.^_`|~")
 _OPENINGS = np.frombuffer(b"POST /v2/models/POST /v1/models/POST /upstream/m", np.uint8)  # by KIND
 _OPENING_BYTES = 16
 _VERSION = np.frombuffer(b" HTTP/1.", np.uint8)
@@ -114,9 +114,9 @@ def _starts_with(at, n, wanted, begin, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _number(at, size):  # type: ignore[no-untyped-def]
+def read_number(at, size, most_digits):  # type: ignore[no-untyped-def]
     """The number that `size` bytes spell, or -1."""
-    if size < 1 or size > _MOST_DIGITS:
+    if size < 1 or size > most_digits:
         return -1
     value = 0
     for i in range(size):
@@ -164,7 +164,7 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _is_spelled(number, at, size):  # type: ignore[no-untyped-def]
-    """Whether the name of `size` bytes of _IN_NAME at an address is the one of a number, in any case."""
+    """Whether the name of `size` bytes of IN_NAME at an address is the one of a number, in any case."""
     spelled = _SPELLED_FROM[number]
     if _SPELLED_FROM[number + 1] - spelled != size:
         return False
@@ -203,7 +203,7 @@ def _line(at, n, begin):  # type: ignore[no-untyped-def]
     i = begin
     while i < n:
         byte = load_u8(at, i)
-        if _IN_NAME[byte] == 0:
+        if IN_NAME[byte] == 0:
             break
         if byte >= 65 and byte <= 90:
             byte |= nb.uint8(32)
@@ -337,7 +337,7 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
         if number == 0:  # host
             found[HOST_AT], found[HOST_BYTES] = value, size
         elif number == 1:  # content-length
-            found[BODY_BYTES] = _number(at + value, size)
+            found[BODY_BYTES] = read_number(at + value, size, _MOST_DIGITS)
             if found[BODY_BYTES] < 0:
                 return FOREIGN
         elif number == 2:  # connection
@@ -346,7 +346,7 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
                 return FOREIGN
             found[CLOSING] |= says
         elif number == 3:  # inference-header-content-length
-            found[JSON_BYTES] = _number(at + value, size)
+            found[JSON_BYTES] = read_number(at + value, size, _MOST_DIGITS)
             if found[JSON_BYTES] < 0:
                 found[UNUSUAL] |= ODD_VALUE
         elif number == 4:  # accept-encoding
@@ -365,7 +365,7 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
             if not _is_word(at + value, size, _H2C):
                 return FOREIGN
         else:  # a timeout
-            timeout = _number(at + value, size)
+            timeout = read_number(at + value, size, _MOST_DIGITS)
             if timeout < 0:
                 found[UNUSUAL] |= ODD_VALUE
             elif timeout > 0 and (found[TIMEOUT_MS] == 0 or timeout < found[TIMEOUT_MS]):

@@ -315,6 +315,17 @@ def _write_message(pipe, what, serial, value, more):  # type: ignore[no-untyped-
     return 0 if wrote == 8 * MESSAGE_WORDS else wrote
 
 
+@nb.njit
+def _send_block(pipe, what, serial, block, size, inflight):  # type: ignore[no-untyped-def]
+    """Give a block to a reactor, which counts as held until it is freed. Returns 0, or minus the error number: then it is freed."""
+    add_at(inflight, size)
+    failed = _write_message(pipe, what, serial, block, size)
+    if failed != 0:
+        release(block)
+        add_at(inflight, -size)
+    return failed
+
+
 @compiled("int64(int64, int64, int64, int64, int64, int64)", when=LAST)
 def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any) -> Any:
     """Send a copy of `size` bytes at `data` to a reactor's pipe as the message `what`, for Python: a BLOCK, which it frees.
@@ -325,12 +336,7 @@ def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any
     if block == 0:
         return -ENOMEM
     copy_bytes(block, data, size)
-    add_at(inflight, size)
-    failed = _write_message(pipe, what, serial, block, size)
-    if failed != 0:
-        release(block)
-        add_at(inflight, -size)
-    return failed
+    return _send_block(pipe, what, serial, block, size, inflight)
 
 
 @compiled("int64(int64, int64, int64, int64, int64)", when=LAST)
@@ -355,12 +361,7 @@ def write_block(
     for i in range(places.shape[0]):
         copy_bytes(at, places[i, 0], places[i, 1])
         at += places[i, 1]
-    add_at(inflight, size)
-    failed = _write_message(pipe, what, serial, block, size)
-    if failed != 0:
-        release(block)
-        add_at(inflight, -size)
-    return failed
+    return _send_block(pipe, what, serial, block, size, inflight)
 
 
 @compiled("int64(int64, int64, int64, int64)", when=LAST)

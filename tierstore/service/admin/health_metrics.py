@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ def problems(models: Iterable[str], found: Iterable[Problem]) -> Iterator[Metric
         "1 while something of this kind is wrong; the status says what. docs/runbook.md has a part for each kind.",
         labels=["model", "kind"],
     )
-    there = Counter((problem.model, problem.kind) for problem in found)
-    possible = [("", kind) for kind in (*STORE_KINDS, *SERVICE_KINDS)]
-    possible += [(model, kind) for model in models for kind in (*MODEL_KINDS, "load_failed")]
-    for model, kind in {**dict.fromkeys(possible), **there}:
-        family.add_metric([model, kind], float((model, kind) in there))
+    there = {(problem.model, problem.kind) for problem in found}
+    possible = {("", kind) for kind in (*STORE_KINDS, *SERVICE_KINDS)}
+    possible |= {(model, kind) for model in models for kind in (*MODEL_KINDS, "load_failed")}
+    for one in sorted(possible | there):
+        family.add_metric(one, float(one in there))
     yield family
 
 
