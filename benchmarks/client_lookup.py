@@ -4,7 +4,7 @@ The service as it is, in a process of its own, every row in memory; from keys to
 look-up after the other. Clients take turns within a round, so that whatever else the machine does meets all of them alike.
 CPU is this process's own clock, wall the time of a look-up; both are medians over the rounds, ratios medians of each
 round's ratio to `Client`. `httpx` is the same request by that library, received into one array, `tritonclient` the
-protocol's own client where it is installed. `shared memory` is `Client` where the service lets it.
+protocol's own client where it is installed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Way = Callable[[np.ndarray], np.ndarray]
 @contextmanager
 def ways(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Way]]:
     """Clients by name; each takes keys and gives rows."""
-    plain, shared = Client(url, shared_memory=False), Client(url, shared_memory=True)
+    plain = Client(url)
     loop = runner.get_loop()
-    of_asyncio, of_httpx = AsyncClient(url, shared_memory=False), httpx.Client(base_url=url)
+    of_asyncio, of_httpx = AsyncClient(url), httpx.Client(base_url=url)
 
     def by_httpx(keys: np.ndarray) -> np.ndarray:
         head, _, body = http_request(keys).partition(b"\r\n\r\n")
@@ -58,7 +58,6 @@ def ways(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Way]]:
 
     made: dict[str, Way] = {
         "Client": lambda keys: plain.lookup(MODEL, FEATURE, keys),
-        "shared memory": lambda keys: shared.lookup(MODEL, FEATURE, keys),
         "AsyncClient": lambda keys: loop.run_until_complete(of_asyncio.lookup(MODEL, FEATURE, keys)),
         "httpx": by_httpx,
     }
@@ -78,7 +77,6 @@ def ways(url: str, runner: asyncio.Runner) -> Iterator[dict[str, Way]]:
         yield made
     finally:
         plain.close()
-        shared.close()
         runner.run(of_asyncio.close())
         of_httpx.close()
 
@@ -122,7 +120,7 @@ def main() -> None:
     rounds = 2 if options.tiny else 31 if options.full else 9
     with tempfile.TemporaryDirectory(prefix="client-") as where, asyncio.Runner() as runner:
         command = [sys.executable, "-m", "benchmarks.wire_servers", "store", "--where", where, "--rows", str(rows)]
-        with subprocess.Popen([*command, "--shared-memory"], stdout=subprocess.PIPE, text=True) as server:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             try:
                 with ways(f"http://127.0.0.1:{server.stdout.readline().split()[0]}", runner) as made:

@@ -148,8 +148,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         urls = ",".join(url for url, _ in nodes)
         front_url, front_pid = stack.enter_context(started(root / "front", rows, "--upstream", urls))
         store = stack.enter_context(tierstore.open(root / "here", upstream=urls, host_budget="256KiB"))
-        direct = stack.enter_context(tierstore.Client(whole_url, shared_memory=False))
-        through = stack.enter_context(tierstore.Client(front_url, shared_memory=False))
+        direct = stack.enter_context(tierstore.Client(whole_url))
+        through = stack.enter_context(tierstore.Client(front_url))
         ways: dict[str, Way] = {
             "one node": lambda keys: direct.lookup(MODEL, FEATURE, keys),
             "front": lambda keys: through.lookup(MODEL, FEATURE, keys),

@@ -152,7 +152,6 @@ ROOMS: dict[str, dict[str, int]] = {
         "inference": 3,
         "transport": 4,
         "async_transport": 5,
-        "shared_memory": 4,
         "operations": 5,
         "base": 6,
         "remote_models": 6,

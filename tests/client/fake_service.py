@@ -164,8 +164,6 @@ class FakeService:
         document = json.loads(body[:length])
         tensors, at = {}, length
         for entry in document["inputs"]:
-            if "shared_memory_region" in entry["parameters"]:
-                continue  # this service does not look into it
             nbytes = entry["parameters"]["binary_data_size"]
             raw = body[at : at + nbytes]
             at += nbytes

@@ -76,8 +76,6 @@ def test_changes_need_a_client_of_one_node(make: Make, three: list[Node], tmp_pa
     ):
         with pytest.raises(InvalidInput, match="client of that node alone"):
             call()
-    with pytest.raises(InvalidInput, match="shared_memory"):
-        make(urls(three), shared_memory=True)
 
 
 def test_a_pinned_version_is_asked_of_the_nodes_that_serve_it(three: list[Node]) -> None:

@@ -105,7 +105,7 @@ def test_a_token_leaves_this_machine_with_tls_alone(make: Make) -> None:
 )
 def test_a_socket_in_the_file_system_is_an_address(url: str, path: str) -> None:
     address = Address.parse(url)
-    assert (address.socket, address.authority, address.loopback, address.tls) == (path, "localhost", True, False)
+    assert (address.socket, address.authority, address.tls) == (path, "localhost", False)
     for wrong in ("unix:", "unix://", "unix://run/x.sock", "unix:/run/\0"):
         with pytest.raises(InvalidInput):
             Address.parse(wrong)

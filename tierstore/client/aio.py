@@ -39,7 +39,6 @@ class AsyncClient(ClientBase[AsyncTransport]):
 
     async def close(self) -> None:
         """Close the connections; verbs that have started still end. May be called twice."""
-        await self._transport.run(self._shared_memory.close())
         await self._transport.close()
 
     def model(self, name: str) -> AsyncRemoteModel:

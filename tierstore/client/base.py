@@ -13,7 +13,6 @@ from tierstore.client.balancing import Balancer
 from tierstore.client.inference import Deadline
 from tierstore.client.operations import Operations
 from tierstore.client.settings import Address, Node, RetryPolicy, Settings, TlsFiles, header_lines
-from tierstore.client.shared_memory import Choice, SharedMemory
 from tierstore.client.transport import Transport
 from tierstore.errors import InvalidInput
 
@@ -49,8 +48,6 @@ class ClientBase(ABC, Generic[AnyTransport]):
         split_items: the same for the items of one `predict`. None: never.
         parallel: requests of one call that run at once.
         max_connections: to each node, of all calls together.
-        shared_memory: `auto` sends large look-ups through memory shared with a service on the same host that allows
-            it; True all that fit; False none. Answers are the same. Not used with several nodes.
 
     Every verb raises Unreachable when nothing answers, DeadlineExceeded when the time is over, Overloaded when the
     service is too busy, Forbidden when the token does not allow it, and otherwise the errors of the embedded store.
@@ -73,7 +70,6 @@ class ClientBase(ABC, Generic[AnyTransport]):
         split_items: int | None = SPLIT_ITEMS,
         parallel: int = 4,
         max_connections: int = 32,
-        shared_memory: Choice = "auto",
     ) -> None:
         addresses = parse_addresses(url)
         for name, value in (("parallel", parallel), ("max_connections", max_connections), ("retries", retries + 1)):
@@ -97,10 +93,7 @@ class ClientBase(ABC, Generic[AnyTransport]):
         settings = Settings(nodes, timeout_s, hedge_after_s, split_keys, split_items, max_connections, retry)
         self._budget = RetryBudget(retry.retry_burst, retry.retry_share)
         self._balancer, self._urls = Balancer(len(nodes)), [address.url for address in addresses]
-        if shared_memory is True and len(nodes) > 1:
-            raise InvalidInput("shared_memory: expected 'auto' or False with several nodes, got True")
-        self._shared_memory = SharedMemory(addresses[0], shared_memory if len(nodes) == 1 else False)
-        self._operations = Operations(settings, self._shared_memory)
+        self._operations = Operations(settings)
         self._transport: AnyTransport = self._make_transport(settings)
 
     @abstractmethod
@@ -108,14 +101,13 @@ class ClientBase(ABC, Generic[AnyTransport]):
         """The transport that carries the operations out."""
 
     def figures(self) -> dict[str, Mapping[str, float]]:
-        """How full the client's pools are: connections, shared memory, and the budget of retries with its use so far.
+        """How full the client's pools are: connections, and the budget of retries with its use so far.
 
         `nodes` has for each URL for how many seconds it is skipped yet; 0: it is used.
         """
         budget = self._budget
         return {
             "connections": self._transport.stats(),
-            "shared_memory": self._shared_memory.stats(),
             "repeats": {
                 "left": budget.remaining,
                 "limit": budget.limit,

@@ -23,7 +23,6 @@ import orjson
 
 from tierstore.client import wire
 from tierstore.client.attempts import Call, Outgoing, new_request_id
-from tierstore.client.inputs import Batch
 from tierstore.client.replies import Reply, Tensors
 from tierstore.client.splitting import Joined, Split
 from tierstore.errors import DeadlineExceeded, InvalidInput, MissingExtra, NotFound, NotReady, TierstoreError
@@ -70,7 +69,6 @@ class ModelCache:
 
     metadata: dict[tuple[str, Version], dict[str, Any]] = field(default_factory=dict)
     unsplittable: set[str] = field(default_factory=set)  # models whose answers cannot be joined from parts
-    dims: dict[tuple[str, Version, str], int] = field(default_factory=dict)  # of the rows of features
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_metadata(self, model: str, version: Version, document: dict[str, Any]) -> None:
@@ -84,28 +82,6 @@ class ModelCache:
             if len(self.unsplittable) >= _MODELS_LIMIT:
                 self.unsplittable.clear()
             self.unsplittable.add(model)
-
-    def add_dims(self, model: str, version: Version, rows: Mapping[str, npt.NDArray[Any] | None]) -> None:
-        for feature, array in rows.items():
-            if array is not None and array.ndim and self.dims.get((model, version, feature)) != array.shape[-1]:
-                with self._lock:
-                    if len(self.dims) >= 16 * _MODELS_LIMIT:
-                        self.dims.clear()
-                    self.dims[model, version, feature] = array.shape[-1]
-
-    def output_bytes(
-        self, model: str, version: Version, batches: Sequence[Batch], dtype: str, found: bool
-    ) -> dict[str, int] | None:
-        """Bytes of each output of a look-up, if rows still have the size that they had; None if that was never seen."""
-        sizes = {}
-        for batch in batches:
-            dim = self.dims.get((model, version, batch.feature))
-            if dim is None:
-                return None
-            sizes[batch.feature] = batch.rows * dim * (2 if dtype == "float16" else 4)
-            if found:
-                sizes[f"{batch.feature}.found"] = batch.n
-        return sizes
 
 
 # --- documents
@@ -250,7 +226,7 @@ def _call(
 
     def outgoing(remaining_s: float) -> Outgoing:
         lines = header_lines + timeout_line(remaining_s)
-        return Outgoing(lines, [text, *(tensor.data for tensor in part.inputs if tensor.region is None)])
+        return Outgoing(lines, [text, *(tensor.data for tensor in part.inputs)])
 
     def destination(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
         return joined.destination(number, name, shape, dtype)

@@ -36,7 +36,6 @@ from tierstore.client.inference import (
 )
 from tierstore.client.inputs import Batch, check_options, predict_inputs
 from tierstore.client.settings import Settings
-from tierstore.client.shared_memory import SharedMemory
 from tierstore.client.sources import delta_model, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
 from tierstore.errors import InvalidInput, MissingExtra, NotReady, SnapshotError, TierstoreError
@@ -88,8 +87,8 @@ class PredictOptions(TypedDict, total=False):
 class Operations:
     """The verbs of one client."""
 
-    def __init__(self, settings: Settings, shared_memory: SharedMemory) -> None:
-        self._settings, self._shared_memory = settings, shared_memory
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._cache = ModelCache()
 
     # --- look-ups and predictions
@@ -335,15 +334,8 @@ class Operations:
         dtype, request, cache = options.get("dtype", "float32"), self._request(model, options), self._cache
         outputs = {batch.feature: _outputs(batch.feature, dtype, return_found, combiner) for batch in batches}
         whole = partial(split_lookup, batches, outputs, None)
-        arrays: Outputs | None = None
-        nbytes = cache.output_bytes(model, request.version, batches, dtype, return_found)
-        if nbytes is not None:
-            (part,) = whole().parts
-            arrays = yield from self._shared_memory.inference(request, part.inputs, part.outputs, nbytes)
-        if arrays is None:
-            split = split_lookup(batches, outputs, self._settings.split_keys)
-            arrays = yield from inference(request, split, whole, cache)
-            cache.add_dims(model, request.version, {batch.feature: arrays.get(batch.feature) for batch in batches})
+        split = split_lookup(batches, outputs, self._settings.split_keys)
+        arrays = yield from inference(request, split, whole, cache)
         answers: dict[str, Any] = {}
         for batch in batches:
             rows = output_named(arrays, batch.feature)

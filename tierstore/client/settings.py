@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tierstore import __version__
-from tierstore.addresses import is_loopback, why_not_token
+from tierstore.addresses import why_not_token
 from tierstore.errors import InvalidInput
 
 CONNECT_TIMEOUT_S = 5.0
@@ -54,11 +54,6 @@ class Address:
         """The value of the header Host."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
-
-    @property
-    def loopback(self) -> bool:
-        """Whether the address is on this machine."""
-        return is_loopback(self.host)
 
     def tls_context(self, files: TlsFiles) -> ssl.SSLContext | None:
         """Checks certificates against `files.ca`, or those that the system trusts (or SSL_CERT_FILE). None without TLS.

@@ -39,7 +39,6 @@ class Client(ClientBase[Transport]):
 
     def close(self) -> None:
         """Close the connections; requests that other threads have started still end. May be called twice."""
-        self._transport.run(self._shared_memory.close())
         self._transport.close()
 
     def model(self, name: str) -> RemoteModel:

@@ -42,13 +42,12 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input tensor. `data` are its bytes. `region`: the parameters of their place in shared memory, if they lie there."""
+    """One input tensor. `data` are its bytes."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: memoryview
-    region: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +118,13 @@ OBJECT = np.dtype(object)
 
 
 def document(inputs: Sequence[Input], outputs: Sequence[Output]) -> bytes:
-    """The JSON of a request whose tensors follow it as bytes, or lie in shared memory where their `region` says."""
+    """The JSON of a request whose tensors follow it as bytes."""
     described: list[dict[str, Any]] = [
         {
             "name": i.name,
             "shape": i.shape,
             "datatype": i.datatype,
-            "parameters": {"binary_data_size": i.data.nbytes} if i.region is None else i.region,
+            "parameters": {"binary_data_size": i.data.nbytes},
         }
         for i in inputs
     ]
