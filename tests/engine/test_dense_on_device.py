@@ -24,7 +24,7 @@ from tierstore.predict.placement import CPU_PROVIDER, Placement
 from tierstore.predict.session import DenseSession, Slot
 from tierstore.service.dataplane.inference import DataPlane, Request
 from tierstore.service.dataplane.tensors import TensorSpec
-from tierstore.tiers.device import devices
+from tierstore.tiers.device import gpu
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -65,9 +65,9 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Bound:
 
 @pytest.fixture
 def with_device(open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Store]:
-    monkeypatch.setattr(devices, "find_backends", lambda: ([ShimDevice(number=0)], None))
-    monkeypatch.setattr(devices, "MIN_BUDGET", 100 << 10)
-    monkeypatch.setattr(runtime, "placement_of", lambda settings: Placement(CPU_PROVIDER, "cpu", 0, "gpu:0"))
+    monkeypatch.setattr(gpu, "find_backend", lambda: (ShimDevice(number=0), None))
+    monkeypatch.setattr(gpu, "MIN_BUDGET", 100 << 10)
+    monkeypatch.setattr(runtime, "placement_of", lambda settings: Placement(CPU_PROVIDER, "cpu", "gpu:0"))
     return lambda **options: open_store(**{"device_budget": "4MiB"} | options)
 
 

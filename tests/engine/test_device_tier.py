@@ -20,7 +20,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
 from tierstore.formats.keys import partition_of
 from tierstore.service.admin.metrics import _device, _tables
-from tierstore.tiers.device import devices
+from tierstore.tiers.device import gpu
 from tierstore.tiers.device.workspaces import WORKSPACES
 
 ITEMS = np.arange(1000, dtype=np.int64)
@@ -29,8 +29,8 @@ ITEMS = np.arange(1000, dtype=np.int64)
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[ShimDevice]:
     found = [ShimDevice(number=0)]
-    monkeypatch.setattr(devices, "find_backends", lambda: (found, None if found else "no CUDA device"))
-    monkeypatch.setattr(devices, "MIN_BUDGET", 100 << 10)
+    monkeypatch.setattr(gpu, "find_backend", lambda: (found[0], None) if found else (None, "no CUDA device"))
+    monkeypatch.setattr(gpu, "MIN_BUDGET", 100 << 10)
     return found
 
 
@@ -285,7 +285,7 @@ def test_without_a_device_it_is_said_why(
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     with pytest.raises((MissingExtra, NotReady), match="there is no device tier"):
         store.model("ctr").lookup("item_id", [1], device="gpu")
-    with pytest.raises(InvalidInput, match="'cpu', 'gpu' or 'gpu:<number>'"):
+    with pytest.raises(InvalidInput, match="on 'cpu' or 'gpu'"):
         store.model("ctr").lookup("item_id", [1], device="tpu")
     store.close()
     gpus.clear()
@@ -299,7 +299,7 @@ def test_without_a_device_it_is_said_why(
 def test_a_budget_without_the_extra_is_refused_at_start(
     open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "find_backends", lambda: ([], devices.NOT_INSTALLED))
+    monkeypatch.setattr(gpu, "find_backend", lambda: (None, gpu.NOT_INSTALLED))
     with pytest.raises(ConfigError, match="at least"):
         open_store(device_budget="99KiB")
     with pytest.raises(MissingExtra, match=r"tierstore\[gpu\]"):
@@ -309,7 +309,7 @@ def test_a_budget_without_the_extra_is_refused_at_start(
 def test_a_device_that_is_not_there_is_named(with_device: Callable[..., Store], tmp_path: Path) -> None:
     store = with_device()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
-    with pytest.raises(NotReady, match="no device 3; there are"):
+    with pytest.raises(NotReady, match="no device 3: a store uses the first GPU"):
         store.model("ctr").lookup("item_id", [1], device="gpu:3")
     with pytest.raises(InvalidInput, match="new array"):
         store.model("ctr").lookup("item_id", [1], device="gpu", out=np.empty((1, 8), np.float32))

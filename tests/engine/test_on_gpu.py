@@ -1,4 +1,4 @@
-"""What only a GPU can show: other libraries take an answer, another process lends memory, ONNX Runtime runs there.
+"""What only a GPU can show: other libraries take an answer, ONNX Runtime runs there.
 
 Skipped without one. Each of these has a fellow over a stand-in elsewhere; here the driver, CuPy, ONNX Runtime and PyTorch
 are the real ones.
@@ -6,8 +6,6 @@ are the real ones.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ from tests.engine import scenes
 from tests.predict import onnx_models as om
 from tests.tiers.devices import ON_GPU
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, MissingExtra, NotReady
-from tierstore.tiers.device.backend import DeviceError
-from tierstore.tiers.device.cupy_device import open_ipc
+from tierstore.errors import MissingExtra, NotReady
 
 pytestmark = ON_GPU
 ITEMS = np.arange(500, dtype=np.int64)
@@ -62,39 +58,6 @@ def test_a_look_up_within_a_capture_is_refused_and_leaves_the_device_in_use(stor
     rows = store.model("ctr").lookup("item_id", ITEMS, device="gpu")
     np.testing.assert_array_equal(rows.get(), scenes.vectors("item", 0, ITEMS))
     assert store.status()["models"]["ctr"]["tables"]["item"]["device"]["problem"] is None
-
-
-LENDER = """
-import sys, cupy, numpy
-memory = cupy.cuda.Memory(4 << 20)
-cupy.cuda.runtime.memset(memory.ptr, 7, 4 << 20)
-cupy.cuda.runtime.deviceSynchronize()
-print(cupy.cuda.runtime.ipcGetMemHandle(memory.ptr).hex(), flush=True)
-sys.stdin.readline()
-first = numpy.empty(16, numpy.uint8)
-cupy.cuda.runtime.memcpy(first.ctypes.data, memory.ptr + 100, 16, cupy.cuda.runtime.memcpyDeviceToHost)
-print(first.tolist(), flush=True)
-"""
-
-
-def test_memory_of_another_process_is_read_and_written_within_its_bounds() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", LENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as lender:
-        assert lender.stdin is not None
-        assert lender.stdout is not None
-        handle = bytes.fromhex(lender.stdout.readline())
-        with pytest.raises((ConfigError, DeviceError)):
-            open_ipc(handle, 0, 1 << 40)
-        memory = open_ipc(handle, 0, 4 << 20)
-        came = np.empty(64, np.uint8)
-        memory.read(1000, came)
-        assert (came == 7).all()
-        memory.write(100, np.arange(16, dtype=np.uint8))
-        memory.close()
-        lender.stdin.write("\n")
-        lender.stdin.flush()
-        assert lender.stdout.readline().strip() == str(list(range(16)))
 
 
 def test_a_dense_part_runs_on_rows_that_never_left_the_gpu(open_store: Callable[..., Store], tmp_path: Path) -> None:

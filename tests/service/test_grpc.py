@@ -182,11 +182,14 @@ def test_shared_memory_is_refused_clearly_and_unregistered_gladly(client: triton
     for call in (
         client.get_system_shared_memory_status,
         lambda: client.register_system_shared_memory("region", "/region", 64),
-        lambda: client.register_cuda_shared_memory("region", b"aGFuZGxl", 0, 64),
         lambda: client.infer("ctr", [given]),
     ):
         with pytest.raises(InferenceServerException, match="shared memory is not enabled"):
             call()
+    with pytest.raises(InferenceServerException, match="CUDA shared memory is not served"):
+        client.register_cuda_shared_memory("region", b"aGFuZGxl", 0, 64)
+    with pytest.raises(InferenceServerException, match="no CUDA shared memory region"):
+        client.get_cuda_shared_memory_status("region")
 
 
 def test_what_is_not_served_says_so(client: triton.InferenceServerClient) -> None:

@@ -31,7 +31,6 @@ BODIES = [
     ("/admin/models/one/canary", "%s"),
     ("/v2/repository/models/one/load", '{"parameters":%s}'),
     ("/v2/systemsharedmemory/region/a/register", '{"key":"a","byte_size":%s}'),
-    ("/v2/cudasharedmemory/region/a/register", '{"raw_handle":%s,"byte_size":3}'),
 ]
 
 

@@ -114,11 +114,15 @@ def test_shared_memory_is_refused_clearly_and_unregistered_gladly(client: triton
     client.unregister_cuda_shared_memory()
     for call in (
         client.get_system_shared_memory_status,
-        client.get_cuda_shared_memory_status,
         lambda: client.register_system_shared_memory("region", "/region", 64),
     ):
         with pytest.raises(InferenceServerException, match="shared memory is not enabled"):
             call()
+    assert client.get_cuda_shared_memory_status() == []
+    with pytest.raises(InferenceServerException, match="CUDA shared memory is not served"):
+        client.register_cuda_shared_memory("region", b"aGFuZGxl", 0, 64)
+    with pytest.raises(InferenceServerException, match="no CUDA shared memory region"):
+        client.get_cuda_shared_memory_status("region")
     given = triton.InferInput("item_id", [8], "INT64")
     given.set_shared_memory("region", 64)
     with pytest.raises(InferenceServerException, match="shared memory is not enabled"):

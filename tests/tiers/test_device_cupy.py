@@ -12,10 +12,9 @@ import pytest
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.cuda_shim.cupy_stand_in import CUDARuntimeError, CupyStandIn, OutOfMemoryError
 from tests.tiers.devices import over_stand_in
-from tierstore.errors import ConfigError
 from tierstore.tiers.device import cupy_device
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
-from tierstore.tiers.device.cupy_device import IpcMemory, find_devices
+from tierstore.tiers.device.cupy_device import find_devices
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory, Workspace
 from tierstore.types import KeyType, StorageDtype, TableSpec
@@ -106,23 +105,6 @@ def test_a_table_gets_the_memory_that_is_kept_for_answers(cupy: CupyStandIn) -> 
     cupy.pool.append(cupy.device.alloc(900 << 10))
     buffer = device.alloc(500 << 10)
     assert cupy.device.used == buffer.nbytes
-
-
-def test_the_memory_of_another_process_is_read_and_written_within_its_bounds(
-    cupy: CupyStandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs = np.arange(256, dtype=np.uint8)
-    handle = theirs.ctypes.data.to_bytes(8, "little") + bytes(56)
-    memory = IpcMemory(over_stand_in(cupy), handle, 256)
-    came = np.empty(16, np.uint8)
-    memory.read(32, came)
-    np.testing.assert_array_equal(came, np.arange(32, 48))
-    memory.write(8, came)
-    np.testing.assert_array_equal(theirs[8:24], came)
-    memory.close()
-    monkeypatch.setattr(cupy_device, "_bytes_from", lambda address: 100)
-    with pytest.raises(ConfigError, match="100 bytes, not of 256"):
-        IpcMemory(over_stand_in(cupy), handle, 256)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ HostBudget = Annotated[
     option("SIZE", "CPU memory for cached rows, such as 4GiB (default: 4GiB, at most half of the machine's)."),
 ]
 DeviceBudget = Annotated[
-    str | None, option("SIZE", "Memory of each GPU for cached rows (extra `gpu`; default: 0, no device tier).")
+    str | None, option("SIZE", "Memory of the GPU for cached rows (extra `gpu`; default: 0, no device tier).")
 ]
 SourceRoot = Annotated[
     list[str] | None,
@@ -61,7 +61,7 @@ WatchSnapshots = Annotated[
 ]
 ClientShm = Annotated[
     bool | None,
-    typer.Option("--allow-client-shm", help="Serve the protocol's shared memory extensions.", show_default=False),
+    typer.Option("--allow-client-shm", help="Serve the protocol's shared memory extension.", show_default=False),
 ]
 OpenNetwork = Annotated[
     bool | None,

@@ -40,7 +40,6 @@ class DenseSettings(BaseModel):
     dense_provider: Literal["cpu", "cuda"] = Field(
         "cpu", description="what dense parts run on; `cuda` needs the extra `dense-gpu` in place of `dense`"
     )
-    dense_device: int = Field(0, ge=0, description="with dense_provider `cuda`: the number of the GPU")
     dense_device_memory: Size = Field(
         ByteSize(2 << 30), description="bytes of a GPU's memory that each dense part's session may keep for its tensors"
     )

@@ -58,9 +58,7 @@ class ServiceSettings(BaseModel):
         None,
         description="gRPC port (extra `grpc`); 0 picks a free one, `off` serves none; default: 8001 where the extra is installed, a free one if port is 0",
     )
-    allow_client_shm: bool = Field(
-        False, description="serve OIP's shared memory extensions: system, and CUDA where there is a GPU"
-    )
+    allow_client_shm: bool = Field(False, description="serve OIP's system shared memory extension")
     allow_open_network: bool = Field(
         False, description="listen beyond loopback without tokens: anyone who reaches the port may change models"
     )

@@ -30,10 +30,7 @@ class StoreSettings(BaseModel):
     device_budget: SizeOrZero = Field(
         ByteSize(0),
         ge=0,
-        description="bytes of memory of each GPU for cached rows, keys, bookkeeping and staging, all models together; 0 for no device tier (extra `gpu`)",
-    )
-    device_layout: Literal["replica", "shard"] = Field(
-        "replica", description="with several GPUs: the hottest rows on each (`replica`), or each key on one (`shard`)"
+        description="bytes of a GPU's memory for cached rows, keys, bookkeeping and staging, all models together; 0 for no device tier (extra `gpu`)",
     )
     overlay_budget: Size = Field(
         ByteSize(256 << 20),

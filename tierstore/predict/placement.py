@@ -21,13 +21,12 @@ INSTALL_CUDA = "pip uninstall onnxruntime, then pip install 'tierstore[dense-gpu
 class Placement:
     """A provider, and the memory that it reads and writes.
 
-    `memory` and `number` name a device as IO bindings do. `device` is its name in this store (`gpu:0`): rows that
+    `memory` names the kind of device as IO bindings do; it is the first of that kind. `device` is its name in this store (`gpu:0`): rows that
     the device tier holds there are read there. None: rows come in CPU memory.
     """
 
     provider: str
     memory: str
-    number: int
     device: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -39,21 +38,20 @@ class Placement:
         return [(self.provider, dict(self.options)), CPU_PROVIDER]
 
 
-ON_CPU = Placement(CPU_PROVIDER, "cpu", 0)
+ON_CPU = Placement(CPU_PROVIDER, "cpu")
 
 
 def placement_of(settings: Settings) -> Placement:
     """The placement that the settings name."""
     if settings.dense_provider == "cpu":
         return ON_CPU
-    number = settings.dense_device
     options = {
-        "device_id": str(number),
+        "device_id": "0",  # of those that CUDA_VISIBLE_DEVICES shows, as the device tier's
         "gpu_mem_limit": str(int(settings.dense_device_memory)),
         "arena_extend_strategy": "kSameAsRequested",  # the default strategy doubles it, past the limit
         "use_tf32": "0",  # on by default, it keeps 10 of the 23 bits of float32 numbers in products of matrices
     }
-    return Placement(CUDA_PROVIDER, "cuda", number, f"gpu:{number}", options | settings.dense_provider_options)
+    return Placement(CUDA_PROVIDER, "cuda", "gpu:0", options | settings.dense_provider_options)
 
 
 def check_installed(onnxruntime: Any, placement: Placement) -> None:
@@ -71,7 +69,7 @@ def check_made(session: Any, placement: Placement) -> None:
     """Raise MissingExtra where a session lacks its provider: ONNX Runtime drops one that cannot start, and only logs it."""
     if placement.provider not in session.get_providers():
         raise MissingExtra(
-            f"dense_provider is cuda, and ONNX Runtime cannot start {placement.provider} on device {placement.number}: "
+            f"dense_provider is cuda, and ONNX Runtime cannot start {placement.provider}: "
             "there is no such device, or its driver, CUDA or cuDNN is missing or of another release than ONNX Runtime's "
             "(its log says which): pip install 'onnxruntime-gpu[cuda,cudnn]' brings the libraries"
         )

@@ -259,9 +259,7 @@ class DenseSession:
             bind.bind_input(name, "cpu", 0, array.dtype, run.inputs[name], address_of(array))
         for name, (address, _) in slot.bound.items():
             # The look-up has waited for its own stream: the rows are there, whichever stream reads them.
-            bind.bind_input(
-                name, place.memory, place.number, self.bindings.features[name].tensor.dtype, run.inputs[name], address
-            )
+            bind.bind_input(name, place.memory, 0, self.bindings.features[name].tensor.dtype, run.inputs[name], address)
         for name, out in zip(run.outputs, outputs, strict=True):
             if out is None:
                 bind.bind_output(name, "cpu")  # ONNX Runtime's own memory, once the size is known

@@ -137,15 +137,6 @@ class CupyStandIn:
             def deviceSynchronize() -> None:
                 cupy._waited(device.synchronize)
 
-            @staticmethod
-            def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
-                cupy._check()
-                return int.from_bytes(handle[:8], "little")
-
-            @staticmethod
-            def ipcCloseMemHandle(devPtr: int) -> None:
-                cupy._check()
-
         class Function:
             def __init__(self, module: Module, funcname: str) -> None:
                 assert hasattr(compile.library(), f"launch_{funcname}")

@@ -18,8 +18,8 @@ from tierstore.formats.keys import are_own, check_own
 from tierstore.kernels import codec
 from tierstore.tiers.background import is_background, yield_if_background
 from tierstore.tiers.base import RowStore, SharedRowStore
-from tierstore.tiers.device.cache import DeviceCache
-from tierstore.tiers.device.lookup import PADDING, Bags
+from tierstore.tiers.device.lookup import PADDING, Bags, answer
+from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vectors
 
@@ -87,7 +87,7 @@ class Cascade:
         self.spec, self.table_id, self.default, self.rows, self.disk = spec, table_id, default, rows, disk
         self.shared, self.own = shared, own
         self.host: HostTable | None = None
-        self.device: DeviceCache | None = None
+        self.device: DeviceTable | None = None
         self.offer: Callable[[Keys], None] | None = None  # what the host tier answered, to the device; does not wait
         self.counts = counts
         self.epochs_id: int | None = None  # see `Epochs.table_id`
@@ -155,9 +155,8 @@ class Cascade:
         state: States,
         dtype: Any,
         bags: Bags | None,
-        number: int | None,
     ) -> Any:
-        """Rows, or pooled bags, of `keys` as an array of `dtype` on device `number` (None: on one of them); None where the device tier cannot.
+        """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None where the device tier cannot.
 
         As `lookup`, but that the answer is made there; keys whose state is PADDING are zeros and count for nothing. `state`
         says the tiers. They are not counted yet.
@@ -166,8 +165,8 @@ class Cascade:
         if cache is None:
             return None
         given = self._rows_of_overlays(overlays, keys, state, np.float32 if bags is not None else dtype)
-        return cache.answer(
-            keys, state, given, dtype, lambda distinct, of: self._below_device(seq, distinct, of), bags, number
+        return answer(
+            cache, keys, state, given, dtype, lambda distinct, of: self._below_device(seq, distinct, of), bags
         )
 
     def _rows_of_overlays(self, overlays: Sequence[OverlayTable], keys: Keys, state: States, dtype: Any) -> Vectors:
@@ -290,7 +289,7 @@ class Cascade:
         yield_if_background()
         cache.warm(keys[there], rows[there], seq)
 
-    def _warm(self, cache: DeviceCache | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
+    def _warm(self, cache: DeviceTable | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
         step = SHORT_BATCH if is_background() else READ_BATCH
         for begin in range(0, len(keys), step):
             batch = np.sort(self._own_of(keys[begin : begin + step]))
@@ -307,7 +306,7 @@ class Cascade:
         return keys if self.own is None else keys[are_own(keys, self.own)]
 
     @property
-    def caches(self) -> list[DeviceCache | HostTable]:
+    def caches(self) -> list[DeviceTable | HostTable]:
         """Those there are, fastest first."""
         return [cache for cache in (self.device, self.host) if cache is not None]
 

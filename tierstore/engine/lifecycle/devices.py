@@ -1,6 +1,6 @@
-"""How the GPUs' memory is divided among versions (`tiers/device_set.py` says which GPUs there are).
+"""How the GPU's memory is divided among versions (`tiers/device/gpu.py` says whether there is one).
 
-One budget, in bytes per device, for all models and versions. It is divided as the host tier's is, but tables only halve and
+One budget, in bytes, for all models and versions. It is divided as the host tier's is, but tables only halve and
 double. Workspaces are subtracted first. Any thread may call anything; nothing survives the process.
 """
 
@@ -17,7 +17,7 @@ from tierstore.engine.data.promotion import QUEUE_JOBS, Moment, Offers, Promoter
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
 from tierstore.errors import TierstoreError
-from tierstore.tiers.device.devices import DeviceSet
+from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.device.layout import ABSENT_BYTES, LINE_BYTES, WAYS
 
 MIN_TABLE_BUDGET = 64 << 10
@@ -28,18 +28,18 @@ class Devices:
     """The device tiers of a store's versions."""
 
     def __init__(self, settings: Settings) -> None:
-        self.set = DeviceSet(settings)
-        self.budget = HostBudget(self.set.table_bytes)
-        self.promoter = Promoter() if self.set.memories else None
+        self.gpu = Gpu(settings)
+        self.budget = HostBudget(self.gpu.table_bytes)
+        self.promoter = Promoter() if self.gpu.memory is not None else None
         self._lock = threading.Lock()
         self._shares: dict[int, DeviceShare] = {}  # by id of the version, which it keeps
 
     def admit(self, version: Version, replaced: Sequence[Version], publisher: Publisher) -> None:
         """Give a version that is about to serve its device tables, making room at the cost of `replaced` first."""
-        version.devices = self.set
+        version.gpu = self.gpu
         if self.promoter is None:
             return
-        share = DeviceShare(version, self.set, self.promoter, publisher)
+        share = DeviceShare(version, self.gpu, self.promoter, publisher)
         with self._lock:
             before = [self._shares[id(each)] for each in replaced if id(each) in self._shares]
             self._shares[id(version)] = share
@@ -58,7 +58,7 @@ class Devices:
         return [share.version for share in list(self._shares.values())]
 
     def status(self) -> dict[str, Any]:
-        document = self.set.status()
+        document = self.gpu.status()
         if self.promoter is not None:
             document |= {
                 "promotions_waiting": self.promoter.waiting,
@@ -71,14 +71,14 @@ class Devices:
         """Once every version is closed."""
         if self.promoter is not None:
             self.promoter.close()
-        self.set.close()
+        self.gpu.close()
 
 
 class DeviceShare(MemoryUser):
-    """What one version has of the devices: its part of the budget, under the names that `HostBudget` calls."""
+    """What one version has of the device: its part of the budget, under the names that `HostBudget` calls."""
 
-    def __init__(self, version: Version, devices: DeviceSet, promoter: Promoter, publisher: Publisher) -> None:
-        self.version, self._devices, self._promoter, self._publisher = version, devices, promoter, publisher
+    def __init__(self, version: Version, gpu: Gpu, promoter: Promoter, publisher: Publisher) -> None:
+        self.version, self._gpu, self._promoter, self._publisher = version, gpu, promoter, publisher
         self._limit = self._reserved = 0
 
     @property
@@ -86,9 +86,8 @@ class DeviceShare(MemoryUser):
         return sum(self._needs())
 
     def _needs(self) -> list[int]:
-        copies = self._devices.copies
         return [
-            copies * max(MIN_TABLE_BUDGET, int(table.rows * (-(-table.spec.row_bytes // 16) * 16 + _A_ROW) * 1.25))
+            max(MIN_TABLE_BUDGET, int(table.rows * (-(-table.spec.row_bytes // 16) * 16 + _A_ROW) * 1.25))
             for table in self.version.tables.values()
         ]
 
@@ -106,7 +105,7 @@ class DeviceShare(MemoryUser):
         needs = self._needs()
         weights = self.version.weights(needs, like.version if isinstance(like, DeviceShare) else None)
         for table, share in zip(tables, deal(self._limit, needs, weights), strict=True):
-            cache = self._devices.cache(table.spec, share, table.default, fraction)
+            cache = self._gpu.cache(table.spec, share, table.default, fraction)
             if not cache.capacity_rows or cache.bytes_in_use > share * fraction:
                 cache.close()
                 continue

@@ -18,7 +18,7 @@ from tierstore.engine.reads.lookup import begin
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, NotReady
 from tierstore.tiers.device.backend import Captured
-from tierstore.tiers.device.devices import DeviceSet
+from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.device.lookup import PADDING
 from tierstore.types import Tier
 
@@ -34,10 +34,10 @@ class OnDevice:
 class DeviceLookup:
     """A look-up into device memory, not begun before `finish`. One thread at a time, as `Lookup`."""
 
-    __slots__ = ("_batch", "_device", "_devices", "found")
+    __slots__ = ("_batch", "_gpu", "found")
 
-    def __init__(self, batch: KeyBatch, devices: DeviceSet, device: str) -> None:
-        self._batch, self._devices, self._device = batch, devices, device
+    def __init__(self, batch: KeyBatch, gpu: Gpu) -> None:
+        self._batch, self._gpu = batch, gpu
         self.found = np.empty(0, np.bool_)
 
     @property
@@ -47,16 +47,17 @@ class DeviceLookup:
 
     def finish(self) -> OnDevice:
         """The answer, complete. To be called once; sets `found`, as of `Lookup`."""
-        array, self.found = answer_on_device(self._batch, self._devices, self._device)
-        return OnDevice(self._devices.address_of(self._device, array), array)
+        array, self.found = answer_on_device(self._batch, self._gpu)
+        assert self._gpu.memory is not None
+        return OnDevice(self._gpu.memory.backend.address_of(array), array)
 
 
-def devices_of(version: Version, device: str) -> DeviceSet:
-    """Those that the tables of a version that serves are on. Errors say what is missing of `device`."""
-    devices = version.devices
-    assert devices is not None
-    devices.number_of(device)
-    return devices
+def gpu_of(version: Version, device: str) -> Gpu:
+    """The one that the tables of a version that serves are on. Errors say what is missing of `device`."""
+    gpu = version.gpu
+    assert gpu is not None
+    gpu.memory_of(device)
+    return gpu
 
 
 @contextmanager
@@ -68,23 +69,20 @@ def _outside_of_captures() -> Iterator[None]:
 
 
 @_outside_of_captures()
-def answer_on_device(batch: KeyBatch, devices: DeviceSet, device: str) -> tuple[Any, np.ndarray]:
+def answer_on_device(batch: KeyBatch, gpu: Gpu) -> tuple[Any, np.ndarray]:
     """(vectors on the device, found bool[n] in CPU memory).
 
     Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within the capture of a CUDA
     graph.
     """
     if batch.out is not None:
-        raise InvalidInput(f"out: an answer with device={device!r} is a new array; leave out away")
-    number = devices.number_of(device)
+        raise InvalidInput("out: an answer on a device is a new array; leave out away")
     state = np.zeros(len(batch.codes), np.uint8)
     if batch.padding is not None:
         state[batch.padding] = PADDING
-    vectors = batch.table.lookup_on_device(
-        batch.overlays, batch.seq, batch.codes, state, batch.dtype, batch.bags, number
-    )
+    vectors = batch.table.lookup_on_device(batch.overlays, batch.seq, batch.codes, state, batch.dtype, batch.bags)
     if vectors is not None:
         batch.table.count(state, batch.skipped)
         return vectors, state != Tier.ABSENT
     lookup = begin(batch)
-    return devices.upload(lookup.finish(), number), lookup.found
+    return gpu.upload(lookup.finish()), lookup.found

@@ -14,7 +14,7 @@ import numpy as np
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import Overlay, OverlayTable
 from tierstore.engine.reads.batch import KeyBatch, answer_array, answer_dtype, checked_weights, combiner_of
-from tierstore.engine.reads.device import DeviceLookup, answer_on_device, devices_of
+from tierstore.engine.reads.device import DeviceLookup, answer_on_device, gpu_of
 from tierstore.engine.reads.gather import Gathering, Source, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup, begin
 from tierstore.engine.reads.predict import predict
@@ -257,8 +257,8 @@ class View:
 
     def rows_on(self, session: DenseSession) -> str | None:
         """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""
-        device, devices = session.rows_on, self._version.devices
-        return device if device is not None and devices is not None and devices.has(device) else None
+        device, gpu = session.rows_on, self._version.gpu
+        return device if device is not None and gpu is not None and gpu.has(device) else None
 
     def begin_on_device(
         self,
@@ -276,7 +276,7 @@ class View:
         Nothing is done before `DeviceLookup.finish`, until which the view must be held.
         """
         batch = self._batch(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype)
-        return DeviceLookup(batch, devices_of(self._version, device), device)
+        return DeviceLookup(batch, gpu_of(self._version, device))
 
     def _batch(
         self,
@@ -305,7 +305,7 @@ class View:
             answer = lookup.finish()
             return (answer, lookup.found) if return_found else answer
         assert device is not None
-        vectors, found = answer_on_device(batch, devices_of(self._version, device), device)
+        vectors, found = answer_on_device(batch, gpu_of(self._version, device))
         return (vectors, found) if return_found else vectors
 
 

@@ -30,7 +30,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.formats.row_times import as_rows
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.background import yield_to_requests
-from tierstore.tiers.device.devices import DeviceSet
+from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import BASES
 from tierstore.tiers.disk.sst import write_sst
@@ -77,7 +77,7 @@ class Version:
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
         self.predictor: DenseSession | None = None
         self.unserved: str | None = None
-        self.devices: DeviceSet | None = None  # set once its device tables are attached
+        self.gpu: Gpu | None = None  # set once its device tables are attached
 
     @classmethod
     def open(

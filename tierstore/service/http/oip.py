@@ -6,7 +6,6 @@ run on the look-up pool, and calls that may block for long on the admin pool.
 
 from __future__ import annotations
 
-import base64
 from functools import partial
 from typing import Any
 
@@ -55,6 +54,7 @@ from tierstore.service.oip.json_request import (
 )
 from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.oip.parameters import version_of
+from tierstore.service.oip.shared_memory import CudaRegions
 from tierstore.service.reactor.lessons import HttpLesson
 from tierstore.service.reactor.scorings import can_score
 
@@ -233,7 +233,7 @@ class OipHttp(ProtocolApplication):
         match parts:
             case []:
                 allow(method, "GET")
-                return json_response(documents.server_metadata(shared_memory=self._service.regions.kinds))
+                return json_response(documents.server_metadata(shared_memory=self._service.regions.enabled))
             case ["health", ("live" | "ready") as kind]:
                 allow(method, "GET")
                 return self._health(kind)
@@ -294,22 +294,20 @@ class OipHttp(ProtocolApplication):
     ) -> Response:
         """Shared memory of a kind, `system` or `cuda`: one of the caller's regions, or with `name` None all of them."""
         method, regions = scope["method"], self._service.regions.of(principal_of(scope))
+        of_kind = CudaRegions if kind == "cuda" else regions
         if verb == "status":
             allow(method, "GET")
-            return json_response(regions.status(name, kind))
+            return json_response(of_kind.status(name))
         allow(method, "POST")
         if verb == "unregister":  # served even where none can be registered: benchmarks request it unconditionally
-            await self._service.admin_pool.run(regions.unregister, name, kind)
+            await self._service.admin_pool.run(of_kind.unregister, name)
         elif verb == "register" and name is not None:
             document = _json_object(body, headers)
-            size, on_host = document.get("byte_size"), scope.get(PEER, UNNAMED).on_host
             if kind == "cuda":
-                handle, device = _handle(name, document.get("raw_handle")), document.get("device_id", 0)
-                register = partial(regions.register_cuda, name, handle, device, size, on_host=on_host)
-            else:
-                key, offset = document.get("key"), document.get("offset", 0)
-                register = partial(regions.register, name, key, offset, size, on_host=on_host)
-            await self._service.admin_pool.run(register)
+                CudaRegions.register(name)
+            size, on_host = document.get("byte_size"), scope.get(PEER, UNNAMED).on_host
+            key, offset = document.get("key"), document.get("offset", 0)
+            await self._service.admin_pool.run(partial(regions.register, name, key, offset, size, on_host=on_host))
         else:
             raise NotFound(f"no such path: a region has no {shown(verb)}; expected register, unregister or status")
         return Response(200)
@@ -325,19 +323,6 @@ class OipHttp(ProtocolApplication):
         else:
             await self._service.change(self._service.store.deactivate, name)
         return Response(200)
-
-
-def _handle(name: str, value: object) -> bytes:
-    """The bytes of `{"b64": …}`."""
-    text = value.get("b64") if isinstance(value, dict) else None
-    try:
-        if isinstance(text, str):
-            return base64.b64decode(text, validate=True)
-    except ValueError:
-        pass
-    raise InvalidInput(
-        f"region {shown(name)}: raw_handle is {shown(value)}, expected an IPC handle as {{'b64': base64}}"
-    )
 
 
 def _model_path(parts: list[str]) -> tuple[str, int | str | None]:

@@ -5,7 +5,7 @@ Functions of the store; they may take locks for a moment, and any thread may cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from tierstore import __version__
@@ -20,9 +20,9 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "
 _CONFIG_NAMES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL"}
 
 
-def server_metadata(*, shared_memory: Sequence[str]) -> dict[str, Any]:
-    """`shared_memory`: the kinds of regions that are served."""
-    extensions = [*EXTENSIONS, *(f"{kind}_shared_memory" for kind in shared_memory)]
+def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
+    """`shared_memory`: whether system shared memory is served."""
+    extensions = [*EXTENSIONS, "system_shared_memory"] if shared_memory else EXTENSIONS
     return {"name": "tierstore", "version": __version__, "extensions": extensions}
 
 

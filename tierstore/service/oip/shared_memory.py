@@ -1,8 +1,7 @@
-"""The protocol's shared memory extensions: tensors in regions that a client on this machine has made.
+"""The protocol's system shared memory extension: tensors in regions that a client on this machine has made.
 
-Any thread may use `Regions`. A region of system memory is read and written through its file, never mapped: a client that
-shrinks its file would end a process that maps it, and gets an error here. A region of CUDA memory is a client's device
-memory, opened by its IPC handle, and copied from and to. Nothing survives a crash; clients register again.
+Any thread may use `Regions`. A region is read and written through its file, never mapped: a client that shrinks its file would
+end a process that maps it, and gets an error here. Nothing survives a crash; clients register again.
 
 A region belongs to the principal that has registered it: for others, except admins of all models, it is not there, and they
 cannot register its object under another name.
@@ -16,23 +15,19 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.access.roles import LOCAL, NOBODY, Principal, Role
-from tierstore.errors import ConfigError, Forbidden, InvalidInput, MissingExtra, NotFound, Overloaded, TooLarge
+from tierstore.errors import Forbidden, InvalidInput, NotFound, Overloaded, TooLarge
 from tierstore.service.dataplane.plan import OutputSpec
 from tierstore.service.dataplane.tensors import shown, wire_bytes
-from tierstore.tiers.device.backend import DeviceError
-from tierstore.tiers.device.cupy_device import IPC_HANDLE_BYTES, find_devices, open_ipc
 
 DIRECTORY = Path("/dev/shm")
 MAX_REGIONS = 1024
@@ -40,10 +35,6 @@ MOST_EACH = 128  # of one principal, but an admin of all models: one caller must
 OWN_PREFIX = "tierstore"  # of objects that this service makes there for itself
 _MAX_NAME = 255
 _DISABLED = "shared memory is not enabled on this server: send the tensor's data in the request, or start it with allow_client_shm"
-
-
-Kind = Literal["system", "cuda"]
-OpenCuda = Callable[[bytes, int, int], "Memory"]  # handle, device, bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +46,8 @@ class Span:
     nbytes: int
 
 
-class Memory(Protocol):
-    """The bytes of a region. An error is InvalidInput, because the client has caused it."""
-
-    def read(self, at: int, data: npt.NDArray[np.uint8]) -> None: ...
-    def write(self, at: int, data: npt.NDArray[np.uint8]) -> None: ...
-    def close(self) -> None: ...
-
-
 class _File:
-    """System shared memory."""
+    """The bytes of a region. An error is InvalidInput, because the client has caused it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -105,13 +88,10 @@ class _File:
 class _Region:
     """A registered part of an object. `users` and `dropped` are guarded by the registry's lock."""
 
-    def __init__(
-        self, name: str, kind: Kind, offset: int, nbytes: int, memory: Memory, entry: dict[str, Any], owner: str
-    ) -> None:
-        self.name, self.kind, self.offset, self.nbytes, self.memory = name, kind, offset, nbytes, memory
-        self.owner = owner
-        self.identity = memory.identity if isinstance(memory, _File) else None
-        self.document = {"name": name} | entry | {"byte_size": nbytes}
+    def __init__(self, name: str, key: object, offset: int, nbytes: int, file: _File, owner: str) -> None:
+        self.name, self.offset, self.nbytes, self.file, self.owner = name, offset, nbytes, file, owner
+        self.identity = file.identity
+        self.document = {"name": name, "key": key, "offset": offset, "byte_size": nbytes}
         self.users = 0
         self.dropped = False
 
@@ -134,7 +114,7 @@ class _Use:
         with self._lock:
             region.users -= 1
             if region.dropped and not region.users:
-                region.memory.close()
+                region.file.close()
 
 
 class Regions:
@@ -143,10 +123,9 @@ class Regions:
     Where not `enabled`, every use is InvalidInput.
     """
 
-    def __init__(self, *, enabled: bool, max_read: int, open_cuda: OpenCuda = open_ipc) -> None:
+    def __init__(self, *, enabled: bool, max_read: int) -> None:
         # constant after construction
         self.enabled = enabled
-        self._open_cuda = open_cuda
         self._max_read = max_read
         self._lock = threading.Lock()
         self._regions: dict[str, _Region] = {}  # guarded by _lock
@@ -161,13 +140,6 @@ class Regions:
             view._principal, view._latest = principal, view
             self._latest = view
         return view
-
-    @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of regions that a client may register here."""
-        if not self.enabled:
-            return ()
-        return ("system", "cuda") if find_devices()[0] else ("system",)
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -191,36 +163,9 @@ class Regions:
                     f"region {shown(name)}: {shown(key)} has {file.size} bytes, expected at least one and all within it; "
                     f"got offset {offset} and byte_size {nbytes}"
                 )
-            entry = {"key": key, "offset": offset}
-            self._add(_Region(name, "system", offset, nbytes, file, entry, self._principal.name))
+            self._add(_Region(name, key, offset, nbytes, file, self._principal.name))
         except BaseException:
             file.close()
-            raise
-
-    def register_cuda(self, name: str, handle: bytes, device: object, nbytes: object, *, on_host: bool) -> None:
-        """Open a client's device memory by its IPC handle and register its first `nbytes` as `name`.
-
-        Errors as of `register`; InvalidInput too where there is no GPU, or its driver refuses the handle.
-        """
-        self._check_client(on_host)
-        _check_numbers(name, device_id=device, byte_size=nbytes)
-        assert isinstance(device, int)
-        assert isinstance(nbytes, int)
-        if nbytes == 0 or len(handle) != IPC_HANDLE_BYTES:
-            raise InvalidInput(
-                f"region {shown(name)}: expected a handle of {IPC_HANDLE_BYTES} bytes and a byte_size of at least 1, "
-                f"got {len(handle)} bytes and {nbytes}"
-            )
-        with self._lock:
-            self._check_room(name)
-        try:
-            memory = self._open_cuda(handle, device, nbytes)
-        except (DeviceError, ConfigError, MissingExtra) as error:
-            raise InvalidInput(f"region {shown(name)}: CUDA shared memory cannot be used: {error}") from error
-        try:
-            self._add(_Region(name, "cuda", 0, nbytes, memory, {"device_id": device}, self._principal.name))
-        except BaseException:
-            memory.close()
             raise
 
     def _add(self, region: _Region) -> None:
@@ -229,24 +174,24 @@ class Regions:
             self._check_object(region)
             self._regions[region.name] = region
 
-    def unregister(self, name: str | None = None, kind: Kind | None = None) -> None:
-        """Unregister a region, or all regions (of one kind); one that is not there is no error. Requests in progress finish."""
+    def unregister(self, name: str | None = None) -> None:
+        """Unregister a region, or all regions; one that is not there is no error. Requests in progress finish."""
         with self._lock:
-            names = [each for each in (self._regions if name is None else [name]) if self._has(each, kind)]
+            names = [each for each in (self._regions if name is None else [name]) if self._has(each)]
             dropped = [self._regions.pop(each) for each in names]
             for region in dropped:
                 region.dropped = True
                 if not region.users:
-                    region.memory.close()
+                    region.file.close()
 
     def close(self) -> None:
         """Unregister all of them, whoever has registered them."""
         self.of(LOCAL).unregister()
 
-    def _has(self, name: str, kind: Kind | None = None) -> bool:
+    def _has(self, name: str) -> bool:
         """Whether there is such a region for the principal."""
         region = self._regions.get(name)
-        return region is not None and kind in (None, region.kind) and self._may_use(region)
+        return region is not None and self._may_use(region)
 
     def _may_use(self, region: _Region) -> bool:
         return region.owner == self._principal.name or self._has_all
@@ -255,14 +200,14 @@ class Regions:
     def _has_all(self) -> bool:
         return self._principal.role is Role.ADMIN and self._principal.models is None
 
-    def status(self, name: str | None = None, kind: Kind = "system") -> list[dict[str, Any]]:
-        """The protocol's entry of one region, or of all of a kind. NotFound for one that is not registered."""
+    def status(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The protocol's entry of one region, or of all. NotFound for one that is not registered."""
         self._check_enabled()
         with self._lock:
             if name is None:
-                return [region.document for name, region in self._regions.items() if self._has(name, kind)]
-            if not self._has(name, kind):
-                raise NotFound(f"no {kind} shared memory region {shown(name)} is registered")
+                return [region.document for name, region in self._regions.items() if self._has(name)]
+            if not self._has(name):
+                raise NotFound(f"no shared memory region {shown(name)} is registered")
             return [self._regions[name].document]
 
     def check(self, span: Span, what: str) -> None:
@@ -277,8 +222,8 @@ class Regions:
         data = np.empty(span.nbytes, np.uint8)
         with self._using(span, what) as region:
             try:
-                region.memory.read(region.offset + span.offset, data)
-            except (InvalidInput, DeviceError) as error:
+                region.file.read(region.offset + span.offset, data)
+            except InvalidInput as error:
                 raise InvalidInput(f"{what}: region {shown(region.name)}: {error}") from error
         return data.data
 
@@ -287,8 +232,8 @@ class Regions:
         what = f"{len(data)} bytes of an output"
         with self._using(span, what) as region:
             try:
-                region.memory.write(region.offset + span.offset, data)
-            except (InvalidInput, DeviceError) as error:
+                region.file.write(region.offset + span.offset, data)
+            except InvalidInput as error:
                 raise InvalidInput(f"{what}: region {shown(region.name)}: {error}") from error
 
     def _using(self, span: Span, what: str) -> _Use:
@@ -326,7 +271,7 @@ class Regions:
 
     def _check_object(self, new: _Region) -> None:
         for region in self._regions.values():
-            if new.identity is not None and region.identity == new.identity and not self._may_use(region):
+            if region.identity == new.identity and not self._may_use(region):
                 raise InvalidInput(
                     f"region {shown(new.name)}: its shared memory object is registered by another caller: choose another object"
                 )
@@ -340,6 +285,25 @@ class Regions:
         owner = self._principal.name
         if not self._has_all and sum(region.owner == owner for region in self._regions.values()) >= MOST_EACH:
             raise Overloaded(f"{owner} has registered {MOST_EACH} regions already; unregister some")
+
+
+class CudaRegions:
+    """The protocol's CUDA shared memory, which is not served. Status and unregister are answered: benchmarks send them unasked."""
+
+    @staticmethod
+    def register(name: str) -> NoReturn:
+        raise InvalidInput(f"region {shown(name)}: CUDA shared memory is not served: register system shared memory")
+
+    @staticmethod
+    def unregister(name: str | None = None) -> None:
+        """There is none."""
+
+    @staticmethod
+    def status(name: str | None = None) -> list[dict[str, Any]]:
+        """Of no region. NotFound for one by name."""
+        if name is not None:
+            raise NotFound(f"no CUDA shared memory region {shown(name)} is registered")
+        return []
 
 
 def check_outputs(spans: list[tuple[int, Span]], specs: list[OutputSpec], regions: Regions) -> None:
@@ -368,8 +332,7 @@ def _check_numbers(name: str, **numbers: object) -> None:
         raise InvalidInput(f"a region's name has 1 to {_MAX_NAME} characters, got {shown(name)}")
     for what, value in numbers.items():
         if type(value) is not int or value < 0:
-            expected = "a device's number" if what == "device_id" else "a number of bytes"
-            raise InvalidInput(f"region {shown(name)}: {what} is {shown(value)}, expected {expected}")
+            raise InvalidInput(f"region {shown(name)}: {what} is {shown(value)}, expected a number of bytes")
 
 
 def _open(name: str, key: object) -> int:

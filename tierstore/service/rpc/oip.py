@@ -26,7 +26,7 @@ from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.oip import documents
 from tierstore.service.oip.parameters import version_of
-from tierstore.service.oip.shared_memory import Regions
+from tierstore.service.oip.shared_memory import CudaRegions, Regions
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.lesson import MessageLesson
 from tierstore.service.rpc.methods import Accounts, MessageStream, Receive, Servicer, Unary, by_message, look_up
@@ -198,7 +198,7 @@ class InferenceService:
             "ModelReady": lambda request, caller: {
                 "ready": documents.is_ready(self._model(request.name, caller), _version(request.version))
             },
-            "ServerMetadata": lambda *_: documents.server_metadata(shared_memory=service.regions.kinds),
+            "ServerMetadata": lambda *_: documents.server_metadata(shared_memory=service.regions.enabled),
             "ModelMetadata": lambda request, caller: documents.model_metadata(
                 self._model(request.name, caller), _version(request.version)
             ),
@@ -209,23 +209,18 @@ class InferenceService:
             "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
-            "SystemSharedMemoryStatus": lambda request, caller: {
-                "regions": {region["name"]: region for region in self._regions(caller).status(request.name or None)}
-            },
+            "SystemSharedMemoryStatus": lambda request, caller: _by_name(
+                self._regions(caller).status(request.name or None)
+            ),
             "SystemSharedMemoryRegister": lambda request, caller: self._regions(caller).register(
                 request.name, request.key, request.offset, request.byte_size, on_host=caller.on_host
             ),
             "SystemSharedMemoryUnregister": lambda request, caller: self._regions(caller).unregister(
-                request.name or None, "system"
+                request.name or None
             ),
-            "CudaSharedMemoryStatus": self._cuda_regions,
-            "CudaSharedMemoryRegister": lambda request, caller: self._regions(caller).register_cuda(
-                request.name, request.raw_handle, request.device_id, request.byte_size, on_host=caller.on_host
-            ),
-            # served even where none can be registered: benchmarks request it unconditionally
-            "CudaSharedMemoryUnregister": lambda request, caller: self._regions(caller).unregister(
-                request.name or None, "cuda"
-            ),
+            "CudaSharedMemoryStatus": lambda request, caller: _by_name(CudaRegions.status(request.name or None)),
+            "CudaSharedMemoryRegister": lambda request, caller: CudaRegions.register(request.name),
+            "CudaSharedMemoryUnregister": lambda request, caller: CudaRegions.unregister(request.name or None),
             "TraceSetting": _unserved("trace"),
             "LogSettings": _unserved("logging"),
         }
@@ -245,12 +240,6 @@ class InferenceService:
 
     def _regions(self, caller: RpcCaller) -> Regions:
         return self._service.regions.of(caller.principal)
-
-    def _cuda_regions(self, request: Any, caller: RpcCaller) -> dict[str, Any]:
-        regions = self._regions(caller)
-        if not regions.enabled and not request.name:
-            return {}  # benchmarks request it unconditionally
-        return {"regions": {region["name"]: region for region in regions.status(request.name or None, "cuda")}}
 
     # --- look-ups
 
@@ -337,6 +326,10 @@ class InferenceService:
 
 def _version(name: str) -> int | str | None:
     return version_of(name) if name else None
+
+
+def _by_name(regions: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"regions": {region["name"]: region for region in regions}}
 
 
 def _unserved(extension: str) -> Callable[[Any, RpcCaller], None]:

@@ -11,7 +11,6 @@ NVRTC where it is installed, and compare what is called here with what CuPy has,
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from tierstore.errors import ConfigError
 from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device.compile import compile_kernels
 
-IPC_HANDLE_BYTES = 64
 NOT_INSTALLED = "extra gpu is not installed"
 NO_DEVICE = "no CUDA device"
 _CAPTURING = range(900, 910)  # cudaErrorStreamCapture…: the call is refused, and the device goes on working
@@ -201,55 +199,5 @@ class CudaDevice:
         self.runtime.deviceSynchronize()
 
 
-class IpcMemory:
-    """Device memory of another process. Its first `nbytes` are read and written."""
-
-    def __init__(self, device: CudaDevice, handle: bytes, nbytes: int) -> None:
-        self.device, self.nbytes = device, nbytes
-        with device.current():
-            self._address = int(device.runtime.ipcOpenMemHandle(handle))
-            held = _bytes_from(self._address)
-        if held is not None and held < nbytes:
-            self.close()
-            raise ConfigError(f"device {device.number}: the handle is of {held} bytes, not of {nbytes}")
-
-    @_translated
-    def read(self, at: int, data: np.ndarray) -> None:
-        """Fill `data` (contiguous, in CPU memory) from byte `at` on."""
-        runtime = self.device.runtime
-        runtime.memcpy(data.ctypes.data, self._address + at, data.nbytes, runtime.memcpyDeviceToHost)
-
-    @_translated
-    def write(self, at: int, data: np.ndarray) -> None:
-        runtime = self.device.runtime
-        runtime.memcpy(self._address + at, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
-        # the other process is notified over a socket, which does not order work on the device
-        runtime.streamSynchronize(self.device.cupy.cuda.Stream.null.ptr)
-
-    @_translated
-    def close(self) -> None:
-        self.device.runtime.ipcCloseMemHandle(self._address)
-
-
 def _captured(number: int) -> str:
     return f"device {number}: a CUDA graph is being captured, and a look-up cannot be part of it; look up after the capture"
-
-
-def _bytes_from(address: int) -> int | None:
-    """Bytes of device memory from an address to the end of its allocation; None where the driver does not say.
-
-    Memory after that belongs to others, perhaps to us.
-    """
-    try:
-        get_range = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
-    except (OSError, AttributeError):
-        return None
-    begin, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-    if get_range(ctypes.byref(begin), ctypes.byref(nbytes), ctypes.c_uint64(address)):
-        return None
-    return begin.value + nbytes.value - address
-
-
-def open_ipc(handle: bytes, device: int, nbytes: int) -> IpcMemory:
-    """Open a cudaIpcMemHandle_t of another process on this machine. ConfigError or DeviceError where it cannot be."""
-    return IpcMemory(CudaDevice(device), handle, nbytes)

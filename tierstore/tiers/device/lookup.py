@@ -48,6 +48,18 @@ class _Chunk:
     last: int = 0
 
 
+def answer(
+    table: DeviceTable, keys: Keys, state: States, answered: Vectors, dtype: Any, fetch: Fetch, bags: Bags | None = None
+) -> Any:
+    """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None where the device cannot. See `look_up`."""
+    shape = (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
+    try:
+        out = table.device.backend.empty(shape, dtype)
+    except OutOfDeviceMemory:
+        return None
+    return out if look_up(table, keys, state, answered, out, fetch, bags) else None
+
+
 def look_up(
     table: DeviceTable,
     keys: Keys,

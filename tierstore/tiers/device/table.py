@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.kernels.codec import out_code
 from tierstore.tiers.checks import check_answer, check_rows
@@ -344,11 +343,7 @@ class DeviceTable:
 
     def hot_keys(self, limit: int) -> Keys:
         """Resident keys int64[m], m <= limit, hottest first, by 4 degrees of heat."""
-        return self.hot(limit)[0]
-
-    def hot(self, limit: int) -> tuple[Keys, npt.NDArray[np.uint8]]:
-        """(`hot_keys`, their heat)."""
-        nothing = np.empty(0, np.int64), np.empty(0, np.uint8)
+        nothing = np.empty(0, np.int64)
         with self._lock:
             if self._memory is None or self._memory.table is None or limit <= 0:
                 return nothing
@@ -358,8 +353,8 @@ class DeviceTable:
                 self.give_up(error)
                 return nothing
         keys, heat = np.concatenate([keys for keys, _ in found]), np.concatenate([heat for _, heat in found])
-        hottest = np.argsort(MAX_HEAT - heat, kind="stable")[:limit]
-        return keys[hottest], heat[hottest]
+        hottest: Keys = keys[np.argsort(MAX_HEAT - heat, kind="stable")[:limit]]
+        return hottest
 
     @property
     def rows_resident(self) -> int:

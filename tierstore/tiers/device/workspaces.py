@@ -4,8 +4,8 @@ A workspace is a piece of device memory, as much page-locked CPU memory (its sta
 between them. Their number and size are fixed, so staging memory is bounded: larger requests are cut into chunks, and a
 thread that finds all workspaces in use waits for one. Any thread may use one.
 
-Half of them are for answers that stay on the device. A thread that holds one of those may look keys up in the tiers below,
-other devices among them, and so need one of the other half. A thread that holds one of the other half waits for nothing.
+Half of them are for answers that stay on the device. A thread that holds one of those may wait for a read
+of the disk. A thread that holds one of the other half waits for nothing.
 """
 
 from __future__ import annotations

@@ -1,0 +1,109 @@
+"""The GPU of a store, the memory used of it, and the reason where there is no device tier.
+
+It is the first that CUDA shows: `CUDA_VISIBLE_DEVICES` chooses another. Constant after construction; any thread may call
+anything. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import numpy as np
+
+from tierstore.config import Settings
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
+from tierstore.tiers.device.backend import Backend, DeviceError
+from tierstore.tiers.device.cupy_device import NOT_INSTALLED, CudaDevice, find_devices
+from tierstore.tiers.device.lookup import to_device
+from tierstore.tiers.device.table import DeviceTable
+from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory
+from tierstore.types import TableSpec
+
+log = logging.getLogger(__name__)
+
+MIN_BUDGET = 1 << 20
+NAMES = ("gpu", "gpu:0")  # of it, where a caller says on which device an answer is to be
+
+
+def find_backend() -> tuple[Backend | None, str | None]:
+    """(the device, the reason where there is none)."""
+    count, why = find_devices()
+    return (CudaDevice(0), None) if count else (None, why)
+
+
+class Gpu:
+    """The device of one store, or none; then `reason` says why."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.reason: str | None = None
+        self.memory: DeviceMemory | None = None
+        if not settings.device_budget:
+            installed = importlib.util.find_spec("cupy") is not None
+            self.reason = "device_budget is 0: no device memory is given" if installed else NOT_INSTALLED
+        else:
+            self._open(settings)
+        if self.reason and settings.device_budget:
+            log.warning("there is no device tier: %s", self.reason)
+
+    def _open(self, settings: Settings) -> None:
+        if settings.device_budget < MIN_BUDGET:
+            raise ConfigError(
+                f"device_budget is {settings.device_budget}: give at least {MIN_BUDGET} bytes, or 0 for none"
+            )
+        backend, self.reason = find_backend()
+        if backend is None:
+            if self.reason == NOT_INSTALLED:
+                raise MissingExtra("device_budget is set and CuPy is not installed: pip install 'tierstore[gpu]'")
+            return
+        try:
+            self.memory = DeviceMemory(backend, settings.device_budget)
+        except DeviceError as error:
+            self.reason = f"the device cannot be used: {error}"
+
+    def cache(self, spec: TableSpec, budget_bytes: int, default: np.ndarray, fraction: float) -> DeviceTable:
+        """A table of `budget_bytes`. There has to be a device."""
+        assert self.memory is not None
+        return DeviceTable(spec, budget_bytes, self.memory, default_vector=default, fraction=fraction)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes for tables."""
+        return 0 if self.memory is None else self.memory.table_bytes
+
+    def has(self, device: str) -> bool:
+        """Whether it is the one of that name."""
+        return self.memory is not None and device in NAMES
+
+    def memory_of(self, device: str) -> DeviceMemory:
+        """Its memory, by one of its names. Errors say what is missing."""
+        name, _, number = device.partition(":")
+        if name != "gpu" or (number and not number.isdecimal()):
+            raise InvalidInput(f"device {device!r} is unknown: answers are on 'cpu' or 'gpu'")
+        if self.memory is None:
+            kind = MissingExtra if self.reason == NOT_INSTALLED else NotReady
+            raise kind(f"device={device!r}: there is no device tier: {self.reason}")
+        if device not in NAMES:
+            raise NotReady(f"there is no device {number}: a store uses the first GPU that CUDA_VISIBLE_DEVICES shows")
+        return self.memory
+
+    def upload(self, array: np.ndarray) -> Any:
+        """A copy of an answer there."""
+        assert self.memory is not None
+        return to_device(self.memory, array)
+
+    def status(self) -> dict[str, Any]:
+        if self.memory is None:
+            return {"present": False, "reason": self.reason}
+        return {
+            "present": True,
+            "workspaces": WORKSPACES,
+            "workspaces_taken": self.memory.held,
+            "workspace_bytes": WORKSPACES * self.memory.workspace_bytes,
+        }
+
+    def close(self) -> None:
+        """Free the workspaces. No table may be on the device any more."""
+        if self.memory is not None:
+            self.memory.close()
