@@ -146,10 +146,12 @@ def _options(threads: int) -> Any:
 
 
 def threads_of_a_run(store: Any, size: int, rows: int, seconds: float, root: Path) -> dict[str, float]:
-    """Predictions a second of two threads and processor microseconds of each, by `dense_intra_threads`, in alternation."""
+    """Predictions a second of two threads and processor microseconds of each, by `intra_op_num_threads`, in alternation."""
     stores = {1: store}
     rates: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
-    with tierstore.open(root / "second", host_budget="1GiB", dense_intra_threads=2, load_workers=1) as second:
+    with tierstore.open(
+        root / "second", host_budget="1GiB", dense_options={"intra_op_num_threads": "2"}, load_workers=1
+    ) as second:
         second.load_snapshot(root / "snapshot")
         stores[2] = second
         for _ in range(4):

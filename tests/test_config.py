@@ -260,9 +260,9 @@ def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:
         assert text, name
         assert "factory" not in default.lower(), name
     known = {name: default for name, default, _ in described_settings()}
-    assert (known["port"], known["max_delta"], known["watch"], known["dense_arena"]) == (
+    assert (known["port"], known["max_delta"], known["watch"], known["access_log"]) == (
         "8000",
         "256MiB",
         "none",
-        "true",
+        "false",
     )

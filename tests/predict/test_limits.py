@@ -140,7 +140,7 @@ def test_constants_are_not_computed_ahead_beyond_the_size_of_weights(load):
 
 @pytest.mark.parametrize("arena", [True, False])
 def test_answers_are_the_same_with_and_without_an_arena_that_keeps_memory(load, arena):
-    session = load(om.linear({"user_id": np.ones(4)}), dense_arena=arena)
+    session = load(om.linear({"user_id": np.ones(4)}), dense_options={"enable_cpu_mem_arena": arena})
     assert [score(session) for _ in range(3)] == [[[4.0]] * 2] * 3
 
 

@@ -88,18 +88,15 @@ def test_inputs_that_are_no_tensors_are_refused(load):
 
 
 def test_settings_reach_onnx_runtime(load):
-    settings = {
-        "dense_intra_threads": 3,
-        "dense_inter_threads": 2,
-        "dense_graph_optimization": "basic",
-        "dense_arena": False,
+    named = {
+        "intra_op_num_threads": 3,
+        "inter_op_num_threads": 2,
+        "graph_optimization_level": "ORT_ENABLE_BASIC",
+        "enable_cpu_mem_arena": False,
+        "session.intra_op_thread_affinities": "1;1",
+        "session.set_denormal_as_zero": True,
     }
-    session = load(
-        om.linear({"user_id": np.ones(4)}),
-        **settings,
-        dense_affinity="1;1",
-        dense_options={"session.set_denormal_as_zero": "1"},
-    )
+    session = load(om.linear({"user_id": np.ones(4)}), dense_options=named)
     options = session._session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
     assert options.graph_optimization_level.name == "ORT_ENABLE_BASIC"
@@ -113,8 +110,31 @@ def test_settings_reach_onnx_runtime(load):
 
 
 def test_an_affinity_for_another_number_of_threads_is_told_at_start():
-    with pytest.raises(ConfigError, match="names 2 threads; of dense_intra_threads=1 ONNX Runtime makes 0"):
-        Runtime(load_settings(None, dense_affinity="1;2"))
+    with pytest.raises(ConfigError, match="names 2 threads; of intra_op_num_threads=1 ONNX Runtime makes 0"):
+        Runtime(load_settings(None, dense_options={"session.intra_op_thread_affinities": "1;2"}))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (
+            {"intra_op_threads": "2"},
+            r"'intra_op_threads' is unknown: expected intra_op_num_threads, .* session\.intra_op",
+        ),
+        ({"intra_op_num_threads": "0"}, "intra_op_num_threads='0': expected a number of at least 1"),
+        ({"inter_op_num_threads": "two"}, "inter_op_num_threads='two': expected a number"),
+        ({"graph_optimization_level": "all"}, "expected ORT_DISABLE_ALL, .*ORT_ENABLE_ALL"),
+        ({"enable_cpu_mem_arena": "no"}, "expected 0 or 1"),
+    ],
+)
+def test_an_option_that_onnx_runtime_does_not_have_is_named_at_start(option, said):
+    with pytest.raises(ConfigError, match=said):
+        Runtime(load_settings(None, dense_options=option))
+
+
+def test_options_come_from_the_environment_as_json(monkeypatch):
+    monkeypatch.setenv("TIERSTORE_DENSE_OPTIONS", '{"intra_op_num_threads": 2, "enable_cpu_mem_arena": false}')
+    assert load_settings(None).dense_options == {"intra_op_num_threads": "2", "enable_cpu_mem_arena": "0"}
 
 
 def test_onnx_runtime_reports_to_nobody(tmp_path):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, Field
+from pydantic import BaseModel, ByteSize, Field, field_validator
 
 from tierstore.config.values import (
     Size,
@@ -14,19 +14,6 @@ from tierstore.config.values import (
 class DenseSettings(BaseModel):
     """Fields of `Settings`."""
 
-    dense_intra_threads: int = Field(
-        1, ge=1, description="threads of one run of a dense part; look-up threads run several at once anyway"
-    )
-    dense_inter_threads: int = Field(1, ge=1, description="branches of a dense part's graph that run at once")
-    dense_affinity: str | None = Field(
-        None,
-        description="processors for the threads of a run, all but its first one, in ONNX Runtime's form, such as `2;3` (counted from 1)",
-    )
-    dense_spinning: bool = Field(False, description="let the threads of a run spin while they wait for work")
-    dense_graph_optimization: Literal["off", "basic", "extended", "all"] = Field(
-        "all", description="how much ONNX Runtime optimizes the graph of a dense part when it is loaded"
-    )
-    dense_arena: bool = Field(True, description="let ONNX Runtime keep memory between runs")
     dense_timeout_s: float = Field(
         10.0, gt=0, description="seconds that one run of a dense part may take; after that it is ended, and gets 504"
     )
@@ -44,4 +31,16 @@ class DenseSettings(BaseModel):
         ByteSize(2 << 30), description="bytes of a GPU's memory that each dense part's session may keep for its tensors"
     )
     dense_provider_options: dict[str, str] = Field({}, description="further options of ONNX Runtime's CUDA provider")
-    dense_options: dict[str, str] = Field({}, description="further entries of ONNX Runtime's session configuration")
+    dense_options: dict[str, str] = Field(
+        {},
+        description="ONNX Runtime's session options by its own names: `intra_op_num_threads`, `inter_op_num_threads`, `graph_optimization_level`, `enable_cpu_mem_arena`, and entries of its configuration (`session.…`)",
+    )
+
+    @field_validator("dense_options", mode="before")
+    @classmethod
+    def _as_text(cls, given: Any) -> Any:
+        """TOML and JSON have numbers and booleans; ONNX Runtime's entries are text."""
+        if not isinstance(given, dict):
+            return given
+        plain = {True: "1", False: "0"}
+        return {key: plain[value] if isinstance(value, bool) else str(value) for key, value in given.items()}

@@ -24,18 +24,18 @@ _creating = threading.Lock()  # what is registered counts for the whole process
 
 @dataclass(frozen=True, slots=True)
 class SessionPlan:
-    """What a session is made with. `optimization` is the name of a level, `entries` are of the session's configuration.
+    """What a session is made with, by ONNX Runtime's names; `entries` are of the session's configuration.
 
     `memory_bytes` is what its tensors may use of CPU memory, all its runs together, without its weights; None: no limit.
     """
 
     providers: list[Any]
     memory_bytes: int | None
-    intra_threads: int
-    inter_threads: int
-    optimization: str
-    arena: bool
     entries: dict[str, str]
+    intra_op_num_threads: int = 1
+    inter_op_num_threads: int = 1
+    graph_optimization_level: str = "ORT_ENABLE_ALL"
+    enable_cpu_mem_arena: bool = True
 
 
 def make_session(
@@ -68,11 +68,11 @@ def make_session(
 def _options(onnxruntime: Any, plan: SessionPlan) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL
-    options.intra_op_num_threads, options.inter_op_num_threads = plan.intra_threads, plan.inter_threads
-    if plan.inter_threads > 1:
+    options.intra_op_num_threads, options.inter_op_num_threads = plan.intra_op_num_threads, plan.inter_op_num_threads
+    if plan.inter_op_num_threads > 1:
         options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, plan.optimization)
-    options.enable_cpu_mem_arena = plan.arena
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, plan.graph_optimization_level)
+    options.enable_cpu_mem_arena = plan.enable_cpu_mem_arena
     # it keeps a pattern for every combination of input shapes, without limit: batches have many sizes
     options.enable_mem_pattern = False
     for key, value in plan.entries.items():

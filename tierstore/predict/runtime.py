@@ -24,7 +24,23 @@ from tierstore.predict.trials import Trials
 from tierstore.types import FeatureSpec, TableSpec
 
 INSTALL = "install tierstore[dense]"
-_LEVELS = {"off": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED", "all": "ORT_ENABLE_ALL"}  # fmt: skip
+_AFFINITY = "session.intra_op_thread_affinities"
+_SPINNING = ("session.intra_op.allow_spinning", "session.inter_op.allow_spinning")
+
+
+def _threads(text: str) -> int:
+    if (threads := int(text)) < 1:
+        raise ValueError(text)
+    return threads
+
+
+_LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
+_FIELDS: dict[str, tuple[Callable[[str], Any], str]] = {  # of SessionOptions: what reads a text, what is expected
+    "intra_op_num_threads": (_threads, "a number of at least 1"),
+    "inter_op_num_threads": (_threads, "a number of at least 1"),
+    "graph_optimization_level": ({level: level for level in _LEVELS}.__getitem__, ", ".join(_LEVELS)),
+    "enable_cpu_mem_arena": ({"0": False, "1": True}.__getitem__, "0 or 1"),
+}
 
 
 def missing_extra() -> str | None:
@@ -45,18 +61,12 @@ class Runtime:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.placement = placement_of(settings)
-        self._plan = _plan(settings, self.placement)
+        self._options = _session_options(settings.dense_options)
+        self._plan = _plan(settings, self.placement, self._options)
         self.trials = Trials(self._plan, int(settings.dense_memory))
         self._lock = threading.Lock()
         self._missing: list[str | None] = []  # set at the first dense part; guarded by _lock
         self.limits = RunLimits(settings.dense_timeout_s, _run_options)
-        affinity = settings.dense_affinity
-        groups = affinity.count(";") + 1 if affinity else 0
-        if affinity and groups != settings.dense_intra_threads - 1:
-            raise ConfigError(
-                f"dense_affinity {affinity!r} names {groups} threads; of dense_intra_threads={settings.dense_intra_threads} "
-                f"ONNX Runtime makes {settings.dense_intra_threads - 1}, the caller's own being the first"
-            )
         if self.placement.provider != CPU_PROVIDER:
             self._check_provider()
 
@@ -127,7 +137,7 @@ class Runtime:
             SessionLimits(
                 self.limits,
                 int(self._settings.dense_memory),
-                shrinks=not self._settings.dense_arena and self.placement.provider == CPU_PROVIDER,
+                shrinks=not self._options.get("enable_cpu_mem_arena", True) and self.placement.provider == CPU_PROVIDER,
             ),
             self.placement,
         )
@@ -138,21 +148,46 @@ class Runtime:
         return session
 
 
-def _plan(settings: Settings, placement: Placement) -> SessionPlan:
+def _session_options(given: Mapping[str, str]) -> dict[str, Any]:
+    """The setting `dense_options`, each value of its type: fields of ONNX Runtime's SessionOptions, and entries of its configuration.
+
+    ConfigError for what is neither, or of no such value.
+    """
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if "." in name:
+            options[name] = value
+            continue
+        if name not in _FIELDS:
+            raise ConfigError(
+                f"dense_options: {name!r} is unknown: expected {', '.join(_FIELDS)}, or an entry of the session's "
+                f"configuration, such as {_SPINNING[0]}"
+            )
+        read, expected = _FIELDS[name]
+        try:
+            options[name] = read(value)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"dense_options: {name}={value!r}: expected {expected}") from error
+    threads, affinity = options.get("intra_op_num_threads", 1), options.get(_AFFINITY)
+    groups = affinity.count(";") + 1 if affinity else 0
+    if affinity and groups != threads - 1:
+        raise ConfigError(
+            f"dense_options: {_AFFINITY} {affinity!r} names {groups} threads; of intra_op_num_threads={threads} "
+            f"ONNX Runtime makes {threads - 1}, the caller's own being the first"
+        )
+    return options
+
+
+def _plan(settings: Settings, placement: Placement, options: Mapping[str, Any]) -> SessionPlan:
     on_cpu = placement.provider == CPU_PROVIDER
-    spinning = "1" if settings.dense_spinning else "0"
-    entries = {"session.intra_op.allow_spinning": spinning, "session.inter_op.allow_spinning": spinning}
-    if settings.dense_affinity:
-        entries["session.intra_op_thread_affinities"] = settings.dense_affinity
+    fields = {name: value for name, value in options.items() if "." not in name}
+    if on_cpu:  # with a limit there is an arena in any case; where it is to keep nothing each run gives its memory back
+        fields["enable_cpu_mem_arena"] = True
     return SessionPlan(
         providers=placement.providers,
         memory_bytes=int(settings.dense_memory) if on_cpu else None,
-        intra_threads=settings.dense_intra_threads,
-        inter_threads=settings.dense_inter_threads,
-        optimization=_LEVELS[settings.dense_graph_optimization],
-        # with a limit there is an arena in any case; without `dense_arena` each run gives its memory back
-        arena=settings.dense_arena or on_cpu,
-        entries=entries | settings.dense_options,
+        entries=dict.fromkeys(_SPINNING, "0") | {name: value for name, value in options.items() if "." in name},
+        **fields,
     )
 
 
