@@ -52,10 +52,6 @@ class SourceSettings(BaseModel):
         None,
         description="how far back the topic is read for a model that is new here: `2h`, `30min` or seconds; default: from its beginning",
     )
-    kafka_window: Size = Field(
-        ByteSize(64 << 20),
-        description="bytes of messages that may wait for a delta that comes later; at least twice max_delta. Beyond it they are read again",
-    )
     watch_snapshots: Annotated[list[Path | str], NoDecode, BeforeValidator(split_roots)] = Field(
         default_factory=list,
         description="directories and URLs of snapshots, `<model>/<version>/` or `<version>/` below each; the newest of a model is loaded when it is complete; separated by ':' in the environment",

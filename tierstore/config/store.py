@@ -36,9 +36,6 @@ class StoreSettings(BaseModel):
         ByteSize(256 << 20),
         description="bytes of deltas that are visible but not folded yet; above it producers get 503, and 413 for one that could never fit",
     )
-    block_cache: Size = Field(
-        ByteSize(32 << 20), description="bytes of RocksDB's block cache for each open version (mostly index blocks)"
-    )
     base: BaseKind = Field(
         "sealed",
         description="what stores the rows of versions that are loaded from now on: sealed files (`sealed`), or RocksDB alone (`rocksdb`)",
@@ -125,9 +122,6 @@ class StoreSettings(BaseModel):
         5.0,
         gt=0,
         description="seconds after which another node may bring deltas into the cluster's rows where the one that does has gone silent",
-    )
-    remote_prepare_s: float = Field(
-        600.0, gt=0, description="most seconds that a switch waits until every node has made the version ready"
     )
     remote_log_retention_s: float = Field(
         3600.0,

@@ -24,7 +24,7 @@ CHANGED_DISK_BYTES = 24  # of a row in RocksDB beyond the row: key, block, filte
 PROCESS_BYTES = 350 << 20  # Python, libraries and compiled kernels of a service
 FIXED_BYTES = (
     (256 << 20) + (32 << 20) + (512 << 20)
-)  # overlay_budget, block_cache and load_memory as they are by default
+)  # overlay_budget and load_memory as they are by default, RocksDB's block cache
 SYSTEM_SHARE = 0.1  # of a node's memory, for the system and its cache of files
 # server CPU of a look-up over HTTP (docs/decisions/reactor.md), and of a key that is read from disk (sealed-base.md)
 REQUEST_CPU_S, KEY_CPU_S, READ_CPU_S = 15e-6, 0.07e-6, 7e-6

@@ -45,7 +45,7 @@ class Opener:
         """Open a version that is not served. Whether that succeeded is its `problem`."""
         with _noting_problems(info):
             self.scanned.close(info.number)
-            version = Version.open(info, self._shared.settings, self._shared.readers, self._counts_of, self._remote)
+            version = Version.open(info, self._shared.readers, self._counts_of, self._remote)
         self._note_watermark(info)
         return version
 

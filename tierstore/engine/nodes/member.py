@@ -24,6 +24,7 @@ from tierstore.errors import Conflict, DeltaError, InvalidInput, NotReady, Overl
 from tierstore.formats.delta.reader import Delta
 from tierstore.types import DeltaResult, Progress, ProgressFn
 
+PREPARE_S = 600.0  # that a switch waits until every node has made the version ready
 VISIBLE_S = 30.0  # that a delta may take until this node serves it
 _PAUSE_S = 0.05  # between two tries to append
 _TRIES = 50  # of a change that others come before
@@ -169,7 +170,7 @@ class Member:
 
     def _await_this(self, holds: Callable[[Routing], bool], what: str) -> None:
         """Wait until this node serves what the pointer says."""
-        if not self.follower.wait_served(holds, self._settings.remote_prepare_s):
+        if not self.follower.wait_served(holds, PREPARE_S):
             why = self.follower.problem or "it is behind"
             raise NotReady(f"model {self.model.name!r}: {what}, and this node does not serve so yet: {why}")
 
@@ -210,7 +211,7 @@ class Member:
 
     def _await_nodes(self, number: int, generation: int, progress: ProgressFn) -> None:
         """Wait until every node that reports is ready; one that is gone is not waited for."""
-        until_s = time.monotonic() + self._settings.remote_prepare_s
+        until_s = time.monotonic() + PREPARE_S
         while True:
             reports = self.shared.beat(self._node, None)
             ready = [n for n, of in reports.items() if number in (of.get(k) for k in ("prepared", "active", "canary"))]
@@ -226,8 +227,8 @@ class Member:
             if time.monotonic() >= until_s:
                 slow = sorted(set(reports) - set(ready))
                 raise Conflict(
-                    f"version {number} of {self.model.name!r} was not ready within {self._settings.remote_prepare_s:.0f} s "
-                    f"(remote_prepare_s) on {', '.join(slow)}"
+                    f"version {number} of {self.model.name!r} was not ready within {PREPARE_S:.0f} s "
+                    f"on {', '.join(slow)}"
                 )
             if self.shared.pointer().wanted != number:
                 raise Conflict(f"the switch to version {number} of {self.model.name!r} was withdrawn")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tierstore.config import Settings
 from tierstore.engine.cluster.base import RemoteBase
 from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.data.budget import MemoryUser, deal
@@ -37,6 +36,8 @@ from tierstore.tiers.disk.sst import write_sst
 from tierstore.tiers.disk.tier import DiskTier
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys
+
+BLOCK_CACHE_BYTES = 32 << 20  # of RocksDB's block cache for each open version: mostly index blocks
 
 
 class Version:
@@ -83,18 +84,16 @@ class Version:
     def open(
         cls,
         info: VersionInfo,
-        settings: Settings,
         readers: ReaderPool,
         counts: Callable[[str], LookupCounts],
         remote: Callable[[VersionInfo], RemoteBase],
     ) -> Version:
         """Open the disk tier, or what `remote` gives; host tables come by `attach_host`. `counts` gives the model's counts for a table."""
-        cache = settings.block_cache
         disk: DiskTier | RemoteBase
         if info.base == "remote":
             disk = remote(info)
         else:
-            disk = BASES[info.base].open(info.where.db, block_cache_bytes=cache, reader=readers)
+            disk = BASES[info.base].open(info.where.db, block_cache_bytes=BLOCK_CACHE_BYTES, reader=readers)
         try:
             return cls(info, disk, counts)
         except BaseException:

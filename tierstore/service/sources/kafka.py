@@ -37,6 +37,7 @@ from tierstore.service.sources.kafka_status import KafkaStats, families
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+_WINDOW_BYTES = 64 << 20  # of messages that wait for a delta that comes later; beyond it they are read again
 SAVE_S = 5.0  # between records of positions that no delta was logged with
 METADATA_S = 30.0  # between questions for the topic's partitions
 GAP_S = 10.0  # that a delta may be missing before earlier messages are read again for it
@@ -52,7 +53,7 @@ class KafkaSource:
         self._topic = settings.kafka_topic
         self._options = read_options(settings.kafka_config)
         self.stats = KafkaStats(self._topic)
-        self._window = Window(max(settings.kafka_window, 2 * settings.max_delta))
+        self._window = Window(max(_WINDOW_BYTES, 2 * settings.max_delta))
         self._positions = Positions(store.root.kafka_positions, self._topic)
         self._parked = store.parked_files
         self._followed: set[str] = set()
@@ -125,7 +126,7 @@ class KafkaSource:
             begin = self._far_back()
             self._followed = set(logs)
             self._positions.save(begin, self._followed, new_epoch=True)
-        self._window = Window(max(settings.kafka_window, 2 * settings.max_delta))
+        self._window = Window(max(_WINDOW_BYTES, 2 * settings.max_delta))
         self._seen, self._checked_s = logs, time.monotonic()
         self._gaps, self._forgot_at = {}, {}
         self._applier.begin(self._window, reader)
