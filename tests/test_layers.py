@@ -24,6 +24,7 @@ PACKAGE = "tierstore"
 FLOORS = {
     "addresses": 0,
     "errors": 0,
+    "verdicts": 0,
     "types": 0,
     "config": 0,
     "log_limits": 0,

@@ -33,6 +33,20 @@ def both(urls: list[str]) -> list[str]:
     return [word for url in urls for word in ("--url", url)]
 
 
+def test_jobs_of_a_service_are_listed_and_stopped(two: Two, cli: Cli, tmp_path: Path) -> None:
+    _, urls = two
+    assert cli("jobs", "--url", urls[0]).out.startswith("there are no jobs")
+    assert "only a running service has jobs" in cli("jobs").err
+    assert cli("load", write_snapshot(tmp_path, 1), "--url", urls[0]).code == 0
+    listed = cli("jobs", "--url", urls[0])
+    assert all(word in listed.out for word in ("load", "ctr", "done"))
+    (job,) = cli("jobs", "--url", urls[0], "--json").document
+    assert (job["kind"], job["state"], job["version"]) == ("load", "done", 1)
+    ended = cli("jobs", "--url", urls[0], "--cancel", job["job"])
+    assert ended.code == 1
+    assert "has ended: done" in ended.err
+
+
 def test_a_rollout_and_a_comparison(two: Two, cli: Cli, tmp_path: Path) -> None:
     (first, second), urls = two
     options = ["--nodes", ",".join(urls), "--check", "0s", "--max-wait", "1m"]
@@ -42,6 +56,10 @@ def test_a_rollout_and_a_comparison(two: Two, cli: Cli, tmp_path: Path) -> None:
     assert f"{urls[0]}: version 1 is loaded" in run.err
     again = cli("rollout", tmp_path / "ctr-1", *options, "--policy", "all-at-once", "--json")
     assert (again.document["switched"], again.document["seq"]) == ([], 10)
+
+    tried = cli("rollout", write_snapshot(tmp_path, 2), *options, "--canary", "5%", "--for", "0s")
+    assert tried.code == 0, tried.err
+    assert "version 2 gets 0.05 of the requests on 2 nodes" in tried.err
 
     same = cli("status", *both(urls))
     assert same.code == 0

@@ -43,6 +43,7 @@ COMMANDS = {
     "token",
     "audit",
     "rollout",
+    "jobs",
     "backup",
     "restore",
     "plan",

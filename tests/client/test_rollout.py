@@ -20,6 +20,7 @@ from tierstore.client.replicas import compare, compare_rows
 from tierstore.client.rollout import _Node, _Rollout, rollout
 from tierstore.engine.versions.expiry import expire
 from tierstore.errors import Conflict, InvalidInput, RolloutFailed, TierstoreError, Unreachable
+from tierstore.verdicts import Requests
 
 from .nodes import DIM, ITEMS, Node, nodes, row, write_change, write_version
 
@@ -165,9 +166,13 @@ def test_what_fails_after_the_switch_is_taken_back_everywhere(
 
 
 def test_errors_after_the_switch_take_it_back(two: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([(10, 1), (1010, 11), (10, 1), (1010, 12)])  # 1% of the first node's requests, more of the second's
-    monkeypatch.setattr(_Rollout, "_counts", lambda *_: next(counts))
-    with pytest.raises(RolloutFailed, match=f"{two[1].url}: 11 of 1000 requests of version 2 failed") as raised:
+    before = {1: Requests(100_000, 1_000), 2: Requests(10, 1)}
+    after = iter(
+        [Requests(1010, 16), Requests(1010, 56)]
+    )  # as many as of version 1 on the first node, more on the second
+    looks = iter(range(4))
+    monkeypatch.setattr(_Rollout, "_requests", lambda *_: before if next(looks) % 2 == 0 else before | {2: next(after)})
+    with pytest.raises(RolloutFailed, match=f"{two[1].url}: 55 of 1000 requests of version 2 failed") as raised:
         rollout(write_version(tmp_path, 2), urls(two), **QUICK)
     assert raised.value.restored
     assert active(two) == [1, 1]
@@ -176,14 +181,81 @@ def test_errors_after_the_switch_take_it_back(two: list[Node], tmp_path: Path, m
 def test_requests_of_a_version_are_counted_from_the_metrics(two: list[Node]) -> None:
     with Client(two[0].url) as client, ThreadPoolExecutor(1) as threads:
         node = _Node(two[0].url, client, client)
-        counting = _Rollout([node], threads, "", "ctr", 1, 1.0, 1.0, 0.01, print)
-        assert counting._counts(node) == (0, 0)
+        counting = _Rollout([node], threads, "", "ctr", 1, 1.0, 1.0, print)
+        assert counting._requests(node)[1] == Requests()
         for key in range(5):
             client.lookup("ctr", "item_id", [key])
         until = time.monotonic() + 60
-        while counting._counts(node) != (5, 0):
-            assert time.monotonic() < until, counting._counts(node)
+        while (counted := counting._requests(node)[1]) != Requests(5):
+            assert time.monotonic() < until, counted
             time.sleep(0.05)
+
+
+def test_a_canary_on_all_nodes_is_tried_before_any_node_switches(two: list[Node], tmp_path: Path) -> None:
+    lines: list[str] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        with Client(urls(two)) as client:
+            while not done.is_set():
+                client.lookup("ctr", "item_id", [1])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        rollout(write_version(tmp_path, 2), urls(two), canary=0.5, canary_s=1.0, say=lines.append, **QUICK)
+    finally:
+        done.set()
+        asking.join(60)
+    assert active(two) == [2, 2]
+    assert canaries(two) == [None, None]
+    words = next(line for line in lines if line.startswith("the canary: 0 of "))
+    assert int(words.split()[4]) > 0, "it was asked"
+    begun, tried = (next(i for i, line in enumerate(lines) if text in line) for text in ("gets 0.5 of", "the canary: "))
+    assert begun < tried < min(i for i, line in enumerate(lines) if "is active" in line)
+
+
+def test_a_canary_that_fails_on_one_node_is_withdrawn_on_all(
+    two: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = {two[0].url: 0, two[1].url: 5}
+    looks: dict[str, int] = dict.fromkeys(failed, 0)
+
+    def requests(_: _Rollout, node: _Node) -> dict[int, Requests]:
+        looks[node.url] += 1
+        new = Requests(50, failed[node.url]) if looks[node.url] > 1 else Requests()
+        return {1: Requests(1000 * looks[node.url]), 2: new}
+
+    monkeypatch.setattr(_Rollout, "_requests", requests)
+    with pytest.raises(
+        RolloutFailed, match="the canary: 5 of 100 requests failed, of the active version 0 of 2000"
+    ) as raised:
+        rollout(write_version(tmp_path, 2), urls(two), canary=0.05, canary_s=60.0, **QUICK)
+    assert raised.value.restored
+    assert active(two) == [1, 1]
+    assert canaries(two) == [None, None]
+
+
+def test_a_canary_that_somebody_withdraws_ends_the_rollout(
+    two: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = _Rollout._requests
+
+    def withdrawn(self: _Rollout, node: _Node) -> Any:
+        if node.url == two[1].url and canaries(two)[1] is not None:
+            two[1].store.withdraw("ctr")
+        return requests(self, node)
+
+    monkeypatch.setattr(_Rollout, "_requests", withdrawn)
+    with pytest.raises(RolloutFailed, match=f"{two[1].url}: version 2 was withdrawn or promoted by somebody else"):
+        rollout(write_version(tmp_path, 2), urls(two), canary=0.05, canary_s=60.0, **QUICK)
+    assert active(two) == [1, 1]
+
+
+def test_a_share_that_is_none_is_refused_before_anything_is_done() -> None:
+    for share in (0.0, 1.5):
+        with pytest.raises(InvalidInput, match="canary: expected a share"):
+            rollout("x", ["http://127.0.0.1:1"], model="m", version=1, canary=share)
 
 
 def test_an_interrupted_rollout_goes_back(two: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from tierstore.errors import DeadlineExceeded, RunLimit, StorageError
 from tierstore.service.dataplane.plan import Request
 from tierstore.service.dataplane.tensors import TensorSpec
 from tierstore.service.server import ServerThread
-from tierstore.service.sources.canary_trial import Requests
 
 from .conftest import GRPC, settings_for
 from .scenes import delta, row, write_snapshot
@@ -149,14 +148,14 @@ def test_what_a_caller_does_wrong_speaks_against_no_version(scene: Scene) -> Non
         refused = scene.http.post("/v2/models/ctr/infer", content=wrong, headers={"X-Request-Id": name})
         assert refused.status_code in (400, 404)
     stats = scene.server.service.inference_stats
-    asked = Requests.of(stats, "ctr", 2)
+    asked = stats.requests("ctr", 2)
     assert asked.total >= 2 * len(ids), "they were given to the canary"
     assert asked.failed == 0
     scene.server.service.count_failed("ctr", 1000, DeadlineExceeded("the caller waits no longer"))
-    assert Requests.of(stats, "ctr", 1).failed == 0
+    assert stats.requests("ctr", 1).failed == 0
     scene.server.service.count_failed("ctr", 1000, StorageError("the disk does not answer"))
     scene.server.service.count_failed("ctr", 1000, RunLimit("the dense part took too long"))
-    assert Requests.of(stats, "ctr", 1).failed == 2
+    assert stats.requests("ctr", 1).failed == 2
 
 
 def test_a_request_that_comes_again_is_planned_once_for_each_version(scene: Scene) -> None:

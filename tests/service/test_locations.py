@@ -17,9 +17,9 @@ from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.server import ServerThread, check_settings
-from tierstore.service.sources.canary_trial import Requests, Trial, judge
 from tierstore.service.sources.locations import Locations
 from tierstore.service.stats import InferenceStats, Timings
+from tierstore.verdicts import Requests, Trial, judge
 
 from .conftest import eventually, settings_for
 from .scenes import write_snapshot

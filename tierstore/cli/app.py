@@ -16,6 +16,7 @@ from tierstore.cli.backup import backup, restore
 from tierstore.cli.export import build, export
 from tierstore.cli.fleet import compare_nodes, rollout
 from tierstore.cli.imports import import_, import_hps
+from tierstore.cli.jobs import jobs
 from tierstore.cli.options import AsJson, Data, ModelName, Url, argument, option
 from tierstore.cli.parked import parked
 from tierstore.cli.plan import plan
@@ -242,7 +243,7 @@ app.command(cls=ServeCommand)(serve)
 app.command("compile")(compile_)
 _OTHERS: tuple[Callable[..., None], ...] = (
     *(load, delta, lookup, status, activate, rollback, canary, promote, withdraw, label, drop),
-    *(build, export, rollout, backup, restore, verify, audit, plan),
+    *(build, export, rollout, jobs, backup, restore, verify, audit, plan),
 )
 for _command in _OTHERS:
     app.command()(_command)

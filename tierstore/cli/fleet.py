@@ -33,9 +33,13 @@ def rollout(
     check: Annotated[
         str, typer.Option("--check", metavar="TIME", help="How long errors are counted after a switch.")
     ] = "10s",
-    max_errors: Annotated[
-        str, typer.Option("--max-errors", metavar="SHARE", help="Of the version's requests, from which to go back.")
-    ] = "1%",
+    canary: Annotated[
+        str | None,
+        option("SHARE", "Give the version so much of all requests first, such as 5%, and wait for the verdict."),
+    ] = None,
+    trial: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="With --canary: how long it must do as well as what serves.")
+    ] = "10m",
     json: AsJson = False,
 ) -> None:
     """Load a snapshot on several nodes, then switch them.
@@ -58,7 +62,8 @@ def rollout(
             policy=policy,
             max_wait_s=parse_seconds(max_wait),
             check_s=parse_seconds(check),
-            max_error_share=parse_share(max_errors),
+            canary=None if canary is None else parse_share(canary),
+            canary_s=parse_seconds(trial),
             say=lambda line: typer.echo(line, err=True),
             **client_options(urls),
         )

@@ -224,6 +224,10 @@ class AsyncClient(ClientBase[AsyncTransport]):
         """See `Client.job`."""
         return await self._transport.run(self._operations.job(job))
 
+    async def jobs(self) -> list[dict[str, Any]]:
+        """See `Client.jobs`."""
+        return await self._transport.run(self._operations.jobs())
+
     async def apply_delta(
         self,
         source: bytes | bytearray | memoryview | str | Path,

@@ -220,6 +220,10 @@ class Operations:
         document: dict[str, Any] = yield from self._json("GET", f"/admin/jobs/{quote(job, safe='')}")
         return document
 
+    def jobs(self) -> Operation[list[dict[str, Any]]]:
+        self._one_node("a job")
+        return list((yield from self._json("GET", "/admin/jobs"))["jobs"])
+
     def apply_delta(self, source: DeltaSource, model: str | None, timeout_s: float | None) -> Operation[DeltaResult]:
         self._one_node("a delta")
         data = Path(source).read_bytes() if isinstance(source, (str, Path)) else bytes(source)

@@ -1,5 +1,7 @@
 """`rollout`: one snapshot on several nodes, switched to when all have it ready, and taken back everywhere if one fails.
 
+On request the version first gets a share of the requests on all nodes, and one verdict on all of these decides.
+
 Nothing is remembered between runs, and only the public interface is used: a run that was broken off is simply started
 again, and does what is still to be done. The version is made ready as a canary that gets no requests: opened, caught up
 and warm, so that the switch itself is one step and what is checked before it is what will serve.
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,11 +36,13 @@ from tierstore.errors import (
     TierstoreError,
     explained,
 )
+from tierstore.verdicts import Requests, Trial, judge
 
 Policy = Literal["one-by-one", "all-at-once"]
 POLICIES: tuple[Policy, ...] = ("one-by-one", "all-at-once")
 POLL_S = 0.2
 _LINE_EVERY_S = 5.0  # of progress, a node
+TRIAL_POLL_S = 1.0
 _REQUESTS = re.compile(r"^tierstore_model_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
 
 T = TypeVar("T")
@@ -80,7 +85,8 @@ def rollout(
     policy: Policy = "one-by-one",
     max_wait_s: float = 3600.0,
     check_s: float = 10.0,
-    max_error_share: float = 0.01,
+    canary: float | None = None,
+    canary_s: float = 600.0,
     say: Say | None = None,
     **options: Any,
 ) -> RolloutReport:
@@ -93,7 +99,8 @@ def rollout(
         policy: switch `one-by-one`, each checked before the next; or `all-at-once`.
         max_wait_s: for the load, and again until all are caught up and warm.
         check_s: for how long errors are counted after a switch.
-        max_error_share: of the version's requests in that time, from which it is taken back.
+        canary: share of the requests, 0 to 1, that the version gets on every node before any switches; None: no trial.
+        canary_s: seconds of that trial without more failed requests, over all nodes, than of the versions that serve.
         say: called with a line of progress now and then, from several threads.
         options: of each node's `Client`: `token`, `ca`, …
 
@@ -102,6 +109,8 @@ def rollout(
     """
     if policy not in POLICIES:
         raise InvalidInput(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    if canary is not None and not 0 < canary <= 1:
+        raise InvalidInput(f"canary: expected a share above 0 and up to 1, got {canary}")
     urls = [address.url for address in parse_addresses(nodes)]
     source = str(Path(snapshot).resolve()) if Path(snapshot).is_dir() else str(snapshot)
     model = model or snapshot_model(source)
@@ -109,9 +118,9 @@ def rollout(
     waiting = options | {"timeout_s": max(max_wait_s, 1.0)}
     members = [_Node(url, Client(url, **options), Client(url, **waiting)) for url in urls]
     with ThreadPoolExecutor(len(members), "tierstore-rollout") as threads:
-        run = _Rollout(members, threads, source, model, version, max_wait_s, check_s, max_error_share, say or _silent)
+        run = _Rollout(members, threads, source, model, version, max_wait_s, check_s, say or _silent)
         try:
-            return run.run(policy)
+            return run.run(policy, canary, canary_s)
         finally:
             for node in members:
                 node.client.close()
@@ -130,21 +139,22 @@ class _Rollout:
         version: int,
         max_wait_s: float,
         check_s: float,
-        max_error_share: float,
         say: Say,
     ) -> None:
         self._nodes, self._threads, self._say = nodes, threads, say
         self._source, self._model, self._version = source, model, version
-        self._max_wait_s, self._check_s, self._max_error_share = max_wait_s, check_s, max_error_share
+        self._max_wait_s, self._check_s = max_wait_s, check_s
         self._stopped = False  # a node has failed: the others need not finish
 
-    def run(self, policy: Policy) -> RolloutReport:
+    def run(self, policy: Policy, canary: float | None = None, canary_s: float = 0.0) -> RolloutReport:
         started_s = time.monotonic()
         self._each(self._nodes, self._inspect)
         try:
             self._each(self._nodes, self._load)
             self._each(self._nodes, self._prepare)
             self._compare([node for node in self._nodes if node.active is not None])
+            if canary is not None:
+                self._try(canary, canary_s)
             for group in [self._nodes] if policy == "all-at-once" else [[node] for node in self._nodes]:
                 self._each(group, self._activate)
                 self._each(group, self._check)
@@ -224,23 +234,55 @@ class _Rollout:
         self._say(f"{node.url}: version {self._version} is active")
 
     def _check(self, node: _Node) -> None:
-        """The version serves, without errors for a time."""
-        before, until = self._counts(node), time.monotonic() + self._check_s
+        """The version serves, and for a time no more of its requests fail than of the one before it."""
+        counted, until = self._requests(node), time.monotonic() + self._check_s
+        old = counted[node.active]
         while True:
             status = self._status(node)
             if status["active_version"] != self._version:
                 raise Conflict(f"expected version {self._version} to be active, got {status['active_version']}")
             if status["problem"]:
                 raise NotReady(str(status["problem"]))
-            after = self._counts(node)
-            requests, failed = after[0] - before[0], after[1] - before[1]
-            if failed > self._max_error_share * requests:
-                raise NotReady(f"{failed} of {requests} requests of version {self._version} failed")
+            new = self._requests(node)[self._version].since(counted[self._version])
+            if judge(new, old) == "bad":
+                raise NotReady(f"{new} requests of version {self._version} failed, of those before {old}")
             if time.monotonic() >= until:
                 return
             self._wait(until, "")
 
     # --- all nodes
+
+    def _try(self, share: float, seconds: float) -> None:
+        """Give the version a share of the requests on every node, until there is a verdict on all nodes together."""
+        nodes = [node for node in self._nodes if node.active not in (None, self._version)]
+        if not nodes:
+            return
+        self._each(nodes, lambda node: node.waiting.canary(self._model, self._version, share))
+        self._say(f"version {self._version} gets {share:.3g} of the requests on {len(nodes)} nodes")
+        trial, until = Trial(*self._counted(nodes)), time.monotonic() + seconds + self._max_wait_s
+        while (look := trial.look(*self._counted(nodes), seconds / 60))[0] == "doubtful":
+            if time.monotonic() >= until:
+                raise NotReady(f"no verdict on the canary within {seconds + self._max_wait_s:g} s: {look[1]}")
+            time.sleep(min(TRIAL_POLL_S, max(seconds, POLL_S)))
+        if look[0] == "bad":
+            raise Conflict(f"the canary: {look[1]}")
+        self._say(f"the canary: {look[1]}")
+
+    def _counted(self, nodes: Sequence[_Node]) -> tuple[Requests, Requests]:
+        """Requests of the version as a canary and of those that serve, of all nodes. Conflict where it is no canary any more."""
+        new, old = Requests(), Requests()
+        for node, (canary, counted) in zip(nodes, self._threads.map(self._canary_and_requests, nodes), strict=True):
+            if canary is None or canary["version"] != self._version:
+                raise Conflict(f"{node.url}: version {self._version} was withdrawn or promoted by somebody else")
+            new, old = new + counted[self._version], old + counted[node.active]
+        return new, old
+
+    def _canary_and_requests(self, node: _Node) -> tuple[Any, Mapping[int | None, Requests]]:
+        try:
+            return self._status(node)["canary"], self._requests(node)
+        except TierstoreError as error:
+            error.add_note(f"node {node.url}")
+            raise
 
     def _compare(self, nodes: list[_Node]) -> int | None:
         if len(nodes) < 2:
@@ -280,9 +322,11 @@ class _Rollout:
             self._say(f"{node.url}: serves version {node.active} again")
             status = self._status(node)
         canary = status["canary"]
-        if canary is not None and canary["version"] == self._version and not node.share:
+        if canary is not None and canary["version"] != self._version:
+            return  # somebody else's
+        if canary is not None and not node.share:
             node.client.withdraw(self._model)
-        elif canary is None and node.share:
+        elif node.share and (canary is None or canary["share"] != node.share):
             node.waiting.canary(self._model, self._version, node.share)
 
     def _each(self, nodes: Sequence[_Node], step: Callable[[_Node], None]) -> None:
@@ -325,15 +369,15 @@ class _Rollout:
         """Of the version; None where the node does not have it."""
         return next((one["state"] for one in status["versions"] if one["version"] == self._version), None)
 
-    def _counts(self, node: _Node) -> tuple[int, int]:
-        """Requests of the version, and how many of them failed by its fault."""
-        requests = failed = 0
+    def _requests(self, node: _Node) -> Mapping[int | None, Requests]:
+        """Requests by version, and how many of them failed by its fault."""
+        found: dict[int | None, Requests] = defaultdict(Requests)
         for labels, value in _REQUESTS.findall(node.client.metrics()):
             named = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-            if named["model"] == self._model and named["version"] == str(self._version):
-                requests += int(float(value))
-                failed += int(float(value)) if named["outcome"] in FAULTS else 0
-        return requests, failed
+            if named["model"] == self._model:
+                count = int(float(value))
+                found[int(named["version"])] += Requests(count, count if named["outcome"] in FAULTS else 0)
+        return found
 
 
 def _silent(_: str) -> None:

@@ -249,6 +249,10 @@ class Client(ClientBase[Transport]):
         """The `state` of a load, export or backup (`running`, `done`, `failed`), `phase`, `done`, `total`, `rate`, `eta_s`, `waits_for`, `error`."""
         return self._transport.run(self._operations.job(job))
 
+    def jobs(self) -> list[dict[str, Any]]:
+        """Loads, exports and backups that run, wait, or ended lately, the latest first; each as of `job`."""
+        return self._transport.run(self._operations.jobs())
+
     def apply_delta(
         self,
         source: bytes | bytearray | memoryview | str | Path,

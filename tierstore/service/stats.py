@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.errors import FAULTS
+from tierstore.verdicts import Requests
 
 REQUEST_BOUNDS_S = (
     0.0001,
@@ -194,6 +195,14 @@ class InferenceStats:
         """(model, version, counts) of each version that was requested."""
         with self._lock:
             return [(model, number, of) for model, versions in self._counts.items() for number, of in versions.items()]
+
+    def requests(self, model: str, version: int | None) -> Requests:
+        """Those that named a version or were given to it."""
+        counts = None if version is None else self._counts.get(model, {}).get(version)
+        if counts is None:
+            return Requests()
+        outcomes = counts.outcomes.copy()
+        return Requests(sum(outcomes.values()), sum(n for outcome, n in outcomes.items() if outcome in FAULTS))
 
     def of(self, model: str, version: int) -> ModelCounts:
         """Counts of an existing version; made at its first request."""

@@ -27,9 +27,9 @@ from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.found import Finder, FoundSnapshot, fingerprint
 from tierstore.service.error_status import log_failure, message_of
 from tierstore.service.limits.jobs import Jobs
-from tierstore.service.sources.canary_trial import Requests, Trial
 from tierstore.service.sources.location_record import Records
 from tierstore.service.stats import InferenceStats
+from tierstore.verdicts import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +367,7 @@ class Locations(Observer):
             self._withdraw(model, version, f"it cannot be opened: {held.problem}")
             return
         self._store.epochs.collect()
-        now = Requests.of(self._stats, model, version), Requests.of(self._stats, model, active)
+        now = self._stats.requests(model, version), self._stats.requests(model, active)
         trial = self._trials.get(model)
         if trial is None:
             trial = self._trials[model] = Trial(*now)

@@ -1,6 +1,6 @@
-"""Whether a canary does as well as the active version: by the share of requests that failed since its trial began.
+"""Whether a version does as well as the one beside it: by the share of requests that failed.
 
-Values; any thread.
+One rule for a canary of `watch_snapshots`, and for a rollout to several nodes. Values; any thread, one trial at a time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tierstore.errors import FAULTS
-from tierstore.service.stats import InferenceStats
-
 Verdict = Literal["good", "doubtful", "bad"]
 
 LEAST_FAILED = 2  # one may be chance, where few were asked
@@ -20,35 +17,32 @@ LEAST_FAILED = 2  # one may be chance, where few were asked
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of one version that named it or were given to it, and how many of them failed by its fault."""
+    """Requests of one version, and how many of them failed by its fault (`errors.FAULTS`)."""
 
     total: int = 0
     failed: int = 0
 
-    @classmethod
-    def of(cls, stats: InferenceStats, model: str, version: int | None) -> Requests:
-        """What `stats` has counted."""
-        for name, number, counts in stats.by_version():
-            if (name, number) == (model, version):
-                outcomes = counts.outcomes.copy()
-                failed = sum(n for outcome, n in outcomes.items() if outcome in FAULTS)
-                return cls(sum(outcomes.values()), failed)
-        return cls()
-
     def since(self, before: Requests) -> Requests:
+        """Those that came later. A count that went down is that of a service that started again."""
         return Requests(max(0, self.total - before.total), max(0, self.failed - before.failed))
 
+    def __add__(self, other: Requests) -> Requests:
+        return Requests(self.total + other.total, self.failed + other.failed)
 
-def judge(canary: Requests, active: Requests) -> Verdict:
-    """`good` where failures are no more than chance explains: three standard deviations above the active version's share.
+    def __str__(self) -> str:
+        return f"{self.failed} of {self.total}"
 
-    The active version's share counts as if one more of its requests had failed, so that few requests prove nothing.
+
+def judge(new: Requests, old: Requests) -> Verdict:
+    """`good` where failures are no more than chance explains: three standard deviations above the old version's share.
+
+    The old version's share counts as if one more of its requests had failed, so that few requests prove nothing.
     """
-    expected = canary.total * (active.failed + 1) / (active.total + 1)
-    expected = min(expected, float(canary.total)) if active.total else 0.0
-    if canary.failed <= expected + 3 * math.sqrt(expected):
+    expected = new.total * (old.failed + 1) / (old.total + 1)
+    expected = min(expected, float(new.total)) if old.total else 0.0
+    if new.failed <= expected + 3 * math.sqrt(expected):
         return "good"
-    return "bad" if canary.failed >= LEAST_FAILED else "doubtful"
+    return "bad" if new.failed >= LEAST_FAILED else "doubtful"
 
 
 @dataclass(slots=True)
@@ -63,7 +57,7 @@ class Trial:
     def look(self, canary: Requests, active: Requests, minutes: float) -> tuple[Verdict, str]:
         """The verdict on counts of now, in words as well: `good` once it has been good for so many minutes."""
         canary, active = canary.since(self.canary_before), active.since(self.active_before)
-        words = f"{canary.failed} of {canary.total} requests failed, of the active version {active.failed} of {active.total}"
+        words = f"{canary} requests failed, of the active version {active}"
         verdict = judge(canary, active)
         if verdict == "doubtful" and canary.failed > self.doubts:
             self.doubts, self.good_since_s = canary.failed, time.monotonic()
