@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.extras import has_grpc
 from tierstore.cli.progress import shown_progress
 from tierstore.config import ENV_PREFIX
-from tierstore.service.server import has_grpc
 from tierstore.types import Progress
 
 from .conftest import ROOT, python, row, write_snapshot

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.extras import has_grpc
 from tierstore.config import Settings, load_settings
 from tierstore.engine.store import Store
-from tierstore.service.server import ServerThread, has_grpc
+from tierstore.service.server import ServerThread
 
 from .fake_store import FakeStore
 from .scenes import write_small, write_snapshot

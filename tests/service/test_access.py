@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.engine import quick_build
+from tests.extras import has_grpc
 from tierstore.access import rules
 from tierstore.access.roles import Action, Principal, Role
 from tierstore.access.rules import GRPC, HTTP, of_grpc, of_http
@@ -28,7 +29,7 @@ from tierstore.client import Client
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, Forbidden, NotFound, Unauthorized
 from tierstore.service.reactor.allowed import MOST
-from tierstore.service.server import ServerThread, check_settings, has_grpc
+from tierstore.service.server import ServerThread, check_settings
 
 from .conftest import GRPC as GRPC_PORT
 from .conftest import eventually, settings_for

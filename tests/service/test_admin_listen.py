@@ -15,13 +15,14 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.extras import has_grpc
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.client import AsyncClient, Client
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, Forbidden, Overloaded, Unauthorized, Unreachable
 from tierstore.service.addresses import parse_listen
-from tierstore.service.server import ADMIN_CONNECTIONS, ServerThread, check_settings, has_grpc
+from tierstore.service.server import ADMIN_CONNECTIONS, ServerThread, check_settings
 
 from .conftest import GRPC, eventually, settings_for
 from .scenes import KEYS, delta, items, write_snapshot

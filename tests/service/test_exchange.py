@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.extras import has_grpc
 from tierstore.access.roles import LOCAL, NOBODY, Action, Rates, Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
@@ -14,11 +15,12 @@ from tierstore.errors import Forbidden, InvalidInput, NotFound, RateLimited
 from tierstore.service.context import Service
 from tierstore.service.exchange import Exchange
 from tierstore.service.http.oip import OipHttp
-from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
-from tierstore.service.server import ServerThread, has_grpc
+from tierstore.service.rpc.caller import RpcCaller
+from tierstore.service.server import ServerThread
 
 from .conftest import GRPC, settings_for
+from .fake_stream import SomeStream
 from .scenes import write_small
 
 SLOW = 0.01  # of something in a second: one, and not another one in the time of a test
@@ -51,10 +53,10 @@ def message_naming(model: str, *, broken: bool) -> bytes:
 
 
 def exchange_of(service: Service, message: bytes) -> Exchange[bytes]:
-    from tierstore.service.rpc.caller import RpcCaller
     from tierstore.service.rpc.oip import InferMessage
 
-    caller = RpcCaller(None, Caller(0, principal=LOCAL), str)
+    caller = RpcCaller(SomeStream())
+    caller.waiting.principal = LOCAL
     return Exchange(service, InferMessage(service, message, caller, Reservation(service.inflight)), caller.waiting)
 
 

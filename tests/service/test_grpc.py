@@ -23,9 +23,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, MissingExtra
+from tierstore.errors import ConfigError
 from tierstore.service import server as serving
-from tierstore.service.server import ServerThread, check_settings, grpc_port_by_default
+from tierstore.service.rpc import calls
+from tierstore.service.server import ServerThread, grpc_port_by_default
 
 from .conftest import eventually, settings_for
 from .fake_store import USERS, VERSION, FakeStore
@@ -368,8 +369,7 @@ def waiting(
 def test_excess_is_refused_at_once_and_other_calls_are_answered(waiting: Any) -> None:
     store, server, stub, first = waiting
     second = stub.ModelInfer.future(request(), timeout=60)
-    pool = server.service.grpc.lookup_pool
-    eventually(lambda: pool.full, "a full queue")
+    eventually(lambda: server.service.lookup_pool.waiting, "a full queue")
     code, details = refusal(stub.ModelInfer, request(), timeout=60)
     assert code == Code.RESOURCE_EXHAUSTED
     assert "1 calls wait" in details
@@ -377,8 +377,8 @@ def test_excess_is_refused_at_once_and_other_calls_are_answered(waiting: Any) ->
     store.model("ctr").gate.set()
     assert first.result().model_name == second.result().model_name == "ctr"
     text = httpx.get(f"{server.url}/metrics").text
-    assert 'tierstore_grpc_rejected_total{pool="look-up"} 1.0' in text
-    assert 'tierstore_grpc_queue_limit{pool="look-up"} 1.0' in text
+    assert "tierstore_lookup_rejected_total 1.0" in text
+    assert "tierstore_grpc_streams_limit" in text
     assert 'tierstore_request_seconds_count{outcome="ok",protocol="oip_grpc"}' in text
     assert 'tierstore_request_seconds_count{outcome="overloaded",protocol="oip_grpc"} 1.0' in text
 
@@ -395,7 +395,7 @@ def test_no_work_is_done_for_what_nobody_waits_for(waiting: Any, monkeypatch: py
     if how == "timeout":
         wanted.parameters["timeout"].int64_param = 1
     second = stub.ModelInfer.future(wanted, timeout=0.05 if how == "deadline" else 60)
-    eventually(lambda: server.service.grpc.lookup_pool.waiting, "a call that waits")
+    eventually(lambda: server.service.lookup_pool.waiting, "a call that waits")
     if how == "cancel":
         second.cancel()
         stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=60)  # over the same connection, behind it
@@ -405,15 +405,15 @@ def test_no_work_is_done_for_what_nobody_waits_for(waiting: Any, monkeypatch: py
     first.result()
     expected = Code.CANCELLED if how == "cancel" else Code.DEADLINE_EXCEEDED
     assert second.code() == expected
-    eventually(lambda: not server.service.grpc.lookup_pool.waiting, "room in the queue")
+    eventually(lambda: not server.service.lookup_pool.waiting, "room in the queue")
     stub.ModelInfer(request(), timeout=60)
     assert len(opened) == 1
 
 
 def test_a_stream_too_many_is_refused(fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch) -> None:
     _, server = fake
-    streams = server.service.grpc._pools.streams
-    monkeypatch.setattr(streams, "threads", 1)
+    monkeypatch.setattr(calls, "MOST_STREAMS", 1)
+    monkeypatch.setattr(calls, "IDLE_S", 3600)
     ended = threading.Event()
 
     def requests() -> Iterator[Any]:
@@ -427,7 +427,7 @@ def test_a_stream_too_many_is_refused(fake: tuple[FakeStore, ServerThread], monk
         assert refusal(lambda: list(stub.ModelStreamInfer(iter([request()]))))[0] == Code.RESOURCE_EXHAUSTED
         ended.set()
         assert list(first) == []
-    eventually(lambda: streams.busy == 0, "no stream")
+    eventually(lambda: not server.service.calls._flows, "no stream")
 
 
 # --- health, reflection, start and end
@@ -458,7 +458,7 @@ def test_a_stop_ends_idle_streams_at_once_and_answers_what_is_under_way(
 ) -> None:
     monkeypatch.setattr(serving, "FINISH_S", 10)
     store, server = fake
-    idle, stream_calls = threading.Event(), server.service.grpc._calls
+    idle, flows = threading.Event(), server.service.calls._flows
     ended = Code.UNAVAILABLE, "the service ends; send the remaining requests to another one"
 
     def requests(*first: Any) -> Iterator[Any]:
@@ -469,12 +469,10 @@ def test_a_stop_ends_idle_streams_at_once_and_answers_what_is_under_way(
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         silent, answered = stub.ModelStreamInfer(requests()), stub.ModelStreamInfer(requests(request()))
         assert next(answered).infer_response.model_name == "ctr"
-        eventually(lambda: len(stream_calls.idle) == 2, "two idle streams")
+        eventually(lambda: [flow.busy for flow in flows.values()] == [False] * 2, "two idle streams")
         store.model("ctr").gate.clear()
         busy = stub.ModelStreamInfer(requests(request()))
-        eventually(
-            lambda: server.service.grpc._pools.streams.busy == 3 and len(stream_calls.idle) == 2, "one under way"
-        )
+        eventually(lambda: sorted(flow.busy for flow in flows.values()) == [False, False, True], "one under way")
         closing = threading.Thread(target=server.close)
         closing.start()
         assert refusal(next, silent) == refusal(next, answered) == ended
@@ -505,6 +503,7 @@ def test_a_client_without_our_protos_learns_them_by_reflection(channel: grpc.Cha
     assert {
         "inference.GRPCInferenceService",
         "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
     } <= set(database.get_services())
     method = DescriptorPool(database).FindServiceByName("inference.GRPCInferenceService").FindMethodByName("ModelInfer")
@@ -524,7 +523,7 @@ def test_a_port_in_use_is_an_error_that_says_so(server: ServerThread, tmp_path: 
         ServerThread(store)  # type: ignore[arg-type]
 
 
-def test_the_port_by_default(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_port_by_default(tmp_path: Any) -> None:
     def port(**settings: object) -> object:
         return grpc_port_by_default(settings_for(tmp_path, **settings)).grpc_port
 
@@ -532,11 +531,6 @@ def test_the_port_by_default(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert port(port=0) == 0
     assert port(grpc_port=9) == 9
     assert port(grpc_port="off") == "off"
-    monkeypatch.setattr(serving, "GRPC_PACKAGES", ("no_such_package",))
-    assert port(port=8000) == "off"
-    check_settings(settings_for(tmp_path))
-    with pytest.raises(MissingExtra, match=r"tierstore\[grpc\]"):
-        check_settings(settings_for(tmp_path, grpc_port=8001))
 
 
 def test_a_program_that_embeds_the_service_may_have_grpc(tmp_path: Any) -> None:

@@ -1,7 +1,6 @@
-"""Look-ups over gRPC are answered on the serving thread where they can be: seen from outside, nothing changes.
+"""Messages of look-ups over gRPC, good ones and seeded mutations of them; which wait for a thread; what answers hold.
 
-Two servers over equal stores get the same messages, seeded mutations of good ones: one that answers below grpcio's
-server and knows requests again by their bytes, and one that does it grpcio's way and parses each message anew.
+Two servers over equal stores get the same messages: one that knows requests again by their bytes, and one that parses each anew.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not insta
 from tritonclient.grpc import service_pb2  # noqa: E402
 
 from tierstore.service.dataplane.plan_cache import PlanCache  # noqa: E402
-from tierstore.service.rpc import server as serving  # noqa: E402
-from tierstore.service.rpc import waiting as waiting_calls  # noqa: E402
 from tierstore.service.rpc.protobuf import (  # noqa: E402
     Frame,
     Parts,
@@ -49,17 +46,11 @@ class Forgetful(PlanCache):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerThread, ServerThread]]:
-    """(below grpcio's server, grpcio's way), over equal stores."""
-    stores = [FakeStore(settings_for(tmp_path_factory.mktemp(name), grpc_port=0)) for name in ("direct", "full")]
-    with ServerThread(stores[0]) as direct:  # type: ignore[arg-type]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(serving, "core_of", lambda server: None)
-            full = ServerThread(stores[1])  # type: ignore[arg-type]
-        with full:
-            full.service.plan_cache = Forgetful()
-            assert direct.service.grpc._direct is not None, "this grpcio is not as the service knows it"  # type: ignore[union-attr]
-            assert full.service.grpc._direct is None  # type: ignore[union-attr]
-            yield direct, full
+    """(as it is, one that knows no request again), over equal stores."""
+    stores = [FakeStore(settings_for(tmp_path_factory.mktemp(name), grpc_port=0)) for name in ("knows", "forgets")]
+    with ServerThread(stores[0]) as knows, ServerThread(stores[1]) as forgets:  # type: ignore[arg-type]
+        forgets.service.plan_cache = Forgetful()
+        yield knows, forgets
 
 
 @pytest.fixture
@@ -248,13 +239,12 @@ class Handed:
 
     def __init__(self, server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
-        pool = server.service.grpc.lookup_pool  # type: ignore[union-attr]
-        self._handed = pool.submit
-        monkeypatch.setattr(pool, "submit", self._submit)
+        self._handed = server.service.lookup_pool.start
+        monkeypatch.setattr(server.service.lookup_pool, "start", self._start)
 
-    def _submit(self, *call: Any) -> Any:
+    def _start(self, *call: Any, **more: Any) -> None:
         self.calls.append(call)
-        return self._handed(*call)
+        self._handed(*call, **more)
 
 
 def keys_request(count: int) -> bytes:
@@ -290,7 +280,7 @@ def test_a_call_that_waits_is_finished_when_the_server_ends(fake: tuple[FakeStor
     gate.clear()
     with grpc.insecure_channel(server.grpc_target) as channel:
         waiting = channel.unary_unary(INFER).future(keys_request(8), timeout=60)
-        eventually(lambda: server.service.grpc.lookup_pool.busy, "a call at work")  # type: ignore[union-attr]
+        eventually(lambda: server.service.lookup_pool.busy, "a call at work")
         ending = threading.Thread(target=server.close)
         ending.start()
         eventually(lambda: not server.service.ready, "the server to end")
@@ -298,36 +288,6 @@ def test_a_call_that_waits_is_finished_when_the_server_ends(fake: tuple[FakeStor
         assert service_pb2.ModelInferResponse.FromString(waiting.result()).model_name == "ctr"
         ending.join(60)
         assert not ending.is_alive()
-
-
-def test_a_call_whose_message_does_not_come_needs_no_thread(
-    fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting_calls, "EVICTED_AFTER_S", 3600)
-    _, server = fake
-    pool = server.service.grpc.lookup_pool  # type: ignore[union-attr]
-    ended = threading.Event()
-
-    def nothing() -> Iterator[bytes]:
-        ended.wait(60)
-        yield from ()
-
-    with grpc.insecure_channel(server.grpc_target) as channel:
-        call = channel.unary_unary(INFER)
-        silent = channel.stream_unary(INFER).future(nothing(), timeout=60)
-        eventually(lambda: len(pool.receiving) == 1, "a call without a message")
-        for _ in range(3):
-            assert call(keys_request(8), timeout=60)
-        second = channel.stream_unary(INFER).future(nothing(), timeout=60)
-        eventually(lambda: pool.full, "no room")  # it counts against the bound
-        with pytest.raises(grpc.RpcError) as caught:
-            call(keys_request(8), timeout=60)
-        assert caught.value.code() == Code.RESOURCE_EXHAUSTED
-        silent.cancel()
-        eventually(lambda: not pool.full, "room")
-        assert call(keys_request(8), timeout=60)
-        ended.set()
-        assert second.code() == Code.UNIMPLEMENTED
 
 
 # --- who does not read

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.extras import has_grpc
 from tierstore.access.roles import LOCAL, Principal, Rates, Role
 from tierstore.access.tokens import TokenFile, Tokens
 from tierstore.client import Client
@@ -18,7 +19,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, RateLimited
 from tierstore.service.limits import rates as module
 from tierstore.service.limits.rates import RateLimits
-from tierstore.service.server import ServerThread, has_grpc
+from tierstore.service.server import ServerThread
 
 from .conftest import GRPC, settings_for
 from .scenes import KEYS as ALL_KEYS

@@ -15,6 +15,7 @@ import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
+from tests.extras import has_grpc
 from tierstore.access.roles import LOCAL, Principal, Role
 from tierstore.addresses import is_loopback
 from tierstore.engine.store import Store
@@ -22,7 +23,7 @@ from tierstore.errors import InvalidInput, NotFound, Overloaded
 from tierstore.service.addresses import is_on_host
 from tierstore.service.http import connection
 from tierstore.service.oip.shared_memory import DIRECTORY, MAX_REGIONS, MOST_EACH, Regions, Span
-from tierstore.service.server import ServerThread, has_grpc
+from tierstore.service.server import ServerThread
 
 from .conftest import GRPC, eventually, settings_for
 from .fake_store import DEFAULT, ITEMS, USERS
@@ -379,7 +380,7 @@ def test_a_client_of_another_machine_registers_nothing(
 
         from tierstore.service.rpc.caller import RpcCaller
 
-        monkeypatch.setattr(RpcCaller, "address", lambda _: "192.0.2.7:4711")
+        monkeypatch.setattr(RpcCaller, "host", "192.0.2.7")
         with (
             triton_grpc.InferenceServerClient(server.grpc_target) as client,
             pytest.raises(InferenceServerException, match=r"PERMISSION_DENIED.*clients on this machine"),
@@ -401,16 +402,6 @@ def test_who_is_on_this_machine_is_seen_by_the_connection() -> None:
         ("2001:db8::1", False),
     ):
         assert is_loopback(host) is expected
-
-
-@pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
-def test_who_is_on_this_machine_is_seen_by_grpcs_name_of_a_peer() -> None:
-    from tierstore.service.rpc.handlers import caller_by
-
-    for peer in ("ipv4:127.0.0.1:4711", b"ipv6:%5B::1%5D:4711", "ipv6:%5B::ffff:127.0.0.1%5D:4711", "unix:/run/s"):
-        assert caller_by((), lambda peer=peer: peer, None, None).on_host
-    for peer in ("ipv4:192.0.2.7:4711", "ipv6:%5B2001:db8::1%5D:4711", "unknown", ""):
-        assert not caller_by((), lambda peer=peer: peer, None, None).on_host
 
 
 def test_a_client_at_a_unix_socket_registers_as_one_over_loopback(tmp_path: Path, make: Any) -> None:

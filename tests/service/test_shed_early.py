@@ -435,18 +435,21 @@ def test_over_grpc_too(served: tuple[Store, ServerThread]) -> None:
     wanted.set_data_from_numpy(KEYS[:4])
     with triton.InferenceServerClient(server.grpc_target) as client:
         assert client.infer("ctr", [wanted], client_timeout=60).as_numpy("score").shape == (4, 1)
-        calls: Any = server.service.grpc
-        waits, pool = calls._direct.waits, calls.lookup_pool
+        pool = server.service.lookup_pool
+        waits: Any = pool.waits
         gate = threading.Event()
         for _ in range(1000):
             waits.ran(40.0)
-        held = [pool.submit(gate.wait, 60) for _ in range(pool.threads)]
+        ended: list[object] = []
+        for _ in range(pool.threads):
+            server._http._loop.call_soon_threadsafe(pool.start, lambda *of: ended.append(of), gate.wait, 60)  # type: ignore[union-attr]
+        eventually(lambda: pool.busy == pool.threads, "all threads at work")
         try:
             with pytest.raises(Exception, match="too many calls wait for a thread"):
                 client.infer("ctr", [wanted], client_timeout=30)
         finally:
             gate.set()
             waits.call_s = 0.0
-        for call in held:
-            call.result(60)
+        eventually(lambda: len(ended) == pool.threads, "their end")
+        waits.call_s = 0.0
         assert client.infer("ctr", [wanted], client_timeout=60).as_numpy("score").shape == (4, 1)

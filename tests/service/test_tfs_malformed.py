@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 import httpx
@@ -13,10 +12,11 @@ from hypothesis import strategies as st
 
 from tierstore.access.roles import LOCAL
 from tierstore.errors import TierstoreError
-from tierstore.service.limits.shedding import Caller
+from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually
+from .fake_stream import SomeStream
 
 QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -78,8 +78,8 @@ def test_any_message_is_answered_or_refused(
     server: ServerThread, given_inputs: dict[str, Any], picked: list[str], cut: int
 ) -> None:
     pytest.importorskip("grpc", reason="needs the extra grpc")
+    from tierstore.service.exchange import Exchange
     from tierstore.service.rpc.caller import RpcCaller
-    from tierstore.service.rpc.methods import answered
     from tierstore.service.rpc.protobuf import message_class
     from tierstore.service.rpc.tfserving import PredictMessage
 
@@ -92,10 +92,17 @@ def test_any_message_is_answered_or_refused(
         request.inputs[name].CopyFrom(tensor)
     received = request.SerializeToString()
     service = server.service
+    caller, holding = RpcCaller(SomeStream()), Reservation(service.inflight)
+    caller.waiting.principal = LOCAL
+    exchange = Exchange(
+        service, PredictMessage(service, received[: len(received) - cut], caller, holding), caller.waiting
+    )
     try:
-        caller = RpcCaller(None, Caller(0, principal=LOCAL), str)
-        answer = answered(service, partial(PredictMessage, service), received[: len(received) - cut], caller)
+        exchange.begin(here=False)
+        answer = exchange.answer()
     except TierstoreError:
         answer = b""
+    finally:
+        holding.release()
     message_class("tensorflow.serving.PredictResponse").FromString(answer)
     eventually(lambda: server.service.inflight.used_bytes == 0, "its bytes are given back")

@@ -20,12 +20,13 @@ import numpy as np
 import pytest
 
 from tests.certificates import Authority, Pair
+from tests.extras import has_grpc
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.client import AsyncClient, Client
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, Forbidden, Unauthorized, Unreachable
-from tierstore.service.server import ServerThread, check_settings, has_grpc
+from tierstore.service.server import ServerThread, check_settings
 from tierstore.service.tls import names_of
 
 from .conftest import GRPC, eventually, settings_for
@@ -312,40 +313,6 @@ def test_streams_over_grpc_know_their_callers_too(scene: Scene, port: str) -> No
     for path in (infer, reflection):
         assert outcome(path, "other") is grpc.StatusCode.UNAUTHENTICATED, path
         assert isinstance(outcome(path, "trainer"), list), path
-
-
-@needs_grpc
-def test_callers_are_the_same_without_the_layer_below_grpcio(
-    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a release of grpcio does not allow it, look-ups go through its own server."""
-    import tritonclient.grpc as triton
-
-    monkeypatch.setattr("tierstore.service.rpc.server.core_of", lambda _: None)
-    own, ranker, other = (
-        authority.issue(name, others, into=f"{name}-above")
-        for name, others in (("service", "IP:127.0.0.1"), ("ranker", ""), ("other", "DNS:other.example"))
-    )
-    settings = settings_for(tmp_path, grpc_port=GRPC, tls_cert=own.cert, tls_key=own.key, tls_client_ca=authority.ca)
-    TokenFile(settings.data / "tokens.json").admit("ranker", Role.READER, ["ctr"])
-    keys = triton.InferInput("item_id", [len(KEYS)], "INT64")
-    keys.set_data_from_numpy(np.asarray(KEYS, np.int64))
-    with Store(settings) as store:
-        store.load_snapshot(write_snapshot(tmp_path))
-        with ServerThread(store, settings) as server:
-            for pair, allowed in ((ranker, True), (other, False)):
-                files = {"private_key": str(pair.key), "certificate_chain": str(pair.cert)}
-                with triton.InferenceServerClient(
-                    server.grpc_target, ssl=True, root_certificates=str(authority.ca), **files
-                ) as client:
-                    if allowed:
-                        np.testing.assert_array_equal(client.infer("ctr", [keys]).as_numpy("item_id"), items(KEYS))
-                    for call in (lambda client=client: client.infer("third", [keys]), client.get_log_settings):
-                        with pytest.raises(triton.InferenceServerException) as refused:
-                            call()
-                        assert refused.value.status() == (
-                            "StatusCode.PERMISSION_DENIED" if allowed else "StatusCode.UNAUTHENTICATED"
-                        )
 
 
 def test_tritonclient_over_https(scene: Scene) -> None:

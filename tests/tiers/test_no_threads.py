@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
-from tierstore.service.rpc.call_pool import CallPool
 from tierstore.tiers.background import in_background
 from tierstore.tiers.disk.reader_pool import ReaderPool
 
@@ -35,19 +33,6 @@ def test_a_pool_of_readers_has_all_its_threads_from_the_beginning(no_threads):
     pool.close()
     pool.run(100, lambda start, stop: done.append(start))
     assert len(done) == 200
-
-
-def test_a_pool_of_calls_has_all_its_threads_from_the_beginning(no_threads):
-    pool = CallPool("calls", threads=2, queue_limit=4)
-    no_threads()
-    together = threading.Barrier(2)
-    calls = [pool.submit(together.wait, WAIT_S) for _ in range(2)]
-    assert sorted(call.result(WAIT_S) for call in calls) == [0, 1]
-    end = time.monotonic() + WAIT_S
-    while pool.pending and time.monotonic() < end:
-        time.sleep(0.001)
-    assert pool.pending == 0
-    pool.shutdown()
 
 
 def test_background_work_is_done_by_its_caller(no_threads):

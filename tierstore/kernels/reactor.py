@@ -43,6 +43,7 @@ from tierstore.kernels.raw import call_at, load_u32, load_u64, store_u64
 from tierstore.kernels.reactor_connections import (
     accept_new,
     end,
+    listen,
     set_send_deadline,
     start_serving,
 )
@@ -73,7 +74,6 @@ from tierstore.kernels.reactor_words import (
     HTTP2,
     IN_BYTES,
     INFLIGHT,
-    LISTENER,
     LOST,
     MAY_READ,
     MESSAGE,
@@ -116,7 +116,6 @@ from tierstore.kernels.sysio import (
     EPOLL_DEL,
     EVENT_BYTES,
     EVENT_DATA,
-    EXCLUSIVE,
     FAILED,
     HALF_CLOSED,
     HUNG_UP,
@@ -228,7 +227,7 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
     stall = me.limits[PRESSED_STALL_NS if 2 * held > me.limits[MOST_INFLIGHT] else STALL_NS]
     if me.lines[me.number, PAUSED] != 0 and not finishing:
         me.lines[me.number, PAUSED] = 0
-        epoll_set(me.lines[me.number, EPOLL], EPOLL_ADD, me.listener, READABLE | EXCLUSIVE, LISTENER)
+        listen(me, EPOLL_ADD)
     for fd in range(relaxed_i64(shared_at(me, HIGHEST)) + 1):
         row = me.conns[fd]
         if row[STATE] == FREE or row[OWNER] != me.number:
@@ -266,7 +265,7 @@ def serve(at: Any) -> Any:
             if mode == STOP:
                 return
             if mode >= FINISH:
-                epoll_set(line[EPOLL], EPOLL_DEL, me.listener, 0, 0)
+                listen(me, EPOLL_DEL)
                 line[NEXT_SWEEP_NS] = 0
         more = me.again[0]
         if more > 0:
@@ -282,7 +281,9 @@ def serve(at: Any) -> Any:
                 if there and _on_connection(me, fd, mask, now):
                     _read(me, fd, now)
             elif fd == 0:
-                accept_new(me, now)
+                accept_new(me, me.listener, now)
+            elif fd == 3:
+                accept_new(me, me.grpc_listener, now)
             elif fd == 2:
                 got = read(me.job_inbox, me.messages, MESSAGES * 8)
                 for k in range(max(got, 0) // 8):

@@ -18,6 +18,7 @@ from tierstore.kernels.reactor_words import (
     EPOLL,
     FLAGS,
     FREE,
+    GRPC_LISTENER,
     HELD,
     HIGHEST,
     IDLE_NS,
@@ -26,6 +27,7 @@ from tierstore.kernels.reactor_words import (
     INFLIGHT,
     INTEREST,
     JOB,
+    LISTENER,
     LOAD,
     LOST,
     MESSAGE_WORDS,
@@ -69,6 +71,8 @@ from tierstore.kernels.sysio import (
     EINTR,
     EPOLL_ADD,
     EPOLL_DEL,
+    EXCLUSIVE,
+    READABLE,
     accept,
     allocate,
     close,
@@ -230,14 +234,23 @@ def start_serving(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def accept_new(me, now):  # type: ignore[no-untyped-def]
+def listen(me, how):  # type: ignore[no-untyped-def]
+    """Be told of connections that wait (EPOLL_ADD), or no more (EPOLL_DEL)."""
+    epoll = me.lines[me.number, EPOLL]
+    epoll_set(epoll, how, me.listener, READABLE | EXCLUSIVE, LISTENER)
+    if me.grpc_listener >= 0:
+        epoll_set(epoll, how, me.grpc_listener, READABLE | EXCLUSIVE, GRPC_LISTENER)
+
+
+@nb.njit
+def accept_new(me, listener, now):  # type: ignore[no-untyped-def]
     for _ in range(ACCEPTED):
-        fd = accept(me.listener)
+        fd = accept(listener)
         if fd == -EINTR:
             continue
         if fd < 0:
             if fd != -EAGAIN:  # no descriptors left, say: the listener would be told of again at once, for ever
-                epoll_set(me.lines[me.number, EPOLL], EPOLL_DEL, me.listener, 0, 0)
+                listen(me, EPOLL_DEL)
                 me.lines[me.number, PAUSED] = 1
             return
         send_at_once(fd)

@@ -91,7 +91,7 @@ JOBS = 512  # of one reactor, that readers or threads that predict are at or hav
 KEPT_JOBS = 128  # that predictions leave to others
 AGAIN_WORDS = 1 << 16  # connections that have their next turn at once: there is room for all
 MESSAGES = 64  # of Python, of one turn
-LISTENER, INBOX, JOB_INBOX = (k - (1 << 32) for k in range(3))  # the data of their events: no serial is so high
+LISTENER, INBOX, JOB_INBOX, GRPC_LISTENER = (k - (1 << 32) for k in range(4))  # in events: no serial is so high
 BUFFER_BYTES = 1 << 17
 LARGE_TURN = 1 << 20  # bytes of one connection that are read before others have their turn
 HEAD_ROOM = 1 << 15  # before the answer's data
@@ -143,6 +143,7 @@ class Here(NamedTuple):
     date: int  # 29 bytes of today's date, and a message
     headers: int  # of HTTP/2: h2words.WORK_BYTES for a header list that is decoded
     frames: int  # FRAMES_BYTES of frames that are to leave
+    grpc_listener: int  # a descriptor, or -1: the other port, which is served alike
 
 
 def words_of(here: Here) -> npt.NDArray[np.int64]:
@@ -173,7 +174,7 @@ def here_at(at):  # type: ignore[no-untyped-def]
         _array(at, 15), _array(at, 17), _array(at, 19), _array(at, 21), get(at, 23), get(at, 24), get(at, 25), get(at, 26),
         get(at, 27), get(at, 28), get(at, 29), get(at, 30), get(at, 31), get(at, 32), get(at, 33), get(at, 34), get(at, 35),
         get(at, 36), get(at, 37), get(at, 38), get(at, 39), get(at, 40), get(at, 41), get(at, 42), get(at, 43), get(at, 44),
-        get(at, 45), get(at, 46),
+        get(at, 45), get(at, 46), get(at, 47),
     )  # fmt: skip
 
 

@@ -37,21 +37,59 @@ def is_address(host: str) -> bool:
     return True
 
 
-def bind_http(settings: Settings) -> socket.socket:
-    """The socket of the HTTP port, see `bind_tcp`."""
-    return bind_tcp(settings.host, settings.port)
+class Ports:
+    """The sockets of a service, bound and not listening yet: until it is up, connections are refused instead of left waiting.
+
+    `grpc` is that of the gRPC port, `admin` that of the listener of admin requests, where it has one of its own. ConfigError
+    where one of them cannot be listened on. A context manager, which closes them.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        with contextlib.ExitStack() as bound:
+            self.http = bound.enter_context(bind_tcp(settings.host, settings.port))
+            self.grpc: socket.socket | None = None
+            if isinstance(settings.grpc_port, int):
+                self.grpc = bound.enter_context(bind_tcp(settings.host, settings.grpc_port, _OR_NO_GRPC))
+            self.admin = bind_admin(settings)
+            if self.admin is not None:
+                bound.enter_context(self.admin)
+            self._bound = bound.pop_all()
+
+    @property
+    def public(self) -> list[socket.socket]:
+        """Those that requests come to which are not for administrators alone: HTTP's first."""
+        return [self.http] if self.grpc is None else [self.http, self.grpc]
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._bound.close()
+
+    def __enter__(self) -> Ports:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def bind_tcp(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: until the service is up, connections are refused instead of left waiting."""
+_OR_NO_GRPC = "choose another with grpc_port (--grpc-port), or go without a port of gRPC's own (off)"
+# a client whose machine is gone is noticed within this time, where the connection is silent
+_SILENT_S, _PROBE_S, _PROBES = 30, 10, 2
+
+
+def bind_tcp(host: str, port: int, otherwise: str = "choose another host or port") -> socket.socket:
+    """A bound socket that does not listen yet. ConfigError where it cannot be: it says what to do `otherwise`."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections have it from here
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
         listener.bind((host, port))
         return listener
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}; choose another host or port") from error
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; {otherwise}") from error
 
 
 def parse_listen(text: str) -> Path | tuple[str, int]:
@@ -97,14 +135,6 @@ def _is_unused_socket(path: Path) -> bool:
                 except ConnectionRefusedError:
                     return True
     return False
-
-
-def grpc_port_in_use(host: str, port: int) -> ConfigError:
-    """The error for a gRPC port that cannot be listened on."""
-    return ConfigError(
-        f"cannot listen on {host} port {port} for gRPC: it is taken, or not an address of this machine; "
-        "choose another with grpc_port (--grpc-port), or go without gRPC (off)"
-    )
 
 
 def url_of(sock: socket.socket, scheme: str) -> str:

@@ -76,7 +76,7 @@ class Source(Part, Protocol):
 
 
 class Service:
-    """The members are constant after construction, except `draining` and `reactors_state`, which the event loop sets."""
+    """The members are constant after construction, except `draining`, `awaits_grpc` and `reactors_state`, which the event loop sets."""
 
     def __init__(self, store: Any, settings: Settings) -> None:
         self.store = store
@@ -119,8 +119,8 @@ class Service:
         self.reactors: Part | None = None  # where HTTP is served
         self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
         self.plans: PlanIndex | None = None  # of the reactors, where they serve
-        self.grpc: Part | None = None  # where gRPC is served on a port of its own
-        self.calls: Part | None = None  # of gRPC on the HTTP port
+        self.calls: Part | None = None  # of gRPC, where HTTP is served
+        self.awaits_grpc = False  # whether the gRPC port is to be opened: once kernels are compiled
         self._closing = threading.Lock()
         store.observers.extend([self.freshness, self.fronts])
 
@@ -131,7 +131,7 @@ class Service:
             self._heard = self.store.fleet is None or self.store.fleet.ready
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
-        return self._heard and self._warm and not self.draining and not self.unserved()
+        return self._heard and self._warm and not (self.draining or self.awaits_grpc or self.unserved())
 
     def unserved(self) -> list[str]:
         """The models because of which the service wants no requests: a rolling update is not to go on to the next copy."""
@@ -152,7 +152,7 @@ class Service:
 
     def parts(self) -> list[Part]:
         """The parts that this service has."""
-        there = [part for part in (self.connection_limit, self.reactors, self.grpc, self.calls) if part is not None]
+        there = [part for part in (self.connection_limit, self.reactors, self.calls) if part is not None]
         return [self.access, *there, *self.sources.values()]
 
     def refresh(self) -> None:

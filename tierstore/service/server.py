@@ -1,4 +1,4 @@
-"""A service over a store: its HTTP and gRPC servers, from their start to an orderly end.
+"""A service over a store: its ports and what serves them, from their start to an orderly end.
 
 `serve` blocks the main thread until a stop signal; `ServerThread` runs the same in the background of a program. On
 SIGTERM, SIGINT or SIGHUP the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes the requests in
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import signal
 import socket
@@ -17,16 +16,16 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tierstore import kernels
 from tierstore.config import Settings
 from tierstore.engine.store import Store
-from tierstore.errors import MissingExtra, TierstoreError
+from tierstore.errors import TierstoreError
 from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.access import check_access
-from tierstore.service.addresses import bind_admin, bind_http, host_port, url_of
+from tierstore.service.addresses import Ports, host_port, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
@@ -40,17 +39,12 @@ from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors, check_threads
 from tierstore.service.rpc.calls import Calls
-from tierstore.service.rpc.listen import grpc_server
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
-
-if TYPE_CHECKING:
-    from tierstore.service.rpc.server import GrpcServer
 
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
-GRPC_PACKAGES = ("grpc",)
 TOKENS_POLL_S, COMPILED_POLL_S = 1.0, 0.1  # tokens: certificates as well
 ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
 
@@ -58,46 +52,37 @@ ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of the
 def check_settings(settings: Settings) -> None:
     """Raise for what this release cannot do, before anything is opened."""
     check_threads(settings.threads)
-    if isinstance(settings.grpc_port, int) and not has_grpc():
-        raise MissingExtra(
-            "grpc_port: the extra `grpc` is not installed: pip install 'tierstore[grpc]', or use the HTTP port, which speaks the same protocol"
-        )
     tls_of(settings)
     check_access(settings)
     check_sources(settings)
 
 
-def has_grpc() -> bool:
-    """Whether the extra `grpc` is installed."""
-    return all(importlib.util.find_spec(name) is not None for name in GRPC_PACKAGES)
-
-
 def grpc_port_by_default(settings: Settings) -> Settings:
-    """`settings` with a gRPC port: the one that is set, else the usual one where the extra is installed.
+    """`settings` with a gRPC port: the one that is set, else the usual one.
 
     Where the HTTP port is 0, a free one, the gRPC port is 0 too.
     """
     if settings.grpc_port is not None:
         return settings
-    port = "off" if not has_grpc() else 0 if settings.port == 0 else GRPC_PORT
+    port = 0 if settings.port == 0 else GRPC_PORT
     return settings.model_copy(update={"grpc_port": port})
 
 
 class HttpService:
-    """A store served on one port, or two. Made on any thread; `run` blocks; `stop` may be called from any thread."""
+    """A store served on one port, or two, which answer alike. Made on any thread; `run` blocks; `stop` may be called from any thread."""
 
-    def __init__(self, store: Store, settings: Settings, listener: socket.socket) -> None:
-        self._settings, self._socket = settings, listener
-        self._admin_socket = bind_admin(settings)
+    def __init__(self, store: Store, settings: Settings, ports: Ports) -> None:
+        self._settings, self._ports = settings, ports
         self.host = settings.host
-        self.port: int = listener.getsockname()[1]
+        self.port: int = ports.http.getsockname()[1]
         scheme = "http" if settings.tls_cert is None else "https"
         self.url = f"{scheme}://{host_port(self.host, self.port)}"
-        self.admin_url = self.url if self._admin_socket is None else url_of(self._admin_socket, scheme)
+        self.admin_url = self.url if ports.admin is None else url_of(ports.admin, scheme)
         self.service = Service(store, settings)
-        self._grpc: GrpcServer | None = None
-        self.grpc_port: int | None = None
-        self.grpc_target: str | None = None  # the address for a gRPC client
+        self.grpc_port: int | None = None if ports.grpc is None else ports.grpc.getsockname()[1]
+        # the address for a gRPC client
+        self.grpc_target: str | None = None if self.grpc_port is None else host_port(self.host, self.grpc_port)
+        self.service.awaits_grpc = ports.grpc is not None
         limit = allowed_connections(settings.max_connections)
         self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
         self._plans = PlanIndex(store, self.service.rates, reactors.words, settings.threads, self.service.absorb)
@@ -120,29 +105,18 @@ class HttpService:
         self._draining = False
         self._exit_bound: ExitBound | None = None
         store.epochs.add_collector(self._plans.collect)
-        if isinstance(settings.grpc_port, int):
-            self._add_grpc(settings.grpc_port)
 
     def _make_listeners(self) -> list[Listener]:
         """Those of Python: of all connections where there is TLS, which reactors do not speak, and of admin requests."""
         listeners, tls = [], self.service.tls
         if tls is not None:
-            listeners.append(Listener(self._socket, self._server, self._connection_limit, tls))
-        if (sock := self._admin_socket) is not None:
+            listeners.append(Listener(self._ports.http, self._server, self._connection_limit, tls))
+        if (sock := self._ports.admin) is not None:
             limit = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
             limit.http2 = self._http2
             tls = None if sock.family == socket.AF_UNIX else tls
             listeners.append(Listener(sock, self._server, limit, tls, admin=True))
         return listeners
-
-    def _add_grpc(self, port: int) -> None:
-        try:
-            self.service.grpc = self._grpc = grpc_server(self.service, self.host, port)
-        except BaseException:
-            self._close()
-            raise
-        self.grpc_port = self._grpc.port
-        self.grpc_target = host_port(self.host, self.grpc_port)
 
     def run(self, started: Callable[[], None], exit_bound: ExitBound | None = None) -> None:
         """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called once requests are answered."""
@@ -169,12 +143,9 @@ class HttpService:
         self._reactors.close()
         for listener in self._listeners:
             listener.close()
-        self._socket.close()
+        self._ports.close()
         self._plans.collect()
         self.service.store.epochs.remove_collector(self._plans.collect)
-        if self._grpc is not None:
-            self._grpc.stop(0.0)  # if `_end` has not stopped it
-            self._grpc.close()
         self.service.close()
 
     def stop(self, drain_s: float | None = None) -> None:
@@ -198,15 +169,11 @@ class HttpService:
             await asyncio.sleep(0.005)
         if not serving.done():
             beside.append(asyncio.ensure_future(self._calls.report_when(lambda: self.service.ready)))
-            if self._grpc is not None:
-                self._grpc.start()
-                beside.append(asyncio.ensure_future(self._grpc.report_when(lambda: self.service.ready)))
             for listener in self._listeners:
                 listener.start()
-            if self._admin_socket is not None:
+            if self._ports.admin is not None:
                 logger.info("admin requests at %s", self.admin_url)
-            if self.service.tls is None:
-                beside += self._begin_reactors()
+            beside += self._begin_compiled()
             beside.append(asyncio.ensure_future(self._follow_files(self.service.access.tokens.generation)))
             started()
             beside.append(self._admin.begin())
@@ -215,42 +182,62 @@ class HttpService:
         for task in beside:
             task.cancel()
 
-    def _begin_reactors(self) -> list[asyncio.Future[None]]:
-        """Have reactors accept connections, from now on, or as soon as their kernels are compiled. Returns what is to come."""
+    def _begin_compiled(self) -> list[asyncio.Future[None]]:
+        """Begin with what needs all kernels, now or as soon as they are compiled. Returns what is to come."""
         compilation = ahead.start(logger.info)
         if compilation is None:
-            self._socket.listen(BACKLOG)
-            self._start_reactors()
+            self._start_compiled()
             return []
-        listener = Listener(self._socket, self._server, self._connection_limit, back=self._give_back)
-        listener.start()
-        self._listeners.append(listener)
-        return [asyncio.ensure_future(self._start_reactors_after(compilation, listener))]
+        listener = None
+        if self.service.tls is None:
+            self.service.reactors_state = "compiling"
+            listener = Listener(self._ports.http, self._server, self._connection_limit, back=self._give_back)
+            listener.start()
+            self._listeners.append(listener)
+        return [asyncio.ensure_future(self._start_compiled_after(compilation, listener))]
 
-    def _start_reactors(self) -> None:
-        self._reactors.start(self._socket, self._handoff, self._requests, self._calls.streaming)
-        self.service.store.publish_words()
-        self.service.reactors_state = "running"
+    def _start_compiled(self) -> None:
+        """Serve the ports by reactors; where there is TLS, open the gRPC port."""
+        ports, tls = self._ports, self.service.tls
+        if tls is None:
+            for sock in ports.public:
+                sock.listen(BACKLOG)
+            self._reactors.start(ports.public, self._handoff, self._requests, self._calls.streaming)
+            self.service.store.publish_words()
+            self.service.reactors_state = "running"
+        elif ports.grpc is not None:
+            listener = Listener(ports.grpc, self._server, self._connection_limit, tls)
+            listener.start()
+            self._listeners.append(listener)
+        self.service.awaits_grpc = False
 
-    async def _start_reactors_after(self, compilation: ahead.Compilation, listener: Listener) -> None:
-        """Until the kernels of reactors are compiled Python answers what they would; for good where that fails."""
+    async def _start_compiled_after(self, compilation: ahead.Compilation, listener: Listener | None) -> None:
+        """Until all kernels are compiled Python answers what reactors would, and nobody gRPC; for good where that fails."""
         start_s = time.monotonic()
-        self.service.reactors_state = "compiling"
-        logger.info("look-ups over HTTP are answered by Python until all kernels are compiled")
+        logger.info("requests over HTTP are answered by Python, and none over gRPC, until all kernels are compiled")
         while not compilation.done.is_set():
             await asyncio.sleep(COMPILED_POLL_S)
-        if compilation.error is None:
+        if (error := compilation.error) is None:
             await asyncio.to_thread(kernels.load)  # so that no request waits for one that is read
         if self._server.should_exit:
             return
-        if compilation.error is not None:
-            self.service.reactors_state = "failed"
-            logger.warning("look-ups over HTTP stay with Python: %s", compilation.error)
+        if error is None:
+            try:
+                self._start_compiled()
+            except OSError as caught:  # another process listens by now
+                error = f"cannot listen for gRPC: {caught}"
+        if error is not None:
+            self.service.awaits_grpc = False  # HTTP is served
+            if listener is not None:
+                self.service.reactors_state = "failed"
+            logger.warning("look-ups over HTTP stay with Python: %s; gRPC is not served", error)
             return
-        listener.suspend()
-        self._listeners.remove(listener)
-        self._start_reactors()
-        logger.info("reactors answer look-ups over HTTP, %.1f s after the service", time.monotonic() - start_s)
+        if listener is not None:
+            listener.suspend()
+            self._listeners.remove(listener)
+        logger.info(
+            "all requests are answered with compiled kernels, %.1f s after the start", time.monotonic() - start_s
+        )
 
     async def _follow_files(self, before: int) -> None:
         """Follow the files of tokens and certificates.
@@ -286,8 +273,6 @@ class HttpService:
             self._exit_bound.start(drain_s + 2 * FINISH_S)  # the server's requests, then the reactors'
         self._reactors.drain()
         self._calls.drain()
-        if self._grpc is not None:
-            self._grpc.drain()
         if drain_s > 0:
             logger.info("stopping: not ready from now on, closing in %.1f s", drain_s)
             asyncio.get_running_loop().call_later(drain_s, self._end)
@@ -299,12 +284,11 @@ class HttpService:
         self._reactors.finish()
         for listener in self._listeners:
             listener.stop()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait
+        for sock in self._ports.public:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait
         self._server.should_exit = True
         self._calls.stop()
-        if self._grpc is not None:
-            self._grpc.stop(FINISH_S)
 
 
 def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = say) -> None:
@@ -318,8 +302,8 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
     check_settings(settings)
     tune_allocator()
     raise_file_limit()
-    with ExitBound() as bound, bind_http(settings) as listener, Store(settings) as store:
-        service = HttpService(store, settings, listener)
+    with ExitBound() as bound, Ports(settings) as ports, Store(settings) as store:
+        service = HttpService(store, settings, ports)
         kernels.load(kernels.FIRST)
         freeze_heap()
         service.run(lambda: announce(service.url, service.grpc_target), bound)
@@ -335,7 +319,7 @@ class ServerThread:
     def __init__(self, store: Store, settings: Settings | None = None) -> None:
         settings = settings or store.settings
         check_settings(settings)
-        self._http = HttpService(store, settings, bind_http(settings))
+        self._http = HttpService(store, settings, Ports(settings))
         self._up = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tierstore-http", daemon=True)

@@ -30,12 +30,9 @@ MAX_FILE_BYTES = 4 << 20  # all authorities of a system take a quarter of a MiB
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """One state of the files: ready for HTTP as `context`, and as their bytes (PEM) for gRPC."""
+    """One state of the files."""
 
     context: ssl.SSLContext
-    certificate: bytes
-    key: bytes
-    client_ca: bytes | None
     ends_s: float | None  # when the certificate ends, on the wall clock
 
 
@@ -82,14 +79,14 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["h2", "http/1.1"])
-        certificate, key = _bytes_of("tls_cert", self._certificate), _bytes_of("tls_key", self._key)
+        certificate = _bytes_of("tls_cert", self._certificate)
+        _bytes_of("tls_key", self._key)  # says what is wrong with the file
         try:
             context.load_cert_chain(self._certificate, self._key, password=_refuse_password)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"tls_cert {self._certificate} and tls_key {self._key}: expected a certificate and its key, in PEM: {error}"
             ) from error
-        client_ca = None
         if self._client_ca is not None:
             client_ca = _bytes_of("tls_client_ca", self._client_ca)
             try:
@@ -97,7 +94,7 @@ class Tls:
             except (OSError, ValueError) as error:
                 raise ConfigError(f"tls_client_ca {self._client_ca}: expected certificates in PEM: {error}") from error
             context.verify_mode = ssl.CERT_REQUIRED
-        return Credentials(context, certificate, key, client_ca, _end_of(certificate))
+        return Credentials(context, _end_of(certificate))
 
 
 def _end_of(certificate: bytes) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BODY_S = 60.0  # for a large body, or a message over gRPC, to arrive
+BODY_S = 60.0  # for a large body to arrive
 STALL_S = 20.0  # for an answer to be sent, in addition to its time at SLOWEST_RATE; and for a client to read none of it
 PRESSED_STALL_S = 2.0  # the latter, once half of `max_inflight` is in use
 SLOWEST_RATE = 64 << 10  # bytes a second

@@ -63,7 +63,7 @@ class HandoffReceiver(Protocol):
 
 
 class Reactors:
-    """`threads` reactors, which accept from `listener` together. `words` is the memory that they share."""
+    """`threads` reactors, which accept from the same ports together. `words` is the memory that they share."""
 
     def __init__(self, threads: int, settings: Settings, epochs: Epochs, most_connections: int) -> None:
         # constant after construction
@@ -117,15 +117,20 @@ class Reactors:
 
     def start(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         receiver: HandoffReceiver,
         streams: StreamReceiver,
         streaming: Sequence[bytes] = (),
     ) -> None:
-        """Listen and serve, on the running event loop. `streaming`: paths of gRPC whose requests are given as they come."""
+        """Serve what connects to one port or two, on the running event loop.
+
+        The sockets listen already. `streaming`: paths of gRPC whose requests are given as they come.
+        """
         self.streams.start(streams, streaming)
         self._receiver, self._loop = receiver, asyncio.get_running_loop()
-        listener.setblocking(False)
+        for listener in listeners:
+            listener.setblocking(False)
+        ports = [listener.fileno() for listener in listeners] + [-1]
         self._outbox, outbox = self._pipe()
         self._epochs.add_readers(self._lines, kernel.ANNOUNCED)
         self.cold_readers.start(self._pipe)  # after the reactors' own: an announcement passes from them to their jobs
@@ -140,8 +145,10 @@ class Reactors:
             line[kernel.DICE] = secrets.randbits(62) | 1
             register(epoll.fileno(), inbox, sysio.READABLE, kernel.INBOX)
             register(epoll.fileno(), self.cold_readers.inboxes[number], sysio.READABLE, kernel.JOB_INBOX)
-            register(epoll.fileno(), listener.fileno(), sysio.READABLE | sysio.EXCLUSIVE, kernel.LISTENER)
-            here = self._here(number, listener.fileno(), inbox, outbox)
+            for port, what in zip(ports, (kernel.LISTENER, kernel.GRPC_LISTENER), strict=False):
+                if port >= 0:
+                    register(epoll.fileno(), port, sysio.READABLE | sysio.EXCLUSIVE, what)
+            here = self._here(number, ports, inbox, outbox)
             self._workers.append(
                 threading.Thread(target=_serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True)
             )
@@ -243,7 +250,7 @@ class Reactors:
             self._limits[kernel.MOST_CONNECTIONS] = fit
         return ends
 
-    def _here(self, number: int, listener: int, inbox: int, outbox: int) -> kernel.Here:
+    def _here(self, number: int, ports: Sequence[int], inbox: int, outbox: int) -> kernel.Here:
         base = address_of(np.frombuffer(self._memory[number], np.uint8))
         cold, places = self.cold_readers, []
         for size in areas():
@@ -266,11 +273,11 @@ class Reactors:
             frames,
         ) = places
         return kernel.Here(
-            0, number, listener, inbox, outbox, self.words, self._limits, self._lines, self.conns,
+            0, number, ports[0], inbox, outbox, self.words, self._limits, self._lines, self.conns,
             np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(kernel.CALL_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
             cold.free_jobs[number], cold.outbox, cold.inboxes[number], self._prediction_outbox, address_of(cold.jobs), lookupplan.run.address,
             front_rows.run.address, reactor_http2.run.address, reactor_calls.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
-            scratch, record, structure, bound, values, codes, date, headers, frames,
+            scratch, record, structure, bound, values, codes, date, headers, frames, ports[1],
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:

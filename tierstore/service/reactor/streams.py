@@ -90,9 +90,9 @@ class Stream:
 
     @property
     def client(self) -> tuple[str, int] | None:
-        """The client's address and port, as long as it is not answered."""
+        """The client's address and port, as long as it is not answered; None where it has none."""
         with self.connection() as connection:
-            if connection is not None:
+            if connection is not None and connection.family != socket.AF_UNIX:
                 with contextlib.suppress(OSError):
                     host, port = connection.getpeername()[:2]
                     return host, port

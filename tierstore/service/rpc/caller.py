@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 
 from tierstore.access.audit import ATTEMPT, Attempt
 from tierstore.access.roles import LOCAL, NOBODY, Principal
-from tierstore.addresses import is_loopback
 from tierstore.engine.events.changes import REQUESTER
+from tierstore.kernels import reactor_words as kernel
+from tierstore.service.addresses import host_port, is_on_host
 from tierstore.service.limits.shedding import Caller
+from tierstore.service.reactor.streams import Stream
 from tierstore.service.request_log import one_line
+from tierstore.service.rpc.messages import timeout_ns
+
+REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get one version
 
 
 class RpcCaller:
-    """The caller of a call. `waiting` is it as one that waits for an answer; `unplanned`: whether reactors lacked a plan, or it.
+    """The caller of a stream, by its headers.
 
-    `address` gives the client's, `HOST:PORT`, as long as the call is not answered.
+    `waiting` is it as one that waits for an answer; `unplanned`: whether reactors lacked a plan, or it. `authorizations` are the
+    values of that entry of its metadata, `coding` is that of `grpc-encoding`.
     """
 
-    __slots__ = ("_address", "attempt", "request_id", "unplanned", "waiting")
+    __slots__ = ("_stream", "attempt", "authorizations", "coding", "request_id", "unplanned", "waiting")
 
-    def __init__(
-        self, request_id: str | None, waiting: Caller, address: Callable[[], str], *, unplanned: bool = False
-    ) -> None:
-        self.request_id, self.waiting, self.unplanned = request_id, waiting, unplanned
+    def __init__(self, stream: Stream, *, arrived_ns: int | None = None) -> None:
+        """`arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
+        self.waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
+        self.unplanned = stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
         self.attempt = Attempt()
-        self._address = address
+        self.request_id: str | None = None
+        self.coding: bytes | None = None
+        self.authorizations: list[bytes] = []
+        self._stream = stream
+        for name, value in stream.headers:
+            if name == b"authorization":
+                self.authorizations.append(value)
+            elif name == REQUEST_ID:
+                self.request_id = value.decode("latin-1")
+            elif name == b"grpc-encoding":
+                self.coding = value
+            elif name == b"grpc-timeout" and arrived_ns is None:
+                self.waiting.within(timeout_ns(value))
 
     @property
     def principal(self) -> Principal:
@@ -35,13 +54,15 @@ class RpcCaller:
 
     @property
     def host(self) -> str:
-        """Its IP address."""
-        return self.address().rpartition(":")[0].strip("[]")
+        """Its IP address, as long as the call is not answered."""
+        client = self._stream.client
+        return "" if client is None else client[0]
 
     @property
     def on_host(self) -> bool:
         """Whether it is on this machine for sure."""
-        return self.address().startswith("unix:") or is_loopback(self.host)
+        with self._stream.connection() as connection:
+            return connection is not None and is_on_host(connection)
 
     @property
     def who(self) -> str:
@@ -49,7 +70,9 @@ class RpcCaller:
         return str(self) if self.principal in (LOCAL, NOBODY) else f"{self.principal.name} at {self}"
 
     def address(self) -> str:
-        return self._address()
+        """`HOST:PORT`, as long as the call is not answered."""
+        client = self._stream.client
+        return "somebody" if client is None else host_port(*client)
 
     def __str__(self) -> str:
         return self.address() if self.request_id is None else f"{self.address()} (id {one_line(self.request_id)})"
@@ -64,3 +87,8 @@ def acting_for(caller: RpcCaller) -> Iterator[None]:
     finally:
         ATTEMPT.reset(attempts)
         REQUESTER.reset(requesters)
+
+
+def sent_back(request_id: str | None) -> list[tuple[bytes, bytes]]:
+    """The id of a request, as trailers of its answer."""
+    return [] if request_id is None else [(REQUEST_ID, request_id.encode("latin-1"))]

@@ -24,19 +24,13 @@ from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.reactor.streams import Stream
-from tierstore.service.rpc.caller import RpcCaller, acting_for
+from tierstore.service.rpc.caller import RpcCaller, acting_for, sent_back
 from tierstore.service.rpc.flow import HEADERS, Flow
-from tierstore.service.rpc.health import Health
-from tierstore.service.rpc.messages import (
-    ENDS,
-    IDLE,
-    Messages,
-    prefix_of,
-)
+from tierstore.service.rpc.health import MAX_WATCHERS, Health
+from tierstore.service.rpc.messages import CONTENT_TYPE, ENDS, IDLE, Messages, prefix_of, status_of
 from tierstore.service.rpc.methods import Accounts, Method, Servicer, look_up
 from tierstore.service.rpc.oip import InferenceService
 from tierstore.service.rpc.reflection import reflection_of
-from tierstore.service.rpc.stream_caller import StreamCaller, refuse, sent_back
 from tierstore.service.rpc.tfserving import TensorFlowServing
 from tierstore.service.stats import Timings
 
@@ -126,7 +120,7 @@ class Calls:
         try:
             flow = Flow(self, method, stream)
         except TierstoreError as error:
-            refuse(stream, *method.accounts.failed(StreamCaller(stream, arrived_ns=stream.arrived_ns), error))
+            refuse(stream, *method.accounts.failed(RpcCaller(stream, arrived_ns=stream.arrived_ns), error))
             return
         self._flows[stream] = flow
         flow.open()
@@ -145,7 +139,7 @@ class Calls:
 
     # --- for calls
 
-    def authorise(self, method: Method, stream: Stream, caller: StreamCaller) -> None:
+    def authorise(self, method: Method, stream: Stream, caller: RpcCaller) -> None:
         """Find out who calls. Forbidden where they may not."""
         access = self.service.access
         principal = caller.waiting.principal = access.of_call(method.action, caller.authorizations, stream.peer_names)
@@ -209,11 +203,18 @@ class Calls:
 
     def families(self) -> Iterator[Metric]:
         for name, text, value in (
-            ("calls", "gRPC calls in progress on the HTTP port.", len(self._open)),
-            ("streams", "gRPC streams of messages that are open there.", len(self._flows)),
-            ("streams_limit", "gRPC streams of messages that may be open there.", MOST_STREAMS),
+            ("calls", "gRPC calls that Python has and has not answered yet.", len(self._open)),
+            ("streams", "gRPC streams of messages that are open.", len(self._flows)),
+            ("streams_limit", "gRPC streams of messages that may be open.", MOST_STREAMS),
+            ("health_watchers", "gRPC calls that watch the health; they are streams too.", self.health.watchers),
+            ("health_watchers_limit", "gRPC calls that may.", MAX_WATCHERS),
         ):
             yield GaugeMetricFamily(f"tierstore_grpc_{name}", text, value=value)
+
+
+def refuse(stream: Stream, code: str, details: str, request_id: str | None = None) -> None:
+    """Answer with a status alone."""
+    stream.respond(200, [(b"content-type", CONTENT_TYPE), *status_of(code, details), *sent_back(request_id)])
 
 
 class _Call:
@@ -223,13 +224,13 @@ class _Call:
 
     def __init__(self, calls: Calls, method: Method, stream: Stream) -> None:
         self._calls, self._method, self._stream = calls, method, stream
-        self._caller: StreamCaller | None = None
+        self._caller: RpcCaller | None = None
 
     def begin(self, body: bytes) -> None:
         service, method, stream = self._calls.service, self._method, self._stream
         holding = Reservation(service.inflight)  # what is decoded, until the look-up reserves it
         try:
-            caller = self._caller = StreamCaller(stream)
+            caller = self._caller = RpcCaller(stream)
             self._calls.authorise(method, stream, caller)
             if stream.too_large:
                 raise MessageTooLarge(
@@ -293,6 +294,6 @@ class _Call:
             return
         caller = self._caller
         if caller is None:  # its deadline has no meaning
-            caller = StreamCaller(self._stream, arrived_ns=self._stream.arrived_ns)
+            caller = RpcCaller(self._stream, arrived_ns=self._stream.arrived_ns)
         status = self._method.accounts.failed(caller, error)
         refuse(self._stream, *status, caller.request_id)

@@ -12,10 +12,9 @@ from tierstore.service.context import Service
 from tierstore.service.limits.shedding import Gone
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.reactor.streams import Stream
-from tierstore.service.rpc.caller import RpcCaller
+from tierstore.service.rpc.caller import RpcCaller, sent_back
 from tierstore.service.rpc.messages import ACCEPTED, CONTENT_TYPE, ENDS, Messages, prefixed, status_of
 from tierstore.service.rpc.methods import Method
-from tierstore.service.rpc.stream_caller import StreamCaller, sent_back
 
 HEADERS = [(b"content-type", CONTENT_TYPE), ACCEPTED]
 FIRST_S = 10.0  # for the first message of a stream to come
@@ -28,7 +27,7 @@ class Flows(Protocol):
     most_message: int
     closing: bool
 
-    def authorise(self, method: Method, stream: Stream, caller: StreamCaller) -> None: ...
+    def authorise(self, method: Method, stream: Stream, caller: RpcCaller) -> None: ...
     def make_room(self) -> None: ...
     def to_the_end(self, flow: Flow) -> None: ...
     def forget(self, flow: Flow) -> None: ...
@@ -40,9 +39,8 @@ class Flow:
     def __init__(self, calls: Flows, method: Method, stream: Stream) -> None:
         """TierstoreError where it is refused."""
         self._calls, self._method, self.stream = calls, method, stream
-        caller = StreamCaller(stream)
+        caller = self.caller = RpcCaller(stream)
         calls.authorise(method, stream, caller)
-        self.caller: RpcCaller = caller
         if calls.closing:
             raise Closed(ENDS)
         self._holding = Reservation(calls.service.inflight)
@@ -99,7 +97,7 @@ class Flow:
     # --- for its method
 
     def caller_now(self) -> RpcCaller:
-        caller = StreamCaller(self.stream, arrived_ns=time.perf_counter_ns())
+        caller = RpcCaller(self.stream, arrived_ns=time.perf_counter_ns())
         self._calls.authorise(self._method, self.stream, caller)  # its token may have ended since
         caller.waiting.deadline_ns = self.caller.waiting.deadline_ns
         return caller

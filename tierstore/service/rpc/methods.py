@@ -99,18 +99,6 @@ def by_message(kind: Any, method: Callable[[Any, RpcCaller], Any]) -> Unary:
     return call
 
 
-def answered(service: Service, receive: Receive, message: bytes, caller: RpcCaller) -> bytes:
-    """The answer to a look-up, however long it takes. On a thread that may wait."""
-    holding = Reservation(service.inflight)
-    try:
-        holding.reserve(len(message))
-        exchange = Exchange(service, receive(message, caller, holding), caller.waiting, caller.request_id)
-        exchange.begin(here=False)
-        return exchange.answer()
-    finally:
-        holding.release()
-
-
 def look_up(service: Service, receive: Receive, message: bytes, caller: RpcCaller, done: LookedUp) -> None:
     """Answer a look-up at once, or have a thread do so. Event loop only."""
     holding = Reservation(service.inflight)

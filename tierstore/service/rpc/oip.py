@@ -182,7 +182,7 @@ def _final_response() -> bytes:
     return fields
 
 
-FINAL = _final_response()
+_FINAL = _final_response()
 _STREAMED = bytes([_StreamAnswer.DESCRIPTOR.fields_by_name["infer_response"].number << 3 | 2])
 
 
@@ -236,7 +236,7 @@ class InferenceService:
         )
 
         self._accounts = Accounts(service, self.servicer, "ModelStreamInfer")
-        self._receive_streamed: Receive = partial(InferMessage, service, extra=FINAL)
+        self._receive_streamed: Receive = partial(InferMessage, service, extra=_FINAL)
 
     def _regions(self, caller: RpcCaller) -> Regions:
         return self._service.regions.of(caller.principal)
@@ -253,10 +253,10 @@ class InferenceService:
             if answer is None:
                 assert error is not None
                 accounts.failed(caller, error)
-                framed = stream_error(message, error)
+                framed = _stream_error(message, error)
             else:
                 accounts.answered(caller, spent)
-                framed = stream_answer(answer)
+                framed = _stream_answer(answer)
 
             def sent() -> None:
                 if holding is not None:
@@ -339,12 +339,12 @@ def _unserved(extension: str) -> Callable[[Any, RpcCaller], None]:
     return refuse
 
 
-def stream_answer(answer: bytes) -> bytes:
+def _stream_answer(answer: bytes) -> bytes:
     """An answer to a request of a stream."""
     return length_delimited(_STREAMED, len(answer)) + answer
 
 
-def stream_error(request: bytes, error: BaseException) -> bytes:
+def _stream_error(request: bytes, error: BaseException) -> bytes:
     answer = _StreamAnswer(error_message=message_of(error))
     try:
         answer.infer_response.id = Parts(request).id.decode()

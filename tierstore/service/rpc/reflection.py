@@ -18,16 +18,11 @@ RELEASES = ("grpc.reflection.v1", "grpc.reflection.v1alpha")  # with the same me
 
 def reflection_of(services: Sequence[str]) -> list[Servicer]:
     """Reflection of `services` and itself."""
-    names = reflected(services)
+    names = sorted([*services, *(f"{release}.ServerReflection" for release in RELEASES)])
     return [
-        Servicer(f"{release}.ServerReflection", STANDARD, streams={METHOD: _method(answers_of(release, names))})
+        Servicer(f"{release}.ServerReflection", STANDARD, streams={METHOD: _method(_answers_of(release, names))})
         for release in RELEASES
     ]
-
-
-def reflected(services: Sequence[str]) -> list[str]:
-    """The names of `services`, and those of reflection."""
-    return sorted([*services, *(f"{release}.ServerReflection" for release in RELEASES)])
 
 
 def _method(answer_to: Callable[[bytes], bytes]) -> Streamed:
@@ -38,7 +33,7 @@ def _method(answer_to: Callable[[bytes], bytes]) -> Streamed:
     return serve
 
 
-def answers_of(release: str, names: Sequence[str]) -> Callable[[bytes], bytes]:
+def _answers_of(release: str, names: Sequence[str]) -> Callable[[bytes], bytes]:
     """What makes an answer of a request, in the messages of a release, about the services `names`."""
     request_kind, answer_kind = (message_class(f"{release}.ServerReflection{kind}") for kind in ("Request", "Response"))
 
