@@ -34,7 +34,7 @@ from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
-from tierstore.service.server import ServerThread, has_grpc
+from tierstore.service.server import ServerThread
 
 ROWS, DIM = 100_000, 16
 SIZES = (64, 4096)
@@ -155,7 +155,7 @@ def measure(root: Path, rounds: int) -> tuple[list[dict[str, Any]], dict[str, fl
     }
     with ExitStack() as stack:
         for name, more in options.items():
-            settings = load_settings(None, data=root / name, port=0, grpc_port=0 if has_grpc() else "off", **more)
+            settings = load_settings(None, data=root / name, port=0, grpc_port=0, **more)
             shutil.copytree(root / "loaded", root / name)
             store = stack.enter_context(Store(settings))
             server = stack.enter_context(ServerThread(store, settings))

@@ -2,10 +2,8 @@
 
     python -m benchmarks.wire_grpc [--quick] [--rows 1_000_000] [--json FILE]
 
-"grpc echo" is grpcio's own server, as it comes, with a handler that parses a request and answers as many ready bytes;
-"core echo" the layer below that server doing the same on one thread, as the service uses it: the floor under any server
-that grpcio's core reads and writes for. They and the service take turns, a round each; figures are medians over the
-rounds, ratios medians of each round's ratio.
+"grpc echo" is grpcio's own server, as it comes, with a handler that parses a request and answers as many ready bytes. It and
+the service take turns, a round each; figures are medians over the rounds, ratios medians of each round's ratio.
 
 The client is grpcio's, with a connection of its own a channel; messages are made and read as bytes, so that it costs
 as little as it may. Only the server's CPU is compared: the wall time is mostly this client's.
@@ -30,7 +28,6 @@ import numpy as np
 from benchmarks.machine import describe
 from benchmarks.ready import wait_until_warm
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
-from tierstore.service.rpc.grpc_core import GOES_ON, Core, Outcome, core_of, receive_close, receive_message, send
 from tierstore.service.rpc.protobuf import message_class
 
 if TYPE_CHECKING:
@@ -74,38 +71,6 @@ def echo_server() -> tuple[grpc.Server, int]:
     )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    return server, port
-
-
-class _CoreEcho:
-    """A call that is answered with `_echo` on the thread that received it."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    def __call__(self, event: Any) -> Outcome:
-        if not event.success:
-            return self, ()
-        self._core.request(METHOD, _CoreEcho(self._core))
-        self._call = event.call
-        self._call.start_server_batch([receive_message()], self._received)
-        return GOES_ON
-
-    def _received(self, event: Any) -> Outcome:
-        answer = _echo(event.batch_operations[0].message())
-        self._call.start_server_batch([*send(grpc.StatusCode.OK, "", answer), receive_close()], lambda _: (self, ()))
-        return GOES_ON
-
-
-def core_echo_server() -> tuple[grpc.Server, int]:
-    """The layer below grpcio's server answering with `_echo`; and its port."""
-    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.max_receive_message_length", BOUND)])
-    core = core_of(server)
-    assert core is not None, "this grpcio is not as the service knows it"
-    core.register(METHOD)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    core.request(METHOD, _CoreEcho(core))
     return server, port
 
 
@@ -163,13 +128,13 @@ def measure(servers: list[Server | GrpcServer], rows: int, sizes: list[int], rou
                     cpu[server.name].append(turn(server, batches, connections, requests)[0])
             row: dict[str, Any] = {"keys": n, "connections": connections}
             row |= {f"{name}_us": statistics.median(figures) for name, figures in cpu.items()}
-            for other in ("grpc echo", "core echo", "http"):
+            for other in ("grpc echo", "http"):
                 ratios = (ours / theirs for ours, theirs in zip(cpu["grpc"], cpu[other], strict=True))
                 row[f"over {other}"] = statistics.median(ratios)
             results.append(row)
             print(
-                "| {keys:,} | {connections} | {http_us:.0f} | {grpc echo_us:.0f} | {core echo_us:.0f} | {grpc_us:.0f} "
-                "| {over grpc echo:.2f} | {over core echo:.2f} | {over http:.2f} |".format(**row),
+                "| {keys:,} | {connections} | {http_us:.0f} | {grpc echo_us:.0f} | {grpc_us:.0f} "
+                "| {over grpc echo:.2f} | {over http:.2f} |".format(**row),
                 flush=True,
             )
     return results
@@ -193,14 +158,13 @@ def main() -> None:
         wait_until_warm(http)
         servers: list[Server | GrpcServer] = [Server("http", pid, http, over_http(http, checked=True))]
         servers.append(GrpcServer("grpc", pid, rpc, checked=True))
-        for name in ("grpc echo", "core echo"):
-            pid, (port,) = stack.enter_context(child(*python, name.replace(" ", "-")))
-            servers.append(GrpcServer(name, pid, port, checked=False))
+        pid, (port,) = stack.enter_context(child(*python, "grpc-echo"))
+        servers.append(GrpcServer("grpc echo", pid, port, checked=False))
         print(f"{describe()}; {rows:,} rows of {ROW_BYTES} bytes, all in memory; medians of {rounds} rounds\n")
         print(
             "Server CPU a request, µs:\n\n"
-            "| keys | connections | http | grpc echo | core echo | grpc | over grpc echo | over core echo | over http |\n"
-            "|---|---|---|---|---|---|---|---|---|"
+            "| keys | connections | http | grpc echo | grpc | over grpc echo | over http |\n"
+            "|---|---|---|---|---|---|---|"
         )
         results = measure(servers, rows, options.keys, rounds, requests)
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|grpc-echo|core-echo|store|wild …`.
+"""The servers that `wire_lookup` compares, each a process of its own: `python -m benchmarks.wire_servers echo|grpc-echo|store|wild …`.
 
 `echo` is the limit of the transport: the service as it is, whose reactors answer as many ready bytes and look nothing up.
-`grpc-echo` is grpcio doing the same, `core-echo` the layer below its server. `store` is the service as it is, over a table whose rows are all in memory, and `wild` one whose model has
+`grpc-echo` is grpcio's server doing the same. `store` is the service as it is, over a table whose rows are all in memory, and `wild` one whose model has
 many features beside, and one with string keys. They print their ports when they answer.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,11 @@ from tierstore.config import load_settings
 from tierstore.service.process import tune_allocator
 
 
-def serve_grpc_echo(*, core: bool) -> None:
-    if not core:
-        os.environ.setdefault("GRPC_EXPERIMENTS", "")  # grpcio as it comes, not as the service sets it
-    from benchmarks.wire_grpc import core_echo_server, echo_server
+def serve_grpc_echo() -> None:
+    from benchmarks.wire_grpc import echo_server
 
     tune_allocator()
-    server, port = core_echo_server() if core else echo_server()
+    server, port = echo_server()
     print(port, flush=True)
     server.wait_for_termination()
 
@@ -105,15 +102,15 @@ def serve_store(where: Path, rows: int, shared_memory: bool, threads: int, warm:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("server", choices=["echo", "grpc-echo", "core-echo", "store", "wild"])
+    parser.add_argument("server", choices=["echo", "grpc-echo", "store", "wild"])
     parser.add_argument("--where", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--shared-memory", action="store_true")
     parser.add_argument("--threads", type=int, default=0, help="reactor threads; 0: as many as there are processors")
     parser.add_argument("--cold", action="store_true", help="keep no rows in memory")
     options = parser.parse_args()
-    if options.server in ("grpc-echo", "core-echo"):
-        serve_grpc_echo(core=options.server == "core-echo")
+    if options.server == "grpc-echo":
+        serve_grpc_echo()
     else:
         if options.server == "echo":
             answer_ready_bytes()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("grpc", reason="needs the extra grpc")
+pytest.importorskip("grpc", reason="grpcio is not installed")
 pytest.importorskip("tritonclient.grpc", reason="needs tritonclient, of the extra dev")
 
 from tests.engine.quick_build import in_process as in_process_loads

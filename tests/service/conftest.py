@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.extras import has_grpc
 from tierstore.config import Settings, load_settings
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
@@ -19,7 +18,7 @@ from .fake_store import FakeStore
 from .scenes import write_small, write_snapshot
 
 DEADLINE_S = 60.0
-GRPC: int | str = 0 if has_grpc() else "off"
+GRPC = 0  # the second port: a free one
 
 
 def settings_for(tmp_path: Path, **overrides: object) -> Settings:

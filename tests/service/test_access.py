@@ -159,7 +159,7 @@ def test_a_token_for_metrics_is_for_metrics_alone(scene: Scene) -> None:
             assert (refused.status_code, "has the role metrics" in refused.text) == (403, True), path
 
 
-@pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
+@pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed")
 def test_every_method_over_grpc_with_every_token(scene: Scene) -> None:
     import grpc
     from google.protobuf.descriptor_pool import DescriptorPool

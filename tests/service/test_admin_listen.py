@@ -99,7 +99,7 @@ def test_both_clients_work_through_the_socket(served: ServerThread) -> None:
     assert models == ["ctr"]
 
 
-@pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
+@pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed")
 def test_grpc_refuses_what_is_for_admins(served: ServerThread) -> None:
     import tritonclient.grpc as triton
 

@@ -112,7 +112,7 @@ def test_every_attempt_that_failed_has_one_line(tmp_path: Path) -> None:
     assert not any(line["what"] == "delta" for line in map(json.loads, (settings.data / "audit/audit.jsonl").open()))
 
 
-@pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
+@pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed")
 def test_changes_over_grpc_are_in_it_too(tmp_path: Path) -> None:
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException

@@ -24,7 +24,7 @@ from .fake_stream import SomeStream
 from .scenes import write_small
 
 SLOW = 0.01  # of something in a second: one, and not another one in the time of a test
-needs_grpc = pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
+needs_grpc = pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed")
 
 
 def test_nobody_may_do_nothing_but_what_everybody_may() -> None:

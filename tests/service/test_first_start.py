@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.certificates import Authority
 from tests.mounts import ROOT, bare, needs_mounts, read_only
 from tierstore.engine.store import Store
 from tierstore.kernels import ahead
@@ -96,6 +99,58 @@ def test_python_goes_on_where_they_cannot_be_compiled(
         look_up(client, store)
         assert of_reactors(server) == (0, 0)
     assert "look-ups over HTTP stay with Python: no compiler" in caplog.text
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def for_grpc(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ServerThread, httpx.Client]]:
+    """A service with a gRPC port, whose kernels are being compiled, and a client of it."""
+    more, verify = {}, True
+    if request.param == "TLS":
+        (tmp_path / "certificates").mkdir()
+        authority = Authority(tmp_path / "certificates")
+        own = authority.issue("service", "IP:127.0.0.1")
+        more, verify = {"tls_cert": own.cert, "tls_key": own.key}, ssl.create_default_context(cafile=authority.ca)
+    with (
+        Store(settings_for(tmp_path, grpc_port=0, **more)) as store,
+        ServerThread(store) as server,
+        httpx.Client(base_url=server.url, verify=verify, timeout=60) as client,
+    ):
+        yield server, client
+
+
+def is_open(port: int | None) -> bool:
+    with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=60):
+        return True
+    return False
+
+
+def test_the_grpc_port_is_opened_when_it_can_be_served_and_the_service_is_ready_then(
+    compiling: Compiling, for_grpc: tuple[ServerThread, httpx.Client]
+) -> None:
+    server, client = for_grpc
+    assert client.get("/v2/health/live").status_code == 200
+    answer = client.get("/v2/health/ready")
+    assert (answer.status_code, answer.json()) == (400, {"ready": False, "compiling": True})
+    assert not is_open(server.grpc_port)
+    compiling.end()
+    eventually(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
+    assert is_open(server.grpc_port)
+
+
+def test_where_they_cannot_be_compiled_the_service_is_ready_without_grpc(
+    compiling: Compiling, for_grpc: tuple[ServerThread, httpx.Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, client = for_grpc
+    compiling.end("no compiler")
+    eventually(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
+    assert not is_open(server.grpc_port)
+    assert "no compiler; gRPC is not served" in caplog.text
+
+
+def test_without_a_grpc_port_readiness_waits_for_no_compiler(store: Store, compiling: Compiling) -> None:
+    with ServerThread(store) as server:
+        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+    assert not compiling.done.is_set()
 
 
 def test_a_stop_does_not_wait_for_the_compiler(store: Store, compiling: Compiling) -> None:

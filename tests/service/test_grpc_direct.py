@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-grpc = pytest.importorskip("grpc", reason="extra grpc is not installed")
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 from tritonclient.grpc import service_pb2  # noqa: E402
 

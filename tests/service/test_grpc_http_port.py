@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-grpc = pytest.importorskip("grpc", reason="extra grpc is not installed")
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 import tritonclient.grpc as triton  # noqa: E402
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("google.protobuf", reason="extra grpc is not installed")
+pytest.importorskip("google.protobuf", reason="grpcio is not installed")
 from google.protobuf import descriptor_pb2
 
 from tierstore.service.rpc.protobuf import FILE, POOL, message_class, service_descriptor

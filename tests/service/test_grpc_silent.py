@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-grpc = pytest.importorskip("grpc", reason="extra grpc is not installed")
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402

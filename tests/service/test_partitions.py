@@ -128,7 +128,7 @@ def _rows(name: str, keys: list[int], shape: list[int] | None = None) -> dict[st
 
 
 def test_tensorflow_serving_over_grpc(served: ServerThread) -> None:
-    grpc = pytest.importorskip("grpc", reason="needs the extra grpc")
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
     from .test_tfs_grpc import PredictRequest, PredictResponse, arrays, request
 
     assert PredictRequest is not None

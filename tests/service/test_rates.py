@@ -176,7 +176,7 @@ def test_over_http_a_token_with_rates_is_429_and_another_one_is_not(tmp_path: Pa
             assert answer.status_code == 429
 
 
-@pytest.mark.skipif(not has_grpc(), reason="extra grpc is not installed")
+@pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed")
 def test_over_grpc_it_is_resource_exhausted(tmp_path: Path) -> None:
     from tritonclient.grpc import InferenceServerClient, InferInput
     from tritonclient.utils import InferenceServerException

@@ -19,7 +19,7 @@ from tierstore.log_limits import BURST
 from tierstore.logs import configure
 from tierstore.service.server import ServerThread
 
-from .conftest import GRPC, eventually, load, settings_for
+from .conftest import eventually, load, settings_for
 from .fake_store import VERSION, FakeStore
 from .scenes import KEYS, delta, write_snapshot
 
@@ -175,7 +175,6 @@ def test_slow_requests_and_all_of_them(tmp_path: Path, lines: Lines) -> None:
             assert (came[0]["id"], came[0]["status"], came[1]["path"]) == ("r-8", 200, "/v2")
 
 
-@pytest.mark.skipif(GRPC == "off", reason="extra grpc is not installed")
 def test_over_grpc(tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     grpc = pytest.importorskip("grpc")
     pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-grpc = pytest.importorskip("grpc", reason="needs the extra grpc")
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 
 from tierstore.errors import InvalidInput, TooLarge  # noqa: E402
 from tierstore.service.dataplane.plan import OutputSpec, Plan  # noqa: E402

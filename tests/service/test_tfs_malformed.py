@@ -77,7 +77,7 @@ shapes = st.lists(st.integers(-2, 4) | st.sampled_from([1 << 40, (1 << 31) - 1])
 def test_any_message_is_answered_or_refused(
     server: ServerThread, given_inputs: dict[str, Any], picked: list[str], cut: int
 ) -> None:
-    pytest.importorskip("grpc", reason="needs the extra grpc")
+    pytest.importorskip("grpc", reason="grpcio is not installed")
     from tierstore.service.exchange import Exchange
     from tierstore.service.rpc.caller import RpcCaller
     from tierstore.service.rpc.protobuf import message_class

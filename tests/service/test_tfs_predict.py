@@ -140,7 +140,7 @@ def test_a_delta_may_bring_another_dense_part(tmp_path: Path) -> None:
 
 
 def test_scores_over_grpc(served: tuple[Store, ServerThread]) -> None:
-    grpc = pytest.importorskip("grpc", reason="needs the extra grpc")
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
     from .test_tfs_grpc import PredictResponse, arrays, request
 
     with grpc.insecure_channel(served[1].grpc_target) as channel:

@@ -31,7 +31,7 @@ Port = Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one (d
 GrpcPort = Annotated[
     str | None,
     option(
-        "PORT", "gRPC port; 0 picks a free one, `off` serves none (default: 8001 where the extra `grpc` is installed)."
+        "PORT", "A second port, for gRPC; 0 picks a free one, `off` has none (default: 8001)."
     ),
 ]
 Threads = Annotated[

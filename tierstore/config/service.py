@@ -45,7 +45,7 @@ class ServiceSettings(BaseModel):
     batch_max_items: int = Field(
         0,
         ge=0,
-        description="items (rows of the batch dimension) in one run that joins small predict requests over HTTP; 0: join none",
+        description="items (rows of the batch dimension) in one run that joins small predict requests; 0: join none",
     )
     batch_delay_us: int = Field(
         0,
@@ -56,7 +56,7 @@ class ServiceSettings(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] | None = Field(
         None,
-        description="gRPC port (extra `grpc`); 0 picks a free one, `off` serves none; default: 8001 where the extra is installed, a free one if port is 0",
+        description="a second port, for gRPC, which the HTTP port speaks too; 0 picks a free one, `off` has none; default: 8001, a free one if port is 0",
     )
     allow_client_shm: bool = Field(False, description="serve OIP's system shared memory extension")
     allow_open_network: bool = Field(

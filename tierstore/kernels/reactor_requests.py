@@ -52,6 +52,7 @@ from tierstore.kernels.reactor_words import (
     MAY_READ,
     MODE,
     MOST_BODY,
+    MOST_MESSAGE,
     NEEDED,
     OTHER,
     PIPELINED,
@@ -95,7 +96,7 @@ def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
     if s == 0:
         return False
     row = me.conns[fd]
-    h2core.begin_session(s, me.limits[MOST_BODY], me.shared[STREAMING_PATHS])
+    h2core.begin_session(s, me.limits[MOST_MESSAGE], me.shared[STREAMING_PATHS])
     row[SESSION], row[STATE], row[NEEDED], row[DEADLINE_NS] = s, HTTP2, 0, 0
     return True
 

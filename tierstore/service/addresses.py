@@ -49,7 +49,7 @@ class Ports:
             self.http = bound.enter_context(bind_tcp(settings.host, settings.port))
             self.grpc: socket.socket | None = None
             if isinstance(settings.grpc_port, int):
-                self.grpc = bound.enter_context(bind_tcp(settings.host, settings.grpc_port, _OR_NO_GRPC))
+                self.grpc = bound.enter_context(bind_tcp(settings.host, settings.grpc_port, for_grpc=True))
             self.admin = bind_admin(settings)
             if self.admin is not None:
                 bound.enter_context(self.admin)
@@ -71,13 +71,12 @@ class Ports:
         self.close()
 
 
-_OR_NO_GRPC = "choose another with grpc_port (--grpc-port), or go without a port of gRPC's own (off)"
 # a client whose machine is gone is noticed within this time, where the connection is silent
 _SILENT_S, _PROBE_S, _PROBES = 30, 10, 2
 
 
-def bind_tcp(host: str, port: int, otherwise: str = "choose another host or port") -> socket.socket:
-    """A bound socket that does not listen yet. ConfigError where it cannot be: it says what to do `otherwise`."""
+def bind_tcp(host: str, port: int, *, for_grpc: bool = False) -> socket.socket:
+    """A bound socket that does not listen yet. ConfigError where it cannot be."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,7 +88,10 @@ def bind_tcp(host: str, port: int, otherwise: str = "choose another host or port
         return listener
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}; {otherwise}") from error
+        what, otherwise = f"{host} port {port}", "another host or port"
+        if for_grpc:
+            what, otherwise = f"{what} for gRPC", "another with grpc_port (--grpc-port), or go without that port (off)"
+        raise ConfigError(f"cannot listen on {what}: {error}; choose {otherwise}") from error
 
 
 def parse_listen(text: str) -> Path | tuple[str, int]:

@@ -22,7 +22,7 @@ from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits import slow_clients
 from tierstore.service.limits.worker_pool import ByteBudget
-from tierstore.service.reactor.streams import Buffer, Stream, StreamReceiver, paths_table
+from tierstore.service.reactor.streams import Buffer, Stream, StreamReceiver, most_message, paths_table
 
 PREFACE = h2words.PREFACE.tobytes()
 _BUFFER_BYTES = 1 << 17
@@ -41,7 +41,7 @@ class Http2:
         inflight: ByteBudget,
     ) -> None:
         self.receiver, self.inflight = receiver, inflight
-        self.most_body, self.arrival_s = min(settings.max_request, settings.max_inflight), settings.arrival_timeout_s
+        self.most_body, self.arrival_s = most_message(settings), settings.arrival_timeout_s
         self.table, self._paths = paths_table(streaming)
         # of the event loop: what was written leaves before another session writes
         self.out = np.zeros(_BUFFER_BYTES, np.uint8)

@@ -266,6 +266,8 @@ class OipHttp(ProtocolApplication):
         document: dict[str, Any] = {} if warming is None else {"warming": warming}
         if unserved := self._service.unserved():
             document["unserved"] = unserved
+        if self._service.awaits_grpc:
+            document["compiling"] = True
         status = 200 if ready else 400
         return json_response({"ready": ready, **document}, status) if document else Response(status)
 

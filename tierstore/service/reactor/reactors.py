@@ -43,7 +43,7 @@ from tierstore.service.reactor.memory import areas, register
 from tierstore.service.reactor.predictions import Counted, Predictions
 from tierstore.service.reactor.reply import Reply, Sending
 from tierstore.service.reactor.scorings import Scoring
-from tierstore.service.reactor.streams import StreamReceiver, Streams
+from tierstore.service.reactor.streams import StreamReceiver, Streams, most_message
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class Reactors:
         for word, value in {
             kernel.MOST_CONNECTIONS: most_connections,
             kernel.MOST_BODY: min(settings.max_request, settings.max_inflight),
+            kernel.MOST_MESSAGE: most_message(settings),
             kernel.MOST_ANSWER: settings.max_response,
             kernel.MOST_INFLIGHT: settings.max_inflight,
             kernel.IDLE_NS: int(settings.idle_timeout_s * 1e9),
@@ -122,15 +123,15 @@ class Reactors:
         streams: StreamReceiver,
         streaming: Sequence[bytes] = (),
     ) -> None:
-        """Serve what connects to one port or two, on the running event loop.
+        """Serve what connects to `listeners`, two at most, on the running event loop.
 
-        The sockets listen already. `streaming`: paths of gRPC whose requests are given as they come.
+        They listen already. `streaming`: paths of gRPC whose requests are given as they come.
         """
         self.streams.start(streams, streaming)
         self._receiver, self._loop = receiver, asyncio.get_running_loop()
         for listener in listeners:
             listener.setblocking(False)
-        ports = [listener.fileno() for listener in listeners] + [-1]
+        ports = [listener.fileno() for listener in listeners] + [-1, -1]
         self._outbox, outbox = self._pipe()
         self._epochs.add_readers(self._lines, kernel.ANNOUNCED)
         self.cold_readers.start(self._pipe)  # after the reactors' own: an announcement passes from them to their jobs
@@ -257,21 +258,8 @@ class Reactors:
             places.append(base)
             base += size
         (
-            events,
-            messages,
-            buffer,
-            answer,
-            states,
-            scratch,
-            date,
-            record,
-            structure,
-            bound,
-            values,
-            codes,
-            headers,
-            frames,
-        ) = places
+            events, messages, buffer, answer, states, scratch, date, record, structure, bound, values, codes, headers, frames,
+        ) = places  # fmt: skip
         return kernel.Here(
             0, number, ports[0], inbox, outbox, self.words, self._limits, self._lines, self.conns,
             np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(kernel.CALL_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.config import Settings
 from tierstore.kernels import h2words, reactor
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
@@ -30,6 +31,12 @@ Buffer = bytes | memoryview
 _HEAD_BITS = 20  # of the size of a request's block: the bytes of its head
 _EAGAIN = 11
 _FULL_MS = 1000  # how long a pipe to a reactor may be full
+_DESCRIPTION_ROOM = 1 << 20  # of a message, in addition to its tensors
+
+
+def most_message(settings: Settings) -> int:
+    """Bytes of one message of gRPC, and of a body over HTTP/2 until Python has looked whose it is."""
+    return min(settings.max_request + _DESCRIPTION_ROOM, settings.max_inflight)
 
 
 class StreamReceiver(Protocol):
@@ -75,7 +82,7 @@ class Stream:
             name, _, value = line.partition(b":")
             self.headers.append((name, value))
         self.reason = reason  # why the reactor has not answered, one of `kernel.REASONS` by its place
-        self.too_large = False  # the body was larger than `max_request`, and is not there
+        self.too_large = False  # the body was larger than `most_message`, and is not there
         self.admin = False  # whether it came at the listener of admin requests
         self.peer_names: tuple[str, ...] = ()  # of the client's certificate
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
 from tierstore.service.limits.worker_pool import Reservation
-from tierstore.service.reactor.streams import Stream
+from tierstore.service.reactor.streams import Stream, most_message
 from tierstore.service.rpc.caller import RpcCaller, acting_for, sent_back
 from tierstore.service.rpc.flow import HEADERS, Flow
 from tierstore.service.rpc.health import MAX_WATCHERS, Health
@@ -37,7 +37,6 @@ from tierstore.service.stats import Timings
 READY_POLL_S = 0.1
 MOST_STREAMS = 1024  # of messages, open at a time
 IDLE_S = 1.0  # how long one has to be idle before it makes room for another
-METADATA_ROOM = 1 << 20  # of a message, in addition to its tensors
 CUT_OFF = "the service stopped before this call was finished, which may have had its effect; send it again"
 _NO_MESSAGE = "the call has one request message; got none"
 
@@ -53,7 +52,7 @@ class Calls:
 
     def __init__(self, service: Service, allow: Allow) -> None:
         self.service, self._allow = service, allow
-        self.most_message = service.settings.max_request + METADATA_ROOM
+        self.most_message = most_message(service.settings)
         servicers = [InferenceService(service).servicer, *TensorFlowServing(service).servicers]
         names = [servicer.name for servicer in servicers]
         self.health = Health(names)
