@@ -14,6 +14,7 @@ pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not insta
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 
+from tierstore.service import server as server_module  # noqa: E402
 from tierstore.service.context import ADMIN_THREADS  # noqa: E402
 from tierstore.service.limits import slow_clients  # noqa: E402
 from tierstore.service.oip import documents  # noqa: E402
@@ -78,6 +79,55 @@ def test_calls_without_a_message_keep_no_other_call_waiting(served: ServerThread
         assert stub.ModelReady(service_pb2.ModelReadyRequest(name="ctr"), timeout=ANSWER_S).ready
         for call in held:
             call.cancel()
+
+
+@pytest.fixture
+def hasty(tmp_path: Any) -> Iterator[ServerThread]:
+    """A server where a message has a short time to arrive."""
+    store = FakeStore(settings_for(tmp_path, grpc_port=0, arrival_timeout_s=0.3))
+    with ServerThread(store) as server:  # type: ignore[arg-type]
+        yield server
+
+
+@pytest.mark.parametrize("method", [CHECK, SERVICE + "ModelInfer", SERVICE + "ModelReady"])
+def test_a_message_has_a_deadline(hasty: ServerThread, silent: Silent, method: str) -> None:
+    with grpc.insecure_channel(hasty.grpc_target) as channel:
+        call = channel.stream_unary(method).future(messages_of(silent, []), timeout=60)
+        assert call.code() == Code.RESOURCE_EXHAUSTED  # as its library has it
+        assert "ENHANCE_YOUR_CALM" in call.details() or "RST_STREAM" in call.details()
+        assert channel.unary_unary(SERVICE + "ModelInfer")(keys_request(8), timeout=60)
+
+
+@pytest.mark.parametrize("method", [CHECK, SERVICE + "ModelInfer", WATCH])
+def test_a_stop_does_not_wait_for_messages_that_do_not_come(
+    served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(server_module, "FINISH_S", 60)  # then all that is left is ended
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        call = channel.stream_stream(method)(messages_of(silent, []), timeout=120)
+        eventually(lambda: served.service.connection_limit.open, "the call has come")  # type: ignore[union-attr]
+        began = time.monotonic()
+        served.close()
+        assert time.monotonic() - began < 30
+        assert call.code() in {Code.CANCELLED, Code.UNAVAILABLE}
+
+
+def test_a_stop_waits_for_a_message_that_is_on_its_way(served: ServerThread, silent: Silent) -> None:
+    def messages() -> Iterator[bytes]:
+        yield from silent
+        yield keys_request(8)
+
+    with grpc.insecure_channel(served.grpc_target) as channel:
+        assert channel.unary_unary(SERVICE + "ModelInfer")(keys_request(8), timeout=60)
+        call = channel.stream_unary(SERVICE + "ModelInfer").future(messages(), timeout=60)
+        time.sleep(0.5)  # it has come
+        closing = threading.Thread(target=served.close)
+        closing.start()
+        eventually(lambda: not served.service.ready, "the server ends")
+        silent.close()
+        assert call.result()
+        closing.join(60)
+        assert not closing.is_alive()
 
 
 def test_idle_streams_make_room_for_others(

@@ -132,6 +132,7 @@ def test_a_client_of_http_2_that_ends_its_side_is_gone(narrow: ServerThread) -> 
             eventually(lambda: service.lookup_pool.waiting == 1, "one that waits")
             client.socket.shutdown(socket.SHUT_WR)
             assert client.until(h2.HEADERS) is None
+            eventually(lambda: not len(narrow._http._reactors.streams), "Python has heard of it")
     finally:
         gate.set()
     eventually(lambda: not service.lookup_pool.under_way(), "the end of all work")

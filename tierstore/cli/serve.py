@@ -30,9 +30,7 @@ Host = Annotated[str | None, option("ADDRESS", "Address to listen on (default: 1
 Port = Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one (default: 8000).", show_default=False)]
 GrpcPort = Annotated[
     str | None,
-    option(
-        "PORT", "A second port, for gRPC; 0 picks a free one, `off` has none (default: 8001)."
-    ),
+    option("PORT", "A second port, for gRPC; 0 picks a free one, `off` has none (default: 8001)."),
 ]
 Threads = Annotated[
     int | None, option("N", "Threads that answer look-ups without the interpreter (default: the processors).")

@@ -29,6 +29,7 @@ from tierstore.kernels.reactor_words import (
     DEADLINE_NS,
     ENDED,
     FINISH,
+    FINISH_NS,
     FLAGS,
     FRAMES,
     HTTP2,
@@ -207,7 +208,7 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
     conn = me.conns[fd]
     s, row, limits = conn[SESSION], get(conn[SESSION], h2words.STREAMS_AT), me.limits
     is_kept = get(s, h2words.OUT_KEPT) != 0
-    cut = get(s, h2words.CUT_NS)
+    cut, finishing = get(s, h2words.CUT_NS), me.shared[MODE] >= FINISH
     if (is_kept and (now > conn[DEADLINE_NS] or now - conn[MOVED_NS] > stall)) or (
         cut != 0 and now - cut > limits[ARRIVAL_NS]
     ):
@@ -222,16 +223,19 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
             if until != 0:
                 is_late = now > until - limits[STALL_NS] + stall
             else:
-                is_late = (
-                    state & (h2words.ENDED | h2words.AWAY) == 0
-                    and now - get(row, h2words.BEGAN_NS) > limits[ARRIVAL_NS]
+                arrives = state & (h2words.ENDED | h2words.AWAY) == 0
+                if arrives and finishing and get(row, h2words.SEEN) == 0:
+                    put(row, h2words.SEEN, now + limits[FINISH_NS])  # until when it may arrive
+                is_late = arrives and (
+                    now - get(row, h2words.BEGAN_NS) > limits[ARRIVAL_NS]
+                    or (finishing and now > get(row, h2words.SEEN))
                 )
             if is_late:
                 h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
                 lose(me, fd, s, row)
         row += 8 * h2words.STREAM_WORDS
     is_idle = get(s, h2words.OPEN) == 0 and not is_kept and conn[DEADLINE_NS] != 0 and now > conn[DEADLINE_NS]
-    if (is_idle or me.shared[MODE] >= FINISH) and h2out.room_of(s) >= h2words.CONTROL_ROOM:
+    if (is_idle or finishing) and h2out.room_of(s) >= h2words.CONTROL_ROOM:
         h2core.go_away(s)
     until = conn[DEADLINE_NS]
     _finish_turn(me, fd, s, now)

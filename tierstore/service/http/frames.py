@@ -63,6 +63,7 @@ class FrameSession:
         self._words = _words_at(self._session, h2words.SESSION_WORDS)
         self._held = b""  # the beginning of a frame
         self._held_since = 0.0
+        self._arrived_by: float | None = None  # until when requests may arrive, once it ends
         self._counted = 0  # bytes, of `inflight`
         self._open: dict[int, Stream] = {}
         self._fd: int = transport.get_extra_info("socket").fileno()
@@ -189,8 +190,10 @@ class FrameSession:
     # --- the end
 
     def go_away(self) -> None:
-        """Begin no more streams; the connection is closed when those that are open are answered."""
+        """Begin no more streams; the connection is closed when those that are open are answered. They have a short time to arrive."""
         if not self.closed:
+            if self._arrived_by is None:
+                self._arrived_by = self._loop.time() + slow_clients.ENDING_S
             self._do(lambda: h2session.say_goodbye(self._session))
 
     def close(self) -> None:
@@ -224,6 +227,7 @@ class FrameSession:
             self._end_late(now, stall_ns, arrival_ns)
 
     def _end_late(self, now: int, stall_ns: int, arrival_ns: int) -> None:
+        ending = self._arrived_by is not None and self._loop.time() > self._arrived_by
         for k in range(self._words[h2words.STREAMS_ROOM]):
             at = self._words[h2words.STREAMS_AT] + 8 * h2words.STREAM_WORDS * k
             row = _words_at(at, h2words.STREAM_WORDS)
@@ -238,8 +242,8 @@ class FrameSession:
                 late = now > row[h2words.DEADLINE_NS]
             else:
                 row[h2words.DEADLINE_NS] = 0
-                state = row[h2words.STATE]
-                late = not state & (h2words.ENDED | h2words.AWAY) and now - row[h2words.BEGAN_NS] > arrival_ns
+                arrives = not row[h2words.STATE] & (h2words.ENDED | h2words.AWAY)
+                late = arrives and (now - row[h2words.BEGAN_NS] > arrival_ns or ending)
             if late:
                 number = row[h2words.ID]
                 h2session.close_stream(self._session, number, h2words.ENHANCE_YOUR_CALM)
