@@ -220,10 +220,10 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
             break
         if get(row, h2words.ID) != 0:
             until, state = get(row, h2words.DEADLINE_NS), get(row, h2words.STATE)
+            arrives = state & (h2words.ENDED | h2words.AWAY) == 0
             if until != 0:
                 is_late = now > until - limits[STALL_NS] + stall
             else:
-                arrives = state & (h2words.ENDED | h2words.AWAY) == 0
                 if arrives and finishing and get(row, h2words.SEEN) == 0:
                     put(row, h2words.SEEN, now + limits[FINISH_NS])  # until when it may arrive
                 is_late = arrives and (
@@ -231,7 +231,9 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
                     or (finishing and now > get(row, h2words.SEEN))
                 )
             if is_late:
-                h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
+                # what has not arrived was not begun: at the end it may be sent again, elsewhere
+                why = h2words.REFUSED_STREAM if arrives and finishing else h2words.ENHANCE_YOUR_CALM
+                h2out.write_reset(s, get(row, h2words.ID), why)
                 lose(me, fd, s, row)
         row += 8 * h2words.STREAM_WORDS
     is_idle = get(s, h2words.OPEN) == 0 and not is_kept and conn[DEADLINE_NS] != 0 and now > conn[DEADLINE_NS]

@@ -233,6 +233,7 @@ class FrameSession:
             row = _words_at(at, h2words.STREAM_WORDS)
             if not row[h2words.ID]:
                 continue
+            arrives = not row[h2words.STATE] & (h2words.ENDED | h2words.AWAY)
             if block := row[h2words.FIRST_OUT]:
                 # progress moves the deadline
                 size, done = (_words_at(block, h2words.QUEUED_WORDS)[i] for i in (h2words.SIZE, h2words.DATA_DONE))
@@ -242,11 +243,11 @@ class FrameSession:
                 late = now > row[h2words.DEADLINE_NS]
             else:
                 row[h2words.DEADLINE_NS] = 0
-                arrives = not row[h2words.STATE] & (h2words.ENDED | h2words.AWAY)
                 late = arrives and (now - row[h2words.BEGAN_NS] > arrival_ns or ending)
             if late:
                 number = row[h2words.ID]
-                h2session.close_stream(self._session, number, h2words.ENHANCE_YOUR_CALM)
+                why = h2words.REFUSED_STREAM if arrives and ending else h2words.ENHANCE_YOUR_CALM
+                h2session.close_stream(self._session, number, why)
                 self._lose(number)
 
     # --- for its streams; any thread
