@@ -100,7 +100,7 @@ def test_both_clients_look_up_with_a_certificate(scene: Scene) -> None:
 
 def test_large_answers_pass_and_the_connection_is_used_again(scene: Scene) -> None:
     keys = np.resize(KEYS, 30_000)
-    with scene.client("trainer", shared_memory=False, max_connections=1) as client:
+    with scene.client("trainer", max_connections=1) as client:
         for _ in range(3):
             np.testing.assert_array_equal(client.lookup("ctr", "item_id", keys), items(keys))
 
