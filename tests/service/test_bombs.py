@@ -5,13 +5,18 @@ The sizes that are compared are the kernel's: what a process that does nothing e
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import zlib
 
+import numpy as np
 import pytest
 
+from tests.service import http2_client as h2
 from tierstore.errors import InvalidInput, Overloaded
+from tierstore.kernels import h2session, h2words
+from tierstore.kernels.codec import address_of
 from tierstore.service.http.messages import decode_body, parsed_bytes
 from tierstore.service.rpc import oip, protobuf, tfserving
 from tierstore.service.rpc.protobuf import Parts, length_delimited
@@ -122,3 +127,59 @@ def test_a_compressed_body_is_reserved_before_it_is_decoded(coding: bytes) -> No
         decode_body(memoryview(body), coding, 64 << 20, reserve)
     assert reserved > 3 << 20
     assert len(decode_body(memoryview(body), coding, 64 << 20, lambda nbytes: None)) == 32 << 20
+
+
+LOOK_UP = h2.head("/v2/models/ctr/infer", "POST")
+LARGE = b"\x40" + h2.block([("x-large", "v" * 3900)])[1:]  # of which the table keeps a copy, as entry 62
+AGAIN = b"\xbe"
+CONNECTIONS = 64
+
+
+def opened(fields: bytes) -> bytes:
+    """As many requests as a connection may have, the first one's fields with LARGE before them; none of them ends."""
+    return b"".join(
+        h2.frame(h2.HEADERS, h2.END_HEADERS, stream, LOOK_UP + (LARGE if stream == 1 else b"") + fields)
+        for stream in range(1, 2 * h2words.MOST_STREAMS, 2)
+    )
+
+
+HTTP2 = {
+    "a field of the table many times": opened(AGAIN * 255),  # 1 MB each
+    "lists that are just small enough": opened(AGAIN * 3),
+    "a block without an end": h2.frame(h2.HEADERS, 0, 1, LOOK_UP)
+    + h2.frame(h2.CONTINUATION, 0, 1, LARGE) * (h2words.MOST_BLOCK_BYTES // len(LARGE) - 1),
+    "requests without an end": opened(b""),
+    "bodies without an end": opened(b"")
+    + b"".join(h2.frame(h2.DATA, 0, stream, bytes(16000)) for stream in range(1, 2 * h2words.MOST_STREAMS, 2)),
+}
+
+
+def sessions(data: bytes, times: int = CONNECTIONS) -> list[int]:
+    """So many sessions of HTTP/2 that each were sent this."""
+    begun = []
+    out, work = np.zeros(1 << 17, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
+    sent, told = np.frombuffer(data, np.uint8).copy(), np.zeros((h2words.MOST_STREAMS, 2), np.int64)
+    for _ in range(times):
+        session, at, used = h2session.begin(1 << 30, 0), 0, 1
+        while used:
+            h2session.bind_frames(session, address_of(out), len(out))
+            h2session.push_all(session, told)
+            used, _ = h2session.advance(session, address_of(sent) + at, len(data) - at, address_of(work), 1)
+            at += used
+        assert at == len(data)
+        begun.append(session)
+    return begun
+
+
+@pytest.mark.parametrize("kind", HTTP2)
+def test_a_connection_of_http_2_takes_no_more_than_counts_and_a_fixed_part(kind: str) -> None:
+    data = h2.settings() + HTTP2[kind]
+    (session,) = sessions(data, 1)
+    counted = int(np.frombuffer((ctypes.c_int64 * h2words.SESSION_WORDS).from_address(session), np.int64)[h2words.HELD])
+    h2session.free(session)
+    fixed = (
+        h2words.SESSION_BYTES + 8 * h2words.STREAM_WORDS * h2words.MOST_STREAMS + h2words.MOST_BLOCK_BYTES + (1 << 14)
+    )
+    grew = grown("from tests.service.test_bombs import sessions; sessions(data, 1) --- sessions(data)", data)
+    assert CONNECTIONS * counted // 2 <= grew <= CONNECTIONS * (2 * counted + fixed)
+    assert fixed < 1 << 17

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -14,6 +15,8 @@ import httpx
 import pytest
 
 from tierstore.kernels import reactor_words as kernel
+from tierstore.service.admin.application import AdminApplication
+from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.limits import slow_clients
 from tierstore.service.server import ServerThread
 
@@ -25,6 +28,7 @@ from .test_reactor import Own, answer, ctr, learned, planned, reactor_answers  #
 INFER = "/v2/models/ctr/infer"
 FOREIGN = {"X-Unknown": "1"}  # reactors hand such a request's connection over
 KEYS = 40_000
+DELTA = b"POST /admin/models/ctr/deltas HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n\r\n"
 
 
 @pytest.fixture
@@ -93,6 +97,34 @@ def test_a_body_has_a_deadline_however_its_bytes_trickle(served: ServerThread, p
         said = drip(slow, 15)
     assert said.startswith(b"HTTP/1.1 408")
     assert b"\r\nconnection: close\r\n" in said.lower()
+
+
+def test_the_time_for_a_delta_begins_with_its_head_however_late_it_is_read(
+    served: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request for the admin interface waits until that has begun."""
+    call = AdminApplication.__call__
+
+    async def begin_late(self: AdminApplication, *request: Any) -> None:
+        await asyncio.sleep(0.5)
+        await call(self, *request)
+
+    monkeypatch.setattr(AdminApplication, "__call__", begin_late)
+    with connect(served) as slow:
+        slow.sendall(DELTA)
+        assert drip(slow, 15).startswith(b"HTTP/1.1 408")
+
+
+def test_who_is_late_while_the_service_stood_still_is_refused_in_words(
+    served: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, expect_body = threading.Event(), Deadlines.expect_body
+    monkeypatch.setattr(Deadlines, "expect_body", lambda self: (expect_body(self), begun.set()))
+    with connect(served) as slow:
+        slow.sendall(DELTA)
+        assert begun.wait(60)
+        served._http._loop.call_soon_threadsafe(time.sleep, 2.0)  # type: ignore[union-attr]
+        assert drip(slow, 15).startswith(b"HTTP/1.1 408")
 
 
 def test_a_body_that_is_refused_and_still_trickles_has_one(served: ServerThread) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.tiers.backing_contract import ROW_BYTES, some_rows
 from tierstore.errors import DiskFull
 from tierstore.kernels import ssd_cache
+from tierstore.kernels.hashing import mix_all
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.ssd import cache as cache_module
 from tierstore.tiers.ssd.cache import SsdCache
@@ -233,6 +234,54 @@ def test_a_version_that_is_closed_while_its_rows_are_being_written(cache: SsdCac
     cache.drain()
     assert not held(table, keys).any()
     assert (cache.status()["used"], cache.status()["waiting_bytes"]) == (0, 0)
+
+
+def test_a_slot_that_another_table_has_by_the_time_it_is_read_is_a_miss(
+    cache: SsdCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same key lies at the same place there, and its row is whole: all that differs is whose it is."""
+    old, new, keys = table_of(cache), table_of(cache), np.arange(FITS - 1000)
+    fetch(cache, old, keys)
+    first, read = keys[: old.per_segment], cache.file.read
+
+    def read_late(*args: object) -> None:
+        monkeypatch.undo()
+        for _ in range(2):
+            new.offer(first, some_rows(first, 1), 0)
+            cache.drain()
+        read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache.file, "read", read_late)
+    assert not held(old, first[5:15]).any()
+    assert held(new, first, 1).all()
+    assert os.pread(cache.file._fd, 8, 5 * new.slot_bytes) == first[5].tobytes(), "it has the segment"
+
+
+def keys_with_the_same_bits(buckets: int) -> tuple[int, int, int]:
+    """Two keys that the index takes for each other in the first bucket of both, which have another second one, and a third of that bucket."""
+    keys = np.arange(500_000)
+    hashed = mix_all(keys)
+    place = lambda hashed: (hashed >> np.uint64(32)) * np.uint64(buckets) >> np.uint64(32)  # noqa: E731
+    first, second, tags = place(hashed), place(hashed * ssd_cache._S0), hashed & np.uint64((1 << 24) - 1)
+    order = np.argsort(tags, kind="stable")
+    pairs = np.stack([order[:-1], order[1:]])[:, tags[order[:-1]] == tags[order[1:]]]
+    apart = (first[pairs[0]] == first[pairs[1]]) & (second[pairs[0]] != second[pairs[1]])
+    one, other = pairs[:, apart & (first[pairs[0]] != second[pairs[0]])][:, 0]
+    third = keys[(first == first[one]) & (tags != tags[one])][0]
+    return int(one), int(other), int(third)
+
+
+def test_what_a_fold_has_changed_goes_also_where_the_index_takes_another_key_for_it(cache: SsdCache) -> None:
+    table = table_of(cache, 1)
+    key, other, third = (np.array([key]) for key in keys_with_the_same_bits(table._index.size // ssd_cache.WAYS))
+    fetch(cache, table, third)
+    fetch(cache, table, key)  # into its second bucket, which is emptier
+    table.forget(third)
+    fetch(cache, table, other)  # into the first
+    assert held(table, other).all()
+    table.raise_floor(1)
+    table.forget(key)
+    assert not held(table, key).any()
 
 
 def test_a_slot_that_is_damaged_is_a_miss_and_is_mended(cache: SsdCache) -> None:

@@ -102,7 +102,7 @@ class ServiceSettings(BaseModel):
     slow_request_ms: float = Field(
         0.0,
         ge=0,
-        description="log requests that take at least this many milliseconds, except those of reactors; 0: none",
+        description="log requests that take at least this many milliseconds, except look-ups that reactors answer; 0: none",
     )
     drain_s: float = Field(
         5.0, ge=0, description="seconds to go on serving after a stop signal, while the service reports not ready"

@@ -8,8 +8,8 @@ A *slot* of the file holds a key (int64), a checksum, and the row, each at a mul
 
 The index is made of buckets of 16 entries, uint64: the slot's number plus one (38 bits), 24 bits of the key's hash, 2 bits of heat;
 0 is no entry. A key is in one of two buckets, so that they fill evenly. Of two keys of a bucket with the same bits of hash one is held. So an
-entry is a guess: the key in the slot decides, and its
-checksum says that the slot was not being written while it was read.
+entry is a guess: the key in the slot decides. Its
+checksum is of the table's number as well; it says that the slot is this table's still, and was not being written while it was read.
 """
 
 from __future__ import annotations
@@ -134,13 +134,18 @@ def put(index: Any, keys: Any, first: Any, counters: Any) -> Any:
 
 @compiled(types.void(_INDEX, _KEYS, _I64S))
 def drop(index: Any, keys: Any, counters: Any) -> Any:
-    """Hold none of these keys any more."""
+    """Hold none of these keys any more.
+
+    What is found first may be the entry of another key with the same bits, which shares one bucket only; so all that there are go.
+    """
     for i in range(keys.size):
         _prefetch_ahead(index, keys, i)
-        at = _find(index, mix(keys[i]))
-        if at >= 0:
+        hashed = mix(keys[i])
+        at = _find(index, hashed)
+        while at >= 0:
             index[at] = _NONE
             counters[HELD] -= 1
+            at = _find(index, hashed)
 
 
 @compiled(types.void(_INDEX, _KEYS, types.int64, types.int8[::1]))
@@ -170,28 +175,28 @@ def note(seen: Any, keys: Any, before: Any) -> Any:
             seen[at] = (word << _U64(16)) | bits
 
 
-@compiled("uint64(int64, int64)", inner=True)
-def _checksum(slot: Any, slot_bytes: Any) -> Any:
-    """Of the key and the row, where `slot` is the slot's address."""
-    x = fold_multiply(load_u64(slot, 0) ^ _S0, _S1)
+@compiled("uint64(int64, int64, int64)", inner=True)
+def _checksum(slot: Any, slot_bytes: Any, table: Any) -> Any:
+    """Of the table's number, the key and the row, where `slot` is the slot's address."""
+    x = fold_multiply(load_u64(slot, 0) ^ mix(table) ^ _S0, _S1)
     for word in range(HEAD_BYTES >> 3, slot_bytes >> 3):
         x = fold_multiply(load_u64(slot, word) ^ _S1 ^ x, _S0 ^ _U64(word))
     return x
 
 
-@compiled(types.void(_KEYS, *[types.int64] * 5))
-def pack(keys: Any, rows: Any, stride: Any, row_bytes: Any, out: Any, slot_bytes: Any) -> Any:
-    """Fill slots at the address `out`, whose bytes are zeros, with keys and the rows at `rows`, `stride` bytes apart."""
+@compiled(types.void(_KEYS, *[types.int64] * 6))
+def pack(keys: Any, rows: Any, stride: Any, row_bytes: Any, out: Any, slot_bytes: Any, table: Any) -> Any:
+    """Fill slots of a table at the address `out`, whose bytes are zeros, with keys and the rows at `rows`, `stride` bytes apart."""
     for i in range(keys.size):
         slot = out + i * slot_bytes
         store_u64(slot, 0, _U64(keys[i]))
         copy_bytes(slot + HEAD_BYTES, rows + i * stride, row_bytes)
-        store_u64(slot, 1, _checksum(slot, slot_bytes))
+        store_u64(slot, 1, _checksum(slot, slot_bytes, table))
 
 
-@compiled("boolean(int64, int64, int64, int64, int64)", inner=True)
-def _answer(slot: Any, slot_bytes: Any, key: Any, row: Any, row_bytes: Any) -> Any:
-    if np.int64(load_u64(slot, 0)) != key or load_u64(slot, 1) != _checksum(slot, slot_bytes):
+@compiled("boolean(int64, int64, int64, int64, int64, int64)", inner=True)
+def _answer(slot: Any, slot_bytes: Any, table: Any, key: Any, row: Any, row_bytes: Any) -> Any:
+    if np.int64(load_u64(slot, 0)) != key or load_u64(slot, 1) != _checksum(slot, slot_bytes, table):
         return False
     copy_bytes(row, slot + HEAD_BYTES, row_bytes)
     return True
@@ -223,12 +228,12 @@ def read(
     buffer: Any,
     window: Any,
 ) -> Any:
-    """Read what is in `slots` (-1: nothing) into `rows`. state[i] becomes DISK where keys[i] is there, whole.
+    """Read what is in `slots` (-1: nothing) into `rows`. state[i] becomes DISK where keys[i] of this table is there, whole.
 
-    `layout`: slots of a segment, its bytes, bytes of a slot. `buffer`: the address of room for a slot. What is not in the system's cache
+    `layout`: slots of a segment, its bytes, bytes of a slot, the table's number. `buffer`: the address of room for a slot. What is not in the system's cache
     is read last, `window` slots on their way at a time. Returns 0 or an error number.
     """
-    per_segment, segment_bytes, slot_bytes = layout[0], layout[1], layout[2]
+    per_segment, segment_bytes, slot_bytes, table = layout[0], layout[1], layout[2], layout[3]
     waiting, waits = np.empty(keys.size, np.int64), 0
     offsets = np.empty(keys.size, np.int64)
     for i in range(keys.size):
@@ -236,7 +241,7 @@ def read(
             continue
         offset = slots[i] // per_segment * segment_bytes + slots[i] % per_segment * slot_bytes
         if read_at(fd, buffer, slot_bytes, offset, NOWAIT) == slot_bytes:
-            if _answer(buffer, slot_bytes, keys[i], rows + i * stride, row_bytes):
+            if _answer(buffer, slot_bytes, table, keys[i], rows + i * stride, row_bytes):
                 state[i] = _DISK
             continue
         waiting[waits], offsets[waits] = i, offset  # whatever the reason is, the read that waits will tell
@@ -249,7 +254,7 @@ def read(
         wrong = read_whole(fd, buffer, slot_bytes, offsets[n])
         if wrong == 0:
             i = waiting[n]
-            if _answer(buffer, slot_bytes, keys[i], rows + i * stride, row_bytes):
+            if _answer(buffer, slot_bytes, table, keys[i], rows + i * stride, row_bytes):
                 state[i] = _DISK
         elif wrong != CUT:  # cut: the cache was switched off meanwhile
             return wrong

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import time
 from collections.abc import MutableMapping
 from typing import Any
@@ -69,7 +70,10 @@ class _Root:
                 status = message["status"]
             await send(message)
 
-        remaining, until, more = ADMIN_BODY_BYTES, asyncio.get_running_loop().time() + slow_clients.BODY_S, True
+        is_delta = scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]) is not None
+        remaining = sys.maxsize if is_delta else ADMIN_BODY_BYTES  # `max_delta` counts where it is read
+        # From here on: the admin interface may begin with the first request, and the connection is reset soon after.
+        until, more = asyncio.get_running_loop().time() + slow_clients.BODY_S, True
 
         async def bounded() -> MutableMapping[str, Any]:
             nonlocal remaining, more
@@ -84,9 +88,7 @@ class _Root:
             return message
 
         try:
-            if scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]):  # limited by max_delta where it is read
-                await self._admin(scope, receive, note)
-            elif _declared(scope) > ADMIN_BODY_BYTES:
+            if _declared(scope) > remaining:
                 await error_response(_too_large()).send(note)
             else:
                 await self._admin(scope, bounded, note)

@@ -1,7 +1,8 @@
 """When a connection that Python serves is late: a head or a body that does not arrive, an answer that the client does not read.
 
 Bytes that wait for the client count in `max_inflight` until they have left. A connection that is late is reset: to close
-it would wait for the client. Event loop only; one object for each connection.
+it would wait for the client. Time in which the event loop stood still does not count: nobody was there to read what the client sent, to
+send it more, or to refuse it in words. Event loop only; one object for each connection.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Deadlines:
         self._unsent = self._unsent_first = 0
         self._unsent_since = self._moved = 0.0
         self._every_s = min(slow_clients.CHECK_S, head_s)
-        self._timer = self._loop.call_later(self._every_s, self._check)
+        self._check_later()
 
     def expect_head(self) -> None:
         """Bytes of a head have come."""
@@ -70,9 +71,14 @@ class Deadlines:
         if unsent:
             self._inflight.release(unsent)
 
+    def _check_later(self) -> None:
+        self._due = self._loop.time() + self._every_s
+        self._timer = self._loop.call_at(self._due, self._check)
+
     def _check(self) -> None:
         now = self._loop.time()
-        self._timer = self._loop.call_later(self._every_s, self._check)
+        self._allow(now - self._due)
+        self._check_later()
         if self._unsent:
             self._note_sent(now)
         if self._arrival is not None and not self._transport.is_reading():
@@ -81,6 +87,12 @@ class Deadlines:
         late = self._arrival is not None and now > self._arrival
         if late or self._reads_too_slowly(now) or (waits and self._end is not None and now > self._end):
             self._reset()
+
+    def _allow(self, seconds: float) -> None:
+        """The loop stood still for so long."""
+        self._unsent_since, self._moved = self._unsent_since + seconds, self._moved + seconds
+        if self._arrival is not None:
+            self._arrival += seconds
 
     def _reset(self) -> None:
         """Close the connection, and drop what the system has of it: it would keep that for a client that does not read."""

@@ -42,7 +42,7 @@ class SsdCache:
         self._thread = threading.Thread(target=self._run, name="tierstore-ssd", daemon=True)
         # guarded by _lock
         self._lock = threading.Lock()
-        self._waiting_bytes = self._dropped = 0
+        self._waiting_bytes = self._dropped = self._tables = 0
         # of the thread
         self._full: deque[tuple[SsdTable, int]] = deque()  # segments, in the order in which they were filled
         self._thread.start()
@@ -51,7 +51,9 @@ class SsdCache:
         """A table of a version. None where its rows are larger than a segment."""
         if row_bytes + ssd_cache.HEAD_BYTES > self.file.segment_bytes:
             return None
-        return SsdTable(self.file, rows, row_bytes, self._put)
+        with self._lock:
+            self._tables += 1
+            return SsdTable(self.file, self._tables, rows, row_bytes, self._put)
 
     def drop(self, table: SsdTable) -> None:
         """Its version is closed: its segments are free for others."""

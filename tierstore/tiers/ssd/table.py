@@ -41,14 +41,18 @@ class Kept(NamedTuple):
 
 
 class SsdTable:
-    """`rows`: how many the table has, as far as is known. `put` gives an offer to the thread that writes; it does not wait."""
+    """`rows`: how many the table has, as far as is known. `put` gives an offer to the thread that writes; it does not wait.
 
-    def __init__(self, file: CacheFile, rows: int, row_bytes: int, put: Callable[[Offer], None]) -> None:
+    `number`: no other table of the file has it, or had. A segment may get into other hands between the moment at which a look-up finds
+    a slot in the index and the one at which it reads it; what it reads then does not match the checksum.
+    """
+
+    def __init__(self, file: CacheFile, number: int, rows: int, row_bytes: int, put: Callable[[Offer], None]) -> None:
         # constant after construction
-        self.row_bytes, self._file, self._put = row_bytes, file, put
+        self.row_bytes, self._file, self._number, self._put = row_bytes, file, number, put
         self.slot_bytes = ssd_cache.HEAD_BYTES + (row_bytes + 7) // 8 * 8
         self.per_segment = file.segment_bytes // self.slot_bytes
-        self._layout = np.array([self.per_segment, file.segment_bytes, self.slot_bytes], np.int64)
+        self._layout = np.array([self.per_segment, file.segment_bytes, self.slot_bytes, number], np.int64)
         most = min(max(rows, _FEWEST), file.segments * self.per_segment)
         buckets = min(int(most / _FILL) // ssd_cache.WAYS + 1, ssd_cache.MAX_BUCKETS)
         # guarded by _lock
@@ -118,7 +122,9 @@ class SsdTable:
     def pack(self, keys: Keys, rows: Rows) -> Bytes:
         """uint8 [n, slot_bytes]"""
         slots = np.zeros((len(keys), self.slot_bytes), np.uint8)
-        ssd_cache.pack(keys, rows.ctypes.data, rows.strides[0], self.row_bytes, slots.ctypes.data, self.slot_bytes)
+        ssd_cache.pack(
+            keys, rows.ctypes.data, rows.strides[0], self.row_bytes, slots.ctypes.data, self.slot_bytes, self._number
+        )
         return slots
 
     def admit(self, keys: Keys, first: int, seq: int) -> None:
@@ -169,7 +175,7 @@ class SsdTable:
         """Hold nothing any more."""
         with self._lock:
             self.closed = True
-            self._index, self._seen = self._index[:0], self._seen[:0]
+            self._index, self._seen = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
 
 
 def keys_of(slots: Bytes) -> npt.NDArray[np.int64]:
