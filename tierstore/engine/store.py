@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tierstore.access.audit import Audit
@@ -27,6 +26,7 @@ from tierstore.engine.lifecycle.sweep import sweep
 from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.engine.model import Model
 from tierstore.engine.operations.backup import backup
+from tierstore.engine.operations.explain import explain
 from tierstore.engine.operations.export import ExportOptions, export, new_target
 from tierstore.engine.operations.load import LocalTarget, load
 from tierstore.engine.operations.parked import ParkedMessages
@@ -327,6 +327,10 @@ class Store(ParkedMessages):
         where = new_target(directory, outside=self.root.root)
         return export(held, where, options, self.root.root, guarded(progress or ignore), cancelled)
 
+    def explain(self, model: str, feature: str, keys: Any, *, version: int | str | None = None) -> dict[str, Any]:
+        """Why a few keys are answered as they are, by a version that serves (number or label; None: the active one). Changes nothing."""
+        return explain(self.model(model), feature, keys, version=version)
+
     def backup(
         self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
@@ -391,7 +395,5 @@ class Store(ParkedMessages):
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

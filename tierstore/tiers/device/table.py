@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from tierstore.kernels.codec import out_code
+from tierstore.tiers.base import Peek
 from tierstore.tiers.checks import check_answer, check_rows
 from tierstore.tiers.device.backend import TEAM, Buffer, Captured, DeviceError, OutOfDeviceMemory, Stream
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
 from tierstore.tiers.device.memory import GivenUp, TableMemory, stage_keys, stage_rows
+from tierstore.tiers.device.peek import peek
 from tierstore.tiers.device.workspaces import ALIGN, DeviceMemory, Workspace
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
@@ -155,6 +157,16 @@ class DeviceTable:
     def reading(self) -> AbstractContextManager[tuple[Stream, np.ndarray, Buffer] | None]:
         """As `TableMemory.reading`; None as well where there never was any memory."""
         return nullcontext() if self._memory is None else self._memory.reading()
+
+    def peek(self, key: int) -> Peek:
+        """What is held of a key, without counting it. A promotion that comes at that moment is dropped."""
+        with self._lock:
+            memory = self._memory
+            try:
+                return Peek() if memory is None or memory.table is None else peek(memory, self.layout, key)
+            except DeviceError as error:
+                self.give_up(error)
+                return Peek()
 
     # --- writers
 
