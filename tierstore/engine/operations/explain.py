@@ -99,13 +99,7 @@ def _entry(
     seen: Holdings, table: Cascade, info: VersionInfo, history: History, rollbacks: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
     spec, place = table.spec, seen.place
-    own = (
-        None
-        if info.partitions is None
-        else (int(partition_of(_one(seen.code), info.partitions.count)[0]), info.partitions.count)
-    )
-    if place is not None and place.partition is not None:
-        own = place.partition
+    own = place.partition if place is not None else _partition(seen.code, info)
     tier, peek = seen.answering
     entry: dict[str, Any] = {
         "code": seen.code,
@@ -124,11 +118,8 @@ def _entry(
         "expires_at": None if not seen.time_s or spec.ttl_s is None else moment(seen.time_s + spec.ttl_s),
     }
     if not seen.own:
-        return (
-            entry
-            | _NO_HISTORY
-            | {"state": "elsewhere", "why": "its partition is not on this node: look-ups of it are refused here"}
-        )
+        why = "its partition is not on this node: look-ups of it are refused here"
+        return entry | _NO_HISTORY | {"state": "elsewhere", "why": why}
     entry["row"] = numbers(peek.row, spec) if peek.row is not None else _floats(table.default)
     unread = seen.errors and tier == "absent"
     if unread:  # no tier that could be read holds it, and one could not be
@@ -227,5 +218,8 @@ def _rolled_back(rollbacks: Sequence[tuple[int, int]], seq: int) -> int | None:
     return next((to for to, last in reversed(rollbacks) if to < seq <= last), None)
 
 
-def _one(code: int) -> Keys:
-    return np.array([code], np.int64)
+def _partition(code: int, info: VersionInfo) -> tuple[int, int] | None:
+    if info.partitions is None:
+        return None
+    count = info.partitions.count
+    return int(partition_of(np.array([code], np.int64), count)[0]), count
