@@ -5,18 +5,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.tiers.base import Peek
+from tierstore.tiers.base import Peek as Peek
+from tierstore.tiers.device.backend import DeviceError
 from tierstore.tiers.device.layout import ABSENT_WAYS, HEAT_AT, MAX_HEAT, WAYS, DeviceLayout
 from tierstore.tiers.device.memory import TableMemory
 
 
-def peek(memory: TableMemory, layout: DeviceLayout, key: int) -> Peek:
-    """What the table holds of `key`, a code. `heat`: its hits lately (0 to 3). DeviceError."""
+def peek(memory: TableMemory | None, layout: DeviceLayout, key: int, give_up: Callable[[DeviceError], None]) -> Peek:
+    """What the table holds of `key`, a code. `heat`: its hits lately (0 to 3). `give_up` is told where the device fails."""
+    if memory is None or memory.table is None:
+        return Peek()
     _, sets = layout.by_set(np.array([key], np.int64), memory.depth)
-    line, absent, rows = memory.read_set(int(sets[0]))
+    try:
+        line, absent, rows = memory.read_set(int(sets[0]))
+    except DeviceError as error:
+        give_up(error)
+        return Peek()
     head, wanted = int(line[0]), key & (1 << 64) - 1
     way = _place(head, line, WAYS, wanted)
     if way is None:
