@@ -19,7 +19,7 @@ from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
 from tierstore.engine.events.observer import Observer
-from tierstore.engine.lifecycle import copied
+from tierstore.engine.lifecycle import copied, directory_format
 from tierstore.engine.lifecycle.directory_lock import lock, unlock
 from tierstore.engine.lifecycle.state import ignore, make_shared
 from tierstore.engine.lifecycle.sweep import sweep
@@ -69,6 +69,7 @@ class Store(ParkedMessages):
         self._lock_file = lock(self.root.lock)
         self.fleet: Elsewhere | None = None  # where the rows are on other machines
         try:
+            directory_format.check(self.root)
             self.lookup_times = LookupTimes()
             self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
             self.shared.copied = copied.prepare(self.root, self._lock_file)
