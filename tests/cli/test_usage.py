@@ -38,6 +38,7 @@ COMMANDS = {
     "label",
     "drop",
     "lookup",
+    "explain",
     "status",
     "verify",
     "demo",
