@@ -137,9 +137,13 @@ def test_a_front_that_asks_changes_nothing_at_the_owner(scene: Scene) -> None:
         table = store.status("ctr")["models"]["ctr"]["tables"]["item"]
         return {name: table[name] for name in ("lookup_keys", "host")}
 
-    # the front has read the snapshot's 32 warm-up keys there
     owner = scene.nodes[0].store
-    scenes.eventually(lambda: sum(counts(owner)["lookup_keys"].values()) == 32, "the front is warm", 60)
+
+    def is_warm() -> bool:
+        """The front has read the snapshot's 32 warm-up keys, and the owner has counted that."""
+        return counts(front)["host"]["rows"] == 32 and sum(counts(owner)["lookup_keys"].values()) == 32
+
+    scenes.eventually(is_warm, "the front is warm", 60)
     before = counts(front), counts(owner)
     for _ in range(3):
         front.explain("ctr", "item_id", [500, 501, 99_999])
