@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
+from tierstore import config
 from tierstore.config import CLIENT_ENV, ENV_PREFIX, Settings, described_settings, load_settings
 from tierstore.errors import ConfigError, InvalidInput
 
@@ -76,7 +77,7 @@ def test_an_unknown_name_is_refused_by_name_and_source(tmp_path: Path, monkeypat
         load_settings(host_budgte="4GiB")
     monkeypatch.setenv("TIERSTORE_HOST_BUDGTE", "4GiB")
     with pytest.raises(ConfigError, match=r"TIERSTORE_HOST_BUDGTE \(did you mean TIERSTORE_HOST_BUDGET\?\);"):
-        load_settings()
+        load_settings(strict_environment=True)
     monkeypatch.delenv("TIERSTORE_HOST_BUDGTE")
     (tmp_path / "tierstore.toml").write_text("host_budgte = 1\n")
     with pytest.raises(ConfigError, match=r"unknown setting in tierstore\.toml: host_budgte"):
@@ -84,6 +85,28 @@ def test_an_unknown_name_is_refused_by_name_and_source(tmp_path: Path, monkeypat
     (tmp_path / "tierstore.toml").unlink()
     with pytest.raises(ConfigError, match=r"arguments: colour;"):
         load_settings(colour=1)
+
+
+def test_an_unknown_variable_is_a_warning_that_names_the_nearest_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.setenv("TIERSTORE_HOST_BUDGTE", "4GiB")
+    monkeypatch.setenv("TIERSTORE_OF_A_LATER_RELEASE", "1")
+    for _ in range(2):
+        assert load_settings(port=1).port == 1
+    assert caplog.messages == [
+        "TIERSTORE_HOST_BUDGTE (did you mean TIERSTORE_HOST_BUDGET?) sets nothing in this release",
+        "TIERSTORE_OF_A_LATER_RELEASE sets nothing in this release",
+    ]
+    for switch in ("environment", "file"):
+        if switch == "file":
+            monkeypatch.delenv("TIERSTORE_STRICT_ENVIRONMENT")
+            Path("tierstore.toml").write_text("strict_environment = true\n")
+        else:
+            monkeypatch.setenv("TIERSTORE_STRICT_ENVIRONMENT", "1")
+        with pytest.raises(ConfigError, match="unknown setting in the environment: TIERSTORE_HOST_BUDGTE"):
+            load_settings()
 
 
 def test_what_the_command_line_reads_for_itself_is_not_an_unknown_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +225,7 @@ def test_kubernetes_service_links_set_nothing(variables: dict[str, str], monkeyp
     assert load_settings().port == 9000
     monkeypatch.setenv("TIERSTORE_SERVICE", "10.0.0.7")
     with pytest.raises(ConfigError, match="TIERSTORE_SERVICE;"):
-        load_settings()
+        load_settings(strict_environment=True)
 
 
 @pytest.mark.parametrize("given", ["4 gigs", "4GiBB", "much", ""])

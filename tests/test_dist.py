@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import tierstore
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -69,6 +71,7 @@ def test_what_is_installed_runs_where_no_clone_is(wheel: Path, tmp_path: Path) -
         return done.stdout
 
     assert Path(run("-c", "import tierstore; print(tierstore.__file__)").strip()).is_relative_to(site)
-    assert run("-m", "tierstore", "--version").strip() == f"tierstore {importlib.metadata.version('tierstore')}"
+    assert run("-m", "tierstore", "--version").strip() == f"tierstore {tierstore.__version__}"
+    assert wheel.name.split("-")[1] == tierstore.__version__
     assert "serve" in run("-m", "tierstore", "--help")
     run("-c", "from tierstore import Client; Client('http://127.0.0.1:1').close()")

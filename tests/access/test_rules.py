@@ -36,6 +36,8 @@ from tierstore.access.rules import of_grpc, of_http
         ("GET", "/v1/models", Action.ADMIN, None),
         ("GET", "/admin/models", Action.READ, None),
         ("GET", "/admin/models/ctr", Action.READ, "ctr"),
+        ("POST", "/admin/models/ctr/explain", Action.READ, "ctr"),
+        ("POST", "/upstream/models/ctr/versions/1/tables/item/explain", Action.FRONT, "ctr"),
         ("POST", "/admin/models/ctr/deltas", Action.WRITE, "ctr"),
         ("POST", "/admin/models/ctr/snapshots", Action.ADMIN, "ctr"),
         ("DELETE", "/admin/models/ctr/versions/7", Action.ADMIN, "ctr"),

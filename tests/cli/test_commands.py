@@ -361,3 +361,23 @@ def test_a_backup_is_made_while_it_serves_and_restored_elsewhere(cli: Cli, tmp_p
     again = cli("restore", out, "ctr", "--data", other)
     assert again.code == 1
     assert "a restore overwrites nothing" in again.err
+
+
+def test_explain_says_who_answers_and_who_wrote_it(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    assert cli("load", write_snapshot(tmp_path, 1), *place).code == 0
+    assert cli("delta", write_delta(tmp_path, 11, 3), *place).code == 0
+    document = cli("explain", "ctr", "item_id", "3", "0x10", 999, *place, "--json").document
+    written, old, never = document["keys"]
+    assert (written["key"], written["row"], written["written"]["seq"]) == (3, row(11, 3), 11)
+    assert (old["key"], old["row"], old["state"]) == (16, row(1, 16), "present")
+    assert (never["state"], never["default"], never["row"]) == ("never_there", True, [0.0] * DIM)
+    lines = cli("explain", "ctr", "item_id", 3, 999, *place).out.splitlines()
+    assert lines[0].startswith("ctr  table item, version 1, seq 11")
+    assert any("present: delta 11 wrote it" in line for line in lines)
+    assert any("999  not found: the default is answered" in line for line in lines)
+    assert any(line.split()[:2] == ["base", "row"] for line in lines)
+    word = cli("explain", "ctr", "query", "a", "--version", "1", *place, "--json").document
+    assert (word["keys"][0]["key"], word["keys"][0]["row"]) == ("a", [1.0, 1.0])
+    refused = cli("explain", "ctr", "item_id", "x", *place)
+    assert refused.code == 2
+    assert cli("explain", "ctr", "item_id", 1, "--version", "canary", *place).code == 1

@@ -11,6 +11,7 @@ import typer.main
 from rich.console import Console
 
 import tierstore
+from tierstore import config
 from tierstore.cli import show
 from tierstore.cli.app import app
 from tierstore.engine.store import Store
@@ -37,6 +38,7 @@ COMMANDS = {
     "label",
     "drop",
     "lookup",
+    "explain",
     "status",
     "verify",
     "demo",
@@ -177,9 +179,15 @@ def test_an_error_is_one_line_and_exits_with_1(cli: Cli, words: list[str], says:
     assert "Traceback" not in run.err
 
 
-def test_an_unknown_variable_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_a_warning_or_an_error(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(config, "_warned", set())
     monkeypatch.setenv("TIERSTORE_HOST_BUDGTE", "1GiB")
-    run = cli("load", "x")
+    assert cli("verify").code == 1, "there is no data directory, and that is all"
+    assert "TIERSTORE_HOST_BUDGTE (did you mean TIERSTORE_HOST_BUDGET?) sets nothing" in caplog.text
+    monkeypatch.setenv("TIERSTORE_STRICT_ENVIRONMENT", "1")
+    run = cli("verify")
     assert run.code == 2
     assert "TIERSTORE_HOST_BUDGTE" in run.err
 

@@ -86,6 +86,26 @@ class CacheTierContract:
         np.testing.assert_array_equal(out[::2], vectors_of(there))
         np.testing.assert_array_equal(out[1::2], np.tile(DEFAULT, (len(absent), 1)))
 
+    def test_a_peek_tells_what_is_held_and_counts_nothing(self, cache: CacheTier) -> None:
+        there, absent = np.arange(40, dtype=np.int64), np.arange(100, 110, dtype=np.int64)
+        rows = rows_of(there)
+        cache.insert(there, rows, 1)
+        cache.insert_absent(absent, 1)
+        hot = cache.peek(7).heat
+        for _ in range(5):
+            for key, row in zip(there.tolist(), rows, strict=True):
+                assert cache.peek(key).row == row.tobytes()
+        assert all(cache.peek(key).holds == "absent" for key in absent.tolist())
+        assert all(cache.peek(key).holds == "nothing" for key in range(200, 260))
+        assert cache.peek(7).heat == hot
+        for _ in range(3):
+            ask(cache, there)
+        assert cache.peek(7).heat["hits"] > hot["hits"]
+        cache.update(there[:1], rows_of(there[:1], 1), no_deletes(there[:1]))
+        assert cache.peek(0).row == rows_of(there[:1], 1).tobytes()
+        cache.close()
+        assert cache.peek(7).holds == "nothing"
+
     def test_only_pending_keys_are_answered(self, cache: CacheTier) -> None:
         keys = np.arange(10, dtype=np.int64)
         cache.insert(keys, rows_of(keys), 1)

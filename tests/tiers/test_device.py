@@ -61,6 +61,19 @@ def open_table(
     return DeviceTable(spec, budget_bytes, DeviceMemory(device, 8 << 20), default_vector=DEFAULT, fraction=fraction)
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25, 1 / 16])
+def test_a_peek_finds_every_resident_key_however_many_segments_there_are(fraction: float) -> None:
+    table = open_table(ShimDevice(), fraction=fraction)
+    keys = np.arange(-500, 3000, dtype=np.int64)
+    table.insert(keys, rows_of(keys), 1)
+    resident = set(table.hot_keys(10_000).tolist())
+    assert len(resident) > 200
+    for key in keys[::3].tolist():
+        found = table.peek(key)
+        assert (found.row is not None) == (key in resident)
+        assert found.row in (None, rows_of(np.array([key]))[0].tobytes())
+
+
 @pytest.mark.parametrize("budget", [1000, 4096, 100_000, 1 << 20, (1 << 22) + 12345])
 @pytest.mark.parametrize("dtype", list(StorageDtype))
 @pytest.mark.parametrize("fraction", [1.0, 0.25])

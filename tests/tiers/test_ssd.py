@@ -96,6 +96,25 @@ def test_what_was_offered_is_held_and_its_file_has_no_name(cache: SsdCache, tmp_
     assert (stats["rows"], stats["hits"], stats["misses"], stats["evicted"]) == (1000, 1000, 2000, 0)
 
 
+def test_a_peek_tells_what_is_held_and_counts_nothing(cache: SsdCache) -> None:
+    table, keys = table_of(cache), np.arange(-500, 500)
+    fetch(cache, table, keys)
+    before = table.stats()
+    for key, row in zip(keys.tolist(), some_rows(keys), strict=True):
+        found = table.peek(key)
+        assert found.row == row.tobytes()
+        assert found.heat == table.peek(key).heat
+    assert all(table.peek(key).holds == "nothing" for key in range(500, 1500))
+    assert table.stats() == before
+    cold = table.peek(7).heat["hits"]
+    look_up(table, np.array([7]))
+    assert table.peek(7).heat["hits"] == cold + 1
+    table.forget(np.array([7]))
+    assert table.peek(7).holds == "nothing"
+    cache.drop(table)
+    assert table.peek(8).holds == "nothing"
+
+
 @pytest.mark.parametrize("row_bytes", [1, 8, 13, 4096, 20_000])
 def test_rows_of_any_size_within_the_budget(cache: SsdCache, row_bytes: int) -> None:
     table, rng = table_of(cache, row_bytes=row_bytes), np.random.default_rng(row_bytes)

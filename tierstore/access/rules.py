@@ -46,10 +46,11 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/upstream/models/{model}/deltas", Action.FRONT),
     ("GET", "/upstream/models/{model}/versions/{version}", Action.FRONT),
     ("GET", "/upstream/models/{model}/versions/{version}/files/{file:path}", Action.FRONT),
-    ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows", Action.FRONT),
+    ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows|explain", Action.FRONT),
     # admin
     ("GET", "/admin/models", Action.READ),
     ("GET", "/admin/models/{model}", Action.READ),
+    ("POST", "/admin/models/{model}/explain", Action.READ),
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),
     ("POST", "/admin/models/{model}/snapshots|exports|backups|sample", Action.ADMIN),
     ("POST", "/admin/models/{model}/activate|rollback|canary|promote|withdraw", Action.ADMIN),

@@ -254,6 +254,12 @@ class AsyncClient(ClientBase[AsyncTransport]):
         """See `Client.sample`."""
         return await self._transport.run(self._operations.sample(model, version, keys, rows, expired_at_s))
 
+    async def explain(
+        self, model: str, feature: str, keys: KeysLike, *, version: int | str | None = None
+    ) -> dict[str, Any]:
+        """See `Client.explain`."""
+        return await self._transport.run(self._operations.explain(model, feature, keys, version))
+
     async def activate(
         self, model: str, version: int, *, force: bool = False, expected_active: int | None = None
     ) -> None:

@@ -34,7 +34,7 @@ from tierstore.client.inference import (
     text,
     wanted_outputs,
 )
-from tierstore.client.inputs import Batch, check_options, predict_inputs
+from tierstore.client.inputs import Batch, as_keys, check_options, predict_inputs
 from tierstore.client.settings import Settings
 from tierstore.client.sources import delta_model, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
@@ -217,8 +217,7 @@ class Operations:
 
     def job(self, job: str) -> Operation[dict[str, Any]]:
         self._one_node("a job")
-        document: dict[str, Any] = yield from self._json("GET", f"/admin/jobs/{quote(job, safe='')}")
-        return document
+        return dict((yield from self._json("GET", f"/admin/jobs/{quote(job, safe='')}")))
 
     def jobs(self) -> Operation[list[dict[str, Any]]]:
         self._one_node("a job")
@@ -251,8 +250,12 @@ class Operations:
     ) -> Operation[dict[str, Any]]:
         body: dict[str, Any] = {"version": version, "keys": keys, "rows": rows}
         body |= {} if at_s is None else {"expired_at_s": at_s}  # an earlier release does not know it
-        document: dict[str, Any] = yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)
-        return document
+        return dict((yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)))
+
+    def explain(self, model: str, feature: str, keys: Any, version: Version) -> Operation[dict[str, Any]]:
+        self._one_node("an explanation")
+        body = {"feature": feature, "keys": as_keys(keys).tolist(), "version": version}
+        return dict((yield from self._json("POST", f"{_admin(model)}/explain", body, repeat=True)))
 
     def rollback(self, model: str, to_seq: int | None, force: bool, expected_active: int | None) -> Operation[int]:
         body = {} if to_seq is None else {"to_seq": to_seq}
@@ -313,15 +316,12 @@ class Operations:
         return Deadline(self._settings.timeout_s if timeout_s is None else timeout_s)
 
     def _json(self, method: str, path: str, body: Any = None, *, repeat: bool | None = None) -> Operation[Any]:
-        reply = yield from exchange(method, path, self._deadline(), body, repeat=repeat)
-        return reply.json()
+        return (yield from exchange(method, path, self._deadline(), body, repeat=repeat)).json()
 
     def _switch(self, model: str, verb: str, body: Mapping[str, Any] | None) -> Operation[dict[str, Any]]:
         self._one_node("a switch")
         deadline = Deadline(max(SWITCH_TIMEOUT_S, self._settings.timeout_s))
-        reply = yield from exchange("POST", f"{_admin(model)}/{verb}", deadline, body)
-        document: dict[str, Any] = reply.json()
-        return document
+        return dict((yield from exchange("POST", f"{_admin(model)}/{verb}", deadline, body)).json())
 
     def _request(self, model: str, options: LookupOptions | PredictOptions) -> InferenceRequest:
         request_id = options.get("request_id")

@@ -292,6 +292,13 @@ class Client(ClientBase[Transport]):
         """
         return self._transport.run(self._operations.sample(model, version, keys, rows, expired_at_s))
 
+    def explain(self, model: str, feature: str, keys: KeysLike, *, version: int | str | None = None) -> dict[str, Any]:
+        """Why a few keys are answered as they are: what each tier holds of them, which delta wrote or deleted them last.
+
+        Looking changes nothing. `version`: number or label of a version that is served; by default the active one.
+        """
+        return self._transport.run(self._operations.explain(model, feature, keys, version))
+
     def activate(self, model: str, version: int, *, force: bool = False, expected_active: int | None = None) -> None:
         """Serve a kept version. Conflict for a stale one, unless `force`.
 

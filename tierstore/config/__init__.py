@@ -1,11 +1,13 @@
 """Settings: defaults, then `tierstore.toml`, then `TIERSTORE_…` environment variables, then keywords or flags.
 
-They never change after they are read; any thread may use them. An unknown name is an error, whichever source it is from.
+They never change after they are read; any thread may use them. An unknown name in the file or among the arguments is an error. An
+unknown variable is a warning, as it may be meant for a newer release; with `strict_environment` it is an error too.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import tomllib
@@ -41,6 +43,9 @@ __all__ = [
     "environment",
     "load_settings",
 ]
+
+log = logging.getLogger(__name__)
+_warned: set[str] = set()  # unknown variables, each named once a process
 
 CONFIG_FILE = "tierstore.toml"
 ENV_PREFIX = "TIERSTORE_"
@@ -129,14 +134,20 @@ def load_settings(config: str | Path | None = None, **overrides: Any) -> Setting
             raise ConfigError(f"cannot read settings from {path}: {error}") from error
         _refuse_unknown(values.keys() - names, str(path))
     env = environment()
-    _refuse_unknown(env.keys() - names - CLIENT_ENV, "the environment", ENV_PREFIX)
     arguments = {name: value for name, value in overrides.items() if value is not None}
     _refuse_unknown(arguments.keys() - names, "the arguments")
     set_in_env = {name for name, value in env.items() if value}
     try:
-        return Settings(**{**{k: v for k, v in values.items() if k not in set_in_env}, **arguments})
+        settings = Settings(**{**{k: v for k, v in values.items() if k not in set_in_env}, **arguments})
     except ValidationError as error:
         raise ConfigError(f"bad setting: {'; '.join(map(_shown, error.errors()))}") from error
+    unknown = env.keys() - names - CLIENT_ENV
+    if settings.strict_environment:
+        _refuse_unknown(unknown, "the environment", ENV_PREFIX)
+    for name in sorted(unknown - _warned):
+        _warned.add(name)
+        log.warning("%s sets nothing in this release", _with_nearest(name, ENV_PREFIX))
+    return settings
 
 
 def _shown(problem: ErrorDetails) -> str:

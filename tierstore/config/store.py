@@ -23,6 +23,10 @@ class StoreSettings(BaseModel):
     """Fields of `Settings`."""
 
     data: Path = Field(Path("data"), description="the data directory")
+    strict_environment: bool = Field(
+        False,
+        description="refuse a variable `TIERSTORE_…` that this release does not know; else it is a warning, as it may be a newer release's",
+    )
     host_budget: Size = Field(
         default_factory=default_host_budget,
         description="bytes of CPU memory for cached rows, keys and bookkeeping, all models together",

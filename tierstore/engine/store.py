@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tierstore.access.audit import Audit
@@ -20,13 +19,14 @@ from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
 from tierstore.engine.events.observer import Observer
-from tierstore.engine.lifecycle import copied
+from tierstore.engine.lifecycle import copied, directory_format
 from tierstore.engine.lifecycle.directory_lock import lock, unlock
 from tierstore.engine.lifecycle.state import ignore, make_shared
 from tierstore.engine.lifecycle.sweep import sweep
 from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.engine.model import Model
 from tierstore.engine.operations.backup import backup
+from tierstore.engine.operations.explain import explain
 from tierstore.engine.operations.export import ExportOptions, export, new_target
 from tierstore.engine.operations.load import LocalTarget, load
 from tierstore.engine.operations.parked import ParkedMessages
@@ -69,6 +69,7 @@ class Store(ParkedMessages):
         self._lock_file = lock(self.root.lock)
         self.fleet: Elsewhere | None = None  # where the rows are on other machines
         try:
+            directory_format.check(self.root)
             self.lookup_times = LookupTimes()
             self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
             self.shared.copied = copied.prepare(self.root, self._lock_file)
@@ -327,6 +328,10 @@ class Store(ParkedMessages):
         where = new_target(directory, outside=self.root.root)
         return export(held, where, options, self.root.root, guarded(progress or ignore), cancelled)
 
+    def explain(self, model: str, feature: str, keys: Any, *, version: int | str | None = None) -> dict[str, Any]:
+        """Why a few keys are answered as they are, by a version that serves (number or label; None: the active one). Changes nothing."""
+        return explain(self.model(model), feature, keys, version=version)
+
     def backup(
         self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
@@ -391,7 +396,5 @@ class Store(ParkedMessages):
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

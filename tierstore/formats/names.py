@@ -4,6 +4,7 @@ Pure functions and immutable values; any thread may use them. Nothing here touch
 the `…_on_disk` listings, which read directories and skip names that are not ours.
 
     <data>/LOCK                                   held by the one process that has the store open
+    <data>/format.json                            the format of the directory, read before all else (`lifecycle/directory_format.py`)
     <data>/tokens.json                            who may use a service, without the secrets (`access/tokens.py`)
     <data>/audit/audit.jsonl                      who changed what; audit.jsonl.1 and on are older (`access/audit.py`)
     <data>/audit/deltas.jsonl                     who sent which delta, likewise
@@ -35,6 +36,7 @@ from tierstore.types import NAME, check_name
 
 # a data directory
 LOCK = "LOCK"
+DIRECTORY_FORMAT = "format.json"
 TOKENS = "tokens.json"
 WATCHED = "watch_snapshots.json"
 AUDIT = "audit"
@@ -266,6 +268,10 @@ class DataDirectory:
     @property
     def lock(self) -> Path:
         return self.root / LOCK
+
+    @property
+    def format(self) -> Path:
+        return self.root / DIRECTORY_FORMAT
 
     @property
     def tokens(self) -> Path:

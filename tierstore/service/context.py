@@ -39,6 +39,7 @@ from tierstore.tiers.background import register_requests
 
 ADMIN_THREADS = 4
 ADMIN_QUEUE = 64
+EXPLAIN_QUEUE = 8
 DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
 
 
@@ -100,6 +101,9 @@ class Service:
         self.batches = Batcher(settings, self.dataplane, self.lookup_pool, self.shed)
         self.admin_pool = WorkerPool("control", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
         self.status_pool = WorkerPool("status", threads=1, queue_limit=ADMIN_QUEUE)  # metrics wait for no delta
+        self.explain_pool = WorkerPool(
+            "explain", threads=1, queue_limit=EXPLAIN_QUEUE
+        )  # reads deltas of the log, for seconds
         # for calls that open, warm or drop versions, or wait for others that do; deltas and metrics must not wait for those
         self.switch_pool = WorkerPool("switch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
@@ -216,6 +220,7 @@ class Service:
             self.switch_pool.close()
             self.admin_pool.close()
             self.status_pool.close()
+            self.explain_pool.close()
             self.regions.close()
             self.fronts.close()
             for observer in (self.freshness, self.fronts):

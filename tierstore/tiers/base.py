@@ -8,12 +8,32 @@ but it must never answer an old row, or that a key does not exist when it does.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.types import Keys, Rows, States, Vectors
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Peek(NamedTuple):
+    """What a tier holds of one key, read without counting it: a row as stored, or that there is none (`absent`), or nothing of it.
+
+    `heat`: what a cache knows of how often the key is asked for.
+    """
+
+    row: bytes | None = None
+    absent: bool = False
+    heat: Mapping[str, Any] = _NOTHING
+
+    @property
+    def holds(self) -> str:
+        """`row`, `absent` or `nothing`."""
+        return "row" if self.row is not None else "absent" if self.absent else "nothing"
 
 
 class RowStore(Protocol):
@@ -76,6 +96,9 @@ class CacheTier(Protocol):
 
         Returns how many keys were answered with a row.
         """
+
+    def peek(self, key: int) -> Peek:
+        """What is held of a key, without counting it: neither heat nor hits."""
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Offer distinct keys with their stored rows; admission is the tier's. Returns the rows admitted."""

@@ -11,12 +11,14 @@ comparing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Literal, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
 from tierstore.errors import Closed, InvalidInput, Overloaded, StorageError
+from tierstore.tiers.base import Peek
 from tierstore.tiers.disk.tier import TableContent
 from tierstore.tiers.joining import Watermarks
 from tierstore.tiers.ssd.cache import SsdCache
@@ -24,7 +26,26 @@ from tierstore.tiers.ssd.table import SsdTable
 from tierstore.types import Keys, Rows, States, Tier
 
 _TRIES = 3
+PLACES_S = 10.0  # after which other machines are not asked for further keys of one explanation
 RETRY_S = 0.1  # a node is so far behind the cluster at most, as a rule
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the row of one key is, for a person who wants to know: on which machine, and what that holds of it.
+
+    `explained`: what that machine says itself, an entry of `explain`. `error`: why there is neither.
+    """
+
+    node: str | None = None
+    partition: tuple[int, int] | None = None  # (its number, of how many)
+    peek: Peek | None = None
+    error: str | None = None
+    explained: dict[str, Any] | None = None
+
+
+# (table, codes, seq of the view) → one a code
+FindPlaces = Callable[[str, Keys, int], Sequence[Place]]
 
 
 class FetchTable(Protocol):
@@ -55,6 +76,9 @@ class RemoteBase:
         self._name, self._tables, self._on_failure = name, tables, on_failure
         self._where, self.line = where, line
         self._cache, self._cached = cache, dict[int, SsdTable]()
+        self.places: FindPlaces = lambda table, codes, seq: [
+            Place(error="not known") for _ in codes
+        ]  # its owner sets it
         self._lock = threading.Lock()
         # guarded by _lock
         self.defaulted = 0  # keys that were answered with a default because they could not be read
@@ -133,6 +157,17 @@ class RemoteBase:
                 "it again",
                 retry_after_s=RETRY_S,
             )
+
+    def peek(self, table_id: int, row_bytes: int, key: int, seq: int) -> Peek:
+        """What the other machines hold of a key for a view of `seq`, read beside the cache. StorageError, Overloaded."""
+        rows, state = np.empty((1, row_bytes), np.uint8), np.zeros(1, np.uint8)
+        self._read(table_id, np.array([key], np.int64), rows, state, seq)
+        return Peek(rows.tobytes()) if state[0] == Tier.REMOTE else Peek(absent=True)
+
+    def peek_cached(self, table_id: int, key: int) -> Peek | None:
+        """What the cache on this machine's SSD holds of a key; None where there is no such cache."""
+        cached = self._cached.get(table_id)
+        return None if cached is None else cached.peek(key)
 
     def raise_floor(self, table_id: int, seq: int) -> None:
         """As in `SharedRowStore`."""

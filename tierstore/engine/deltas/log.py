@@ -175,6 +175,11 @@ class DeltaLog:
         """The digest of an entry, or None if it is not held (any more)."""
         return self._entries.get(seq)
 
+    def received_s(self, seq: int) -> float | None:
+        """When an entry was written here, seconds since 1970; None where it is not held (any more)."""
+        digest = self._entries.get(seq)
+        return None if digest is None else _changed_s(self._where.log_entry(seq, digest)) or None
+
     def append(self, seq: int, data: bytes | memoryview, digest: str, origin: Origin | None = None) -> None:
         """Make an entry durable, with its origin. `seq` must be `last + 1`; on return both survive a crash."""
         if self.unusable is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierstore import kernels
-from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.cluster.base import PLACES_S, Place, RemoteBase
 from tierstore.engine.cluster.commands import ClusterCommands
 from tierstore.engine.cluster.shared_model import SharedModel, model_names
 from tierstore.engine.lifecycle.state import Shared
@@ -27,13 +27,15 @@ from tierstore.engine.nodes.upload import ClusterTarget
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import ClusterUnavailable, ConfigError, StorageError, TierstoreError, unknown_model
 from tierstore.formats import files
+from tierstore.formats.keys import partition_of
 from tierstore.formats.names import DataDirectory
 from tierstore.kernels import resp
 from tierstore.tiers.remote.cluster import connect
+from tierstore.tiers.remote.layout import slot_of
 from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Writer
-from tierstore.types import ProgressFn
+from tierstore.types import Keys, ProgressFn
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +193,23 @@ class Fleet:
             for table, spec in info.specs.items()
         }
         what = f"version {info.number} of {name!r}"
-        return RemoteBase(what, tables, info.watermark, self._settings.remote_on_failure, cache=self.ssd_cache)
+        base = RemoteBase(what, tables, info.watermark, self._settings.remote_on_failure, cache=self.ssd_cache)
+        base.places = lambda table, codes, seq: self._places(base, info, table, codes, seq)
+        return base
+
+    def _places(self, base: RemoteBase, info: VersionInfo, table: str, codes: Keys, seq: int) -> list[Place]:
+        """`FindPlaces`: each key is read from the server that has it."""
+        until_s, count, spec = time.monotonic() + PLACES_S, len(info.tags), info.specs[table]
+        places = [Place(partition=(part, count)) for part in partition_of(codes, count).tolist()]
+        for place, code in zip(places, codes.tolist(), strict=True):
+            try:
+                place.node = str(self.cluster.master_of(slot_of(info.tags[place.partition[0]])))  # type: ignore[index]
+                if time.monotonic() >= until_s:
+                    raise ClusterUnavailable("not read: other keys took too long")
+                place.peek = base.peek(info.tables[table]["id"], spec.row_bytes, code, seq)
+            except TierstoreError as error:
+                place.error = str(error)
+        return places
 
     def open_writer(self, name: str, number: int, row_bytes: dict[str, int], tags: Sequence[bytes]) -> Writer:
         return Writer(self.cluster, name, number, row_bytes, tags)

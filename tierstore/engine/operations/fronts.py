@@ -22,6 +22,7 @@ import xxhash
 
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.model import Model
+from tierstore.engine.operations.explain import explain_codes
 from tierstore.engine.operations.status import model_status
 from tierstore.engine.reads.view import View
 from tierstore.errors import Conflict, NotFound
@@ -298,6 +299,22 @@ class Fronts(Observer):
         except BaseException:
             held.release(view)
             raise
+
+    def explain(self, name: str, number: int, table: str, line: str, upto: int, codes: Keys) -> dict[str, Any]:
+        """`explain_codes`, as of `upto`. NotFound."""
+        held = self.held(name)
+
+        @contextmanager
+        def hold() -> Iterator[View]:
+            view = held.acquire(number, line, upto)
+            try:
+                if table not in view.open_version.tables:
+                    raise NotFound(f"version {number} of {name!r} has no table {table!r}")
+                yield view
+            finally:
+                held.release(view)
+
+        return explain_codes(held._model, hold, table, codes)
 
     def version(self, name: str, number: int, line: str) -> dict[str, Any]:
         """What a front needs to open a version: its record, and the names of its side files."""

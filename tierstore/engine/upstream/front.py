@@ -5,6 +5,7 @@ Any thread. The data directory has only copies and caches, as with a cluster.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tierstore import kernels
-from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.cluster.base import PLACES_S, Place, RemoteBase
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
@@ -23,18 +24,22 @@ from tierstore.engine.nodes.follower import Follower
 from tierstore.engine.upstream.model import UpstreamModel
 from tierstore.engine.upstream.watch import Watch
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import InvalidInput, TierstoreError, unknown_model
+from tierstore.errors import ClusterUnavailable, InvalidInput, TierstoreError, unknown_model
 from tierstore.formats.delta.reader import Delta
+from tierstore.formats.keys import partition_of
 from tierstore.formats.names import DataDirectory
 from tierstore.kernels import upstream_reads
+from tierstore.tiers.base import Peek
+from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import Node
 from tierstore.tiers.upstream.options import Options, check_token, parse_urls, tls_context
-from tierstore.tiers.upstream.table import Nodes, Source, UpstreamTable
-from tierstore.types import DeltaResult, ProgressFn
+from tierstore.tiers.upstream.table import Nodes, Ownership, Source, UpstreamTable
+from tierstore.types import DeltaResult, Keys, ProgressFn
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2  # for new models
+_NOBODY = "no node that answers owns its partition"
 
 
 class FrontModel:
@@ -93,6 +98,26 @@ class FrontModel:
             "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
             "partitions": self.upstream.coverage(),
         }
+
+
+def _fill(node: Node, target: str, request: bytes, places: list[Place], timeout_s: float) -> None:
+    """Fill in what a node says of some keys, or why it does not."""
+    for place in places:
+        place.node = str(node)
+    try:
+        reply = node.request("POST", target, request, timeout_s=timeout_s)
+        if reply.status != 200:
+            raise ClusterUnavailable(f"{node} answers {reply.status}: {reply.problem}")
+        for place, entry in zip(places, json.loads(bytes(reply.body))["keys"], strict=True):
+            if entry["tier"] is None:
+                place.error = f"{node}: {entry['why']}"
+                continue
+            stored = entry.pop("stored")
+            place.peek = Peek(absent=True) if stored is None else Peek(bytes.fromhex(stored))
+            place.error, place.explained = None, entry
+    except (TierstoreError, ValueError, KeyError, TypeError) as error:
+        for place in places:
+            place.error = str(error)
 
 
 class Front:
@@ -243,10 +268,26 @@ class Front:
             for table, spec in info.specs.items()
         }
         what, on_failure = f"version {number} of {name!r}", self._settings.remote_on_failure
-        return RemoteBase(
+        base = RemoteBase(
             what, tables, info.watermark, on_failure,
             where="a node upstream", line=line, cache=self.ssd_cache,
         )  # fmt: skip
+        base.places = lambda table, codes, seq: self._places(
+            source.ownership(), wire.explain_path(name, number, table), codes, seq
+        )
+        return base
+
+    def _places(self, owned: Ownership, target: str, codes: Keys, seq: int) -> list[Place]:
+        """`FindPlaces`: each key is explained by a node that owns it."""
+        count, until_s = owned.owns.shape[1], time.monotonic() + PLACES_S
+        parts = partition_of(codes, count).tolist()
+        places = [Place(partition=(part, count), error=_NOBODY) for part in parts]
+        for number, node in enumerate(self.nodes.nodes):
+            at = [i for i, part in enumerate(parts) if owned.owns[number, part] and places[i].peek is None]
+            if at and (left_s := until_s - time.monotonic()) > 0:
+                request = {"line": owned.line, "upto": seq, "codes": codes[at].tolist()}
+                _fill(node, target, json.dumps(request).encode(), [places[i] for i in at], left_s)
+        return places
 
     def add_status(self, document: dict[str, Any]) -> dict[str, Any]:
         """The status document of the store with what there is upstream in it."""

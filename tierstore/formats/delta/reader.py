@@ -144,6 +144,42 @@ def read_head(data: bytes | memoryview, *, max_decoded_bytes: int = MAX_DECODED_
     return _as_delta(read, view)
 
 
+@dataclass(frozen=True, slots=True)
+class KeyChanges:
+    """What a delta does to some keys of one table: by code whether it deletes it. Keys that it does not name are not there."""
+
+    event_time: datetime
+    base_version: int | None
+    deleted: dict[int, bool]
+
+
+def read_changes(data: bytes | memoryview, table: str, codes: Keys, as_codes: Callable[[pa.Array], Keys]) -> KeyChanges:
+    """What a delta does to `codes` of a table, of a delta that was accepted: no vector is decoded. DeltaError.
+
+    `as_codes` gives the codes of a column of keys.
+    """
+    view = memoryview(data).cast("B")
+
+    def read() -> KeyChanges:
+        deleted: dict[int, bool] = {}
+        streams, _ = split_streams(view, MAX_DECODED_BYTES)
+        for start, end in streams:
+            reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
+            head = _head(reader.schema.metadata or {})
+            while True:
+                try:
+                    batch, metadata = reader.read_next_batch_with_custom_metadata()
+                except StopIteration:
+                    break
+                if _table_name(metadata) == table:
+                    keys, vectors = as_codes(batch.column(KEY)), batch.column(VECTOR)
+                    # of a key that is there twice the last row counts
+                    deleted |= {int(keys[at]): not vectors[at].is_valid for at in np.flatnonzero(np.isin(keys, codes))}
+        return KeyChanges(head.event_time, head.base_version, deleted)
+
+    return _as_delta(read, view)
+
+
 def _as_delta(read: Callable[[], T], view: memoryview) -> T:
     if not len(view):
         raise DeltaError("expected Arrow IPC streams, got no bytes at all")

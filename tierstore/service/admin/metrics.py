@@ -326,7 +326,14 @@ class _ServiceCollector(Collector):
     def _bounds(self) -> Iterator[Metric]:
         """How full every queue and buffer of the service is, and how much it may hold."""
         service = self._service
-        for pool in (service.lookup_pool, service.admin_pool, service.switch_pool, service.status_pool):
+        pools = (
+            service.lookup_pool,
+            service.admin_pool,
+            service.switch_pool,
+            service.status_pool,
+            service.explain_pool,
+        )
+        for pool in pools:
             yield _gauge(f"tierstore_{pool.name}_threads_busy", f"Threads of the {pool.name} pool at work.", pool.busy)
             yield _gauge(f"tierstore_{pool.name}_threads", f"Threads of the {pool.name} pool.", pool.threads)
             yield _gauge(

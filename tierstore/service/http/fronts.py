@@ -13,7 +13,10 @@ import time
 from typing import Any
 from urllib.parse import parse_qs
 
+import numpy as np
+
 from tierstore.access.rules import is_listed
+from tierstore.engine.operations.explain import MOST_KEYS
 from tierstore.engine.operations.fronts import StoredRead
 from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.context import Service
@@ -38,13 +41,14 @@ from tierstore.service.http.messages import (
 from tierstore.service.limits.shedding import Gone
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.tiers.upstream import wire
-from tierstore.types import NAME
+from tierstore.types import NAME, Keys
 
 PROTOCOL = "upstream"
 DIRECT_KEYS = 2048  # of a request that is answered on the loop if all of them are in memory: a fifth of a millisecond
 _JOINED_BYTES = 256 << 10  # of an answer that is sent as one: a copy costs less than a second send
 _OCTETS = wire.OCTETS.encode()
 _STARTED = "tierstore.read"  # in a scope: the read that `at_once` has started
+_EXPLAIN_BYTES = 64 << 10
 _NAME = NAME.pattern
 _PATHS = [
     (kind, re.compile(f"{wire.PREFIX}/models{pattern}"))
@@ -52,6 +56,7 @@ _PATHS = [
         "state": "",
         "deltas": f"/({_NAME})/deltas",
         "rows": f"/({_NAME})/versions/([0-9]{{1,19}})/tables/({_NAME})/rows",
+        "explain": f"/({_NAME})/versions/([0-9]{{1,19}})/tables/({_NAME})/explain",
         "version": f"/({_NAME})/versions/([0-9]{{1,19}})",
         "file": f"/({_NAME})/versions/([0-9]{{1,19}})/files/(.+)",
     }.items()
@@ -117,6 +122,9 @@ class FrontsHttp:
         if kind == "rows":
             allow(scope["method"], "POST")
             return await self._rows(scope, receive, holding, began_ns, words)
+        if kind == "explain":
+            allow(scope["method"], "POST")
+            return await self._explain(scope, receive, holding, words)
         allow(scope["method"], "GET")
         if kind == "state":  # microseconds a model
             return json_response(self._fronts.state(query.text("front"), query.versions("serves")))
@@ -147,6 +155,14 @@ class FrontsHttp:
         response = self._response(scope, words[0], request, read, chunks)
         holding.reserve(sum(map(len, chunks)))
         return response
+
+    async def _explain(self, scope: Scope, receive: Receive, holding: Reservation, words: list[str]) -> Response:
+        body = await read_body(receive, dict(scope["headers"]), _EXPLAIN_BYTES, holding)
+        line, upto, codes = _decode_explain(bytes(body))
+        if (charge := self._service.rates.admit(principal_of(scope), words[0], len(body))) is not None:
+            charge.keys(len(codes))
+        run = self._service.explain_pool.run
+        return json_response(await run(self._fronts.explain, words[0], int(words[1]), words[2], line, upto, codes))
 
     def _admit(self, scope: Scope, model: str, request: wire.RowsRequest, nbytes: int) -> None:
         """Charge it to its caller and its model. RateLimited where one of them has used up its rates."""
@@ -197,6 +213,18 @@ def _decode(body: memoryview) -> wire.RowsRequest:
         return wire.decode_request(body)
     except ValueError as error:
         raise InvalidInput(str(error)) from error
+
+
+def _decode_explain(body: bytes) -> tuple[str, int, Keys]:
+    """(line, upto, codes)."""
+    try:
+        document = json.loads(body)
+        codes = np.array([int(code) for code in document["codes"]], np.int64)
+        if not 1 <= len(codes) <= MOST_KEYS:
+            raise ValueError(f"expected 1 to {MOST_KEYS} codes, got {len(codes)}")
+        return str(document["line"]), int(document["upto"]), codes
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise InvalidInput(f"expected an object with line, upto and codes: {error}") from error
 
 
 class _Query:

@@ -12,10 +12,11 @@ from tierstore.types import Keys, TableSpec
 WAYS = 15
 LINE_BYTES = 128
 ABSENT_BYTES = 32
+ABSENT_WAYS = 3
 MAX_DEPTH = 6  # halvings: a table can go down to 1/64; there is a segment more
 COUNTER_BYTES = 64  # int64[8], of which `write.cu` uses four
 MAX_HEAT = 3
-_HEAT_AT = 20
+HEAT_AT = 20
 _WAY = np.arange(WAYS, dtype=np.uint64)
 
 
@@ -77,5 +78,5 @@ def keys_of(lines: npt.NDArray[np.uint64]) -> tuple[Keys, npt.NDArray[np.uint8]]
     """(keys, heat) of the occupied ways in lines uint64[sets, 16]."""
     heads = lines[:, :1]
     occupied = ((heads >> _WAY) & np.uint64(1)).astype(np.bool_)
-    heat = (heads >> (_WAY * np.uint64(2) + np.uint64(_HEAT_AT))) & np.uint64(3)
+    heat = (heads >> (_WAY * np.uint64(2) + np.uint64(HEAT_AT))) & np.uint64(3)
     return lines[:, 1:][occupied].view(np.int64), heat[occupied].astype(np.uint8)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.tiers.device.backend import TEAM, Buffer, DeviceError, Stream
-from tierstore.tiers.device.layout import COUNTER_BYTES, LINE_BYTES, DeviceLayout, keys_of, runs_of
+from tierstore.tiers.device.layout import ABSENT_BYTES, COUNTER_BYTES, LINE_BYTES, WAYS, DeviceLayout, keys_of, runs_of
 from tierstore.tiers.device.workspaces import DeviceMemory, Workspace
 from tierstore.types import Keys, Rows, TableSpec
 
@@ -137,6 +137,26 @@ class TableMemory:
                 self.stream.synchronize()
                 parts.append(keys_of(staged.view(np.uint64).reshape(n, LINE_BYTES // 8)))
         return parts
+
+    def read_set(self, number: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], Rows]:
+        """(line, absent keys, rows at their stride) of a set in use. For a writer, as `resident`."""
+        layout = self._layout
+        segment = (number // layout.sets_per_region).bit_length()
+        index = number - (layout.sets_per_region << (segment - 1) if segment else 0)
+        sets, rows_bytes = layout.segment_sets(segment), WAYS * layout.stride
+        parts = []
+        for begin, each in (
+            (0, LINE_BYTES),
+            (LINE_BYTES * sets, ABSENT_BYTES),
+            ((LINE_BYTES + ABSENT_BYTES) * sets, rows_bytes),
+        ):
+            with self._device.workspace() as ws:
+                staged = ws.staging(0, each)
+                with self.order:
+                    self.stream.download(staged, self._segments[segment].address + begin + index * each)
+                self.stream.synchronize()
+                parts.append(staged.copy())
+        return parts[0].view(np.uint64), parts[1].view(np.uint64), parts[2].reshape(WAYS, layout.stride)
 
     def give_up(self) -> None:
         """Not in use from now on. Its memory is held until `free`, because kernels may still be running."""

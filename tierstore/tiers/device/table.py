@@ -1,10 +1,9 @@
 """The device tier: one table's hottest rows in GPU memory.
 
-Any number of threads may call anything. All kernels of a table run in one stream: **the order of that stream is what
-makes rows whole and deltas visible**. A kernel that reads never runs beside one that writes, and a look-up that is put
-in after `update` has returned sees what it wrote. So kernels need no versions, no fences and no second tries. The price:
-kernels of one table do not overlap, which a program that launches them from Python does not notice. Copies do overlap,
-in the workspaces' own streams. See docs/decisions/device-tier.md.
+Any number of threads may call anything. All kernels of a table run in one stream: **the order of that stream is what makes rows whole and
+deltas visible**. A kernel that reads never runs beside one that writes, and a look-up that is put in after `update` has returned sees
+what it wrote. So kernels need no versions, no fences and no second tries. The price: kernels of one table do not overlap, which a program
+that launches them from Python does not notice. Copies do overlap, in the workspaces' own streams. See docs/decisions/device-tier.md.
 
 `_lock` is held by one writer at a time; `insert` and `insert_absent` do not wait for it. A device that fails is not used
 from then on: look-ups leave every key to the next tier. Nothing survives the process.
@@ -24,6 +23,7 @@ from tierstore.tiers.checks import check_answer, check_rows
 from tierstore.tiers.device.backend import TEAM, Buffer, Captured, DeviceError, OutOfDeviceMemory, Stream
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
 from tierstore.tiers.device.memory import GivenUp, TableMemory, stage_keys, stage_rows
+from tierstore.tiers.device.peek import Peek, peek
 from tierstore.tiers.device.workspaces import ALIGN, DeviceMemory, Workspace
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
@@ -155,6 +155,11 @@ class DeviceTable:
     def reading(self) -> AbstractContextManager[tuple[Stream, np.ndarray, Buffer] | None]:
         """As `TableMemory.reading`; None as well where there never was any memory."""
         return nullcontext() if self._memory is None else self._memory.reading()
+
+    def peek(self, key: int) -> Peek:
+        """What is held of a key, without counting it. A promotion that comes at that moment is dropped."""
+        with self._lock:
+            return peek(self._memory, self.layout, key, self.give_up)
 
     # --- writers
 

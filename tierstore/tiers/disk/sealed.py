@@ -35,6 +35,7 @@ import numpy.typing as npt
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.files import make_dir, rename_all
 from tierstore.kernels.codec import address_of
+from tierstore.tiers.base import Peek
 from tierstore.tiers.disk import changed_keys_file
 from tierstore.tiers.disk.changed_keys import ChangedKeys
 from tierstore.tiers.disk.changed_keys_file import ChangedFile
@@ -167,6 +168,21 @@ class SealedTier(DiskTier):
                 failures += self._get_both(table, table_id, keys, rows, state, maybe)
         if failures:
             raise _joined(failures)
+
+    def peek(self, table_id: int, row_bytes: int, key: int) -> dict[str, Peek]:
+        """As DiskTier.peek: `changes`, what deltas have brought, and `base`. Changes that the filter denies are `filtered`: no look-up reads them."""
+        keys, rows, state = np.array([key], np.int64), np.empty((1, row_bytes), np.uint8), np.zeros(1, np.uint8)
+        with self._database.entered():
+            changed, table = self._changed.get(table_id), self._base.get(table_id)
+            changes = self._peek(table_id, row_bytes, key)
+            maybe = changed is not None and changed.maybe_changed(keys) is not None
+            if changes.holds != "nothing" and not maybe:
+                changes = changes._replace(heat={"filtered": True})
+            if table is not None:
+                failures = table.get(keys, rows, state, self._readers, wanted=np.ones(1, np.bool_))
+                if failures:
+                    raise _joined(failures)
+        return {"changes": changes, "base": Peek(rows.tobytes()) if state[0] == Tier.DISK else Peek()}
 
     def check_base(self) -> None:
         """As DiskTier.check_base: by the ends of the files."""

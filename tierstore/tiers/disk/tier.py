@@ -27,9 +27,10 @@ import numpy.typing as npt
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
+from tierstore.tiers.base import Peek
 from tierstore.tiers.disk.database import Database
 from tierstore.tiers.disk.reader_pool import ReaderPool
-from tierstore.tiers.disk.rocks import driver_errors, translate
+from tierstore.tiers.disk.rocks import driver_errors, scan_options, translate
 from tierstore.tiers.disk.sealed_file import SealedFile
 from tierstore.tiers.disk.sst import (
     KEY_BYTES,
@@ -124,6 +125,20 @@ class DiskTier:
         Closed, or StorageError in the same way (`.keys`) when reads fail.
         """
         self._get(table_id, keys, rows, state, unknown=Tier.ABSENT)
+
+    def peek(self, table_id: int, row_bytes: int, key: int) -> dict[str, Peek]:
+        """What each part of the tier holds of a key, by name, the one that answers first; no cache is filled. Errors as `get`."""
+        return {"disk": self._peek(table_id, row_bytes, key)}
+
+    def _peek(self, table_id: int, row_bytes: int, key: int) -> Peek:
+        """What RocksDB holds of a key."""
+        with self._database.entered() as db, driver_errors(f"reading key {key} of table {table_id} of {self.path}"):
+            value: bytes | None = db.get(_stored(table_id, key), read_opt=scan_options())
+        if value is not None and len(value) not in (0, row_bytes):
+            raise Corruption(
+                f"{self.path}: table {table_id}, key {key}: expected a row of {row_bytes} bytes, found {len(value)}"
+            )
+        return Peek(value or None, absent=value == b"")
 
     def words_at(self, table_id: int, row_bytes: int) -> int:
         """0: only the driver reads its files."""

@@ -23,9 +23,11 @@ from tierstore.kernels.host_cache import pool as pool_kernels
 from tierstore.kernels.host_cache import write as write_kernels
 from tierstore.kernels.host_cache.layout import CONTROL_BYTES, WAYS, Areas
 from tierstore.kernels.pool import combiner_code
+from tierstore.tiers.base import Peek
 from tierstore.tiers.checks import check_answer, check_rows
 from tierstore.tiers.host.layout import Layout
 from tierstore.tiers.host.memory import HostMemory
+from tierstore.tiers.host.peek import peek
 from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
@@ -167,6 +169,11 @@ class HostTable:
         """Bytes of the mapping that may be touched at the present fraction."""
         memory = self._memory
         return 0 if memory is None else memory.bytes_in_use
+
+    def peek(self, key: int) -> Peek:
+        """What is held of a key, without counting it. A promotion that comes at that moment is dropped."""
+        with self._lock:
+            return Peek() if self._areas is None else peek(self._areas, key)
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns the rows admitted.

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from tierstore import kernels
 from tierstore.kernels import ssd_cache
+from tierstore.kernels.hashing import mix_all
+from tierstore.tiers.base import Peek
 from tierstore.tiers.ssd.file import Bytes, CacheFile
 from tierstore.types import Keys, Rows, States, Tier
 
@@ -85,6 +87,17 @@ class SsdTable:
         with self._lock:
             self._hits += hits
             self._misses += len(keys) - hits
+
+    def peek(self, key: int) -> Peek:
+        """What is held of a key, without counting it."""
+        with self._lock:
+            entry = 0 if self.closed or self._file.problem is not None else _entry_of(self._index, key)
+        if not entry or kernels.awaited:
+            return Peek()
+        row, state = np.empty((1, self.row_bytes), np.uint8), np.zeros(1, np.uint8)
+        slot, heat = np.array([(entry >> int(ssd_cache._SLOT_AT)) - 1]), entry & int(ssd_cache._HEAT)
+        self._file.read(self._layout, slot, np.array([key], np.int64), row, state)
+        return Peek(row.tobytes(), heat={"hits": heat}) if state[0] == Tier.DISK else Peek()
 
     def offer(self, keys: Keys, rows: Rows, seq: int) -> None:
         """Rows of distinct keys that were read from elsewhere under a view of `seq`, which nobody changes afterwards.
@@ -176,6 +189,18 @@ class SsdTable:
         with self._lock:
             self.closed = True
             self._index, self._seen = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+
+
+def _entry_of(index: npt.NDArray[np.uint64], key: int) -> int:
+    """The entry that `ssd_cache.find` finds, or 0, without counting heat."""
+    hashed, ways = int(mix_all(np.array([key], np.int64))[0]), ssd_cache.WAYS
+    wanted = hashed << 2 & int(ssd_cache._TAG)
+    for each in (hashed, hashed * int(ssd_cache._S0) & (1 << 64) - 1):
+        start = ((each >> 32) * (len(index) // ways) >> 32) * ways
+        for entry in index[start : start + ways].tolist():
+            if entry and entry & int(ssd_cache._TAG) == wanted:
+                return int(entry)
+    return 0
 
 
 def keys_of(slots: Bytes) -> npt.NDArray[np.int64]:

@@ -37,6 +37,11 @@ def rows_path(model: str, version: int, table: str) -> str:
     return f"{PREFIX}/models/{model}/versions/{version}/tables/{table}/rows"
 
 
+def explain_path(model: str, version: int, table: str) -> str:
+    """Where codes are explained: a POST of JSON, `{"line", "upto", "codes"}`."""
+    return f"{PREFIX}/models/{model}/versions/{version}/tables/{table}/explain"
+
+
 def rows_begin(keys: int) -> int:
     """Where the rows begin in an answer for so many codes."""
     return -(-(ANSWER_HEAD_BYTES + keys) // ROWS_STEP) * ROWS_STEP

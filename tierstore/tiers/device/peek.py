@@ -1,0 +1,38 @@
+"""What a device table holds of one key, read from where it lies: for a person who asks, so nothing is counted.
+
+`cuda/layout.cuh` says where everything is. For a thread that holds the lock of the table's writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.tiers.base import Peek as Peek
+from tierstore.tiers.device.backend import DeviceError
+from tierstore.tiers.device.layout import ABSENT_WAYS, HEAT_AT, MAX_HEAT, WAYS, DeviceLayout
+from tierstore.tiers.device.memory import TableMemory
+
+
+def peek(memory: TableMemory | None, layout: DeviceLayout, key: int, give_up: Callable[[DeviceError], None]) -> Peek:
+    """What the table holds of `key`, a code. `heat`: its hits lately (0 to 3). `give_up` is told where the device fails."""
+    if memory is None or memory.table is None:
+        return Peek()
+    _, sets = layout.by_set(np.array([key], np.int64), memory.depth)
+    try:
+        line, absent, rows = memory.read_set(int(sets[0]))
+    except DeviceError as error:
+        give_up(error)
+        return Peek()
+    head, wanted = int(line[0]), key & (1 << 64) - 1
+    way = _place(head, line, WAYS, wanted)
+    if way is None:
+        return Peek(absent=_place(int(absent[0]), absent, ABSENT_WAYS, wanted) is not None)
+    return Peek(rows[way, : layout.spec.row_bytes].tobytes(), heat={"hits": head >> (HEAT_AT + 2 * way) & MAX_HEAT})
+
+
+def _place(head: int, words: npt.NDArray[np.uint64], ways: int, key: int) -> int | None:
+    """Which of the occupied ways has the key; `words` are its line, of which word 0 is `head`."""
+    return next((way for way in range(ways) if head >> way & 1 and int(words[1 + way]) == key), None)
