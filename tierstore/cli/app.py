@@ -13,6 +13,7 @@ import typer
 from tierstore import __version__
 from tierstore.cli.audit import audit
 from tierstore.cli.backup import backup, restore
+from tierstore.cli.caches import hot
 from tierstore.cli.export import build, export
 from tierstore.cli.fleet import compare_nodes, rollout
 from tierstore.cli.imports import import_, import_hps
@@ -242,7 +243,7 @@ app.command()(import_hps)
 app.command(cls=ServeCommand)(serve)
 app.command("compile")(compile_)
 _OTHERS: tuple[Callable[..., None], ...] = (
-    *(load, delta, lookup, status, activate, rollback, canary, promote, withdraw, label, drop),
+    *(load, delta, lookup, status, hot, activate, rollback, canary, promote, withdraw, label, drop),
     *(build, export, rollout, jobs, backup, restore, verify, audit, plan),
 )
 for _command in _OTHERS:

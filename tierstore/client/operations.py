@@ -217,8 +217,7 @@ class Operations:
 
     def job(self, job: str) -> Operation[dict[str, Any]]:
         self._one_node("a job")
-        document: dict[str, Any] = yield from self._json("GET", f"/admin/jobs/{quote(job, safe='')}")
-        return document
+        return dict((yield from self._json("GET", f"/admin/jobs/{quote(job, safe='')}")))
 
     def jobs(self) -> Operation[list[dict[str, Any]]]:
         self._one_node("a job")
@@ -251,8 +250,11 @@ class Operations:
     ) -> Operation[dict[str, Any]]:
         body: dict[str, Any] = {"version": version, "keys": keys, "rows": rows}
         body |= {} if at_s is None else {"expired_at_s": at_s}  # an earlier release does not know it
-        document: dict[str, Any] = yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)
-        return document
+        return dict((yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)))
+
+    def cache(self, model: str, table: str, limit: int) -> Operation[dict[str, Any]]:
+        path = f"{_admin(model)}/tables/{quote(table, safe='')}/cache?limit={limit}"
+        return dict((yield from self._json("GET", path)))
 
     def rollback(self, model: str, to_seq: int | None, force: bool, expected_active: int | None) -> Operation[int]:
         body = {} if to_seq is None else {"to_seq": to_seq}
@@ -319,9 +321,7 @@ class Operations:
     def _switch(self, model: str, verb: str, body: Mapping[str, Any] | None) -> Operation[dict[str, Any]]:
         self._one_node("a switch")
         deadline = Deadline(max(SWITCH_TIMEOUT_S, self._settings.timeout_s))
-        reply = yield from exchange("POST", f"{_admin(model)}/{verb}", deadline, body)
-        document: dict[str, Any] = reply.json()
-        return document
+        return dict((yield from exchange("POST", f"{_admin(model)}/{verb}", deadline, body)).json())
 
     def _request(self, model: str, options: LookupOptions | PredictOptions) -> InferenceRequest:
         request_id = options.get("request_id")
