@@ -99,13 +99,13 @@ class Measured:
 
     def hit_rate(self, share: float) -> float:
         """Between two points by the logarithm of the share, as beyond the first one; all rows answer everything."""
-        points = [point for point in self.points if point[0] < 1.0] + [(1.0, 1.0)]
-        if share <= points[0][0] and len(points) == 1:
+        points = [point for point in self.points if point[0] < 1.0]
+        if not points:
             return share
-        at = max(1, bisect_left([point[0] for point in points], share))
-        (low, low_rate), (high, high_rate) = points[at - 1], points[at]
+        at = min(max(1, bisect_left([point[0] for point in points], share)), len(points))
+        (low, low_rate), (high, high_rate) = points[at - 1], [*points, (1.0, 1.0)][at]
         rate = low_rate + math.log(share / low) / math.log(high / low) * (high_rate - low_rate)
-        return max(rate, low_rate * share / low) if share < low else rate
+        return max(rate, low_rate * share / low)
 
 
 ADS = Classes("ads models (Meta, 2021)", _ADS)
