@@ -110,7 +110,7 @@ def main() -> None:
         ):
             print(
                 f"Zipf {found.exponent}: hit rate {found.hit_rate:.3f}, planned {found.planned_hit_rate:.3f}, "
-                f"tried {', '.join(f'{scale:g}: {rate or 0:.3f}' for scale, rate in found.tried.items())}; "
+                f"tried {', '.join(f'{scale:g}: {rate:.3f}' for scale, rate in found.tried.items() if rate is not None)}; "
                 f"disk {found.disk_bytes / 1e6:.1f} MB, planned {found.planned_disk_bytes / 1e6:.1f}; "
                 f"memory {found.memory_bytes / 1e6:.1f} MB, planned {found.planned_memory_bytes / 1e6:.1f}"
             )

@@ -47,6 +47,7 @@ COMMANDS = {
     "backup",
     "restore",
     "plan",
+    "hot",
 }
 
 

@@ -72,7 +72,7 @@ TRACES = {
     [name if name in ("zipf 1.0", "scan") else pytest.param(name, marks=pytest.mark.thorough) for name in TRACES],
 )
 def test_a_third_of_the_keys_says_what_caches_of_other_sizes_do(trace: str) -> None:
-    """Within 2 points of caches that got all look-ups; a quarter of the size, within 3. A textbook cache, wholly apart, within 4."""
+    """Within 2 points of caches that got all look-ups; a quarter of the size, within 3. A textbook cache, wholly apart, within 5."""
     keys = TRACES[trace]()
     curve = predicted(keys, ROWS)
     assert [point.scale for point in curve] == list(SCALES)
@@ -82,7 +82,7 @@ def test_a_third_of_the_keys_says_what_caches_of_other_sizes_do(trace: str) -> N
             point
         )
         missed = policy_models.s3fifo(keys, 2 * UNIVERSE, point.rows)[len(keys) // 2 :].mean()
-        assert point.hit_rate == pytest.approx(1 - float(missed), abs=0.04), point
+        assert point.hit_rate == pytest.approx(1 - float(missed), abs=0.05), point
 
 
 def test_a_cache_without_look_ups_says_nothing_and_a_large_enough_one_misses_nothing() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from tierstore.cli.options import AsJson, Data, ModelName, Url, argument
 from tierstore.cli.target import open_target
@@ -37,6 +35,9 @@ def hot(
 
 
 def _show(document: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
     from tierstore.cli import show
 
     out = show.console()

@@ -27,7 +27,7 @@ from tierstore.types import Keys, KeyType, StorageDtype, TableSpec
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the cache that there is
 TRIAL_ROWS = 2048  # of the cache that stands for it
 _HALF_LIFE = 64 * TRIAL_ROWS  # sampled look-ups after which what came before counts half
-_SETTLED = 32  # look-ups a row after which a cache has settled in that is not full: it has all that is asked for
+_SETTLED = 32  # look-ups a row that it holds, after which a cache has settled in that is not full: it has what is asked for
 
 _SPEC = TableSpec("trial", KeyType.INT64, 1, StorageDtype.INT8, "zeros")
 _SET_BYTES = Layout(_SPEC, 0).set_bytes
@@ -51,9 +51,8 @@ class _Trial:
 
     @property
     def settled(self) -> bool:
-        return self.cache.stats()["evicted"] >= self.cache.capacity_rows or (
-            self.tried >= _SETTLED * self.cache.capacity_rows
-        )
+        stats = self.cache.stats()
+        return stats["evicted"] >= stats["capacity_rows"] or self.tried >= _SETTLED * max(stats["rows"], WAYS)
 
 
 class CacheTrials:
