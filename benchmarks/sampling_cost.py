@@ -43,7 +43,7 @@ def main() -> None:
         times: dict[int, list[float]] = {0: [], bound: [], ALL: []}
         for turn in range(options.rounds):
             for kind in list(times) if turn % 2 else list(times)[::-1]:
-                sample.take(kind)
+                sample.collect(kind)
                 began = time.thread_time_ns()
                 for _ in range(calls):
                     at = at + n if at + 2 * n <= len(trace) else 0

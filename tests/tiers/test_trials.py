@@ -26,10 +26,10 @@ def predicted(keys: Keys, rows: int, every: int = 20) -> list[Point]:
     sample = AccessSample()
     table = a_table(rows, sample)
     trials = CacheTrials(table.capacity_rows)
-    sample.take(trials.bound)
+    sample.collect(trials.bound)
     for begin in range(0, len(keys), every * cache_policy.BATCH):
         cache_policy.drive(table, keys[begin : begin + every * cache_policy.BATCH])
-        taken = sample.take(trials.bound)
+        taken = sample.collect(trials.bound)
         trials.add(taken.keys, taken.seen)
     curve = trials.curve()
     trials.close()
@@ -122,16 +122,16 @@ def test_keys_below_the_bound_are_noted_until_it_is_full(keys: list[int], bound:
     table = a_table(500, sample)
     wanted, state = np.array(keys, np.int64), np.zeros(len(keys), np.uint8)
     state[:answered] = Tier.OVERLAY
-    sample.take(bound, most)
+    sample.collect(bound, most)
     table.lookup(wanted, np.empty((len(keys), 1), np.float32), state)
-    taken = sample.take(0)
+    taken = sample.collect(0)
     asked = wanted[answered:]
     below = asked[hashed(asked) < np.uint64(bound)]
     assert taken.keys.tolist() == below[:most].tolist()
     if len(below) <= most:
         assert taken.seen == (len(asked) if bound else 0)
     table.lookup(wanted, np.empty((len(keys), 1), np.float32), np.zeros(len(keys), np.uint8))
-    assert sample.take(0) == (pytest.approx([]), 0), "nothing is noted where there is no bound"
+    assert sample.collect(0) == (pytest.approx([]), 0), "nothing is noted where there is no bound"
     table.close()
 
 
@@ -140,12 +140,12 @@ def test_keys_of_bags_that_are_looked_up_again_are_counted_once() -> None:
     table = a_table(5_000, sample)
     keys = np.arange(40, dtype=np.int64)
     table.insert(keys[:30], np.zeros((30, cache_policy.SPEC.row_bytes), np.uint8), 0)
-    sample.take(ALL)
+    sample.collect(ALL)
     state, left = np.zeros(40, np.uint8), np.zeros(4, np.uint8)
     starts = np.array([0, 10, 25, 35])
     table.pool(keys, starts, None, Combiner.SUM, np.empty((4, 1), np.float32), state, left)
     assert left.tolist() == [0, 0, 1, 1]
-    assert sample.take(0).seen == 25
+    assert sample.collect(0).seen == 25
     table.close()
 
 
@@ -157,21 +157,21 @@ def test_look_ups_of_a_busy_table_are_noted_no_more() -> None:
     def look_up() -> None:
         table.lookup(keys, np.empty((100, 1), np.float32), np.zeros(100, np.uint8))
 
-    sample.take(ALL)
+    sample.collect(ALL)
     look_up()
     sample.end_if_busy(100)
     look_up()
     sample.end_if_busy(100)
     look_up()
-    assert sample.take(ALL).seen == 200
+    assert sample.collect(ALL).seen == 200
     look_up()
-    assert sample.take(0).seen == 100, "until the next turn"
+    assert sample.collect(0).seen == 100, "until the next turn"
     table.close()
 
 
 def test_keys_that_do_not_exist_are_told_apart() -> None:
     table = a_table(500, AccessSample())
     table.insert_absent(np.array([3, 5]), 0)
-    assert table.known_absent(np.array([2, 3, 4, 5])).tolist() == [False, True, False, True]
+    assert table.absent_among(np.array([2, 3, 4, 5])).tolist() == [False, True, False, True]
     table.close()
-    assert table.known_absent(np.array([3])).tolist() == [False]
+    assert table.absent_among(np.array([3])).tolist() == [False]

@@ -70,16 +70,14 @@ def plan(
     from tierstore.sizing.plan import plan as make_plan
     from tierstore.types import StorageDtype
 
-    served, curve = (None, None) if measured is None else _served(measured, table, zipf, reuse)
-    if served is not None:
-        rows, dim, dtype = rows or str(served["rows"]), dim or served["dim"], dtype or served["dtype"]
-    if rows is None or dim is None:
+    served, lookups = ({}, _reuse(zipf, reuse)) if measured is None else _served(measured, table, zipf, reuse)
+    if not served and (rows is None or dim is None):
         raise typer.BadParameter("expected --rows and --dim, or --from and --table")
     load = Load(
-        rows=_number("--rows", rows),
-        dim=dim,
-        dtype=StorageDtype(dtype or "float16"),
-        reuse=curve or _reuse(zipf, reuse),
+        rows=_number("--rows", rows) if rows else served["rows"],
+        dim=dim or served["dim"],
+        dtype=StorageDtype(dtype or served.get("dtype", "float16")),
+        reuse=lookups,
         qps=_number("--qps", qps),
         keys=keys,
         answer_bytes=2 if answers == "float16" else 4,
@@ -96,10 +94,7 @@ def plan(
         disk_price=disk_price,
     )
     made = make_plan(load, machine, nodes)
-    if json:
-        _show_json(made)
-    else:
-        _show(made)
+    (_show_json if json else _show)(made)
     if made.chosen is None:
         raise typer.Exit(1)
 

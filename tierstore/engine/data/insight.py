@@ -44,14 +44,14 @@ class CacheInsight:
             if trials is not None:
                 trials.close()
             trials = self._trials = CacheTrials(rows)
-            self.sample.take(0)
+            self.sample.collect(0)
         self._capacity_rows = rows
         counted, self._counting = self._counting, not self._counting
-        keys, seen = self.sample.take(ALL, _COUNTED) if self._counting else self.sample.take(trials.bound)
+        keys, seen = self.sample.collect(ALL, _COUNTED) if self._counting else self.sample.collect(trials.bound)
         if counted:
             self.counts.add(keys, now_s)
         elif seen:
-            trials.add(keys[~host.known_absent(keys)], seen)
+            trials.add(keys[~host.absent_among(keys)], seen)
 
     def note_minute(self, now_s: float, lookup_keys: dict[str, int], version: int, seq: int) -> None:
         """Add to the history, once a minute, how often memory answered since the last time, and what was served at its end."""
@@ -74,7 +74,7 @@ class CacheInsight:
 
     def forget(self) -> None:
         """The table has no cache any more."""
-        self.sample.take(0)
+        self.sample.collect(0)
         self._capacity_rows, trials, self._trials = 0, self._trials, None
         if trials is not None:
             trials.close()

@@ -1,6 +1,6 @@
 """Looks at what host tiers do: one thread for a store, which takes what look-ups have noted (`data/insight.py`).
 
-It works for at most one part in `_REST` of the time, and look-ups of a busy table note keys for a tenth of the time: to note costs
+It works for at most one part in `_PART` of the time, and look-ups of a busy table note keys for a tenth of the time: to note costs
 the kernel that finds rows up to 7%. Nothing survives the process.
 """
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 MOST_TABLES = 64  # that are sampled, half a megabyte each; others have no curve and no hottest keys
 _EVERY_S, _NOTED_S = 0.5, 0.05  # a turn; how much of it look-ups of a busy table are noted
 _BUSY_KEYS = 50_000  # looked up in that time
-_REST = 200
+_PART = 400
 
 
 class CacheSampler:
@@ -60,7 +60,7 @@ class CacheSampler:
             self._stopping.wait(_NOTED_S)
             for insight in self._sampled:
                 insight.sample.end_if_busy(_BUSY_KEYS)
-            wait_s = max(self._every_s - _NOTED_S, _REST * (time.thread_time() - began_s))
+            wait_s = max(self._every_s - _NOTED_S, _PART * (time.thread_time() - began_s))
 
     def step(self, now_s: float) -> None:
         """Take what was noted by all tables that are served."""

@@ -199,11 +199,10 @@ def prefetch_lines(where, geometry, keys, state, begin, end, rings):  # type: ig
         return 0
     for i in range(begin, end):
         key = nb.int64(load_u64(keys, i))
-        hashed = _prefetch_line(where, geometry, key, rings[0], i)
-        asked = load_u8(state, i) == _PENDING
-        seen += asked
-        if hashed < below and asked:
+        if _prefetch_line(where, geometry, key, rings[0], i) < below and load_u8(state, i) == _PENDING:
             note(sample, key)
+    for i in range(begin, end):
+        seen += load_u8(state, i) == _PENDING
     return seen
 
 

@@ -20,7 +20,7 @@ from tierstore.kernels.raw import load_u8, load_u64, store_u64
 from tierstore.types import Tier
 
 BELOW, MOST = 0, 1  # read at look-ups, and hardly ever written
-TAKEN, SEEN = 8, 9  # in another cache line
+NOTED, SEEN = 8, 9  # in another cache line
 FIRST_KEY = 16
 
 _PENDING = int(Tier.PENDING)
@@ -29,7 +29,7 @@ _PENDING = int(Tier.PENDING)
 @nb.njit
 def note(sample, key):  # type: ignore[no-untyped-def]
     """Note a key whose hash is below the bound."""
-    at = add_at(sample + 8 * TAKEN, 1)
+    at = add_at(sample + 8 * NOTED, 1)
     if at < nb.int64(load_u64(sample, MOST)):
         store_u64(sample, FIRST_KEY + at, nb.uint64(key))
     else:

@@ -331,7 +331,7 @@ def try_accesses(areas, keys, row, counters):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.void(AREAS, KEYS, types.Array(types.uint8, 1, "C")), **BORROWS)
-def find_known_absent(areas, keys, absent):  # type: ignore[no-untyped-def]
+def find_absent_keys(areas, keys, absent):  # type: ignore[no-untyped-def]
     """Set `absent` of those keys to 1 that are remembered as not existing. Beside a writer an answer may be of a moment ago."""
     geometry = areas.control[GEOMETRY]
     for i in range(keys.size):

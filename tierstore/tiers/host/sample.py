@@ -1,4 +1,4 @@
-"""Keys that look-ups of a table note (`kernels/host_cache/sampling.py`): taken from there now and then, by one thread.
+"""Keys that look-ups of a table note (`kernels/host_cache/sampling.py`): collected now and then, by one thread.
 
 Nothing survives the process.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.hashing import mix_all
-from tierstore.kernels.host_cache.sampling import BELOW, FIRST_KEY, MOST, SEEN, TAKEN
+from tierstore.kernels.host_cache.sampling import BELOW, FIRST_KEY, MOST, SEEN, NOTED
 from tierstore.types import Keys
 
 SAMPLE_KEYS = 8192  # that are noted at once, at most
@@ -26,7 +26,7 @@ class Sampled(NamedTuple):
 
 
 class AccessSample:
-    """Where look-ups of one table note keys, over all its versions. `take` is for one thread."""
+    """Where look-ups of one table note keys, over all its versions. `collect` is for one thread."""
 
     def __init__(self, keys: int = SAMPLE_KEYS) -> None:
         self._words = np.zeros(FIRST_KEY + keys, np.uint64)
@@ -42,21 +42,21 @@ class AccessSample:
         return self._words.nbytes
 
     def end_if_busy(self, most: int) -> None:
-        """Have look-ups note nothing more until the next `take`, if more than so many keys were looked up since the last one."""
+        """Have look-ups note nothing more until the next `collect`, if more than so many keys were looked up since the last one."""
         if self._words[SEEN] > most:
             self._words[BELOW] = 0
 
-    def take(self, bound: int, most: int = SAMPLE_KEYS) -> Sampled:
+    def collect(self, bound: int, most: int = SAMPLE_KEYS) -> Sampled:
         """What was noted since the last call. From now on keys are noted whose hash is below `bound`, `most` at most; 0 for none."""
         words = self._words
         words[BELOW] = 0
-        taken = words[FIRST_KEY : FIRST_KEY + min(int(words[TAKEN]), int(words[MOST]))].view(np.int64).copy()
+        noted = words[FIRST_KEY : FIRST_KEY + min(int(words[NOTED]), int(words[MOST]))].view(np.int64).copy()
         seen, before = int(words[SEEN]), self._bound
-        words[TAKEN] = words[SEEN] = 0
+        words[NOTED] = words[SEEN] = 0
         words[MOST], self._bound = min(most, self._most), bound
         words[BELOW] = bound
         # who had read the bound of the time before went by that one
-        return Sampled(taken[mix_all(taken) < np.uint64(before)], seen)
+        return Sampled(noted[mix_all(noted) < np.uint64(before)], seen)
 
 
-NOTHING = AccessSample(0)  # of tables that are not sampled; never taken from
+NOTHING = AccessSample(0)  # of tables that are not sampled; never noted from

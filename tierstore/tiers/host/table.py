@@ -175,11 +175,11 @@ class HostTable:
         row = np.zeros(self.spec.row_bytes, np.uint8)
         return int(write_kernels.try_accesses(areas, np.ascontiguousarray(keys), address_of(row), self._counters))
 
-    def known_absent(self, keys: Keys) -> np.ndarray:
+    def absent_among(self, keys: Keys) -> np.ndarray:
         """Which of these keys are remembered as not existing, bool[n]; counts as no look-up."""
         absent, areas = np.zeros(len(keys), np.uint8), self._areas
         if areas is not None and not kernels.awaited:
-            write_kernels.find_known_absent(areas, np.ascontiguousarray(keys), absent)
+            write_kernels.find_absent_keys(areas, np.ascontiguousarray(keys), absent)
         return absent.view(np.bool_)
 
     @property

@@ -27,7 +27,9 @@ from tierstore.types import Keys, KeyType, StorageDtype, TableSpec
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the cache that there is
 TRIAL_ROWS = 2048  # of the cache that stands for it
 _HALF_LIFE = 64 * TRIAL_ROWS  # sampled look-ups after which what came before counts half
-_SETTLED = 32  # look-ups a row that it holds, after which a cache has settled in that is not full: it has what is asked for
+_ENOUGH = (
+    32  # look-ups a row that it holds, after which a cache has is_warm in that is not full: it has what is asked for
+)
 
 _SPEC = TableSpec("trial", KeyType.INT64, 1, StorageDtype.INT8, "zeros")
 _SET_BYTES = Layout(_SPEC, 0).set_bytes
@@ -50,13 +52,14 @@ class _Trial:
     seen: float = 0.0
 
     @property
-    def settled(self) -> bool:
+    def is_warm(self) -> bool:
         stats = self.cache.stats()
-        return stats["evicted"] >= stats["capacity_rows"] or self.tried >= _SETTLED * max(stats["rows"], WAYS)
+        is_full = stats["evicted"] >= stats["capacity_rows"]
+        return bool(is_full or self.tried >= _ENOUGH * max(stats["rows"], WAYS))
 
 
 class CacheTrials:
-    """Trials for a cache of `rows` rows. Look-ups are to be sampled by `bound` (see `AccessSample.take`)."""
+    """Trials for a cache of `rows` rows. Look-ups are to be sampled by `bound` (see `AccessSample.collect`)."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -73,7 +76,7 @@ class CacheTrials:
         keys = mix_all(keys).view(np.int64)  # else the bits by which keys were sampled would say in which sets they are
         faded = 0.5 ** (len(keys) / _HALF_LIFE)
         for trial in self._trials:
-            counts = trial.settled
+            counts = trial.is_warm
             misses = trial.cache.try_accesses(keys)
             trial.tried += len(keys)
             if counts:
