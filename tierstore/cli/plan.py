@@ -74,25 +74,14 @@ def plan(
     if not served and (rows is None or dim is None):
         raise typer.BadParameter("expected --rows and --dim, or --from and --table")
     load = Load(
-        rows=_number("--rows", rows) if rows else served["rows"],
-        dim=dim or served["dim"],
-        dtype=StorageDtype(dtype or served.get("dtype", "float16")),
-        reuse=lookups,
-        qps=_number("--qps", qps),
-        keys=keys,
-        answer_bytes=2 if answers == "float16" else 4,
-        changed=parse_share(changed),
-        expires=expires,
-    )
+        _number("--rows", rows) if rows else served["rows"], dim or served["dim"],
+        StorageDtype(dtype or served.get("dtype", "float16")), lookups, _number("--qps", qps), keys,
+        2 if answers == "float16" else 4, parse_share(changed), expires=expires,
+    )  # fmt: skip
     machine = Machine(
-        memory=_size("--memory", memory),
-        disk=_size("--disk", disk),
-        reads=_number("--reads", reads),
-        network=network * 1e9 / 8,
-        cores=cores,
-        memory_price=memory_price,
-        disk_price=disk_price,
-    )
+        _size("--memory", memory), _size("--disk", disk), _number("--reads", reads), network * 1e9 / 8, cores,
+        memory_price, disk_price,
+    )  # fmt: skip
     made = make_plan(load, machine, nodes)
     (_show_json if json else _show)(made)
     if made.chosen is None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.hashing import mix_all
-from tierstore.kernels.host_cache.sampling import BELOW, FIRST_KEY, MOST, SEEN, NOTED
+from tierstore.kernels.host_cache.sampling import BELOW, FIRST_KEY, MOST, NOTED, SEEN
 from tierstore.types import Keys
 
 SAMPLE_KEYS = 8192  # that are noted at once, at most
@@ -59,4 +59,4 @@ class AccessSample:
         return Sampled(noted[mix_all(noted) < np.uint64(before)], seen)
 
 
-NOTHING = AccessSample(0)  # of tables that are not sampled; never noted from
+NOTHING = AccessSample(0)  # of tables that are not sampled; nobody collects from it
