@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def test_keys_that_do_not_exist_take_no_memory_in_a_trial(store: tierstore.Store
     quarter = store.status("m")["models"]["m"]["tables"]["t"]["cache"]["curve"][0]
     assert 400 < quarter["rows"] < 600
     assert quarter["hit_rate"] > 0.97
+
+
+def test_a_store_samples_by_itself(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "data", host_budget="64KiB", load_workers=1) as store:
+        store.load_snapshot(snapshot(tmp_path, 1))
+        until = time.monotonic() + 60
+        while not (hottest := store.model("m").cache("t", 1)["hottest"]) or hottest[0]["share"] is None:
+            store.model("m").lookup("f", [3, 3, 3, 4])
+            assert time.monotonic() < until
+        assert hottest == [{"key": 3, "share": pytest.approx(0.75, abs=0.1)}]
 
 
 def test_what_a_bad_request_gets(store: tierstore.Store, tmp_path: Path) -> None:
