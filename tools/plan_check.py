@@ -1,9 +1,10 @@
-"""Checks `tierstore plan` against a real store: bytes on disk and in memory, and the hit rate.
+"""Checks `tierstore plan` against a real store: bytes on disk and in memory, and the hit rate; and what the store itself says of its cache.
 
     python -m tools.plan_check --rows 10000000
 
 Writes and loads a snapshot of 16 float16 a row in a temporary directory, gives the host tier room for a share of it, looks
-keys up by Zipf's law until the cache has settled in, and counts the second half. Prints planned and measured.
+keys up by Zipf's law until the cache has settled in, and counts the second half. Prints planned and measured, and beside them
+what trials with sampled look-ups say of the cache with half and with twice the memory: compare that with another `--share`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tierstore.sizing.reuse import Zipf, hit_rate
 from tierstore.types import StorageDtype
 
 DIM, BATCH = 16, 4096
+_TURN = 4  # batches between two samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Found:
     planned_memory_bytes: float
     hit_rate: float
     planned_hit_rate: float
+    tried: dict[float, float | None]  # hit rates by how many times the memory, as the store has them
 
 
 def measure(root: Path, *, rows: int, lookups: int, exponents: Sequence[float], share: float) -> Iterator[Found]:
@@ -57,6 +60,7 @@ def measure(root: Path, *, rows: int, lookups: int, exponents: Sequence[float], 
             hits = _hit_rate(store, rows, lookups, exponent)
             state = store.status("m")["models"]["m"]["tables"]["t"]
             memory = state["tier_bytes"]["host"]
+            tried = {point["scale"]: point["hit_rate"] for point in state["cache"]["curve"]}
         yield Found(
             exponent,
             tree_bytes(data / "models" / "m"),
@@ -65,6 +69,7 @@ def measure(root: Path, *, rows: int, lookups: int, exponents: Sequence[float], 
             budget,
             hits,
             hit_rate(Zipf(exponent), rows * share, rows),
+            tried,
         )
 
 
@@ -74,9 +79,13 @@ def _hit_rate(store: tierstore.Store, rows: int, lookups: int, exponent: float) 
     cumulative = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
     ranks = random.permutation(rows)  # so that heat has nothing to do with the order of keys
     counts = np.zeros(2)
+    sampler = store.shared.sampler
+    sampler.close()  # its thread would have too little time for look-ups that come one behind the other
     for _half in range(2):
         before = _counts(store)
-        for _ in range(lookups // 2 // BATCH):
+        for turn in range(lookups // 2 // BATCH):
+            if turn % _TURN == 0:
+                sampler.step(turn / _TURN)
             drawn = np.searchsorted(cumulative, random.random(BATCH) * cumulative[-1])
             store.model("m").lookup("f", ranks[np.minimum(drawn, rows - 1)])
         counts = _counts(store) - before
@@ -100,7 +109,8 @@ def main() -> None:
             Path(root), rows=wanted.rows, lookups=lookups, exponents=(0.8, 1.0, 1.2), share=wanted.share
         ):
             print(
-                f"Zipf {found.exponent}: hit rate {found.hit_rate:.3f}, planned {found.planned_hit_rate:.3f}; "
+                f"Zipf {found.exponent}: hit rate {found.hit_rate:.3f}, planned {found.planned_hit_rate:.3f}, "
+                f"tried {', '.join(f'{scale:g}: {rate:.3f}' for scale, rate in found.tried.items() if rate is not None)}; "
                 f"disk {found.disk_bytes / 1e6:.1f} MB, planned {found.planned_disk_bytes / 1e6:.1f}; "
                 f"memory {found.memory_bytes / 1e6:.1f} MB, planned {found.planned_memory_bytes / 1e6:.1f}"
             )

@@ -49,6 +49,7 @@ COMMANDS = {
     "backup",
     "restore",
     "plan",
+    "hot",
 }
 
 

@@ -113,6 +113,9 @@ def everything(document: dict[str, Any]) -> dict[str, Any]:
         "fresh": False,
         "dense": {"runs": 1234, "failed": 5, "seconds": 1.0},
     }
+    rates = {0.25: None, 0.5: 0.78, 1.0: 0.831, 2.0: 0.862}
+    curve = [{"scale": scale, "rows": int(1000 * scale), "hit_rate": rate} for scale, rate in rates.items()]
+    next(iter(ctr["tables"].values()))["cache"] = {"rows": 1000, "hit_rate": 0.83, "curve": curve, "bytes": 1}
     cluster = {"node": "a", "cluster": "h1:6379,h2:6379", "reachable": True, "problem": None}
     throttle = document["throttle"] | {"work": ["load"], "share": 0.25}
     return document | {"models": [ctr, *others], "service": service, "throttle": throttle, "remote": cluster}
@@ -192,6 +195,7 @@ def test_the_page_shows_the_cluster_and_every_source_and_what_is_wrong(
         "8.arrow is no delta",
         "denied",
         "version 3 waits",
+        "half −5.1 · twice +3.1",
         "What the words mean",
     ):
         assert words in cards, cards

@@ -51,6 +51,7 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/admin/models", Action.READ),
     ("GET", "/admin/models/{model}", Action.READ),
     ("POST", "/admin/models/{model}/explain", Action.READ),
+    ("GET", "/admin/models/{model}/tables/{table}/cache", Action.ADMIN),  # it lists keys
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),
     ("POST", "/admin/models/{model}/snapshots|exports|backups|sample", Action.ADMIN),
     ("POST", "/admin/models/{model}/activate|rollback|canary|promote|withdraw", Action.ADMIN),

@@ -13,6 +13,7 @@ import typer
 from tierstore import __version__
 from tierstore.cli.audit import audit
 from tierstore.cli.backup import backup, restore
+from tierstore.cli.caches import hot
 from tierstore.cli.explain import explain
 from tierstore.cli.export import build, export
 from tierstore.cli.fleet import compare_nodes, rollout
@@ -243,7 +244,7 @@ app.command()(import_hps)
 app.command(cls=ServeCommand)(serve)
 app.command("compile")(compile_)
 _OTHERS: tuple[Callable[..., None], ...] = (
-    *(load, delta, lookup, explain, status, activate, rollback, canary, promote, withdraw, label, drop),
+    *(load, delta, lookup, explain, status, hot, activate, rollback, canary, promote, withdraw, label, drop),
     *(build, export, rollout, jobs, backup, restore, verify, audit, plan),
 )
 for _command in _OTHERS:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tierstore.cli.options import AsJson, option
 from tierstore.cli.target import parse_share
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, NotFound, NotReady
 
 if TYPE_CHECKING:
     from tierstore.sizing.plan import Design, Plan
-    from tierstore.sizing.reuse import Reuse
+    from tierstore.sizing.reuse import Measured, Reuse
 
 _NODE = "Of a node: "
 ReuseFile = Annotated[
@@ -27,18 +27,26 @@ Nodes = Annotated[int | None, option("N", "How many nodes there are (default: as
 MemoryPrice = Annotated[
     float, typer.Option("--memory-price", metavar="P", help="Of a GiB of memory and a month, in any currency.")
 ]
-Dtype = Annotated[Literal["float32", "float16", "bfloat16", "int8"], typer.Option(help="As rows are stored.")]
 
 
 def plan(
-    rows: Annotated[str, option("N", "Rows of the table, such as 10e9.")],
-    dim: Annotated[int, option("N", "Numbers of a row.", min=1)],
-    dtype: Dtype = "float16",
+    rows: Annotated[str | None, option("N", "Rows of the table, such as 10e9.")] = None,
+    dim: Annotated[int | None, option("N", "Numbers of a row.", min=1)] = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16", "int8"] | None,
+        option("TYPE", "As rows are stored (default: float16)."),
+    ] = None,
     qps: Annotated[str, typer.Option("--qps", metavar="N", help="Requests a second, on all nodes together.")] = "0",
     keys: Annotated[int, typer.Option("--keys", metavar="N", min=1, help="Keys of a request.")] = 1000,
     answers: Annotated[Literal["float32", "float16"], typer.Option(help="Numbers of the answers.")] = "float32",
     zipf: Annotated[float | None, option("S", "Look-ups follow Zipf's law with this exponent.")] = None,
     reuse: ReuseFile = None,
+    measured: Annotated[
+        str | None, typer.Option("--from", metavar="URL", help="Or as a running service has it, for --table.")
+    ] = None,
+    table: Annotated[
+        str | None, option("MODEL/TABLE", "The table of --from; its rows are as many, and as wide.")
+    ] = None,
     changed: Changed = "5%",
     expires: Annotated[bool, typer.Option("--expires", help="Rows have a ttl: their times take disk too.")] = False,
     nodes: Nodes = None,
@@ -55,37 +63,27 @@ def plan(
 
     Memory, disk, network and hit rate.
 
-    Nothing is opened or measured: the figures come from the formats and from published measurements.
+    Nothing is opened or measured: the figures come from the formats and from published measurements. With --from the hit
+    rate is that of the table as it is looked up now: its cache says what it would answer with less and more memory.
     """
     from tierstore.sizing.plan import Load, Machine
     from tierstore.sizing.plan import plan as make_plan
     from tierstore.types import StorageDtype
 
+    served, lookups = ({}, _reuse(zipf, reuse)) if measured is None else _served(measured, table, zipf, reuse)
+    if not served and (rows is None or dim is None):
+        raise typer.BadParameter("expected --rows and --dim, or --from and --table")
     load = Load(
-        rows=_number("--rows", rows),
-        dim=dim,
-        dtype=StorageDtype(dtype),
-        reuse=_reuse(zipf, reuse),
-        qps=_number("--qps", qps),
-        keys=keys,
-        answer_bytes=2 if answers == "float16" else 4,
-        changed=parse_share(changed),
-        expires=expires,
-    )
+        _number("--rows", rows) if rows else served["rows"], dim or served["dim"],
+        StorageDtype(dtype or served.get("dtype", "float16")), lookups, _number("--qps", qps), keys,
+        2 if answers == "float16" else 4, parse_share(changed), expires=expires,
+    )  # fmt: skip
     machine = Machine(
-        memory=_size("--memory", memory),
-        disk=_size("--disk", disk),
-        reads=_number("--reads", reads),
-        network=network * 1e9 / 8,
-        cores=cores,
-        memory_price=memory_price,
-        disk_price=disk_price,
-    )
+        _size("--memory", memory), _size("--disk", disk), _number("--reads", reads), network * 1e9 / 8, cores,
+        memory_price, disk_price,
+    )  # fmt: skip
     made = make_plan(load, machine, nodes)
-    if json:
-        _show_json(made)
-    else:
-        _show(made)
+    (_show_json if json else _show)(made)
     if made.chosen is None:
         raise typer.Exit(1)
 
@@ -153,6 +151,28 @@ def _columns(design: Design, rows: float) -> list[str]:
         f"{node.cores:.1f}",
         f"{design.monthly:,.0f}" + (" (!)" if design.limits else ""),
     ]
+
+
+def _served(url: str, name: str | None, zipf: float | None, file: Path | None) -> tuple[dict[str, Any], Measured]:
+    """(a table's entry in the status of a running service, its hit rates by size)."""
+    from tierstore.cli.target import make_client
+    from tierstore.sizing.reuse import Measured
+
+    if zipf is not None or file is not None:
+        raise typer.BadParameter("expected --zipf, --reuse or --from, got two")
+    model, _, table = (name or "").partition("/")
+    if not table:
+        raise typer.BadParameter(f"--table: expected MODEL/TABLE, got {name!r}")
+    with make_client(url) as client:
+        tables = client.status(model)["models"][model]["tables"]
+    if table not in tables:
+        raise NotFound(f"no table {table!r}; model {model!r} has {', '.join(sorted(tables))}")
+    entry = tables[table]
+    curve = [point for point in entry.get("cache", {}).get("curve", ()) if point["hit_rate"] is not None]
+    if not curve:
+        raise NotReady(f"{url} does not know yet what the cache of {name} would do at other sizes: it takes look-ups")
+    points = [(point["rows"] / max(1, entry["rows"]), point["hit_rate"]) for point in curve]
+    return entry, Measured(f"as {name} is looked up now", points)
 
 
 def _reuse(zipf: float | None, file: Path | None) -> Reuse:

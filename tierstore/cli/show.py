@@ -86,6 +86,9 @@ def status(document: dict[str, Any]) -> None:
             out.print(_versions(model["versions"]))
         if model["tables"]:
             out.print(_tables(model["tables"]))
+        for table, entry in model["tables"].items():
+            if line := memory_line(entry.get("cache") or {}):
+                out.print(f"  {escape(table)}: {line}")
     for line in _surroundings(document):
         out.print(escape(line))
     for key, what in (("host_budget", "host memory"), ("overlay_budget", "overlays"), ("ssd_cache", "cache on SSD")):
@@ -145,6 +148,20 @@ def _tables(tables: dict[str, dict[str, Any]]) -> Table:
             rows += f", {ttl['expired_at_load'] + ttl['expired_since']:,} expired"
         shown.add_row(escape(name), rows, f"{sum(counts.values()):,}", shares(counts), " · ".join(held))
     return shown
+
+
+def memory_line(cache: dict[str, Any]) -> str:
+    """What more or less memory would do: `about 83.1% from memory, with twice 3.1 points more`. Empty where unknown."""
+    rates = {point["scale"]: point["hit_rate"] for point in cache.get("curve", ())}
+    now, half, twice = rates.get(1.0), rates.get(0.5), rates.get(2.0)
+    if now is None:
+        return ""
+    parts = [f"about {100 * now:.1f}% from memory"]
+    if half is not None:
+        parts.append(f"with half of it {100 * (now - half):.1f} points less")
+    if twice is not None:
+        parts.append(f"with twice {100 * (twice - now):.1f} points more")
+    return ", ".join(parts)
 
 
 def _percent(done: int | None, total: int | None) -> str:

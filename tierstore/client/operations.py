@@ -257,6 +257,10 @@ class Operations:
         body = {"feature": feature, "keys": as_keys(keys).tolist(), "version": version}
         return dict((yield from self._json("POST", f"{_admin(model)}/explain", body, repeat=True)))
 
+    def cache(self, model: str, table: str, limit: int) -> Operation[dict[str, Any]]:
+        path = f"{_admin(model)}/tables/{quote(table, safe='')}/cache?limit={limit}"
+        return dict((yield from self._json("GET", path)))
+
     def rollback(self, model: str, to_seq: int | None, force: bool, expected_active: int | None) -> Operation[int]:
         body = {} if to_seq is None else {"to_seq": to_seq}
         document = yield from self._switch(model, "rollback", {**body, **_expected(expected_active), **_forced(force)})

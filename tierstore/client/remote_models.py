@@ -38,6 +38,10 @@ class RemoteModel:
         """The protocol's model metadata: `inputs` and `outputs` with their datatypes and shapes."""
         return self._transport.run(self._operations.metadata(self.name, version or self.version))
 
+    def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
+        """What caches of the node do for a table: `curve` of its hit rate by size, `history` by the minute, the `limit` `hottest` keys."""
+        return self._transport.run(self._operations.cache(self.name, table, limit))
+
     @overload
     def lookup(
         self, feature: str, keys: KeysLike, *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
@@ -187,6 +191,10 @@ class AsyncRemoteModel:
     async def metadata(self, *, version: Version = None) -> dict[str, Any]:
         """See `RemoteModel.metadata`."""
         return await self._transport.run(self._operations.metadata(self.name, version or self.version))
+
+    async def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
+        """See `RemoteModel.cache`."""
+        return await self._transport.run(self._operations.cache(self.name, table, limit))
 
     @overload
     async def lookup(

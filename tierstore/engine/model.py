@@ -33,6 +33,7 @@ from tierstore.engine.lifecycle.start import Starter
 from tierstore.engine.lifecycle.state import ModelState, Shared
 from tierstore.engine.lifecycle.switch import Switcher
 from tierstore.engine.lifecycle.tasks import Tasks
+from tierstore.engine.reads.cache_report import cache_report
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Lease
 from tierstore.engine.serving.routing import STABLE, Routing
@@ -342,6 +343,14 @@ class Model:
         """Of the active version. NotReady where nothing serves."""
         with self.view(STABLE) as view:
             return view.open_version.specs
+
+    def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
+        """What caches do for a table of the active version: hit rates by size and by the minute, the `limit` hottest keys.
+
+        See `reads/cache_report.py`. NotFound for an unknown table.
+        """
+        with self.view(STABLE) as view:
+            return cache_report(view, table, limit)
 
     @property
     def problem(self) -> str | None:

@@ -92,6 +92,7 @@ class Store(ParkedMessages):
                 raise
             self.shared.throttle.start()
             self.shared.warmer.start()
+            self.shared.sampler.start()
             self._sweeping.start()
         except BaseException:
             unlock(self._lock_file)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.row_times import TIME_BYTES
-from tierstore.sizing.reuse import ADS, Reuse, hit_rate
+from tierstore.sizing.reuse import ADS, Measured, Reuse, hit_rate
 from tierstore.tiers.disk.block_shape import block_shape
 from tierstore.tiers.host.layout import ALL_ROWS
 from tierstore.types import StorageDtype
@@ -40,7 +40,7 @@ class Load:
     rows: float
     dim: int
     dtype: StorageDtype
-    reuse: Reuse = ADS
+    reuse: Reuse | Measured = ADS
     qps: float = 0.0
     keys: int = 1000
     answer_bytes: int = 4

@@ -90,15 +90,35 @@ class Classes:
         return min(1.0, answered)
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Hit rates that a running cache would have, by the share of the rows that it holds: ascending, both from 0 to 1."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+    def hit_rate(self, share: float) -> float:
+        """Between two points by the logarithm of the share, as beyond the first one; all rows answer everything."""
+        points = [point for point in self.points if point[0] < 1.0]
+        if not points:
+            return share
+        at = min(max(1, bisect_left([point[0] for point in points], share)), len(points))
+        (low, low_rate), (high, high_rate) = points[at - 1], [*points, (1.0, 1.0)][at]
+        rate = low_rate + math.log(share / low) / math.log(high / low) * (high_rate - low_rate)
+        return max(rate, low_rate * share / low)
+
+
 ADS = Classes("ads models (Meta, 2021)", _ADS)
 
 
-def hit_rate(reuse: Reuse, cached: float, rows: float) -> float:
+def hit_rate(reuse: Reuse | Measured, cached: float, rows: float) -> float:
     """The share of look-ups that the host tier answers once it has settled in, if it holds `cached` of `rows` rows."""
     if cached >= rows:
         return 1.0
     if cached <= 0:
         return 0.0
+    if isinstance(reuse, Measured):
+        return reuse.hit_rate(cached / rows)
     return 1.0 - min(1.0, (1.0 - reuse.ideal(cached, rows)) * _loss(cached / rows))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.engine.data.insight import CacheInsight
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.formats.keys import are_own, check_own
 from tierstore.kernels import codec
@@ -36,6 +37,7 @@ class LookupCounts:
     """How many keys each tier has answered, for one table of a model, over all its versions. Any thread."""
 
     def __init__(self) -> None:
+        self.insight = CacheInsight()  # what else is known of these look-ups
         self._lock = threading.Lock()
         self._counts = np.zeros(len(Tier), np.int64)
         self._from_host = 0  # keys besides, of batches that the host tier answered as a whole

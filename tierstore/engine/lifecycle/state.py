@@ -23,6 +23,7 @@ from tierstore.engine.events.observer import Observer
 from tierstore.engine.lifecycle.catalogue import Catalogue
 from tierstore.engine.lifecycle.devices import Devices
 from tierstore.engine.lifecycle.retiring import RetiringVersions
+from tierstore.engine.lifecycle.sampler import CacheSampler
 from tierstore.engine.lifecycle.throttle import LookupTimes, Throttle
 from tierstore.engine.lifecycle.warm import Warmer
 from tierstore.engine.serving.current_record import CurrentRecord
@@ -53,6 +54,7 @@ class Shared:
     devices: Devices
     warmer: Warmer
     throttle: Throttle
+    sampler: CacheSampler
     audit: Audit
     open_remote: Callable[[str, VersionInfo], RemoteBase] | None = None  # of a model; None where there is no cluster
     observers: list[Observer] = field(default_factory=list)
@@ -79,6 +81,7 @@ def make_shared(
         Devices(settings),
         Warmer(publishers, settings.warm_rate, settings.hot_keys_every_s, throttle),
         throttle,
+        CacheSampler(publishers, epochs.collect),
         Audit(root, size=settings.audit_size, kept=settings.audit_keep),
         epochs=epochs,
     )

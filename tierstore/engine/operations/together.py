@@ -35,6 +35,7 @@ def stop_background(shared: Shared) -> None:
     """End what works beside the models."""
     shared.dense.limits.close()
     shared.throttle.close()
+    shared.sampler.close()
     shared.warmer.close()
 
 

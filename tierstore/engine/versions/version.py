@@ -140,10 +140,11 @@ class Version:
         for table, need, share in zip(self.tables.values(), needs, self._host_shares(budget_bytes), strict=True):
             if share >= MIN_TABLE_BUDGET / 2:
                 limit = min(need, limit_bytes)
-                host = HostTable(table.spec, limit, default_vector=table.default, fraction=share / limit)
+                sample = table.counts.insight.sample
+                host = HostTable(table.spec, limit, default_vector=table.default, fraction=share / limit, sample=sample)
                 if host.bytes_in_use > share:  # of sets so large that they cannot be so few
                     host.close()
-                    host = HostTable(table.spec, share, default_vector=table.default)
+                    host = HostTable(table.spec, share, default_vector=table.default, sample=sample)
                 if not host.capacity_rows:
                     host.close()
                     continue
@@ -320,6 +321,7 @@ class Version:
                     "host": host.allowed_bytes if host else 0,
                 },
                 "host": host.stats() if host else {},
+                "cache": table.counts.insight.status(),
                 "device": device.stats() if device else {},
                 "ssd_cache": cached,
             }

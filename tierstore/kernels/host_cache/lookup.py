@@ -49,12 +49,13 @@ from tierstore.kernels.host_cache.layout import (
     prefetch_row,
     set_of,
 )
+from tierstore.kernels.host_cache.sampling import BELOW, count_seen, note
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
 from tierstore.types import Tier
 
-# words of `WHERE`: addresses of the areas, and what a row is
-CONTROL, LINES_AT, ABSENT_AT, ROWS_AT, ROW_BYTES, SETS_PER_REGION, CODE, DIM, DEFAULT_AT = range(9)
-WORDS = DEFAULT_AT + 1
+# words of `WHERE`: addresses of the areas, what a row is, and the address of the sample of look-ups (`sampling.py`)
+CONTROL, LINES_AT, ABSENT_AT, ROWS_AT, ROW_BYTES, SETS_PER_REGION, CODE, DIM, DEFAULT_AT, SAMPLE_AT = range(10)
+WORDS = SAMPLE_AT + 1
 WHERE = types.Array(types.int64, 1, "C")
 
 AHEAD = 16  # keys between the stages
@@ -73,7 +74,7 @@ FLOATS = types.Array(types.float32, 2, "C")
 @nb.njit(inline="always")
 def as_values(words):  # type: ignore[no-untyped-def]
     """The words as values: words in memory would be read again after every store."""
-    return words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8]
+    return words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8], words[9]
 
 
 @nb.njit(inline="always")
@@ -83,6 +84,7 @@ def values_at(words):  # type: ignore[no-untyped-def]
         nb.int64(load_u64(words, 0)), nb.int64(load_u64(words, 1)), nb.int64(load_u64(words, 2)),
         nb.int64(load_u64(words, 3)), nb.int64(load_u64(words, 4)), nb.int64(load_u64(words, 5)),
         nb.int64(load_u64(words, 6)), nb.int64(load_u64(words, 7)), nb.int64(load_u64(words, 8)),
+        nb.int64(load_u64(words, 9)),
     )  # fmt: skip
 
 
@@ -176,15 +178,32 @@ def _search(where, geometry, epoch, key, out_code, target, out_bytes, default): 
     return _PENDING
 
 
+@nb.njit(inline="always")
+def _prefetch_line(where, geometry, key, lines, i):  # type: ignore[no-untyped-def]
+    """Ask for the home of key `i`, and note where that is. Returns the key's hash."""
+    hashed = mix(key)
+    line = where[LINES_AT] + (set_of(hashed, geometry, where[SETS_PER_REGION]) * LINES + home_of(hashed)) * LINE_BYTES
+    store_u64(lines, i & (_RING - 1), nb.uint64(line))
+    prefetch_far(line)
+    return hashed
+
+
 @nb.njit
-def prefetch_lines(where, geometry, keys, begin, end, rings):  # type: ignore[no-untyped-def]
-    """Stage 1 of keys [begin, end)."""
-    lines, lines_at, sets_per_region = rings[0], where[LINES_AT], where[SETS_PER_REGION]
+def prefetch_lines(where, geometry, keys, state, begin, end, rings):  # type: ignore[no-untyped-def]
+    """Stage 1 of keys [begin, end). Returns how many are asked for here, where look-ups are sampled; else 0."""
+    sample, seen = where[SAMPLE_AT], 0
+    below = load_u64(sample, BELOW)
+    if below == nb.uint64(0):
+        for i in range(begin, end):
+            _prefetch_line(where, geometry, nb.int64(load_u64(keys, i)), rings[0], i)
+        return 0
     for i in range(begin, end):
-        hashed = mix(nb.int64(load_u64(keys, i)))
-        line = lines_at + (set_of(hashed, geometry, sets_per_region) * LINES + home_of(hashed)) * LINE_BYTES
-        store_u64(lines, i & (_RING - 1), nb.uint64(line))
-        prefetch_far(line)
+        key = nb.int64(load_u64(keys, i))
+        if _prefetch_line(where, geometry, key, rings[0], i) < below and load_u8(state, i) == _PENDING:
+            note(sample, key)
+    for i in range(begin, end):
+        seen += load_u8(state, i) == _PENDING
+    return seen
 
 
 @nb.njit(inline="always")
@@ -277,9 +296,9 @@ def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ign
     epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
     geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
     rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
-    hits = 0
+    hits = seen = 0
     for step in range(0, n + 3 * AHEAD, AHEAD):
-        prefetch_lines(where, geometry, keys_at, step, min(step + AHEAD, n), rings)
+        seen += prefetch_lines(where, geometry, keys_at, state_at, step, min(step + AHEAD, n), rings)
         begin = step - AHEAD
         if begin >= 0:
             find_at_home(where, keys_at, state_at, begin, min(step, n), rings)
@@ -292,6 +311,8 @@ def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ign
             if of_key != SKIP:
                 store_u8(state_at, i, nb.uint8(of_key))
                 hits += of_key == _HOST
+    if seen != 0:
+        count_seen(where[SAMPLE_AT], seen, 0, 0, 0, 0)
     fence_acquire()
     if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:  # rather than at each key: it changes only with the size
         for i in range(n):

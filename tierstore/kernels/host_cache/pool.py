@@ -21,6 +21,7 @@ from tierstore.kernels.host_cache.lookup import (
     DIM,
     FLOATS,
     RING_BYTES,
+    SAMPLE_AT,
     SKIP,
     STATES,
     WHERE,
@@ -30,6 +31,7 @@ from tierstore.kernels.host_cache.lookup import (
     find_elsewhere,
     prefetch_lines,
 )
+from tierstore.kernels.host_cache.sampling import count_seen
 from tierstore.kernels.raw import add_scaled_16, load_f32, load_u64, store_f32, store_u8
 from tierstore.types import Tier
 
@@ -67,10 +69,10 @@ def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, 
     epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
     geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
     rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
-    hits, bag, total = 0, -1, np.float32(0)
+    hits, seen, bag, total = 0, 0, -1, np.float32(0)
     pooled, next_start = out_at, 0
     for step in range(0, n + 3 * AHEAD, AHEAD):
-        prefetch_lines(where, geometry, keys_at, step, min(step + AHEAD, n), rings)
+        seen += prefetch_lines(where, geometry, keys_at, state_at, step, min(step + AHEAD, n), rings)
         begin = step - AHEAD
         if begin >= 0:
             find_at_home(where, keys_at, state_at, begin, min(step, n), rings)
@@ -104,6 +106,8 @@ def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, 
     for empty in range(bag + 1, bags):  # at the end
         for k in range(dim):
             store_f32(out_at + empty * dim * 4, k, np.float32(0))
+    if seen != 0:
+        count_seen(where[SAMPLE_AT], seen, left_at, starts_at, bags, n)
     fence_acquire()
     return hits if relaxed_i64(where[CONTROL] + 8 * EPOCH) == epoch else -1
 

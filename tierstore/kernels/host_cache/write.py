@@ -265,6 +265,26 @@ def _prefetch_room(areas, geometry, key):  # type: ignore[no-untyped-def]
         prefetch_row(row_at(areas, s, way), areas.row_bytes)
 
 
+@nb.njit(inline="always")
+def _let_in(areas, counters, key, hashed, s, row, evict):  # type: ignore[no-untyped-def]
+    """Let a key that is not resident into set `s`, with the row at an address. Returns 1, or 0 where there is no room without `evict`."""
+    home = home_of(hashed)
+    way, probation = free_way(areas, s, home), evict
+    if way >= 0:
+        counters[ROWS] += 1
+    elif evict:
+        way, probation = make_room(areas, s, hashed)
+        counters[EVICTED] += 1
+    if way < 0:
+        return 0
+    forget_absent(areas, counters, (s * LINES + home) // LINES_AN_ABSENT, key)
+    way = make_home(areas, s, way, home)
+    put(areas, s, way, key, 0, row)
+    if probation:
+        enter_probation(areas.policy, s, way)
+    return 1
+
+
 @compiled(types.int64(AREAS, KEYS, types.int64, types.boolean, COUNTERS), **BORROWS)
 def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
     """Let in distinct keys with the rows at address `rows`. Returns how many were let in.
@@ -284,25 +304,40 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
-        home = home_of(hashed)
-        if find_way(areas.lines, areas.lines64, s, home, key) >= 0:
-            continue
-        way, probation = free_way(areas, s, home), evict
-        if way >= 0:
-            counters[ROWS] += 1
-        elif evict:
-            way, probation = make_room(areas, s, hashed)
-            counters[EVICTED] += 1
-        else:
-            continue
-        forget_absent(areas, counters, (s * LINES + home) // LINES_AN_ABSENT, key)
-        way = make_home(areas, s, way, home)
-        put(areas, s, way, key, 0, rows + i * areas.row_bytes)
-        if probation:
-            enter_probation(areas.policy, s, way)
-        admitted += 1
+        if find_way(areas.lines, areas.lines64, s, home_of(hashed), key) < 0:
+            admitted += _let_in(areas, counters, key, hashed, s, rows + i * areas.row_bytes, evict)
     counters[ADMITTED] += admitted
     return admitted
+
+
+@compiled(types.int64(AREAS, KEYS, types.int64, COUNTERS), **BORROWS)
+def try_accesses(areas, keys, row, counters):  # type: ignore[no-untyped-def]
+    """Look keys up one after the other, counting heat, and let each in that is missing, with the row at an address. Returns the misses.
+
+    For a cache that nobody else uses: what one of its size would have made of these look-ups.
+    """
+    geometry = areas.control[GEOMETRY]
+    misses = 0
+    for i in range(keys.size):
+        hashed = mix(keys[i])
+        s = set_of(hashed, geometry, areas.sets_per_region)
+        way = find_way(areas.lines, areas.lines64, s, home_of(hashed), keys[i])
+        if way < 0:
+            misses += 1
+            counters[ADMITTED] += _let_in(areas, counters, keys[i], hashed, s, row, True)
+        elif heat_at(areas, s, way) < MAX_HEAT:
+            set_heat_at(areas, s, way, heat_at(areas, s, way) + 1)
+    return misses
+
+
+@compiled(types.void(AREAS, KEYS, types.Array(types.uint8, 1, "C")), **BORROWS)
+def find_absent_keys(areas, keys, absent):  # type: ignore[no-untyped-def]
+    """Set `absent` of those keys to 1 that are remembered as not existing. Beside a writer an answer may be of a moment ago."""
+    geometry = areas.control[GEOMETRY]
+    for i in range(keys.size):
+        hashed = mix(keys[i])
+        a = (set_of(hashed, geometry, areas.sets_per_region) * LINES + home_of(hashed)) // LINES_AN_ABSENT
+        absent[i] = find_absent(areas.absent, areas.absent_keys, a, keys[i]) >= 0
 
 
 @compiled(types.int64(AREAS, KEYS, COUNTERS), **BORROWS)

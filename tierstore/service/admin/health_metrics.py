@@ -69,6 +69,11 @@ def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
     cache = status.get("ssd_cache") or {}
     parts = {
         "host_cache": status["host_budget"]["used"],
+        "cache_samples": sum(
+            table.get("cache", {}).get("bytes", 0)
+            for document in status["models"].values()
+            for table in document["tables"].values()
+        ),
         "overlays": status["overlay_budget"]["used"],
         "block_index": sum(one.get("base_index_memory_bytes", 0) for one in disks),
         "filters": sum(one.get("changed_filter_memory_bytes", 0) for one in disks),

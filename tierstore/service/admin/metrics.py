@@ -168,6 +168,22 @@ def _tables(models: dict[str, Any]) -> Iterator[Metric]:
                 for tier, value in entry[kind].items():
                     family.add_metric([model, table, tier], value + beside.get(kind, {}).get(tier, 0))
     yield from (keys, held, budget, rows, expired)
+    yield from _caches(models)
+
+
+def _caches(models: dict[str, Any]) -> Iterator[Metric]:
+    """Of tables that a cache is tried for, and only as soon as that says something."""
+    at = GaugeMetricFamily(
+        "tierstore_cache_hit_rate_at",
+        "Share of the keys looked up that memory would answer, as trials with sampled look-ups have it, by how many times the memory.",
+        labels=["model", "table", "memory"],
+    )
+    for model, document in models.items():
+        for table, entry in document["tables"].items():
+            for point in entry.get("cache", {}).get("curve", ()):
+                if point["hit_rate"] is not None:
+                    at.add_metric([model, table, f"{point['scale']:g}"], point["hit_rate"])
+    yield at
 
 
 def _dense(models: dict[str, Any], limit_bytes: int) -> Iterator[Metric]:

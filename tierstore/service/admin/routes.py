@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from tierstore import __version__
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
+from tierstore.service.admin.caches import add_caches
 from tierstore.service.admin.explain import add_explain
 from tierstore.service.admin.exports import JobStarted, ModelName, Strict, add_exports
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
@@ -146,6 +147,7 @@ def make_app(service: Service) -> FastAPI:
     add_samples(app, service)
     add_explain(app, service)
     add_parked(app, service)
+    add_caches(app, service)
     return app
 
 

@@ -28,6 +28,7 @@ from tierstore.tiers.checks import check_answer, check_rows
 from tierstore.tiers.host.layout import Layout
 from tierstore.tiers.host.memory import HostMemory
 from tierstore.tiers.host.peek import peek
+from tierstore.tiers.host.sample import NOTHING, AccessSample
 from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
 
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
@@ -42,14 +43,20 @@ class HostTable:
 
     The mapping is never larger than `budget_bytes` and includes all bookkeeping; its pages become real as
     they are touched. `fraction` (0 to 1) says how much of it may be in use; `resize` changes that. With a
-    budget too small for one set the table holds nothing, and the next tier answers every key.
+    budget too small for one set the table holds nothing, and the next tier answers every key. Look-ups are noted in `sample`.
     """
 
     def __init__(
-        self, spec: TableSpec, budget_bytes: int, *, default_vector: np.ndarray, fraction: float = 1.0
+        self,
+        spec: TableSpec,
+        budget_bytes: int,
+        *,
+        default_vector: np.ndarray,
+        fraction: float = 1.0,
+        sample: AccessSample = NOTHING,
     ) -> None:
         # constant after construction
-        self.spec, self.budget_bytes = spec, int(budget_bytes)
+        self.spec, self.budget_bytes, self._sample = spec, int(budget_bytes), sample
         self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
         self._layout = Layout(spec, self.budget_bytes)
         # the mapping, and its addresses; a thread that uses the addresses holds the areas meanwhile. None where the table
@@ -73,6 +80,7 @@ class HostTable:
         self._where[:] = (
             address_of(areas.control), address_of(areas.lines), address_of(areas.absent), areas.rows,
             self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim, address_of(self._defaults[0]),
+            self._sample.address,
         )  # fmt: skip
         self._areas = areas
 
@@ -157,6 +165,24 @@ class HostTable:
             keys = np.ascontiguousarray(keys)
             lookup_kernels.lookup(self._where, keys, state, AS_STORED, address_of(rows), address_of(absent))
         return rows, state
+
+    def try_accesses(self, keys: Keys) -> int:
+        """Look keys up one after the other, and let in each that is missing, its row all zeros. Returns the misses.
+
+        For a table that is there to see what one of its size would do, and that one thread has alone.
+        """
+        areas = self._areas
+        if areas is None or kernels.awaited:
+            return len(keys)
+        row = np.zeros(self.spec.row_bytes, np.uint8)
+        return int(write_kernels.try_accesses(areas, np.ascontiguousarray(keys), address_of(row), self._counters))
+
+    def absent_among(self, keys: Keys) -> np.ndarray:
+        """Which of these keys are remembered as not existing, bool[n]; counts as no look-up."""
+        absent, areas = np.zeros(len(keys), np.uint8), self._areas
+        if areas is not None and not kernels.awaited:
+            write_kernels.find_absent_keys(areas, np.ascontiguousarray(keys), absent)
+        return absent.view(np.bool_)
 
     @property
     def capacity_rows(self) -> int:

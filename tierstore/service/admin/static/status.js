@@ -166,23 +166,36 @@ function versionsTable(model) {
   return table(["version", "state", "labels", "watermark", "made", "dense part"], rows);
 }
 
+// What memory would answer with less and more of it than there is, as bars, and the points that half and twice of it make.
+function memoryCell({curve = []}) {
+  const now = curve.find(point => point.scale === 1)?.hit_rate;
+  if (now == null) return "–";
+  const known = curve.filter(point => point.hit_rate != null);
+  const columns = known.map(({scale, hit_rate: rate}) =>
+    element("i", {style: `height:${100 * rate}%`, title: `${scale} times the memory: ${percent(rate, 1)}`}));
+  const changes = known.filter(({scale}) => scale === .5 || scale === 2).map(({scale, hit_rate: rate}) =>
+    `${scale === 2 ? "twice" : "half"} ${rate < now ? "−" : "+"}${Math.abs(100 * (rate - now)).toFixed(1)}`);
+  return [element("div", {class: "spark"}, ...columns), element("div", {class: "dim"}, changes.join(" · "))];
+}
+
 function tablesTable(model, rates) {
   const rows = Object.entries(model.tables).map(([name, entry]) => {
     const rate = rates.tables[model.model + "/" + name];
     const byTier = rate?.keys ? rate.byTier : entry.lookup_keys;
-    const fast = (byTier.overlay || 0) + (byTier.device || 0) + (byTier.host || 0);
+    const whole = sum(Object.values(byTier)), read = (byTier.disk || 0) + (byTier.remote || 0);
     const held = entry.tier_bytes.host, budget = entry.tier_budget_bytes.host;
     return [
       [name, element("div", {class: "dim"}, `${entry.dim} × ${entry.dtype}`)],
       (entry.rows_exact ? "" : "≈ ") + number(entry.rows),
       rate ? number(rate.perSecond) : "–",
       shares(TIERS.map(tier => [tier, byTier[tier] || 0])),
-      percent(fast, sum(Object.values(byTier))),
+      percent(whole - read, whole),
+      memoryCell(entry.cache || {}),
       [fill(held, budget, "host"), element("div", {class: "dim"}, `${bytes(held)} of ${bytes(budget)}`)],
       bytes(entry.tier_bytes.disk),
     ];
   });
-  return table(["table", "rows", "keys/s", "answered by", "from memory", "host memory", "disk"], rows);
+  return table(["table", "rows", "keys/s", "answered by", "from memory", "with other memory", "host memory", "disk"], rows);
 }
 
 // What a person should know of a model, worst first: [text, class] each.

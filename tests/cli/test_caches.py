@@ -1,0 +1,86 @@
+"""What commands say of caches: the hottest keys, hit rates at other sizes, and a plan by those of a running service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tierstore.cli import show
+from tierstore.engine.store import Store
+from tierstore.service.server import ServerThread
+
+from .conftest import DIM, ROWS, Cli
+
+
+@pytest.fixture(scope="module")
+def url(loaded: Store) -> Iterator[str]:
+    """A service after look-ups: of all keys, and as often of key 7 alone."""
+    loaded.shared.sampler.close()
+    keys, random = np.concatenate([np.arange(ROWS), np.full(ROWS, 7)]), np.random.default_rng(1)
+    for turn in range(200):
+        loaded.shared.sampler.step(60.0 * turn / 100)
+        loaded.model("ctr").lookup("item_id", random.permutation(keys))
+    loaded.shared.sampler.step(180.0)
+    with ServerThread(loaded) as server:
+        yield server.url
+
+
+def test_the_hottest_keys(cli: Cli, url: str) -> None:
+    entries = cli("hot", "ctr", "item", "-n", 3, "--url", url, "--json").document["hottest"]
+    assert entries[0] == {"key": 7, "share": pytest.approx(0.5, abs=0.03)}
+    assert [round(entry["share"], 3) for entry in entries[1:]] == [pytest.approx(0.5 / ROWS, abs=0.002)] * 2
+    lines = cli("hot", "ctr", "item", "--url", url).out.splitlines()
+    assert lines[1].split()[0] == "7"
+    assert any(line.split()[:2] == ["2", "times"] for line in lines)
+    assert any("UTC" in line and line.rstrip().endswith("100.00%") for line in lines)
+    assert "nothing was looked up yet" in cli("hot", "ctr", "word", "--url", url).out
+
+
+def test_a_table_that_is_not_there(cli: Cli, url: str) -> None:
+    done = cli("hot", "ctr", "nothing", "--url", url)
+    assert (done.code, "item, word" in done.err) == (1, True)
+
+
+def test_status_says_what_other_memory_would_do(cli: Cli, url: str) -> None:
+    text = cli("status", "--url", url).out
+    assert "item: about 100.0% from memory, with half of it" in text
+    curve = [(0.5, 0.78), (1.0, 0.831), (2.0, 0.862)]
+    cache: dict[str, Any] = {"curve": [{"scale": scale, "hit_rate": rate} for scale, rate in curve]}
+    says = "about 83.1% from memory, with half of it 5.1 points less, with twice 3.1 points more"
+    assert show.memory_line(cache) == says
+    assert show.memory_line({"curve": [{"scale": 1.0, "hit_rate": None}]}) == ""
+
+
+def test_a_plan_by_what_a_service_measures(cli: Cli, url: str) -> None:
+    place = ("--from", url, "--table", "ctr/item")
+    made = cli("plan", *place, "--json").document
+    assert (made["load"]["rows"], made["load"]["dim"]) == (ROWS, DIM)
+    assert made["load"]["reuse"] == "as ctr/item is looked up now"
+    wider = cli(
+        "plan", *place, "--rows", "1e9", "--dim", 64, "--dtype", "float16", "--memory", "2GiB", "--json"
+    ).document
+    assert (wider["load"]["rows"], wider["load"]["dim"], wider["load"]["dtype"]) == (1e9, 64, "float16")
+    small, large = (
+        cli("plan", *place, "--rows", "1e9", "--memory", memory, "--json").document["designs"][0]["node"]["hit_rate"]
+        for memory in ("12GiB", "24GiB")
+    )
+    assert 0 < small < large < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--dim", "4"], "--rows and --dim, or --from"),
+        (["--from", "URL"], "expected MODEL/TABLE"),
+        (["--from", "URL", "--table", "ctr/item", "--zipf", "1"], "got two"),
+        (["--from", "URL", "--table", "ctr/nothing"], "item, word"),
+        (["--from", "URL", "--table", "ctr/word"], "does not know yet"),
+    ],
+)
+def test_a_plan_that_cannot_be_made(cli: Cli, url: str, words: list[str], says: str) -> None:
+    done = cli("plan", *(url if word == "URL" else word for word in words))
+    assert done.code != 0
+    assert says in " ".join(done.err.replace("│", " ").split())

@@ -1,0 +1,106 @@
+"""What the host tier does for a table: its hit rate, at this size and at others, and the keys that are looked up most.
+
+`step` is for one thread, every so often; any thread may read. Look-ups are sampled in turn for two ends: by key, for trials of
+caches of other sizes, and all of them for a moment, for counts of keys. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from tierstore.engine.data.key_counts import KeyCounts
+from tierstore.tiers.host.sample import ALL, AccessSample
+from tierstore.tiers.host.table import HostTable
+from tierstore.tiers.host.trials import CacheTrials
+
+MINUTES = 60  # of history that are kept
+_LATE = 10
+_COUNTED = 2048  # look-ups of a moment
+_AFRESH = 1.5  # how many times larger or smaller a cache is when trials for it begin anew
+
+
+class CacheInsight:
+    """Of one table of a model, over all its versions."""
+
+    def __init__(self) -> None:
+        self.sample = AccessSample()
+        self.counts = KeyCounts()
+        self._trials: CacheTrials | None = None
+        self._counting = False  # what is sampled now
+        self._capacity_rows = 0
+        self._history: deque[dict[str, Any]] = deque(maxlen=MINUTES)
+        self._minute: tuple[int, dict[str, int]] | None = None  # when the last one ended, and what was counted then
+
+    @property
+    def nbytes(self) -> int:
+        trials = self._trials
+        return self.sample.nbytes + self.counts.nbytes + (0 if trials is None else trials.nbytes)
+
+    def step(self, host: HostTable, now_s: float) -> None:
+        """Take what was sampled since the last step from the table that serves, and sample on."""
+        trials, rows = self._trials, host.capacity_rows
+        if trials is None or not 1 / _AFRESH <= rows / trials.rows <= _AFRESH:
+            if trials is not None:
+                trials.close()
+            trials = self._trials = CacheTrials(rows)
+            self.sample.collect(0)
+        self._capacity_rows = rows
+        counted, self._counting = self._counting, not self._counting
+        keys, seen = self.sample.collect(ALL, _COUNTED) if self._counting else self.sample.collect(trials.bound)
+        if counted:
+            self.counts.add(keys, now_s)
+        elif seen:
+            trials.add(keys[~host.absent_among(keys)], seen)
+
+    def note_minute(self, now_s: float, lookup_keys: dict[str, int], version: int, seq: int) -> None:
+        """Add to the history, once a minute, how often memory answered since the last time, and what was served at its end."""
+        minute = int(now_s // 60)
+        if self._minute is not None and self._minute[0] == minute:
+            return
+        if self._minute is not None:
+            before = self._minute[1]
+            new = {tier: count - before[tier] for tier, count in lookup_keys.items()}
+            self._history.append(
+                {
+                    "at_s": 60 * minute,
+                    "keys": sum(new.values()),
+                    "read": _read(new),
+                    "version": version,
+                    "seq": seq,
+                }
+            )
+        self._minute = minute, lookup_keys
+
+    def forget(self) -> None:
+        """The table has no cache any more."""
+        self.sample.collect(0)
+        self._capacity_rows, trials, self._trials = 0, self._trials, None
+        if trials is not None:
+            trials.close()
+
+    def status(self) -> dict[str, Any]:
+        """`rows` that the cache holds at most; its `hit_rate` of late and the `curve` of it by size; `bytes` that knowing it takes.
+
+        A hit rate is the share of the keys that did not have to be read from disk or from elsewhere, so that keys which do not
+        exist count as answered. That of late is of `_LATE` minutes; None where nothing was looked up.
+        """
+        trials = self._trials
+        curve = [] if trials is None else [point._asdict() for point in trials.curve()]
+        late = list(self._history)[-_LATE:]
+        keys = sum(minute["keys"] for minute in late)
+        return {
+            "rows": self._capacity_rows,
+            "hit_rate": 1.0 - sum(minute["read"] for minute in late) / keys if keys else None,
+            "curve": curve,
+            "bytes": self.nbytes,
+        }
+
+    def history(self) -> list[dict[str, Any]]:
+        """Of the last hour, a minute each, the oldest first: when it ended, keys looked up, how many were read, what was served."""
+        return list(self._history)
+
+
+def _read(lookup_keys: dict[str, int]) -> int:
+    """Of keys counted by tier, how many had to be read from disk or from elsewhere."""
+    return lookup_keys.get("disk", 0) + lookup_keys.get("remote", 0)

@@ -1,0 +1,85 @@
+"""Looks at what host tiers do: one thread for a store, which takes what look-ups have noted (`data/insight.py`).
+
+It works for at most one part in `_PART` of the time, and look-ups of a busy table note keys for a tenth of the time: to note costs
+the kernel that finds rows up to 7%. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tierstore import kernels
+from tierstore.engine.data.insight import CacheInsight
+from tierstore.engine.serving.publisher import Publisher
+from tierstore.engine.versions.version import Version
+from tierstore.tiers.background import become_background
+
+log = logging.getLogger(__name__)
+
+MOST_TABLES = 64  # that are sampled, half a megabyte each; others have no curve and no hottest keys
+_EVERY_S, _NOTED_S = 0.5, 0.05  # a turn; how much of it look-ups of a busy table are noted
+_BUSY_KEYS = 50_000  # looked up in that time
+_PART = 400
+
+
+class CacheSampler:
+    """The thread. `publishers` gives those of all models that there are."""
+
+    def __init__(
+        self, publishers: Callable[[], Sequence[Publisher]], refresh: Callable[[], None], every_s: float = _EVERY_S
+    ) -> None:
+        """`refresh` brings the counts of look-ups up to now."""
+        self._publishers, self._refresh, self._every_s = publishers, refresh, every_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tierstore-cache-sampler", daemon=True)
+        self._sampled: list[CacheInsight] = []  # replaced whole
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and wait for it. May be called where it was never started."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        become_background()
+        wait_s = self._every_s
+        while not self._stopping.wait(wait_s):
+            began_s = time.thread_time()
+            try:
+                if not kernels.awaited:
+                    self.step(time.time())
+            except Exception:
+                log.exception("host tiers are not looked at; look-ups go on")
+                return
+            self._stopping.wait(_NOTED_S)
+            for insight in self._sampled:
+                insight.sample.end_if_busy(_BUSY_KEYS)
+            wait_s = max(self._every_s - _NOTED_S, _PART * (time.thread_time() - began_s))
+
+    def step(self, now_s: float) -> None:
+        """Take what was noted by all tables that are served."""
+        self._refresh()
+        sampled: list[CacheInsight] = []
+        for publisher in self._publishers():
+            with publisher.pinned() as version:  # the active one; look-ups of a canary are noted in the same place
+                if version is not None:
+                    self._step(version, now_s, sampled)
+        for insight in self._sampled:
+            if insight not in sampled:
+                insight.forget()
+        self._sampled = sampled
+
+    def _step(self, version: Version, now_s: float, sampled: list[CacheInsight]) -> None:
+        for table in version.tables.values():
+            insight, host = table.counts.insight, table.host
+            insight.note_minute(now_s, table.counts.as_dict(), version.number, version.watermark)
+            wanted = insight in self._sampled or table.counts.total
+            if host is not None and host.capacity_rows and wanted and len(sampled) < MOST_TABLES:
+                insight.step(host, now_s)
+                sampled.append(insight)

@@ -1,0 +1,59 @@
+"""What the caches do for one table: the hit rate by the minute and by size, and the keys that are looked up most.
+
+Only reads; any thread, under a view that the caller holds.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from tierstore.engine.reads.view import View
+from tierstore.errors import InvalidInput, NotFound
+from tierstore.types import KeyType
+
+MOST_HOTTEST = 1000
+
+
+def cache_report(view: View, table: str, limit: int) -> dict[str, Any]:
+    """`{"table", "key", "rows", "hit_rate", "curve", "bytes", "hottest", "history"}` of a table of a served version.
+
+    `hottest`: at most `limit` entries `{"key", "share"}`. Before look-ups are counted these are the keys that were hot when the
+    version was last served, and their share is None. For keys that are strings `key` is the hash, 16 hex digits, because
+    the strings are not kept; where keys collide it is the string. NotFound for an unknown table.
+    """
+    if not 1 <= limit <= MOST_HOTTEST:
+        raise InvalidInput(f"limit: expected 1 to {MOST_HOTTEST}, got {limit}")
+    version = view.open_version
+    if table not in version.tables:
+        raise NotFound(f"no table {table!r}; version {view.version} has {', '.join(sorted(version.tables))}")
+    insight = version.tables[table].counts.insight
+    hottest: list[tuple[int, float | None]] = list(insight.counts.hottest(limit))
+    if not hottest:
+        hottest = [(int(key), None) for keys in version.kept_hot_keys(table)[:1] for key in keys[:limit]]
+    kind, strings = version.specs[table].key, {}
+    if table in view.colliding:
+        strings = {code: text for text, code in view.colliding[table].entries()}
+    return {
+        "table": table,
+        "version": view.version,
+        "key": kind.value,
+        **insight.status(),
+        "hottest": [{"key": strings.get(code, _shown(code, kind)), "share": share} for code, share in hottest],
+        "history": _with_causes(insight.history()),
+    }
+
+
+def _shown(code: int, kind: KeyType) -> int | str:
+    if kind is KeyType.INT64:
+        return code
+    unsigned = code & (1 << 64) - 1
+    return unsigned if kind is KeyType.UINT64 else f"{unsigned:016x}"
+
+
+def _with_causes(minutes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each minute with what changed in it: `switch` to another version, `deltas` that were applied."""
+    return [
+        now | {"switch": now["version"] != before["version"], "deltas": max(0, now["seq"] - before["seq"])}
+        for before, now in pairwise([*minutes[:1], *minutes])
+    ]

@@ -1,0 +1,46 @@
+"""What look-ups note of the keys that they ask a cache for: words in memory that any number of threads write.
+
+A key is noted while its hash (`hashing.mix`) is below a bound, so either every look-up of a key is noted or none is: spatial
+sampling (Waldspurger, Park, Garthwaite, Ahmad, FAST 2015). When the words are full, whoever finds that sets the bound to 0,
+and look-ups note nothing until another bound is set. So what it costs is bounded, however many look-ups there are.
+
+A thread that loses its processor within `note` may write its key among those of a later sample: one key more or less.
+
+    words of 8 bytes    0  the bound, 0 for nothing is noted    1  how many keys are noted at most
+                        8  how many were noted, or found it full    9  keys that were looked up meanwhile
+                        16  the keys
+"""
+
+from __future__ import annotations
+
+import numba as nb
+
+from tierstore.kernels.atomics import add_at
+from tierstore.kernels.raw import load_u8, load_u64, store_u64
+from tierstore.types import Tier
+
+BELOW, MOST = 0, 1  # read at look-ups, and hardly ever written
+NOTED, SEEN = 8, 9  # in another cache line
+FIRST_KEY = 16
+
+_PENDING = int(Tier.PENDING)
+
+
+@nb.njit
+def note(sample, key):  # type: ignore[no-untyped-def]
+    """Note a key whose hash is below the bound."""
+    at = add_at(sample + 8 * NOTED, 1)
+    if at < nb.int64(load_u64(sample, MOST)):
+        store_u64(sample, FIRST_KEY + at, nb.uint64(key))
+    else:
+        store_u64(sample, BELOW, nb.uint64(0))
+
+
+@nb.njit
+def count_seen(sample, seen, left_at, starts_at, bags, n):  # type: ignore[no-untyped-def]
+    """Count keys as looked up, but for those of bags that are left (uint8[bags] at an address): these are looked up again."""
+    for bag in range(bags):
+        if load_u8(left_at, bag) != 0:
+            end = nb.int64(load_u64(starts_at, bag + 1)) if bag + 1 < bags else n
+            seen -= end - nb.int64(load_u64(starts_at, bag))
+    add_at(sample + 8 * SEEN, seen)

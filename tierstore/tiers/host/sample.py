@@ -1,0 +1,62 @@
+"""Keys that look-ups of a table note (`kernels/host_cache/sampling.py`): collected now and then, by one thread.
+
+Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tierstore.kernels.codec import address_of
+from tierstore.kernels.hashing import mix_all
+from tierstore.kernels.host_cache.sampling import BELOW, FIRST_KEY, MOST, NOTED, SEEN
+from tierstore.types import Keys
+
+SAMPLE_KEYS = 8192  # that are noted at once, at most
+ALL = (1 << 64) - 1  # a bound that all hashes are below
+
+
+class Sampled(NamedTuple):
+    """What look-ups noted since the sample before: keys int64[n] in about the order of the look-ups, out of `seen` keys."""
+
+    keys: Keys
+    seen: int
+
+
+class AccessSample:
+    """Where look-ups of one table note keys, over all its versions. `collect` is for one thread."""
+
+    def __init__(self, keys: int = SAMPLE_KEYS) -> None:
+        self._words = np.zeros(FIRST_KEY + keys, np.uint64)
+        self._most, self._bound = keys, 0
+
+    @property
+    def address(self) -> int:
+        """Where kernels find it; whoever has that address keeps this object."""
+        return address_of(self._words)
+
+    @property
+    def nbytes(self) -> int:
+        return self._words.nbytes
+
+    def end_if_busy(self, most: int) -> None:
+        """Have look-ups note nothing more until the next `collect`, if more than so many keys were looked up since the last one."""
+        if self._words[SEEN] > most:
+            self._words[BELOW] = 0
+
+    def collect(self, bound: int, most: int = SAMPLE_KEYS) -> Sampled:
+        """What was noted since the last call. From now on keys are noted whose hash is below `bound`, `most` at most; 0 for none."""
+        words = self._words
+        words[BELOW] = 0
+        noted = words[FIRST_KEY : FIRST_KEY + min(int(words[NOTED]), int(words[MOST]))].view(np.int64).copy()
+        seen, before = int(words[SEEN]), self._bound
+        words[NOTED] = words[SEEN] = 0
+        words[MOST], self._bound = min(most, self._most), bound
+        words[BELOW] = bound
+        # who had read the bound of the time before went by that one
+        return Sampled(noted[mix_all(noted) < np.uint64(before)], seen)
+
+
+NOTHING = AccessSample(0)  # of tables that are not sampled; nobody collects from it
