@@ -153,6 +153,24 @@ def test_without_a_grpc_port_readiness_waits_for_no_compiler(store: Store, compi
     assert not compiling.done.is_set()
 
 
+@pytest.mark.parametrize(("port", "awaits"), [(None, False), (0, True), ("off", False)])
+def test_a_port_that_nobody_named_keeps_no_first_start_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: Any, awaits: bool
+) -> None:
+    class Made(Exception):
+        pass
+
+    def make(*_: Any, awaits_grpc: bool) -> None:
+        assert awaits_grpc is awaits
+        raise Made
+
+    monkeypatch.setattr(server_module, "HttpService", make)
+    for process_wide in ("tune_allocator", "raise_file_limit"):
+        monkeypatch.setattr(server_module, process_wide, lambda: None)
+    with pytest.raises(Made):
+        server_module.serve(settings_for(tmp_path, port=0, grpc_port=port))
+
+
 def test_a_stop_does_not_wait_for_the_compiler(store: Store, compiling: Compiling) -> None:
     with ServerThread(store) as server, tierstore.Client(server.url) as client:
         look_up(client, store)

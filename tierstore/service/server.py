@@ -69,9 +69,12 @@ def grpc_port_by_default(settings: Settings) -> Settings:
 
 
 class HttpService:
-    """A store served on one port, or two, which answer alike. Made on any thread; `run` blocks; `stop` may be called from any thread."""
+    """A store served on one port, or two, which answer alike. Made on any thread; `run` blocks; `stop` may be called from any thread.
 
-    def __init__(self, store: Store, settings: Settings, ports: Ports) -> None:
+    `awaits_grpc`: it is not ready before the gRPC port is open, for which all kernels have to be compiled.
+    """
+
+    def __init__(self, store: Store, settings: Settings, ports: Ports, *, awaits_grpc: bool) -> None:
         self._settings, self._ports = settings, ports
         self.host = settings.host
         self.port: int = ports.http.getsockname()[1]
@@ -82,7 +85,7 @@ class HttpService:
         self.grpc_port: int | None = None if ports.grpc is None else ports.grpc.getsockname()[1]
         # the address for a gRPC client
         self.grpc_target: str | None = None if self.grpc_port is None else host_port(self.host, self.grpc_port)
-        self.service.awaits_grpc = ports.grpc is not None
+        self.service.awaits_grpc = awaits_grpc
         limit = allowed_connections(settings.max_connections)
         self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
         self._plans = PlanIndex(store, self.service.rates, reactors.words, settings.threads, self.service.absorb)
@@ -298,12 +301,13 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
     by default it prints a line. Raises ConfigError and MissingExtra for settings that cannot be served, and Locked where
     another process has the data directory open.
     """
+    is_named = isinstance(settings.grpc_port, int)
     settings = grpc_port_by_default(settings)
     check_settings(settings)
     tune_allocator()
     raise_file_limit()
     with ExitBound() as bound, Ports(settings) as ports, Store(settings) as store:
-        service = HttpService(store, settings, ports)
+        service = HttpService(store, settings, ports, awaits_grpc=is_named)
         kernels.load(kernels.FIRST)
         freeze_heap()
         service.run(lambda: announce(service.url, service.grpc_target), bound)
@@ -319,7 +323,7 @@ class ServerThread:
     def __init__(self, store: Store, settings: Settings | None = None) -> None:
         settings = settings or store.settings
         check_settings(settings)
-        self._http = HttpService(store, settings, Ports(settings))
+        self._http = HttpService(store, settings, Ports(settings), awaits_grpc=isinstance(settings.grpc_port, int))
         self._up = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tierstore-http", daemon=True)
