@@ -36,7 +36,8 @@ class CutOff(BaseException):
 class Before:
     """Raises `CutOff` before the n-th line that the block runs in some modules; `ended` if there are not so many.
 
-    Not before the heads of `with` and `try`: no interpreter interrupts there, and nothing would be cleaned up.
+    Not before the heads of `with` and `try`: no interpreter interrupts there, and nothing would be cleaned up. From Python 3.12 on
+    the same goes for comprehensions, which are inlined: what is raised at their second line event leaves a lock of a `with` held.
     """
 
     def __init__(self, n: int, *modules: ModuleType) -> None:
@@ -45,8 +46,13 @@ class Before:
 
     @staticmethod
     def _heads_in(path: str) -> set[int]:
-        nodes = [node for node in ast.walk(ast.parse(Path(path).read_text())) if isinstance(node, (ast.With, ast.Try))]
-        return {line for node in nodes for line in range(node.lineno, node.body[0].lineno)}
+        heads: set[int] = set()
+        for node in ast.walk(ast.parse(Path(path).read_text())):
+            if isinstance(node, (ast.With, ast.Try)):
+                heads.update(range(node.lineno, node.body[0].lineno))
+            elif isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp)) and sys.version_info >= (3, 12):
+                heads.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        return heads
 
     def __enter__(self) -> Before:
         sys.settrace(self._call)
