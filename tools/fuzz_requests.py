@@ -1,4 +1,4 @@
-"""Look-ups over HTTP that are spoiled in every way, for `fuzz_reactor`: an exchange is a function of a seed and a number.
+"""Look-ups and predictions over HTTP that are spoiled in every way, for `fuzz_reactor`: an exchange is a function of a seed and a number.
 
 The models that they ask of are those of `fuzz_reactor.write_models`.
 """
@@ -75,6 +75,8 @@ class Tail:
             if count and rng.random() < 0.05:
                 weights[rng.randrange(count)] = rng.choice([float("nan"), float("inf"), -float("inf")])
             return struct.pack(f"<{count}f", *weights)
+        if kind == "numbers":
+            return struct.pack(f"<{count}f", *(rng.choice([0.0, 1.0, -2.5, 1e-3, 7e30]) for _ in range(count)))
         if kind == "words":
             texts = [rng.choice(WORDS) if rng.random() < 0.02 else b"w%d" % rng.randrange(60) for _ in range(count)]
             return b"".join(struct.pack("<I", len(text)) + text for text in texts)
@@ -84,10 +86,10 @@ class Tail:
 
 
 class Template:
-    """A look-up of one structure that comes again and again, with other sizes, keys and ids."""
+    """A look-up or a prediction of one structure that comes again and again, with other sizes, keys and ids."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.model = rng.choice(["one", "words", *["ctr"] * 8])
+        self.model = rng.choice(["one", "words", *["ctr"] * 8, *["scored"] * 3])
         self._features = {"one": ["item_id"], "words": ["word"]}.get(self.model, [])
         if self.model == "ctr":
             all_of_them = ["item_id", "half", "big", "clicked", "padded", "plain_padded"]
@@ -97,6 +99,8 @@ class Template:
         version = rng.choice(
             ["", "", "", "/versions/3", "/versions/1", "/versions/stable", "/versions/mine", "/versions/none"]
         )
+        if self.model == "scored":
+            version = version.replace("3", "1")
         self.path = f"/v2/models/{self.model}{version}/infer"
 
     def _make(self, sizes: random.Random) -> tuple[dict[str, Any], Tail]:
@@ -106,6 +110,8 @@ class Template:
         binary = rng.random() < 0.9
         for feature in self._features:
             self._add(rng, sizes, feature, inputs, outputs, tail)
+        if self.model == "scored":
+            self._add_scored(rng, sizes, inputs, outputs, tail)
         for output in outputs:
             if binary:
                 output.setdefault("parameters", {})["binary_data"] = True
@@ -165,6 +171,38 @@ class Template:
         if wanted in ("both", "found"):
             outputs.append({"name": f"{feature}.found"})
 
+    @staticmethod
+    def _add_scored(
+        rng: random.Random,
+        sizes: random.Random,
+        inputs: list[dict[str, Any]],
+        outputs: list[dict[str, Any]],
+        tail: Tail,
+    ) -> None:
+        """A prediction: features and inputs of the dense part's own, of one number of items, now and then of two."""
+        n = sizes.choice([0, 1, 2, 4, 17, 64, 300])
+        keys = sizes.randint(0, 3 * n)
+        other = n + 1 if sizes.random() < 0.03 else n
+        tensors = {"user": ("INT64", [other], "keys"), "many": ("INT64", [n, 2], "keys")}
+        tensors |= {"hour": ("FP32", [n, 1], "numbers"), "scale": ("FP32", [1], "numbers")}
+        if rng.random() < 0.5:
+            tensors["bag"] = "INT64", [n, sizes.randint(0, 4)], "keys"
+        else:
+            tensors |= {"bag": ("INT64", [keys], "keys"), "bag.offsets": ("INT64", [n], "offsets")}
+            if rng.random() < 0.5:
+                tensors["bag.weights"] = "FP32", [keys], "weights"
+        if rng.random() < 0.08:
+            del tensors[rng.choice(list(tensors))]
+        for name, (datatype, shape, kind) in rng.sample(list(tensors.items()), len(tensors)):
+            count = int(np.prod(shape))
+            width = 4 if datatype == "FP32" else 8
+            inputs.append(
+                {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": count * width}}
+            )
+            tail.parts.append((kind, count, keys))
+        wanted = rng.choice([["score"], ["score"], ["score", "whole"], ["whole"], ["score", "user"], []])
+        outputs.extend({"name": name} for name in wanted)
+
     def request(self, rng: random.Random) -> Request:
         document, tail = self._make(rng if self._sizes else random.Random(self._seed))
         parts = tail.drawn(rng)
@@ -193,6 +231,15 @@ def plain(rng: random.Random) -> Request:
     headers = [(b"Host", b"localhost"), (b"Content-Length", b"LENGTH")]
     keys = [rng.randrange(300) for _ in range(3)]
     tensor = {"name": "item_id", "datatype": "INT64", "shape": [3], "data": keys}
+    scored = [
+        tensor | {"name": "user"},
+        tensor | {"name": "bag"},
+        tensor | {"name": "many", "shape": [3, 2], "data": 2 * keys},
+    ]
+    scored += [
+        {"name": name, "datatype": "FP32", "shape": shape, "data": [0.5] * shape[0]}
+        for name, shape in (("hour", [3, 1]), ("scale", [1]))
+    ]
     documents: list[tuple[str, Any]] = [
         ("/v2/models/one/infer", {"inputs": [tensor]}),
         ("/v2/models/one/infer", {"inputs": [tensor], "id": "a"}),
@@ -200,6 +247,7 @@ def plain(rng: random.Random) -> Request:
         ("/v1/models/one:predict", {"inputs": keys}),
         ("/v1/models/one/versions/1:predict", {"instances": [{"item_id": key} for key in keys]}),
         ("/v2/models/none/infer", {"inputs": [tensor]}),
+        ("/v2/models/scored/infer", {"inputs": scored}),
         ("/v2/models/words/infer", {"inputs": [tensor | {"name": "word", "datatype": "BYTES", "data": ["w1", "?", ""]}]}),
     ]  # fmt: skip
     path, document = rng.choice(documents)
