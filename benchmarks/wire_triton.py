@@ -1,7 +1,7 @@
-"""Look-ups as Triton's own tool sends them, against tierstore and Triton: `python -m benchmarks.wire_triton [--grpc] [--json FILE]`.
+"""Look-ups as Triton's own tool sends them, against tierstore and Triton: `python -m benchmarks.wire_triton [--json FILE]`.
 
 `perf_analyzer` (Triton's C++ client) asks both servers in turn, for 64, 1,024 and 4,096 keys and for sizes of a
-heavy-tailed distribution, 1 and 8 requests at a time, over HTTP or, with `--grpc`, over gRPC. Triton answers with
+heavy-tailed distribution, 1 and 8 requests at a time, over HTTP and over gRPC, which tierstore speaks on one port. Triton answers with
 `numpy.take` in its Python backend, of the same rows; its keys are the rows' numbers, so it has nothing to find. tierstore is
 asked for `found` beside the rows, as the tool asks for every output that a model has. Both have all rows in memory.
 
@@ -15,6 +15,7 @@ Both peers come from `make bench-triton`. Without them there is nothing to measu
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -35,7 +36,9 @@ from benchmarks.wire_table import FEATURE, ROW_BYTES, keys_of, vectors_of
 VENV = Path(".bench/triton")
 SIZES = (64, 1024, 4096)
 AT_ONCE = (1, 8)
-CPU = {64: 5.0, 1024: 3.0, 4096: 2.0}  # Triton's processor time is at least so many times ours
+PROTOCOLS = ("HTTP", "gRPC")
+# Triton's processor time is at least so many times ours
+CPU = {"HTTP": {64: 5.0, 1024: 3.0, 4096: 2.0}, "gRPC": {64: 6.0, 1024: 4.0, 4096: 3.0}}
 OURS, THEIRS = "tierstore", "Triton"
 
 
@@ -55,7 +58,7 @@ def check(peer: Peer, keys: np.ndarray, rows: np.ndarray) -> None:
 
 
 def measure(
-    analyzer: Analyzer, peers: list[Peer], rows: int, sizes: list[int], rounds: int, window_s: float, folder: Path, *, grpc: bool
+    analyzer: Analyzer, peers: list[Peer], rows: int, sizes: list[int], rounds: int, window_s: float, folder: Path, protocols: list[str]
 ) -> list[dict[str, Any]]:  # fmt: skip
     rng = np.random.default_rng(1)
     made = []
@@ -68,15 +71,15 @@ def measure(
             asked = [keys_of(one) if peer.name == OURS else one for one in drawn]
             files[peer.name] = write_data(folder / f"{peer.name}.json", asked)
             check(peer, asked[0], drawn[0])
-        for at_once in AT_ONCE:
+        for protocol, at_once in itertools.product(protocols, AT_ONCE):
             turns: dict[str, list[Turn]] = {peer.name: [] for peer in peers}
             for number in range(-1, rounds):  # one to warm up
                 for peer in peers:
-                    turn = analyzer.turn(peer, files[peer.name], at_once, window_s, grpc=grpc)
+                    turn = analyzer.turn(peer, files[peer.name], at_once, window_s, grpc=protocol == "gRPC")
                     if number >= 0:
                         turns[peer.name].append(turn)
             for peer in peers:
-                row: dict[str, Any] = {"keys": name, "at_once": at_once, "server": peer.name}
+                row: dict[str, Any] = {"protocol": protocol, "keys": name, "at_once": at_once, "server": peer.name}
                 for figure in ("cpu_us", "requests_per_s", "p50_us", "p99_us"):
                     row[figure] = statistics.median(getattr(turn, figure) for turn in turns[peer.name])
                 if len(peers) > 1:
@@ -90,14 +93,14 @@ def measure(
     return made
 
 
-def headlines(results: list[dict[str, Any]], protocol: str) -> list[dict[str, Any]]:
+def headlines(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The figures that have a mark."""
     made = []
     for row in results:
         if row["server"] != THEIRS:
             continue
-        name = f"perf_analyzer over {protocol}, {row['keys']} keys, {row['at_once']} at a time"
-        at_least = next((mark for size, mark in CPU.items() if row["keys"] == f"{size:,}"), None)
+        name = f"perf_analyzer over {row['protocol']}, {row['keys']} keys, {row['at_once']} at a time"
+        at_least = next((mark for size, mark in CPU[row["protocol"]].items() if row["keys"] == f"{size:,}"), None)
         if at_least is not None:
             made.append(headline(f"{name}, server CPU of Triton", OURS, row["cpu_over_tierstore"], at_least=at_least))
         made.append(headline(f"{name}, requests a second", THEIRS, row["tierstore_requests_over_it"], at_least=1))
@@ -109,7 +112,7 @@ def main() -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="to see that it runs; its figures mean nothing")
     size.add_argument("--full", action="store_true", help="more and longer rounds")
-    parser.add_argument("--grpc", action="store_true", help="over gRPC in place of HTTP")
+    parser.add_argument("--protocol", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
     parser.add_argument("--keys", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--triton", type=Path, default=VENV, help="the virtual environment of Triton and perf_analyzer")
@@ -118,8 +121,7 @@ def main() -> None:
     rows = 5_000 if options.tiny else 1_000_000
     rounds, window_s = (1, 0.2) if options.tiny else (11, 1.0) if options.full else (5, 0.5)
     rounds = options.rounds or rounds
-    protocol = "gRPC" if options.grpc else "HTTP"
-    document: dict[str, Any] = {"benchmark": "wire_triton", "machine": describe(), "protocol": protocol, "rows": rows, "rounds": rounds}  # fmt: skip
+    document: dict[str, Any] = {"benchmark": "wire_triton", "machine": describe(), "rows": rows, "rounds": rounds}  # fmt: skip
     skipped: list[str] = []
     try:
         packages = Packages.at(options.triton)
@@ -127,16 +129,16 @@ def main() -> None:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-triton-")))
             store = [sys.executable, "-m", "benchmarks.wire_servers", "store", "--where", str(folder / "store")]
-            pid, (http, grpc) = stack.enter_context(child(*store, "--rows", str(rows)))
+            pid, (http, *_) = stack.enter_context(child(*store, "--rows", str(rows)))
             wait_until_warm(http)
             wait_for_reactors(http)
-            peers = [Peer(OURS, (pid,), http, grpc)]
+            peers = [Peer(OURS, (pid,), http, http)]
             try:
                 peers.append(stack.enter_context(triton(packages, vectors_of(keys_of(np.arange(rows))), folder)))
             except Unavailable as reason:
                 skipped.append(str(reason))
-            results = measure(analyzer, peers, rows, options.keys, rounds, window_s, folder, grpc=options.grpc)
-        document |= {"headlines": headlines(results, protocol), "results": results}
+            results = measure(analyzer, peers, rows, options.keys, rounds, window_s, folder, options.protocol)
+        document |= {"headlines": headlines(results), "results": results}
     except Unavailable as reason:
         skipped.append(str(reason))
     document["skipped"] = skipped
