@@ -70,6 +70,23 @@ OF_HTTP2 = {
     "nginx, HTTP/2": Proxy("nginx", PROXIES["nginx"].text.replace("listen 8080;", "listen 8080 http2;")),
     "haproxy, HTTP/2": Proxy("haproxy", PROXIES["haproxy"].text.replace("bind :8080", "bind :8080 proto h2")),
 }
+# for gRPC, whose clients speak HTTP/2 from the first byte on
+OF_GRPC = {
+    "nginx": Proxy("nginx", (FILES / "grpc-nginx.conf").read_text(encoding="utf-8")),
+    "haproxy": Proxy("haproxy", (FILES / "grpc-haproxy.cfg").read_text(encoding="utf-8")),
+}
+# haproxy as a proxy of HTTP/2: it shares out calls, not connections
+HAPROXY_HTTP2 = """
+defaults
+    mode http
+    timeout connect 2s
+    timeout client 60s
+    timeout server 60s
+listen embeddings
+    bind :8080 proto h2
+    http-reuse always
+    server one 127.0.0.1:8000 proto h2
+"""
 
 
 @contextmanager
