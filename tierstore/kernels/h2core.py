@@ -113,6 +113,12 @@ def _on_settings(s, at, size, flags, stream, now):  # type: ignore[no-untyped-de
             if value > h2words.MOST_WINDOW:
                 return fail(s, h2words.FLOW_CONTROL_ERROR)
             window = value
+        elif (
+            which == h2words.HEADER_TABLE_SIZE
+            and value < hpack.CAPACITY
+            and not get(s, h2words.FLAGS) & h2words.NO_TABLE
+        ):
+            put(s, h2words.FLAGS, get(s, h2words.FLAGS) | h2words.TABLE_SHRUNK)
     if window >= 0:  # the last of them holds
         more, row = window - get(s, h2words.INITIAL), get(s, h2words.STREAMS_AT)
         for _ in range(get(s, h2words.STREAMS_ROOM)):

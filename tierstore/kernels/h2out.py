@@ -211,27 +211,39 @@ def queue(s, row, block):  # type: ignore[no-untyped-def]
 @nb.njit
 def _headers_room(s, size):  # type: ignore[no-untyped-def]
     """Bytes that a header block takes with the heads of its frames."""
-    return size + h2words.FRAME_HEAD * (1 + size // get(s, h2words.PEER_FRAME))
+    return size + 1 + h2words.FRAME_HEAD * (1 + (size + 1) // get(s, h2words.PEER_FRAME))
 
 
 @nb.njit
 def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
-    """Write a header block as HEADERS and, where a frame does not take it, CONTINUATION. There is room."""
-    kind, most = h2words.HEADERS, get(s, h2words.PEER_FRAME)
+    """Write a header block as HEADERS and, where a frame does not take it, CONTINUATION. There is room.
+
+    The first one after the peer's table has become smaller says that no table is used (RFC 7541, 4.2), which is so from the first on.
+    """
+    kind, most, before = h2words.HEADERS, get(s, h2words.PEER_FRAME), 0
+    if get(s, h2words.FLAGS) & h2words.TABLE_SHRUNK:
+        put(s, h2words.FLAGS, (get(s, h2words.FLAGS) & ~h2words.TABLE_SHRUNK) | h2words.NO_TABLE)
+        before = 1
     while True:
-        part = min(size, most)
+        part = min(size, most - before)
         last = part == size
         begin = _end_of(s)
         write_frame_head(
-            begin, part, kind, (flags if kind == h2words.HEADERS else 0) | (h2words.END_HEADERS if last else 0), stream
+            begin,
+            before + part,
+            kind,
+            (flags if kind == h2words.HEADERS else 0) | (h2words.END_HEADERS if last else 0),
+            stream,
         )
-        copy_bytes(begin + h2words.FRAME_HEAD, at, part)
-        _add(s, h2words.FRAME_HEAD + part)
+        if before == 1:
+            store_u8(begin, h2words.FRAME_HEAD, nb.uint8(hpack.NO_TABLE))
+        copy_bytes(begin + h2words.FRAME_HEAD + before, at, part)
+        _add(s, h2words.FRAME_HEAD + before + part)
         if last:
             return
         at += part
         size -= part
-        kind = h2words.CONTINUATION
+        kind, before = h2words.CONTINUATION, 0
 
 
 @nb.njit(inline="always")
@@ -335,7 +347,7 @@ def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: i
     """Answer a call with a message: at once where windows and room allow, else as a block. False: no memory."""
     data, stream = PREFIX + size, get(row, h2words.ID)
     most = min(get(s, h2words.PEER_FRAME), nb.int64(h2words.FRAME_BYTES))
-    needed = data + h2words.FRAME_HEAD * (3 + data // most) + _STARTS.size + trailers_bytes(request_id_bytes)
+    needed = data + h2words.FRAME_HEAD * (3 + data // most) + 1 + _STARTS.size + trailers_bytes(request_id_bytes)
     if (
         get(row, h2words.FIRST_OUT) == 0
         and data <= get(row, h2words.WINDOW)

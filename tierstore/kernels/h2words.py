@@ -47,8 +47,9 @@ CREDIT_BYTES = 1 << 22  # of a connection, that are given back at once
 ) = range(33)  # fmt: skip
 SESSION_WORDS = 40
 SESSION_BYTES = 8 * SESSION_WORDS + hpack.TABLE_BYTES
-# of FLAGS: the peer's first SETTINGS have come; GOAWAY was written; after an error nothing more is read; SETTINGS were written
-HAS_SETTINGS, GOING, BROKEN, GREETED = 1, 2, 4, 8
+# of FLAGS: the peer's first SETTINGS have come; GOAWAY was written; after an error nothing more is read; SETTINGS were written;
+# the peer's table of our headers has become smaller, which the next header block has to say; it has said so, once for all
+HAS_SETTINGS, GOING, BROKEN, GREETED, TABLE_SHRUNK, NO_TABLE = 1, 2, 4, 8, 16, 32
 
 # a stream
 (

@@ -36,6 +36,7 @@ CAPACITY = 4096  # of a table as RFC 7541 counts: SETTINGS_HEADER_TABLE_SIZE as 
 LEAST_ROOM = CAPACITY  # of `text`: what goes into a table is decoded there
 MOST_UNFOLDED = 1 << 20  # bytes of names and values of a block
 MOST_ADDED = 16  # bytes of an encoded field beside its name and value
+NO_TABLE = 0x20  # before the first field of a block: from here on the table has no bytes
 
 # a table: words, a word for each entry, and a ring of names and values
 _COUNT, _SIZE, _LIMIT, _NEWEST, _END = range(5)

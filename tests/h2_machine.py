@@ -1,0 +1,123 @@
+"""The compiled machine of HTTP/2 without a socket: fed bytes, it keeps what comes of them, and answers when it is told to."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from tierstore.kernels import h2session, h2words
+from tierstore.kernels.codec import address_of
+from tierstore.service.reactor.hpack import encode, encode_head
+
+SECOND = 1_000_000_000
+UNARY = "/inference.GRPCInferenceService/ModelInfer"
+STREAMING = b"/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+class Machine:
+    """A session that is fed bytes, keeps what comes of it, and answers when it is told to."""
+
+    def __init__(self, most_body: int = 1 << 20, room: int = 1 << 17) -> None:
+        self._path = np.frombuffer(STREAMING, np.uint8)
+        self._table = np.array([1, address_of(self._path), len(self._path)], np.int64)
+        self._out, self._work = np.zeros(room, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
+        self.session = h2session.begin(most_body, address_of(self._table))
+        self._held, self._told = b"", np.zeros((h2words.MOST_STREAMS, 2), np.int64)
+        self.now = SECOND
+        self.sent = b""
+        self.failed = False
+        self.events: list[tuple[str, int, bytes]] = []
+        self.requests: dict[int, tuple[bytes, bytes]] = {}  # head, body
+        self._lend()
+
+    def close(self) -> None:
+        h2session.free(self.session)
+
+    def word(self, which: int, at: int | None = None) -> int:
+        return ctypes.c_int64.from_address((self.session if at is None else at) + 8 * which).value
+
+    def _lend(self) -> None:
+        h2session.bind_frames(self.session, address_of(self._out), len(self._out))
+        self._collect()
+
+    def _collect(self) -> None:
+        while n := self.word(h2words.OUT_BYTES):
+            self.sent += self._out[:n].tobytes()
+            h2session.bind_frames(self.session, address_of(self._out), len(self._out))
+            h2session.push_all(self.session, self._told)
+
+    def feed(self, data: bytes) -> None:
+        self._held += data
+        memory = np.frombuffer(self._held + b"\xaa", np.uint8).copy()
+        at, size = address_of(memory), len(self._held)
+        while not self.failed:
+            used, event = h2session.advance(self.session, at, size, address_of(self._work), self.now)
+            if not used:
+                break
+            at, size = at + used, size - used
+            self._take(event)
+            self._collect()
+        self._held = self._held[len(self._held) - size :]
+
+    def _take(self, event: int) -> None:
+        row = self.word(h2words.EVENT_ROW)
+        at, size = self.word(h2words.EVENT_AT), self.word(h2words.EVENT_BYTES)
+        stream = self.word(h2words.ID, row) if row else 0
+        if event == h2words.REQUEST:
+            head = ctypes.string_at(self.word(h2words.AT, row), self.word(h2words.HEAD_BYTES, row))[8:]
+            self.requests[stream] = head, ctypes.string_at(at, size)
+            self.events.append(("request", stream, b""))
+        elif event == h2words.OPENED:
+            head = ctypes.string_at(self.word(h2words.AT, row), self.word(h2words.HEAD_BYTES, row))[8:]
+            self.events.append(("opened", stream, head))
+            if self.word(h2words.STATE, row) & h2words.ENDED:
+                self.events.append(("ended", stream, b""))
+        elif event == h2words.CAME:
+            if size:
+                self.events.append(("data", stream, ctypes.string_at(at, size)))
+                h2session.consume(self.session, stream, size)
+            if self.word(h2words.STATE, row) & h2words.ENDED:
+                self.events.append(("ended", stream, b""))
+        elif event == h2words.RESET:
+            self.events.append(("reset", stream, b""))
+            h2session.close_stream(self.session, stream, -1)
+        elif event == h2words.SENDABLE:
+            h2session.push_all(self.session, self._told)
+        elif event == h2words.FAILED:
+            self.failed = True
+
+    def row(self, stream: int) -> int:
+        """The address of an open stream, or 0."""
+        at = self.word(h2words.STREAMS_AT)
+        for k in range(self.word(h2words.STREAMS_ROOM)):
+            row = at + 8 * h2words.STREAM_WORDS * k
+            if self.word(h2words.ID, row) == stream:
+                return row
+        return 0
+
+    def answer(
+        self, stream: int, status: int, headers: Any, data: bytes, trailers: Any = None, *, ends: bool = True
+    ) -> bool:
+        """Let an answer or, without `ends`, the beginning of one leave; a status of 0: what goes on."""
+        head = encode_head(status, headers) if status else b""
+        tail = b"" if trailers is None else encode(trailers)
+        memory = np.frombuffer(head + data + tail + b"\0", np.uint8)
+        places = np.array([(address_of(memory), len(memory) - 1)], np.int64)
+        flags = h2words.ENDS if ends else 0
+        made = h2session.respond(self.session, stream, places, len(head), len(data), len(tail), flags)
+        h2session.push_all(self.session, self._told)
+        self._collect()
+        return bool(made)
+
+    def answer_call(self, stream: int, message: bytes) -> bool:
+        memory = np.frombuffer(message + b"\0", np.uint8)
+        made = h2session.respond_to_call(self.session, stream, address_of(memory), len(message))
+        h2session.push_all(self.session, self._told)
+        self._collect()
+        return bool(made)
+
+    def take_sent(self) -> bytes:
+        data, self.sent = self.sent, b""
+        return data
