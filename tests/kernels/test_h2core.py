@@ -117,7 +117,7 @@ def test_exchanges_are_as_the_reference_has_them_however_they_are_cut() -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["at first", "later"])
 def test_a_client_whose_table_is_smaller_is_told_that_none_is_used(machine: Machine, late: bool) -> None:
-    """The package h2 and nghttp2 end a connection whose next header block does not begin with that."""
+    """The package h2 ends a connection whose next header block does not begin with that."""
     peer = client(initial={} if late else {h2.settings.SettingCodes.HEADER_TABLE_SIZE: 0})
     answers = begin(machine, peer)
     for stream, size in ((1, 100), (3, 50), (5, 4096), (7, 0)):
@@ -363,6 +363,16 @@ def test_a_timeout_is_read_in_its_unit(machine: Machine, timeout: str, expected_
     ]  # fmt: skip
     machine.feed(SETTINGS + frame(h2words.HEADERS, 4, 1, encode(fields)))
     assert machine.word(h2words.TIMEOUT_MS, machine.row(1)) == min(expected_ms, 1 << 40)
+
+
+def test_a_streaming_call_that_ends_with_its_head_has_no_length(machine: Machine) -> None:
+    fields = [
+        (b":method", b"POST"), (b":scheme", b"http"), (b":path", STREAMING), (b":authority", b"localhost"),
+        (b"content-type", b"application/grpc"), (b"content-length", b"1"),
+    ]  # fmt: skip
+    machine.feed(SETTINGS + frame(h2words.HEADERS, 5, 1, encode(fields)))
+    assert reset_of(machine.take_sent(), 1) == h2words.PROTOCOL_ERROR
+    assert machine.events == [("reset", 1, b"")]
 
 
 LARGEST = b"\x7f\xff\xff\xff"

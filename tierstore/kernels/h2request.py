@@ -104,6 +104,8 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
     if get(row, h2words.KIND) == h2words.STREAMING:
         if flags & h2words.END_STREAM:
             put(row, h2words.STATE, h2words.ENDED)
+            if get(row, h2words.DECLARED) > 0:
+                return reset_stream(s, stream, h2words.PROTOCOL_ERROR, now)
         return h2words.OPENED
     if flags & h2words.END_STREAM:
         return _ended(s, row, now)
