@@ -60,7 +60,9 @@ def write_wild(writer: tierstore.SnapshotWriter, keys: np.ndarray, warm: int) ->
     writer.warmup("named", names[:warm])
 
 
-def serve_store(where: Path, rows: int, shared_memory: bool, threads: int, warm: bool, wild: bool) -> None:
+def serve_store(
+    where: Path, rows: int, shared_memory: bool, threads: int, warm: bool, wild: bool, tls: Path | None = None
+) -> None:
     """Load `rows` rows, all of them into memory if they are to be `warm`, and serve them.
 
     The tables have a quarter more that nobody asks for: a cache as large as its table keeps nearly all of it, and a few in a
@@ -90,6 +92,8 @@ def serve_store(where: Path, rows: int, shared_memory: bool, threads: int, warm:
         drain_s=0,
         allow_client_shm=shared_memory,
         threads=threads or None,
+        tls_cert=tls,
+        tls_key=tls,
         **SETTINGS,
     )
     logging.disable(logging.INFO)
@@ -107,6 +111,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--shared-memory", action="store_true")
     parser.add_argument("--threads", type=int, default=0, help="reactor threads; 0: as many as there are processors")
+    parser.add_argument("--tls", type=Path, help="a file with a key and its certificate")
     parser.add_argument("--cold", action="store_true", help="keep no rows in memory")
     options = parser.parse_args()
     if options.server == "grpc-echo":
@@ -115,7 +120,9 @@ def main() -> None:
         if options.server == "echo":
             answer_ready_bytes()
         wild = options.server == "wild"
-        serve_store(options.where, options.rows, options.shared_memory, options.threads, not options.cold, wild)
+        serve_store(
+            options.where, options.rows, options.shared_memory, options.threads, not options.cold, wild, options.tls
+        )
     sys.exit(0)
 
 

@@ -44,7 +44,7 @@ class Calls:
 
     def __init__(self, store: Store, server: ServerThread) -> None:
         self.store, self.service = store, server.service
-        self.me = server.service.reactors._here(0, -1, -1, -1)
+        self.me = server.service.reactors._here(0, [-1, -1], -1, -1)
         self.items, self.words = np.empty(0, np.int64), list[bytes]()  # in memory
         self._channel = grpc.insecure_channel(server.grpc_target)
         self.infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")

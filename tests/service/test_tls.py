@@ -25,9 +25,8 @@ from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.client import AsyncClient, Client
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, Forbidden, Unauthorized, Unreachable
+from tierstore.errors import ConfigError, Forbidden, TierstoreError, Unauthorized, Unreachable
 from tierstore.service.server import ServerThread, check_settings
-from tierstore.service.tls import names_of
 
 from .conftest import GRPC, eventually, settings_for
 from .scenes import KEYS, items, write_snapshot
@@ -138,6 +137,109 @@ def test_without_a_certificate_or_with_one_of_another_authority_nobody_gets_in(s
         client.ready()
 
 
+# --- who answers
+
+
+@pytest.mark.parametrize("name", ["trainer", "ranker", "other"])
+def test_look_ups_are_answered_by_reactors_for_whoever_may(scene: Scene, name: str) -> None:
+    secret = scene.secret if name == "other" else None  # its certificate has no role
+    reactors = scene.server.service.reactors
+    with scene.client(name, token=secret, max_connections=1) as client:
+
+        def is_answered_there() -> bool:
+            before = reactors.answers
+            np.testing.assert_array_equal(client.lookup("ctr", "item_id", KEYS), items(KEYS))
+            return reactors.answers > before
+
+        eventually(is_answered_there, "a reactor's answer")
+        assert client.ready()  # by Python, and the connection goes back
+        eventually(is_answered_there, "a reactor's answer")
+    with scene.client("other") as client, pytest.raises(Unauthorized, match="has no role"):
+        client.lookup("ctr", "item_id", KEYS)
+
+
+@needs_grpc
+@pytest.mark.parametrize("port", ["gRPC", "HTTP"])
+def test_look_ups_over_grpc_are_answered_by_reactors(scene: Scene, port: str) -> None:
+    import tritonclient.grpc as triton
+
+    pair, reactors = scene.files["trainer"], scene.server.service.reactors
+    files = {"root_certificates": str(scene.authority.ca), "private_key": str(pair.key)}
+    with triton.InferenceServerClient(
+        scene.target(port), ssl=True, certificate_chain=str(pair.cert), **files
+    ) as client:
+
+        def is_answered_there(asked: np.ndarray) -> bool:
+            before = reactors.answers
+            keys = triton.InferInput("item_id", [len(asked)], "INT64")
+            keys.set_data_from_numpy(asked)
+            np.testing.assert_array_equal(client.infer("ctr", [keys]).as_numpy("item_id"), items(asked))
+            return reactors.answers > before
+
+        for asked in (KEYS, np.resize(KEYS, 10_000)):  # which the socket does not take at once
+            eventually(lambda asked=asked: is_answered_there(asked), "a reactor's answer")
+
+
+def _asked_at_once(scene: Scene, version: ssl.TLSVersion, request: bytes) -> bytes:
+    """The beginning of the answer to a request that comes in one piece with the end of the client's handshake."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = _client_context(scene, "trainer", version).wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    with socket.create_connection(("127.0.0.1", scene.server.port), 30) as sock:
+
+        def step(do: Any) -> Any:
+            while True:
+                try:
+                    return do()
+                except ssl.SSLWantReadError:
+                    sock.sendall(outgoing.read())
+                    incoming.write(sock.recv(1 << 16))
+
+        step(tls.do_handshake)
+        tls.write(request)
+        return bytes(step(lambda: tls.read(15)))
+
+
+@pytest.mark.parametrize(
+    "head", [b"GET /v2 HTTP/1.1\r\n", b"POST /v2/models/ctr/infer HTTP/1.1\r\nContent-Length: 0\r\n"]
+)
+def test_a_request_in_one_piece_with_the_end_of_the_handshake_is_answered(scene: Scene, head: bytes) -> None:
+    answer = _asked_at_once(scene, ssl.TLSVersion.TLSv1_3, head + b"Host: localhost\r\n\r\n")
+    assert answer == (b"HTTP/1.1 200 OK" if head.startswith(b"GET") else b"HTTP/1.1 400 Ba")
+
+
+def test_requests_that_come_byte_by_byte_and_many_at_once_are_answered_in_their_order(scene: Scene) -> None:
+    context = _client_context(scene, "trainer", ssl.TLSVersion.TLSv1_3)
+    request = b"POST /v2/models/ctr/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+    with (
+        socket.create_connection(("127.0.0.1", scene.server.port), 30) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
+    ):
+        for i in range(len(request)):
+            sock.sendall(request[i : i + 1])
+        sock.sendall(20 * request)
+        answers = b""
+        while answers.count(b"HTTP/1.1 400 ") < 21:
+            data = sock.recv(1 << 16)
+            assert data
+            answers += data
+
+
+def test_the_end_of_the_service_is_said_in_tls(authority: Authority, tmp_path: Path) -> None:
+    own = authority.issue("ending")
+    settings = settings_for(tmp_path, tls_cert=own.cert, tls_key=own.key)
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    with Store(settings) as store, ServerThread(store, settings) as server:
+        address = ("127.0.0.1", server.port)
+        with context.wrap_socket(
+            socket.create_connection(address, 30), server_hostname="127.0.0.1", suppress_ragged_eofs=False
+        ) as sock:
+            sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            eventually(lambda: server.service.reactors.idle is False, "the connection to be a reactor's")
+            server.close()
+            assert sock.recv(1) == b""  # raises where the connection has ended without a word
+
+
 VERSIONS = [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3]
 
 
@@ -209,6 +311,31 @@ def test_a_handshake_that_never_ends_holds_nobody_up(scene: Scene) -> None:
     finally:
         for sock in silent:
             sock.close()
+
+
+def test_connections_that_say_nothing_make_room_for_those_that_do(authority: Authority, tmp_path: Path) -> None:
+    own = authority.issue("full")
+    settings = settings_for(tmp_path, tls_cert=own.cert, tls_key=own.key, max_connections=3)
+    with Store(settings) as store, ServerThread(store, settings) as server:
+        limit = server.service.connection_limit
+        silent = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(3)]
+        eventually(lambda: limit.open == 3, "the connections to be counted")
+        began = time.monotonic()
+
+        def is_served() -> bool:
+            with Client(server.url, ca=authority.ca, retries=0) as client:
+                try:
+                    return client.ready()
+                except TierstoreError:
+                    return False
+
+        assert not is_served(), "they have begun just now"
+        eventually(is_served, "the oldest to make room")
+        assert time.monotonic() - began < 9, "less than the time that a handshake has"
+        assert silent[0].recv(1) == b"", "the oldest"
+        for sock in silent:
+            sock.close()
+        eventually(lambda: limit.open == 0, "all to be counted off")
 
 
 def test_a_stop_does_not_wait_for_idle_clients(authority: Authority, tmp_path: Path) -> None:
@@ -470,14 +597,3 @@ def test_tokens_beyond_loopback_without_tls_are_warned_of(
     check_settings(settings)
     assert "tokens cross the network in clear" in caplog.text
     assert len(caplog.records) == 1
-
-
-def test_names_of_a_certificate_are_in_order() -> None:
-    certificate = {
-        "subject": ((("countryName", "XX"),), (("commonName", "c"),)),
-        "subjectAltName": (("DNS", "d"), ("email", "e@f"), ("URI", "u"), ("IP Address", "10.0.0.1")),
-    }
-    assert names_of(certificate) == ("u", "d")
-    assert names_of({**certificate, "subjectAltName": (("IP Address", "10.0.0.1"),)}) == ()
-    assert names_of({"subject": certificate["subject"]}) == ("c",)
-    assert names_of(None) == names_of({}) == ()

@@ -226,6 +226,7 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
     put(row, HOST_AT, n)
     put(row, HOST_BYTES, authority_bytes)
     n = _write(target, n, authority, authority_bytes, _LF)
+    put(row, AUTHORIZATION_AT, 0)
     put(row, AUTHORIZATION_BYTES, 0)
     put(row, REQUEST_ID_BYTES, 0)
     for i in range(count):

@@ -1,4 +1,4 @@
-"""The reactor: a compiled loop that owns plain HTTP connections and answers look-ups whose rows are in memory.
+"""The reactor: a compiled loop that owns HTTP connections and answers look-ups whose rows are in memory.
 
 It runs in threads of its own and never takes the interpreter lock. Of HTTP it knows what `httphead` says; of look-ups
 what `lookupplan` says. Rows that memory lacks are read by other threads (`coldread`), which complete the answer. Whatever
@@ -52,6 +52,7 @@ from tierstore.kernels.reactor_connections import (
 )
 from tierstore.kernels.reactor_jobs import finish_job
 from tierstore.kernels.reactor_requests import continue_sending, read_requests
+from tierstore.kernels.reactor_sockets import end_tls, send
 from tierstore.kernels.reactor_words import (
     AGAIN_WORDS,
     AWAY,
@@ -128,7 +129,6 @@ from tierstore.kernels.sysio import (
     monotonic_ns,
     read,
     release,
-    send,
     wall_ns,
     write,
 )
@@ -184,6 +184,7 @@ def _on_message(me, at, now):  # type: ignore[no-untyped-def]
     serial = nb.int64(load_u64(at, 1))
     if kind == COME_BACK:
         if not start_serving(me, fd, now):
+            end_tls(me, fd, True)
             close(fd)
         add_at(shared_at(me, OTHER_OPEN), -1)
         return -1
@@ -240,7 +241,7 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
             row[STATE] == SENDING and now - row[MOVED_NS] > stall
         ):
             if row[STATE] == READING and row[NEEDED] > 0:  # its head has come
-                send(fd, nb.int64(_TOO_SLOW.ctypes.data), _TOO_SLOW.size, 0)
+                send(me, fd, nb.int64(_TOO_SLOW.ctypes.data), _TOO_SLOW.size, 0)
             end(me, fd, row[STATE] == SENDING)
         elif finishing and row[DEADLINE_NS] > now + me.limits[FINISH_NS]:
             row[DEADLINE_NS] = now + me.limits[FINISH_NS]

@@ -32,6 +32,8 @@ from tierstore.kernels.reactor_words import (
     ANSWERS,
     BEGAN_NS,
     BUSY,
+    CALLER_AT,
+    CALLER_BYTES,
     CANARY,
     CLOSES,
     COUNT_WORDS,
@@ -74,12 +76,14 @@ _MOST_TIMEOUT_US = 1 << 50
 
 
 @nb.njit
-def _has_access(me, at):  # type: ignore[no-untyped-def]
+def _has_access(me, fd, at):  # type: ignore[no-untyped-def]
     """Whether the caller of the request at `at`, whose head is in `found`, is known here and may ask; `found` has who it is then."""
     table, found = acquire_i64(shared_at(me, ALLOWED_AT)), me.found
     if not reactor_access.is_own_host(table, at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]):
         return False
     token, size = at + found[httphead.AUTHORIZATION_AT], found[httphead.AUTHORIZATION_BYTES]
+    if found[httphead.AUTHORIZATION_AT] == 0:
+        token, size = me.conns[fd, CALLER_AT], me.conns[fd, CALLER_BYTES]
     caller = found[httphead.CALLER] = reactor_access.caller_of(table, token, size)
     if caller == reactor_access.NOBODY:
         return False
@@ -130,7 +134,7 @@ MAY, LONG = -1, -2  # of `why_not`, `plan_for` and `bind_plan`, beside reasons
 
 
 @nb.njit
-def why_not(me, at, since, began):  # type: ignore[no-untyped-def]
+def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
     """Why the request at `at`, whose head is in `found`, may not be answered here, as far as its head and the time say; or MAY.
 
     `since` is when its first bytes came; 0: all came at once.
@@ -142,7 +146,7 @@ def why_not(me, at, since, began):  # type: ignore[no-untyped-def]
         return ENDING
     if _is_late(since, found[httphead.TIMEOUT_MS] * 1_000_000, began):
         return BUSY
-    return MAY if _has_access(me, at) else ACCESS
+    return MAY if _has_access(me, fd, at) else ACCESS
 
 
 @nb.njit
@@ -288,7 +292,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     tail, tail_bytes = text + text_bytes, found[httphead.BODY_BYTES] - text_bytes
     if text_bytes <= 0 or tail_bytes < 0:
         return DESCRIPTION
-    why = why_not(me, at, since, began)
+    why = why_not(me, fd, at, since, began)
     if why != MAY:
         return why
     if jsonscan.scan_at(text, text_bytes, me.record) != request_record.SCANNED:
@@ -340,7 +344,7 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     n = (size - front_rows.REQUEST_HEAD_BYTES) >> 3
     if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS:
         return SIZE
-    why = why_not(me, at, me.conns[fd, BEGAN_NS], began)
+    why = why_not(me, fd, at, me.conns[fd, BEGAN_NS], began)
     if why != MAY:
         return why
     path, path_bytes = at + found[httphead.PATH_AT], found[httphead.PATH_BYTES]

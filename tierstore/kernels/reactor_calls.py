@@ -41,7 +41,7 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
     returned is the reason why it is for Python: ROWS_ON_DISK, and SIZE where it would keep others waiting, too.
     """
     call = me.call
-    why = why_not(me, text, call[SINCE_NS], began)
+    why = why_not(me, fd, text, call[SINCE_NS], began)
     if why != MAY:
         return why
     if protoscan.scan_at(message, message_bytes, me.record) != SCANNED:

@@ -10,9 +10,11 @@ import numba as nb
 from tierstore.kernels import h2core, h2words
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, raise_at, relaxed_i64, release_i64
 from tierstore.kernels.raw import load_u64, store_u64
+from tierstore.kernels.reactor_sockets import end_tls, send
 from tierstore.kernels.reactor_words import (
     ACCEPTED,
     BEGAN_NS,
+    CALLER_BYTES,
     CONNECTION,
     DEADLINE_NS,
     EPOLL,
@@ -30,6 +32,7 @@ from tierstore.kernels.reactor_words import (
     LISTENER,
     LOAD,
     LOST,
+    MAY_READ,
     MESSAGE_WORDS,
     MOST_CONNECTIONS,
     MOST_DESCRIPTORS,
@@ -60,6 +63,7 @@ from tierstore.kernels.reactor_words import (
     STATE,
     STREAM_LOST,
     STREAMS_AWAY,
+    TLS,
     UNREPORTED,
     WAITS,
     line_at,
@@ -80,7 +84,6 @@ from tierstore.kernels.sysio import (
     epoll_set,
     monotonic_ns,
     release,
-    send,
     send_at_once,
     write,
 )
@@ -187,6 +190,7 @@ def end(me, fd, abort):  # type: ignore[no-untyped-def]
     release(row[IN_AT])
     if abort:
         drop_on_close(fd)
+    end_tls(me, fd, abort)
     forget(me, fd)
     close(fd)
 
@@ -202,21 +206,21 @@ def yield_to_requests(me, fd, reason):  # type: ignore[no-untyped-def]
     me.lines[me.number, REASONS_FROM + reason] += 1
     if not notify(me, CONNECTION, fd, serial, at, size):
         release(at)
+        end_tls(me, fd, True)
         close(fd)
         add_at(shared_at(me, OTHER_OPEN), -1)
 
 
 @nb.njit
 def start_serving(me, fd, now):  # type: ignore[no-untyped-def]
-    """Begin to serve a connection, on the reactor that has the fewest. False where there is no row for it."""
-    if fd >= me.limits[MOST_DESCRIPTORS]:
-        return False
+    """Begin to serve a connection, on the reactor that has the fewest. False where it cannot be watched."""
     owner = me.number
     for other in range(me.limits[REACTORS]):
         if relaxed_i64(line_at(me, other, LOAD)) < relaxed_i64(line_at(me, owner, LOAD)):
             owner = other
     row = me.conns[fd]
-    row[OWNER], row[FLAGS], row[LOST] = owner, 0, 0
+    # OpenSSL may hold bytes already, of which the socket does not tell
+    row[OWNER], row[FLAGS], row[LOST] = owner, MAY_READ if row[TLS] != 0 else 0, 0
     row[NEEDED] = row[BEGAN_NS] = row[JOB] = row[HELD] = row[SESSION] = 0
     row[DEADLINE_NS] = now + me.limits[IDLE_NS]
     # last: the reactor that owned the row before may be looking at it just now, to end those that are late
@@ -243,6 +247,14 @@ def listen(me, how):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _start_new(me, fd, now):  # type: ignore[no-untyped-def]
+    if fd >= me.limits[MOST_DESCRIPTORS]:
+        return False
+    me.conns[fd, TLS] = me.conns[fd, CALLER_BYTES] = 0
+    return start_serving(me, fd, now)
+
+
+@nb.njit
 def accept_new(me, listener, now):  # type: ignore[no-untyped-def]
     for _ in range(ACCEPTED):
         fd = accept(listener)
@@ -258,7 +270,7 @@ def accept_new(me, listener, now):  # type: ignore[no-untyped-def]
         if there >= me.limits[MOST_CONNECTIONS]:
             if not notify(me, REFUSED, fd, 0, 0, 0):
                 close(fd)
-        elif not start_serving(me, fd, now):
+        elif not _start_new(me, fd, now):
             close(fd)
 
 
@@ -268,7 +280,7 @@ def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
     row = me.conns[fd]
     sent = 0
     while sent < size:
-        took = send(fd, at + sent, size - sent, 0)
+        took = send(me, fd, at + sent, size - sent, 0)
         if took > 0:
             sent += took
         elif took == -EAGAIN:
@@ -304,7 +316,7 @@ def send_on(me, fd):  # type: ignore[no-untyped-def]
     moved = False
     while True:
         while row[OUT_BYTES] > 0:
-            took = send(fd, row[OUT_AT], row[OUT_BYTES], 1 if row[PIECES] > 1 else 0)
+            took = send(me, fd, row[OUT_AT], row[OUT_BYTES], 1 if row[PIECES] > 1 else 0)
             if took > 0:
                 row[OUT_AT] += took
                 row[OUT_BYTES] -= took

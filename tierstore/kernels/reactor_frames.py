@@ -10,6 +10,7 @@ import numba as nb
 from tierstore.kernels import h2out, h2words
 from tierstore.kernels.atomics import add_at, copy_bytes
 from tierstore.kernels.reactor_connections import notify, set_send_deadline
+from tierstore.kernels.reactor_sockets import send
 from tierstore.kernels.reactor_words import (
     DEADLINE_NS,
     FRAMES_BYTES,
@@ -22,7 +23,7 @@ from tierstore.kernels.reactor_words import (
     shared_at,
 )
 from tierstore.kernels.request_record import get, put
-from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, monotonic_ns, move_bytes, release, send
+from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, monotonic_ns, move_bytes, release
 
 KEPT_BYTES = 1 << 16  # of frames that the socket does not accept; from here on nothing more is read
 
@@ -60,7 +61,7 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
     at, left, kept = get(s, h2words.OUT_AT), get(s, h2words.OUT_BYTES), get(s, h2words.OUT_KEPT)
     begin = left
     while left > 0:
-        took = send(fd, at, left, 0)
+        took = send(me, fd, at, left, 0)
         if took > 0:
             at += took
             left -= took

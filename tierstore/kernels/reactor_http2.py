@@ -22,6 +22,7 @@ from tierstore.kernels.atomics import add_at, copy_bytes
 from tierstore.kernels.h2request import give_credit
 from tierstore.kernels.reactor_connections import end, has_room, hold, wait_for_turn
 from tierstore.kernels.reactor_frames import KEPT_BYTES, bind_frames, flush, push_all, push_row, set_deadline
+from tierstore.kernels.reactor_sockets import receive
 from tierstore.kernels.reactor_streams import lose, on_event, report_data, shed
 from tierstore.kernels.reactor_words import (
     ARRIVAL_NS,
@@ -56,7 +57,7 @@ from tierstore.kernels.reactor_words import (
     shared_at,
 )
 from tierstore.kernels.request_record import get, put
-from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, move_bytes, receive, release
+from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, move_bytes, release
 
 GATHERED_BYTES = 1 << 16  # frames that leave before more are written
 HELD_FROM = 1 << 14  # bytes of a connection that count
@@ -106,7 +107,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
             flush(me, fd, s)
         is_paused = get(s, h2words.OUT_KEPT) != 0 and get(s, h2words.OUT_BYTES) >= KEPT_BYTES
         if row[FLAGS] & MAY_READ and not is_paused and have < BUFFER_BYTES:
-            got = receive(fd, base + have, BUFFER_BYTES - have)
+            got = receive(me, fd, base + have, BUFFER_BYTES - have)
             if got == -EINTR:
                 continue
             if got < 0 and got != -EAGAIN:

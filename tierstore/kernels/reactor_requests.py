@@ -23,6 +23,7 @@ from tierstore.kernels.reactor_connections import (
     yield_to_requests,
 )
 from tierstore.kernels.reactor_jobs import drop_job, submit
+from tierstore.kernels.reactor_sockets import receive
 from tierstore.kernels.reactor_words import (
     ANNOUNCED,
     ANSWERED,
@@ -74,7 +75,6 @@ from tierstore.kernels.sysio import (
     allocate,
     monotonic_ns,
     move_bytes,
-    receive,
     release,
 )
 
@@ -191,7 +191,8 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
         else:
             base, room, have = me.buffer, nb.int64(BUFFER_BYTES), nb.int64(0)
         if row[FLAGS] & MAY_READ and have < room:
-            got = receive(fd, base + have, room - have)
+            wanted = min(room - have, LARGE_TURN)
+            got = receive(me, fd, base + have, wanted)
             if got == -EINTR:
                 continue
             if got < 0 and got != -EAGAIN:
@@ -199,7 +200,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 return
             if got == 0:
                 row[FLAGS] |= ENDED
-            if got <= 0 or (got < room - have and row[FLAGS] & ENDED == 0):  # the end itself comes after the last bytes
+            if got <= 0 or (got < wanted and row[FLAGS] & ENDED == 0):  # the end itself comes after the last bytes
                 row[FLAGS] &= ~MAY_READ
             have += max(got, 0)
             came += max(got, 0)

@@ -20,9 +20,11 @@ from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 FREE, READING, AWAY, SENDING, HTTP2 = range(5)
 (
     STATE, SERIAL, OWNER, IN_AT, IN_ROOM, IN_BYTES, NEEDED, OUT_AT, OUT_BYTES, OUT_BASE, PIECES_AT, PIECES, DEADLINE_NS,
-    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS, HELD, REASON, SESSION,
-) = range(21)  # fmt: skip
+    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS, HELD, REASON, SESSION, TLS, CALLER_AT, CALLER_BYTES,
+) = range(24)  # fmt: skip
 CONNECTION_WORDS = 24
+# TLS, CALLER_AT, CALLER_BYTES: an `SSL *`, or 0; and what stands for the names of the client's certificate where a request has no
+# Authorization. Python writes them where it gives a connection to a reactor, as long as the row is FREE
 # of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
 # and it is among those that have their next turn at once
 MAY_READ, CLOSES, ENDED, WAITS = 1, 2, 4, 8
@@ -41,9 +43,9 @@ RUN, DRAIN, FINISH, STOP = range(4)
 # words of `limits`
 (
     MOST_CONNECTIONS, MOST_BODY, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS, MOST_DESCRIPTORS,
-    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS, MOST_ANSWER, POOL_THREADS, POOL_QUEUE, MOST_MESSAGE,
-) = range(16)  # fmt: skip
-LIMIT_WORDS = 16
+    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS, MOST_ANSWER, POOL_THREADS, POOL_QUEUE, MOST_MESSAGE, OPENSSL,
+) = range(17)  # fmt: skip
+LIMIT_WORDS = 17  # OPENSSL is no limit, but where OpenSSL's functions are (`reactor_sockets`)
 
 # words of a reactor's line in `lines`
 ANNOUNCED, LOAD, EPOLL, ANSWERS, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(9)

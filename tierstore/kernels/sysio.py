@@ -168,6 +168,26 @@ def send_at_once(typingctx: Any, fd: Any) -> Any:
 
 
 @intrinsic
+def hold_packets(typingctx: Any, fd: Any) -> Any:
+    """Set TCP_CORK: what is sent waits until packets are full, or `send_packets`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _set_option(builder, args[0], 6, 3, [1])
+
+    return _signature(1), codegen
+
+
+@intrinsic
+def send_packets(typingctx: Any, fd: Any) -> Any:
+    """Take TCP_CORK back: what waits is sent."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _set_option(builder, args[0], 6, 3, [0])
+
+    return _signature(1), codegen
+
+
+@intrinsic
 def drop_on_close(typingctx: Any, fd: Any) -> Any:
     """SO_LINGER of 0 s: `close` resets the connection and lets go of what the other side has not taken."""
 

@@ -121,6 +121,11 @@ class Access:
         )
 
 
+def caller_key(names: Sequence[str]) -> bytes:
+    """What a reactor knows the caller of a certificate by, as the value of an Authorization that no client can send. Empty without names."""
+    return "".join(f"\n{name}" for name in names).encode()
+
+
 def _beyond(settings: Settings) -> list[str]:
     """The hosts beyond loopback that it listens on."""
     hosts = [settings.host]

@@ -34,6 +34,7 @@ from tierstore.service.http.frames import Http2
 from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
+from tierstore.service.openssl import Session
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
@@ -90,7 +91,7 @@ class HttpService:
         self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
         self._plans = PlanIndex(store, self.service.rates, reactors.words, settings.threads, self.service.absorb)
         reactors.count_in(self._plans.versions.words, self._plans.tables.words)
-        self.service.reactors, self.service.plans = reactors, self._plans if self.service.tls is None else None
+        self.service.reactors, self.service.plans = reactors, self._plans
         reactors.predict_with(self.service, self._plans.scorings)
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
@@ -110,10 +111,12 @@ class HttpService:
         store.epochs.add_collector(self._plans.collect)
 
     def _make_listeners(self) -> list[Listener]:
-        """Those of Python: of all connections where there is TLS, which reactors do not speak, and of admin requests."""
+        """Those of Python: of connections with TLS, which go to reactors after their handshake, and of admin requests."""
         listeners, tls = [], self.service.tls
         if tls is not None:
-            listeners.append(Listener(self._ports.http, self._server, self._connection_limit, tls))
+            listeners.append(
+                Listener(self._ports.http, self._server, self._connection_limit, tls, back=self._give_back)
+            )
         if (sock := self._ports.admin) is not None:
             limit = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
             limit.http2 = self._http2
@@ -134,12 +137,12 @@ class HttpService:
         """Headers of every response."""
         return self._server.server_state.default_headers
 
-    def adopt(self, sock: socket.socket, data: bytes, *, refused: bool) -> None:
+    def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None:
         """Serve a connection that a reactor hands over. Event loop only."""
-        self._server.adopt(self._connection_limit, sock, data, refused=refused, back=self._give_back)
+        self._server.adopt(self._connection_limit, sock, data, refused=refused, back=self._give_back, session=session)
 
-    def _give_back(self) -> Callable[[int], None] | None:
-        """Gets the descriptor of a connection that is idle; None: the connection stays."""
+    def _give_back(self) -> Callable[[int, Session | None], None] | None:
+        """Gets the descriptor of a connection that is idle, and its TLS; None: the connection stays."""
         return self._reactors.give_back if self._reactors.running else None
 
     def _close(self) -> None:
@@ -200,16 +203,16 @@ class HttpService:
         return [asyncio.ensure_future(self._start_compiled_after(compilation, listener))]
 
     def _start_compiled(self) -> None:
-        """Serve the ports by reactors; where there is TLS, open the gRPC port."""
+        """Serve the ports by reactors; where there is TLS, its listeners accept for them, that of the gRPC port from now on."""
         ports, tls = self._ports, self.service.tls
-        if tls is None:
-            for sock in ports.public:
-                sock.listen(BACKLOG)
-            self._reactors.start(ports.public, self._handoff, self._requests, self._calls.streaming)
-            self.service.store.publish_words()
-            self.service.reactors_state = "running"
-        elif ports.grpc is not None:
-            listener = Listener(ports.grpc, self._server, self._connection_limit, tls)
+        listeners = ports.public if tls is None else ()
+        for sock in listeners:
+            sock.listen(BACKLOG)
+        self._reactors.start(listeners, self._handoff, self._requests, self._calls.streaming)
+        self.service.store.publish_words()
+        self.service.reactors_state = "running"
+        if tls is not None and ports.grpc is not None:
+            listener = Listener(ports.grpc, self._server, self._connection_limit, tls, back=self._give_back)
             listener.start()
             self._listeners.append(listener)
         self.service.awaits_grpc = False

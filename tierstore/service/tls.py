@@ -11,15 +11,15 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
 from tierstore.formats.regular import read_regular
+from tierstore.service.openssl import Context
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 4 << 20  # all authorities of a system take a quarter of a MiB
 class Credentials:
     """One state of the files."""
 
-    context: ssl.SSLContext
+    context: Context
     ends_s: float | None  # when the certificate ends, on the wall clock
 
 
@@ -76,25 +76,11 @@ class Tls:
         return [_stamp(file) for file in self._files()]
 
     def _read(self) -> Credentials:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["h2", "http/1.1"])
         certificate = _bytes_of("tls_cert", self._certificate)
-        _bytes_of("tls_key", self._key)  # says what is wrong with the file
-        try:
-            context.load_cert_chain(self._certificate, self._key, password=_refuse_password)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"tls_cert {self._certificate} and tls_key {self._key}: expected a certificate and its key, in PEM: {error}"
-            ) from error
-        if self._client_ca is not None:
-            client_ca = _bytes_of("tls_client_ca", self._client_ca)
-            try:
-                context.load_verify_locations(cadata=client_ca.decode("ascii"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"tls_client_ca {self._client_ca}: expected certificates in PEM: {error}") from error
-            context.verify_mode = ssl.CERT_REQUIRED
-        return Credentials(context, _end_of(certificate))
+        for setting, file in (("tls_key", self._key), ("tls_client_ca", self._client_ca)):
+            if file is not None:
+                _bytes_of(setting, file)  # says what is wrong with the file
+        return Credentials(Context(self._certificate, self._key, self._client_ca), _end_of(certificate))
 
 
 def _end_of(certificate: bytes) -> float | None:
@@ -136,27 +122,9 @@ def tls_of(settings: Settings) -> Tls | None:
     return Tls(settings)
 
 
-def has_ended(certificate: Mapping[str, Any] | None) -> bool:
+def has_ended(end_s: float | None) -> bool:
     """Whether a client's certificate has expired: a handshake that resumes a session does not look."""
-    return (
-        certificate is not None
-        and "notAfter" in certificate
-        and ssl.cert_time_to_seconds(certificate["notAfter"]) < time.time()
-    )
-
-
-def names_of(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The names of a client's certificate, in the form of `ssl.SSLSocket.getpeercert`: URIs and DNS names.
-
-    The common name where it has no alternative names of any kind: authorities check what they write there less, and it may
-    spell a URI.
-    """
-    if not certificate:
-        return ()
-    others = certificate.get("subjectAltName", ())
-    if not others:
-        return tuple(value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName")
-    return tuple(name for wanted in ("URI", "DNS") for kind, name in others if kind == wanted)
+    return end_s is not None and end_s < time.time()
 
 
 def _bytes_of(setting: str, file: Path) -> bytes:
@@ -173,7 +141,3 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
-def _refuse_password() -> str:
-    raise ValueError("the key is encrypted; expected one without a password")

@@ -21,9 +21,10 @@ from tierstore.service.http.connection_limit import REFUSED_S, ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.http.frames import PREFACE, FrameSession
 from tierstore.service.http.messages import CONNECTION, PEER, UNNAMED, Peer
-from tierstore.service.tls import has_ended, names_of
+from tierstore.service.http.tls_transport import SESSION
+from tierstore.service.openssl import Session
 
-Back: TypeAlias = Callable[[], Callable[[int], None] | None]
+Back: TypeAlias = Callable[[], Callable[[int, Session | None], None] | None]
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
 _HEALTH = {"/v2/health/live", "/v2/health/ready"}
@@ -85,7 +86,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     nothing for as long as an idle one is kept, in the middle of a request too. Bytes behind a request that ends its connection
     are dropped (RFC 9112, 9.6).
 
-    `first` are bytes that came before; `back` returns what gets the descriptor of a connection that goes back, or None.
+    `first` are bytes that came before; `back` returns what gets the descriptor of a connection that goes back, and its TLS, or None.
     `admin`: it is one of the listener of admin requests. One that begins as HTTP/2 is served
     as `limit.http2` has it.
     """
@@ -124,8 +125,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
-        certificate = transport.get_extra_info("peercert")
-        self._peer = Peer(self._admin, names_of(certificate), is_on_host(transport.get_extra_info("socket")))
+        self._session: Session | None = transport.get_extra_info(SESSION)
+        names = () if self._session is None else self._session.names
+        self._peer = Peer(self._admin, names, is_on_host(transport.get_extra_info("socket")))
         if self._limit is not None:
             self._served = self._limit.acquire(refused=self._refused)
             if self._served is None:
@@ -134,9 +136,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if not self._served:
                 self.app, self._patience_s = self._limit.app, REFUSED_S
             self._deadlines = self._limit.deadlines(transport, refused=not self._served)
-        if has_ended(certificate):
-            transport.abort()
-            return
         self._be_patient()
         first, self._first = self._first, b""
         if first:
@@ -237,8 +236,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         fd = os.dup(self.transport.get_extra_info("socket").fileno())
         self._served = None  # the reactors count it from here on
         self._unset_keepalive_if_required()
-        self.transport.abort()
-        give_back(fd)
+        if self._session is None:
+            self.transport.abort()
+            give_back(fd, None)
+        else:
+            give_back(fd, self.transport.hand_over(fd))  # type: ignore[attr-defined]
 
     def _has_last(self) -> bool:
         """Whether the request that ends the connection has come."""

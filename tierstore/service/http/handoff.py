@@ -39,6 +39,7 @@ from tierstore.service.http.messages import (
 )
 from tierstore.service.http.middleware import CUT_OFF, DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
+from tierstore.service.openssl import Session
 from tierstore.service.reactor.reactors import Reactors
 from tierstore.service.reactor.reply import Reply
 from tierstore.service.reactor.streams import Stream, StreamReceiver
@@ -55,7 +56,7 @@ class ConnectionServer(Protocol):
 
     @property
     def default_headers(self) -> Head: ...
-    def adopt(self, sock: socket.socket, data: bytes, *, refused: bool) -> None: ...
+    def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None: ...
 
 
 class Answer:
@@ -161,8 +162,8 @@ class Handoff:
             or len(reactors.streams)
         )
 
-    def connection(self, sock: socket.socket, data: bytes) -> None:
-        self._server.adopt(sock, data, refused=False)
+    def connection(self, sock: socket.socket, data: bytes, session: Session | None) -> None:
+        self._server.adopt(sock, data, refused=False, session=session)
 
     def refused(self, sock: socket.socket) -> None:
         self._server.adopt(sock, b"", refused=True)
@@ -184,6 +185,7 @@ class Handoff:
             ARRIVED: reply.began_ns or time.perf_counter_ns(),
             CONNECTION: reply,
             UNPLANNED: reply.reason in (kernel.NO_PLAN, kernel.ACCESS),
+            PEER: Peer(names=reply.peer_names),
         }
         if reply.error is not None:
             scope[FAILED] = reply.error

@@ -10,23 +10,28 @@ import asyncio
 import contextlib
 import logging
 import socket
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tierstore.service.http.connection import Back
 from tierstore.service.http.connection_limit import REFUSED_AT_ONCE, ConnectionLimit
 from tierstore.service.http.server import BACKLOG, HttpServer
+from tierstore.service.http.tls_transport import handshake
+from tierstore.service.openssl import Session
 from tierstore.service.tls import Tls
 
 logger = logging.getLogger(__name__)
 _AT_ONCE = 64  # connections accepted in one turn of the event loop
 _PAUSE_S = 0.1  # where no more files may be opened
+_SILENT_S = 1.0  # from here on a handshake makes room for other connections
 
 
 class Listener:
     """Accepts from `sock`, bound and not listening yet, and has `server` serve what `limit` allows.
 
-    With `tls` each connection begins with a handshake. `admin`: admin requests may come here. `back` is where connections go
-    that are idle, as for `BoundedHttpProtocol`.
+    With `tls` each connection begins with a handshake; where there is no place left one that has been in it for a while makes room. `admin`: admin requests may come here. `back` is where connections go
+    that are idle, as for `BoundedHttpProtocol`, and those that have made their handshake.
     """
 
     def __init__(
@@ -49,7 +54,9 @@ class Listener:
         )
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._refusing = 0
-        self._beginning: set[asyncio.Task[None]] = set()  # connections in their handshake
+        self._beginning: set[asyncio.Task[Any]] = set()  # connections in their handshake
+        # by address, handshakes that are counted, and when they began; the oldest first
+        self._silent: dict[str, dict[asyncio.Task[Any], float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -100,19 +107,73 @@ class Listener:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        refused = not self._limit.admit()
+        refused = not (self._limit.admit() or self._make_room())
         if refused and self._refusing >= REFUSED_AT_ONCE:
             connection.close()
             return
-        tls = None if self._tls is None else self._tls.current.context
-        task = self._server.adopt(
-            self._limit, connection, b"", refused=refused, back=self._back, tls=tls, admin=self._admin
-        )
+        if self._tls is None:
+            task: asyncio.Task[Any] = self._adopt(connection, refused)
+        else:
+            loop, host = asyncio.get_running_loop(), _host_of(connection)
+            task = loop.create_task(handshake(connection, self._tls.current.context))
+            if not refused:
+                self._silent.setdefault(host, {})[task] = loop.time()
+            task.add_done_callback(partial(self._begin, connection, host, refused))
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
         if refused:
             self._refusing += 1
             task.add_done_callback(self._refused)
+
+    def _make_room(self) -> bool:
+        """End a handshake in progress, whose place is free then: the oldest one of the address that has most of them.
+
+        False: there is none, or it has begun just now.
+        """
+        if not self._silent:
+            return False
+        host = max(self._silent, key=lambda host: len(self._silent[host]))
+        task, began_s = next(iter(self._silent[host].items()))
+        if asyncio.get_running_loop().time() - began_s < _SILENT_S:
+            return False
+        self._forget(host, task)
+        task.cancel()
+        return True
+
+    def _forget(self, host: str, task: asyncio.Task[Any]) -> bool:
+        """A handshake is no more in progress. False: it has made room before."""
+        of_host = self._silent.get(host, {})
+        if task not in of_host:
+            return False
+        del of_host[task]
+        if not of_host:
+            del self._silent[host]
+        return True
+
+    def _begin(self, connection: socket.socket, host: str, refused: bool, task: asyncio.Task[Session]) -> None:
+        """A handshake has ended: give the connection to a reactor as soon as there are any, else to the server."""
+        counted = self._forget(host, task)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None or not (counted or refused):
+            if not task.cancelled() and error is None:
+                task.result().close(abort=True)
+            elif error is not None and not isinstance(error, OSError):  # else the client has gone, or speaks no TLS
+                logger.error("a connection was lost in its handshake: %s", error)
+            connection.close()
+            if counted:
+                self._limit.release(True)
+            return
+        session = task.result()
+        give_back = None if refused or self._back is None else self._back()
+        if give_back is None:
+            self._adopt(connection, refused, session)
+        else:
+            give_back(connection.detach(), session)
+
+    def _adopt(self, connection: socket.socket, refused: bool, session: Session | None = None) -> asyncio.Task[None]:
+        return self._server.adopt(
+            self._limit, connection, b"", refused=refused, back=self._back, session=session, admin=self._admin
+        )
 
     def _refused(self, _: asyncio.Task[None]) -> None:
         self._refusing -= 1
@@ -126,3 +187,10 @@ class Listener:
     def _resume(self) -> None:
         if self._loop is not None:
             self._loop.add_reader(self._socket, self._accept)
+
+
+def _host_of(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return ""

@@ -22,7 +22,7 @@ from tierstore.access.roles import CHANGES, LOCAL, NOBODY, Action, Principal
 from tierstore.access.rules import of_http
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
-from tierstore.service.access import Access
+from tierstore.service.access import Access, caller_key
 from tierstore.service.addresses import host_name, host_port
 from tierstore.service.error_status import message_of
 from tierstore.service.http.messages import (
@@ -169,8 +169,9 @@ class AccessCheck:
             principal.check_role(action)  # its model is checked where it is known
         else:
             principal.check(action, model)
-        if authorization is not None and principal.may_at_all(Action.READ):
-            self._allow(name, authorization, principal)
+        key = caller_key(peer.names) if authorization is None else authorization
+        if key and principal.may_at_all(Action.READ):
+            self._allow(name, key, principal)
 
     def _pass_all(self, scope: Scope, name: str) -> None:
         """Nobody needs a token."""

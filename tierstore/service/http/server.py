@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,11 +16,11 @@ import uvicorn
 
 from tierstore.service.http.connection import Back, BoundedHttpProtocol
 from tierstore.service.http.connection_limit import ConnectionLimit
+from tierstore.service.http.tls_transport import TlsTransport
+from tierstore.service.openssl import Session
 
 BACKLOG = 1024
 FINISH_S = 30  # for what is in progress when the listener closes
-HANDSHAKE_S = 10.0  # for a client to begin TLS
-GOODBYE_S = 1.0  # and to end it: a client that keeps an idle connection does not read
 
 
 class HttpServer(uvicorn.Server):
@@ -39,12 +38,12 @@ class HttpServer(uvicorn.Server):
         *,
         refused: bool,
         back: Back | None = None,
-        tls: ssl.SSLContext | None = None,
+        session: Session | None = None,
         admin: bool = False,
     ) -> asyncio.Task[None]:
-        """Serve a connection that was accepted before, and has sent `data`; see `BoundedHttpProtocol`.
+        """Serve a connection that was accepted before, and has sent `data`; see `BoundedHttpProtocol`. With TLS it has a `session`.
 
-        With `tls` it begins with a handshake, and `data` is empty. The task ends when it is served, or could not be.
+        The task ends when it is served, or could not be.
         """
         loop = asyncio.get_running_loop()
 
@@ -60,7 +59,9 @@ class HttpServer(uvicorn.Server):
                 admin=admin,
             )
 
-        task = loop.create_task(self._connect(protocol, sock, lambda: None if refused else limit.release(True), tls))
+        task = loop.create_task(
+            self._connect(protocol, sock, lambda: None if refused else limit.release(True), session)
+        )
         self.server_state.tasks.add(task)
         task.add_done_callback(self.server_state.tasks.discard)
         return task
@@ -70,12 +71,17 @@ class HttpServer(uvicorn.Server):
         protocol: Callable[[], BoundedHttpProtocol],
         sock: socket.socket,
         lost: Callable[[], None],
-        tls: ssl.SSLContext | None,
+        session: Session | None,
     ) -> None:
-        times = {} if tls is None else {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": GOODBYE_S}
+        if session is not None:
+            served = protocol()
+            TlsTransport(sock, session, served).begin()
+            if self.should_exit:
+                served.shutdown()
+            return
         try:
-            _, made = await asyncio.get_running_loop().connect_accepted_socket(protocol, sock, ssl=tls, **times)
-        except (OSError, asyncio.CancelledError) as error:  # the client has gone, or does not speak TLS as it has to
+            _, made = await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
+        except (OSError, asyncio.CancelledError) as error:  # the client has gone
             sock.close()
             lost()
             if isinstance(error, OSError):

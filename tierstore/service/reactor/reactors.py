@@ -35,6 +35,7 @@ from tierstore.kernels import front_rows, httphead, lookupplan, reactor, reactor
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.limits import slow_clients
+from tierstore.service.openssl import Session
 from tierstore.service.process import request_short_slices
 from tierstore.service.reactor import metrics
 from tierstore.service.reactor.cold_reads import ColdReaders, free
@@ -44,6 +45,7 @@ from tierstore.service.reactor.predictions import Counted, Predictions
 from tierstore.service.reactor.reply import Reply, Sending
 from tierstore.service.reactor.scorings import Scoring
 from tierstore.service.reactor.streams import StreamReceiver, Streams, most_message
+from tierstore.service.reactor.tls_rows import TlsRows
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class HandoffReceiver(Protocol):
     """Receives what reactors hand off to Python. Event loop only."""
 
     def request(self, reply: Reply, data: bytes) -> None: ...
-    def connection(self, sock: socket.socket, data: bytes) -> None: ...
+    def connection(self, sock: socket.socket, data: bytes, session: Session | None) -> None: ...
     def refused(self, sock: socket.socket) -> None: ...
 
 
@@ -93,8 +95,7 @@ class Reactors:
             kernel.POOL_QUEUE: settings.lookup_queue,
         }.items():
             self._limits[word] = value
-        self.words[kernel.GENERATION_AT] = address_of(epochs.generation)
-        self.words[kernel.MODELS_AT] = address_of(epochs.models)
+        self.words[[kernel.GENERATION_AT, kernel.MODELS_AT]] = address_of(epochs.generation), address_of(epochs.models)
         self.cold_readers = ColdReaders(threads, settings.disk_threads, epochs)
         self._memory = [mmap.mmap(-1, sum(areas())) for _ in range(threads)]
         self._predictions: Predictions | None = None  # set before `start`, with the pipe of those who run them
@@ -104,6 +105,7 @@ class Reactors:
         self.sending: dict[tuple[int, int], Sending] = {}
         self.lanes = Lanes(self._serve_message)
         self.streams = Streams(self)
+        self.tls = TlsRows(self.conns, self._limits, with_tls=settings.tls_cert is not None)
         self._receiver: HandoffReceiver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[threading.Thread] = []
@@ -123,7 +125,7 @@ class Reactors:
         streams: StreamReceiver,
         streaming: Sequence[bytes] = (),
     ) -> None:
-        """Serve what connects to `listeners`, two at most, on the running event loop.
+        """Serve, on the running event loop, what connects to `listeners`, two at most, or is given back.
 
         They listen already. `streaming`: paths of gRPC whose requests are given as they come.
         """
@@ -185,7 +187,7 @@ class Reactors:
         self.cold_readers.stop()
         self._epochs.remove_readers(self._lines)
         for fd in np.flatnonzero(self.conns[:, kernel.STATE] != kernel.FREE).tolist():
-            os.close(fd)
+            self.tls.close(fd)
             for word in (kernel.IN_AT, kernel.OUT_BASE):
                 free(int(self.conns[fd, word]) or None)
             if session := int(self.conns[fd, kernel.SESSION]):
@@ -197,7 +199,7 @@ class Reactors:
             self._inboxes = []
         for what, _, value, _ in (*self.lanes.drain(), *self._left_in(self._outbox)):
             if what & 255 in (kernel.CONNECTION, kernel.REFUSED):
-                os.close(what >> 8)
+                self.tls.close(what >> 8)
                 free(value or None)
             elif what & 255 in (kernel.STREAM_REQUEST, kernel.STREAM_OPENED, kernel.STREAM_DATA):
                 free(value or None)
@@ -218,7 +220,7 @@ class Reactors:
         """Close connections that were to return to a reactor that has ended, and free answers that it has not read."""
         for what, _, value, _ in self._left_in(inbox):
             if what & 255 == kernel.COME_BACK:
-                os.close(what >> 8)
+                self.tls.close(what >> 8)
             elif what & 255 in (kernel.BLOCK, kernel.STREAM_BLOCK):
                 free(value)
 
@@ -304,8 +306,11 @@ class Reactors:
         if failed:
             raise OSError(-failed, os.strerror(-failed))
 
-    def give_back(self, fd: int) -> None:
-        """Give a connection back to its reactor, which owns the descriptor from now on."""
+    def give_back(self, fd: int, session: Session | None = None) -> None:
+        """Give a connection to a reactor, which owns the descriptor and the session from now on. Event loop only."""
+        if not self.tls.put(fd, session):
+            self.count_other(-1)
+            return
         self.notify(fd % self.threads, kernel.COME_BACK, fd, 0, 0, 0)
 
     def count_other(self, connections: int) -> None:
@@ -354,7 +359,7 @@ class Reactors:
         elif kind == kernel.CONNECTION:
             data = ctypes.string_at(value, more) if more else b""
             free(value or None)
-            receiver.connection(socket.socket(fileno=fd), data)
+            receiver.connection(socket.socket(fileno=fd), data, self.tls.session_of(fd, serial))
         elif kind >= kernel.STREAM_REQUEST:
             self.streams.serve(kind, what >> 8, serial, value, more)
         else:

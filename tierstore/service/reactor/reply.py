@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.service.reactor.tls_rows import TlsRows
 
 _CLOSES = 1 << 31  # a flag next to a serial
 Sending = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
@@ -21,6 +22,7 @@ class Pipes(Protocol):
     """What a reply needs of the reactors: their connections, their pipes, and where answers in Python's memory are kept."""
 
     conns: npt.NDArray[np.int64]
+    tls: TlsRows
     sending: dict[tuple[int, int], Sending]
 
     def notify(self, reactor: int, kind: int, fd: int, serial: int, address: int, count: int) -> None: ...
@@ -51,6 +53,11 @@ class Reply:
         except OSError:
             return None
         return host, port
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The names of the client's certificate."""
+        return self._reactors.tls.names_of(self._fd, self._serial)
 
     @property
     def began_ns(self) -> int:

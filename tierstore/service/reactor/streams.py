@@ -25,6 +25,7 @@ from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.reactor.cold_reads import free
 from tierstore.service.reactor.hpack import Fields, encode, encode_head
+from tierstore.service.reactor.tls_rows import TlsRows
 
 Sent = Callable[[], None]
 Buffer = bytes | memoryview
@@ -207,6 +208,7 @@ class Pipes(Protocol):
     """What streams need of the reactors."""
 
     conns: npt.NDArray[np.int64]
+    tls: TlsRows
     words: npt.NDArray[np.int64]
 
     def send_stream(self, reactor_number: int, write: Callable[[int], int]) -> None:
@@ -243,7 +245,10 @@ class Streams:
             body = ctypes.string_at(address + head_bytes, size - head_bytes)
             free(address)
             stream = self._open[fd, serial, number] = Stream(self, fd, serial, number, head, flags)
-            stream.too_large = flags == kernel.SIZE and not body
+            stream.too_large, stream.peer_names = (
+                flags == kernel.SIZE and not body,
+                self._pipes.tls.names_of(fd, serial),
+            )
             if kind == kernel.STREAM_REQUEST:
                 receiver.request(stream, body)
             else:

@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from tierstore.access.roles import Action, Principal
 from tierstore.access.rules import of_grpc
 from tierstore.errors import Closed, Forbidden, Overloaded, TierstoreError
+from tierstore.service.access import caller_key
 from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
@@ -149,8 +150,8 @@ class Calls:
             access.check_host(name)
             if not access.required:
                 self._allow((name or "").lower(), None, principal)
-            elif caller.authorizations:
-                self._allow((name or "").lower(), caller.authorizations[0], principal)
+            elif key := caller.authorizations[0] if caller.authorizations else caller_key(stream.peer_names):
+                self._allow((name or "").lower(), key, principal)
 
     def make_room(self) -> None:
         """For one more stream of messages. Overloaded where none of those that are open has been idle for long."""

@@ -1,0 +1,64 @@
+"""What the rows of connections have of TLS: their sessions, and the names of their clients' certificates, by descriptor and serial.
+
+A row is written while its connection is Python's. Event loop only, but for `close`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.codec import address_of
+from tierstore.service.access import caller_key
+from tierstore.service.openssl import Session, functions
+
+
+class TlsRows:
+    """Of the connections `conns`. `limits` gets where OpenSSL's functions are."""
+
+    def __init__(self, conns: npt.NDArray[np.int64], limits: npt.NDArray[np.int64], *, with_tls: bool) -> None:
+        self._conns = conns
+        limits[kernel.OPENSSL] = address_of(functions()) if with_tls else 0
+        # by descriptor: a connection's serial, the names of its client's certificate, and what reactors know them by
+        self._named: dict[int, tuple[int, tuple[str, ...], npt.NDArray[np.uint8]]] = {}
+
+    def put(self, fd: int, session: Session | None) -> bool:
+        """Write what a connection has that is to be a reactor's, to which the session belongs then. False: no row, and it is closed."""
+        if fd >= len(self._conns):
+            if session is not None:
+                session.close(abort=True)
+            os.close(fd)
+            return False
+        names = () if session is None else session.names
+        row, name = self._conns[fd], np.frombuffer(caller_key(names), np.uint8)
+        row[kernel.TLS] = 0 if session is None else session.detach()
+        row[kernel.CALLER_AT], row[kernel.CALLER_BYTES] = address_of(name), len(name)
+        if names:
+            self._named[fd] = int(row[kernel.SERIAL]), names, name
+        else:
+            self._named.pop(fd, None)
+        return True
+
+    def names_of(self, fd: int, serial: int) -> tuple[str, ...]:
+        of, names, _ = self._named.get(fd, (-1, (), None))
+        return names if of == serial else ()
+
+    def session_of(self, fd: int, serial: int) -> Session | None:
+        """The session of a connection that a reactor hands over."""
+        at = self._detach(fd)
+        return Session(at, self.names_of(fd, serial)) if at else None
+
+    def close(self, fd: int) -> None:
+        """Close a connection whose reactor has ended."""
+        if at := self._detach(fd):
+            Session(at).close()
+        os.close(fd)
+
+    def _detach(self, fd: int) -> int:
+        if fd >= len(self._conns):  # one that was refused
+            return 0
+        at, self._conns[fd, kernel.TLS] = int(self._conns[fd, kernel.TLS]), 0
+        return at
