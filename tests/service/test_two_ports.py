@@ -136,7 +136,7 @@ def test_a_client_of_http_2_that_ends_its_side_is_gone(narrow: ServerThread) -> 
     finally:
         gate.set()
     eventually(lambda: not service.lookup_pool.under_way(), "the end of all work")
-    assert service.shed.of("gone") == 1
+    assert 1 <= service.shed.of("gone") <= 3, "the one that waits for sure; those at the gate may be found out as well"
     eventually(lambda: service.inflight.used_bytes == 0, "nothing is held")
 
 

@@ -32,7 +32,7 @@ from tierstore.engine.operations.load import LocalTarget, load
 from tierstore.engine.operations.parked import ParkedMessages
 from tierstore.engine.operations.restore import leftovers_of
 from tierstore.engine.operations.status import store_status, with_problems
-from tierstore.engine.operations.together import close_models, start_models, stop_background
+from tierstore.engine.operations.together import close_models, start_background, start_models, stop_background
 from tierstore.engine.operations.verbs import LocalVerbs, Verbs
 from tierstore.engine.operations.verify import verify_store
 from tierstore.engine.serving.epochs import Epochs
@@ -90,9 +90,7 @@ class Store(ParkedMessages):
             except BaseException:
                 self._close_models()
                 raise
-            self.shared.throttle.start()
-            self.shared.warmer.start()
-            self.shared.sampler.start()
+            start_background(self.shared)
             self._sweeping.start()
         except BaseException:
             unlock(self._lock_file)

@@ -31,6 +31,12 @@ def start_models(root: DataDirectory, shared: Shared, models: dict[str, Model]) 
                 pass
 
 
+def start_background(shared: Shared) -> None:
+    """Begin what looks after all models from time to time."""
+    for part in (shared.throttle, shared.warmer, shared.sampler):
+        part.start()
+
+
 def stop_background(shared: Shared) -> None:
     """End what works beside the models."""
     shared.dense.limits.close()
