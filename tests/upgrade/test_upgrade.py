@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,8 @@ def open_(data: Path) -> tierstore.Store:
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 def test_a_directory_of_an_earlier_release_is_served_and_goes_on(kept: Path, tmp_path: Path) -> None:
     with tarfile.open(kept) as archive:
-        archive.extractall(tmp_path / "data", filter="data")
+        filtered: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
+        archive.extractall(tmp_path / "data", **filtered)
     directory.check(tmp_path / "data", tmp_path)
     directory.check(tmp_path / "data", tmp_path, newest=directory.NEXT)  # by a second start
 
