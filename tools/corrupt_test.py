@@ -56,9 +56,9 @@ OTHER = "other"
 FOLDED_BY_S = 60.0
 
 # what nothing is read from, or what only speeds a start up
-HARMLESS = {"LOCK", "db/LOCK", "db/LOG", "db/IDENTITY", "db/OPTIONS", "hot", "warmup", "audit"}
+HARMLESS = {"LOCK", "format.json", "db/LOCK", "db/LOG", "db/IDENTITY", "db/OPTIONS", "hot", "warmup", "audit"}
 KINDS = [
-    (r"LOCK", "LOCK"),
+    (r"(LOCK|format\.json)", r"\1"),
     (r"audit/.*", "audit"),
     (r"models/[^/]+/log/\d+-.*", "log entry"),
     (r"models/[^/]+/(CURRENT|routes\.json|undone\.json|log\.end|log/base\.json)", r"\1"),

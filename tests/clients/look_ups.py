@@ -106,7 +106,7 @@ def triton_asyncio(url: str, look_ups: list[LookUp], _: Path) -> list[Answer]:
 
 def ours(url: str, look_ups: list[LookUp], _: Path) -> list[Answer]:
     """It has no argument for an id."""
-    with tierstore.Client(url, shared_memory=False) as client:
+    with tierstore.Client(url) as client:
         return [
             Answer(*client.lookup(MODEL, FEATURE, look_up.keys, return_found=True, timeout_s=20 + number))
             for number, look_up in enumerate(look_ups)
@@ -115,7 +115,7 @@ def ours(url: str, look_ups: list[LookUp], _: Path) -> list[Answer]:
 
 def ours_asyncio(url: str, look_ups: list[LookUp], _: Path) -> list[Answer]:
     async def ask() -> list[Answer]:
-        async with tierstore.AsyncClient(url, shared_memory=False) as client:
+        async with tierstore.AsyncClient(url) as client:
             return [
                 Answer(*await client.lookup(MODEL, FEATURE, look_up.keys, return_found=True)) for look_up in look_ups
             ]

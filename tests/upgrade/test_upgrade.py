@@ -29,11 +29,15 @@ def open_(data: Path) -> tierstore.Store:
     return tierstore.open(data, **directory.SETTINGS)
 
 
+def unpack(archive: Path, where: Path) -> None:
+    filtered: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
+    with tarfile.open(archive) as held:
+        held.extractall(where, **filtered)
+
+
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 def test_a_directory_of_an_earlier_release_is_served_and_goes_on(kept: Path, tmp_path: Path) -> None:
-    with tarfile.open(kept) as archive:
-        filtered: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
-        archive.extractall(tmp_path / "data", **filtered)
+    unpack(kept, tmp_path / "data")
     directory.check(tmp_path / "data", tmp_path)
     directory.check(tmp_path / "data", tmp_path, newest=directory.NEXT)  # by a second start
 
@@ -99,8 +103,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["git", "archive", "--output", str(archive), OLDER, "tierstore", "schema"]
     if subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode:
         pytest.skip("the history of this clone does not reach back so far")
-    with tarfile.open(archive) as held:
-        held.extractall(where, filter="data")
+    unpack(archive, where)
     # of no use where its kernels are others; else they need not be compiled
     shutil.copytree(kernels.directory(), where / "tierstore/kernels/__pycache__")
     return where
