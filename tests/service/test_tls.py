@@ -25,7 +25,7 @@ from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.client import AsyncClient, Client
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, Forbidden, TierstoreError, Unauthorized, Unreachable
+from tierstore.errors import ConfigError, Forbidden, Unauthorized, Unreachable
 from tierstore.service.server import ServerThread, check_settings
 
 from .conftest import GRPC, eventually, settings_for
@@ -311,31 +311,6 @@ def test_a_handshake_that_never_ends_holds_nobody_up(scene: Scene) -> None:
     finally:
         for sock in silent:
             sock.close()
-
-
-def test_connections_that_say_nothing_make_room_for_those_that_do(authority: Authority, tmp_path: Path) -> None:
-    own = authority.issue("full")
-    settings = settings_for(tmp_path, tls_cert=own.cert, tls_key=own.key, max_connections=3)
-    with Store(settings) as store, ServerThread(store, settings) as server:
-        limit = server.service.connection_limit
-        silent = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(3)]
-        eventually(lambda: limit.open == 3, "the connections to be counted")
-        began = time.monotonic()
-
-        def is_served() -> bool:
-            with Client(server.url, ca=authority.ca, retries=0) as client:
-                try:
-                    return client.ready()
-                except TierstoreError:
-                    return False
-
-        assert not is_served(), "they have begun just now"
-        eventually(is_served, "the oldest to make room")
-        assert time.monotonic() - began < 9, "less than the time that a handshake has"
-        assert silent[0].recv(1) == b"", "the oldest"
-        for sock in silent:
-            sock.close()
-        eventually(lambda: limit.open == 0, "all to be counted off")
 
 
 def test_a_stop_does_not_wait_for_idle_clients(authority: Authority, tmp_path: Path) -> None:

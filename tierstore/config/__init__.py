@@ -90,7 +90,7 @@ class Settings(ServiceSettings, SourceSettings, DenseSettings, StoreSettings, Ba
 
 _SHOWN_DEFAULTS = {  # of those that depend on the machine
     "host_budget": "4GiB, at most half of the memory (of the control group)",
-    "threads": "as many as processors",
+    "threads": "as many as processors, at most 64",
     "lookup_threads": "as many as processors, at least 2",
     "load_workers": "as many as processors, at most 4",
     "source_root": "the working directory",

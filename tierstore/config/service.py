@@ -15,13 +15,16 @@ from tierstore.config.values import (
 from tierstore.logs import LogFormat, LogLevel
 from tierstore.machine import processors
 
+MOST_THREADS = 64  # reactors
+
 
 class ServiceSettings(BaseModel):
     """Fields of `Settings`."""
 
     threads: int = Field(
-        default_factory=processors,
+        default_factory=lambda: min(MOST_THREADS, processors()),
         ge=1,
+        le=MOST_THREADS,
         description="reactor threads, which answer look-ups over HTTP whose rows are in memory",
     )
     lookup_threads: int = Field(

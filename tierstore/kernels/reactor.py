@@ -36,7 +36,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from tierstore.kernels import LAST, compiled, h2out
+from tierstore.kernels import LAST, compiled, h2out, h2words
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64, stack_bytes
 from tierstore.kernels.httpdate import write_date_at
 from tierstore.kernels.raw import call_at, load_u32, load_u64, store_u64
@@ -76,6 +76,7 @@ from tierstore.kernels.reactor_words import (
     IN_BYTES,
     INFLIGHT,
     LOST,
+    MAKE_ROOM,
     MAY_READ,
     MESSAGE,
     MESSAGE_WORDS,
@@ -100,6 +101,7 @@ from tierstore.kernels.reactor_words import (
     SENDING,
     SERIAL,
     SERIALS,
+    SESSION,
     STALL_NS,
     STATE,
     STOP,
@@ -112,6 +114,7 @@ from tierstore.kernels.reactor_words import (
     here_at,
     shared_at,
 )
+from tierstore.kernels.request_record import get
 from tierstore.kernels.sysio import (
     EPOLL_ADD,
     EPOLL_DEL,
@@ -177,6 +180,19 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _make_room(me, fd, serial, now):  # type: ignore[no-untyped-def]
+    """End a connection whose client asks for nothing, unless it does just now."""
+    row = me.conns[fd]
+    if row[SERIAL] != serial or row[OWNER] != me.number or row[FLAGS] & (MAY_READ | WAITS) != 0:
+        return
+    if row[STATE] == READING and row[NEEDED] == 0:
+        end(me, fd, False)
+    elif row[STATE] == HTTP2 and get(row[SESSION], h2words.OPEN) == 0 and get(row[SESSION], h2words.OUT_KEPT) == 0:
+        row[DEADLINE_NS] = 1
+        call_at(me.http2, me.at, SWEEP, fd, now, me.limits[STALL_NS], 0)
+
+
+@nb.njit
 def _on_message(me, at, now):  # type: ignore[no-untyped-def]
     """One of Python's: (kind and descriptor, serial and flags, address, count). Returns a connection to be read, or -1."""
     what = nb.int64(load_u64(at, 0))
@@ -190,6 +206,9 @@ def _on_message(me, at, now):  # type: ignore[no-untyped-def]
         return -1
     row = me.conns[fd]
     value, size = nb.int64(load_u64(at, 2)), nb.int64(load_u64(at, 3))
+    if kind == MAKE_ROOM:
+        _make_room(me, fd, serial, now)
+        return -1
     if kind >= STREAM_BLOCK:
         call_at(me.http2, me.at, MESSAGE, fd, now, at, 0)
         return -1

@@ -65,8 +65,9 @@ LINE_WORDS = 32
 (
     REQUEST, CONNECTION, REFUSED, SENT, STREAM_REQUEST, STREAM_OPENED, STREAM_DATA, STREAM_LOST, STREAM_SENT,
 ) = range(9)  # fmt: skip
-# an answer in Python's memory, or in a block that becomes the reactor's; of a stream: a block, more of the request is wanted, its end
-ANSWER, COME_BACK, DROP, WAKE, BLOCK, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(8)
+# an answer in Python's memory, or in a block that becomes the reactor's; of a silent connection: its end; of a stream: a block, more of the
+# request is wanted, its end
+ANSWER, COME_BACK, DROP, WAKE, BLOCK, MAKE_ROOM, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(9)
 STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
 FIRST_PART = (1 << STREAM_SHIFT) - 1
 FRAMES, MESSAGE, SWEEP = range(3)  # what `reactor_http2.run` is to do

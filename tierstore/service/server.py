@@ -38,7 +38,7 @@ from tierstore.service.openssl import Session
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
-from tierstore.service.reactor.reactors import Reactors, check_threads
+from tierstore.service.reactor.reactors import Reactors
 from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
@@ -52,7 +52,6 @@ ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of the
 
 def check_settings(settings: Settings) -> None:
     """Raise for what this release cannot do, before anything is opened."""
-    check_threads(settings.threads)
     tls_of(settings)
     check_access(settings)
     check_sources(settings)
@@ -139,6 +138,9 @@ class HttpService:
 
     def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None:
         """Serve a connection that a reactor hands over. Event loop only."""
+        if refused and self._connection_limit.make_room():
+            self._reactors.give_back(sock.detach())
+            return
         self._server.adopt(self._connection_limit, sock, data, refused=refused, back=self._give_back, session=session)
 
     def _give_back(self) -> Callable[[int, Session | None], None] | None:

@@ -22,6 +22,7 @@ from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.http.frames import PREFACE, FrameSession
 from tierstore.service.http.messages import CONNECTION, PEER, UNNAMED, Peer
 from tierstore.service.http.tls_transport import SESSION
+from tierstore.service.limits.silent import host_of
 from tierstore.service.openssl import Session
 
 Back: TypeAlias = Callable[[], Callable[[int, Session | None], None] | None]
@@ -127,7 +128,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
         self._session: Session | None = transport.get_extra_info(SESSION)
         names = () if self._session is None else self._session.names
-        self._peer = Peer(self._admin, names, is_on_host(transport.get_extra_info("socket")))
+        sock = transport.get_extra_info("socket")
+        self._peer, self._host = Peer(self._admin, names, is_on_host(sock)), host_of(sock)
         if self._limit is not None:
             self._served = self._limit.acquire(refused=self._refused)
             if self._served is None:
@@ -168,6 +170,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
         if self._limit is not None and self._served is not None:
+            self._limit.heads.discard(self._host, self.transport)
             self._limit.release(self._served)
             self._served = None
 
@@ -263,8 +266,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._beside_bytes += len(data)
         else:
-            if self._deadlines is not None:
-                self._deadlines.expect_head()
+            self._expect_head()
             self._head_bytes += len(data)
             data = self._without_upgrade(data)
         self._before = (self._before + data[-3:])[-3:]
@@ -340,11 +342,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise BufferError(f"more than {PIPELINED} requests were sent ahead of their answers")
         super().on_message_begin()
         self._in_request = True
-        if self._deadlines is not None:
-            self._deadlines.expect_head()
+        self._expect_head()
         self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self.scope[PEER] = self._peer  # type: ignore[literal-required]
         self._in_head = True
+
+    def _expect_head(self) -> None:
+        if self._deadlines is not None:
+            self._deadlines.expect_head()
+        if self._limit is not None and self._served and (self.cycle is None or self.cycle.response_complete):
+            self._limit.heads.add(self._host, self.transport)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # a trailer would pass for a header, after those were checked
@@ -358,6 +365,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if self._deadlines is not None:
             self._deadlines.expect_body()
+        if self._limit is not None:
+            self._limit.heads.discard(self._host, self.transport)
         self._in_head = False
         self._head_bytes = self._beside_bytes = 0
 

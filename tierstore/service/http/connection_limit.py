@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tierstore.errors import Overloaded
 from tierstore.service.context import Service
@@ -19,6 +19,7 @@ from tierstore.service.http.frames import Http2
 from tierstore.service.http.messages import Receive, Scope, Send, error_for_path
 from tierstore.service.http.middleware import RequestLogging
 from tierstore.service.http.turns import Turns
+from tierstore.service.limits.silent import Silent
 
 REFUSED_AT_ONCE = 256
 REFUSED_S = 5.0  # for the request of a connection that is refused to arrive
@@ -31,6 +32,7 @@ class Served(Protocol):
     @property
     def open(self) -> int: ...
     def count_other(self, connections: int) -> None: ...
+    def make_room(self) -> bool: ...
 
 
 class Count:
@@ -42,6 +44,9 @@ class Count:
     def count_other(self, connections: int) -> None:
         self.open += connections
 
+    def make_room(self) -> bool:
+        return False
+
 
 class ConnectionLimit:
     """Counts connections; also the ASGI application of those that are refused."""
@@ -50,6 +55,8 @@ class ConnectionLimit:
         """`served` has counted a connection, or refused it, before it comes here."""
         self._service, self.limit, self._served = service, limit, served
         self.refused = 0  # those that are being refused
+        self.made_room = 0  # silent ones, for others
+        self.heads: Silent[asyncio.Transport] = Silent()  # of connections on which nothing but a head has begun
         self.turns = Turns()
         self.http2: Http2 | None = None  # how its connections are served that begin as HTTP/2
         self.app = RequestLogging(self, service.request_log)
@@ -85,6 +92,17 @@ class ConnectionLimit:
         self._served.count_other(1)
         return True
 
+    def make_room(self) -> bool:
+        """End a silent connection, and count another one of Python's in its place. False: there is none, and nothing is counted."""
+        head = self.heads.pop()
+        if head is not None:
+            head.abort()
+            self._served.count_other(1)
+        elif not self._served.make_room():
+            return False
+        self.made_room += 1
+        return True
+
     def release(self, served: bool) -> None:
         if served:
             self._served.count_other(-1)
@@ -94,6 +112,9 @@ class ConnectionLimit:
     def families(self) -> Iterator[Metric]:
         """For Prometheus."""
         yield GaugeMetricFamily("tierstore_connections", "HTTP connections that are open.", value=self.open)
+        yield CounterMetricFamily(
+            "tierstore_connections_made_room", "Silent connections that were ended for others.", value=self.made_room
+        )
         yield GaugeMetricFamily("tierstore_connections_limit", "HTTP connections that may be open.", value=self.limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

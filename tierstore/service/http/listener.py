@@ -18,13 +18,13 @@ from tierstore.service.http.connection import Back
 from tierstore.service.http.connection_limit import REFUSED_AT_ONCE, ConnectionLimit
 from tierstore.service.http.server import BACKLOG, HttpServer
 from tierstore.service.http.tls_transport import handshake
+from tierstore.service.limits.silent import Silent, host_of
 from tierstore.service.openssl import Session
 from tierstore.service.tls import Tls
 
 logger = logging.getLogger(__name__)
 _AT_ONCE = 64  # connections accepted in one turn of the event loop
 _PAUSE_S = 0.1  # where no more files may be opened
-_SILENT_S = 1.0  # from here on a handshake makes room for other connections
 
 
 class Listener:
@@ -55,8 +55,7 @@ class Listener:
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._refusing = 0
         self._beginning: set[asyncio.Task[Any]] = set()  # connections in their handshake
-        # by address, handshakes that are counted, and when they began; the oldest first
-        self._silent: dict[str, dict[asyncio.Task[Any], float]] = {}
+        self._handshakes: Silent[asyncio.Task[Any]] = Silent()  # those that are counted
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -107,17 +106,17 @@ class Listener:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        refused = not (self._limit.admit() or self._make_room())
+        refused = not (self._limit.admit() or self._make_room() or self._limit.make_room())
         if refused and self._refusing >= REFUSED_AT_ONCE:
             connection.close()
             return
         if self._tls is None:
             task: asyncio.Task[Any] = self._adopt(connection, refused)
         else:
-            loop, host = asyncio.get_running_loop(), _host_of(connection)
-            task = loop.create_task(handshake(connection, self._tls.current.context))
+            host = host_of(connection)
+            task = asyncio.get_running_loop().create_task(handshake(connection, self._tls.current.context))
             if not refused:
-                self._silent.setdefault(host, {})[task] = loop.time()
+                self._handshakes.add(host, task)
             task.add_done_callback(partial(self._begin, connection, host, refused))
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
@@ -126,33 +125,15 @@ class Listener:
             task.add_done_callback(self._refused)
 
     def _make_room(self) -> bool:
-        """End a handshake in progress, whose place is free then: the oldest one of the address that has most of them.
-
-        False: there is none, or it has begun just now.
-        """
-        if not self._silent:
+        """End a handshake in progress, whose place is free then. False: there is none, or it has begun just now."""
+        if (task := self._handshakes.pop()) is None:
             return False
-        host = max(self._silent, key=lambda host: len(self._silent[host]))
-        task, began_s = next(iter(self._silent[host].items()))
-        if asyncio.get_running_loop().time() - began_s < _SILENT_S:
-            return False
-        self._forget(host, task)
         task.cancel()
-        return True
-
-    def _forget(self, host: str, task: asyncio.Task[Any]) -> bool:
-        """A handshake is no more in progress. False: it has made room before."""
-        of_host = self._silent.get(host, {})
-        if task not in of_host:
-            return False
-        del of_host[task]
-        if not of_host:
-            del self._silent[host]
         return True
 
     def _begin(self, connection: socket.socket, host: str, refused: bool, task: asyncio.Task[Session]) -> None:
         """A handshake has ended: give the connection to a reactor as soon as there are any, else to the server."""
-        counted = self._forget(host, task)
+        counted = self._handshakes.discard(host, task)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None or not (counted or refused):
             if not task.cancelled() and error is None:
@@ -187,10 +168,3 @@ class Listener:
     def _resume(self) -> None:
         if self._loop is not None:
             self._loop.add_reader(self._socket, self._accept)
-
-
-def _host_of(connection: socket.socket) -> str:
-    try:
-        return str(connection.getpeername()[0])
-    except OSError:
-        return ""

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.config import Settings
 from tierstore.kernels import binding, h2words, lookupplan, reactor, request_record, sysio
 from tierstore.kernels import reactor_words as kernel
+from tierstore.service.limits import slow_clients
+from tierstore.service.reactor.streams import most_message
 
 _LINE = 64  # bytes of a cache line
 
@@ -30,6 +36,31 @@ def areas() -> tuple[int, ...]:
         kernel.FRAMES_BYTES,
     )
     return tuple(-(-size // _LINE) * _LINE for size in sizes)
+
+
+def limits_of(settings: Settings, threads: int, connections: int, descriptors: int) -> npt.NDArray[np.int64]:
+    """What bounds the requests and the connections of `threads` reactors, as their words."""
+    limits = np.zeros(kernel.LIMIT_WORDS, np.int64)
+    for word, value in {
+        kernel.MOST_CONNECTIONS: connections,
+        kernel.MOST_BODY: min(settings.max_request, settings.max_inflight),
+        kernel.MOST_MESSAGE: most_message(settings),
+        kernel.MOST_ANSWER: settings.max_response,
+        kernel.MOST_INFLIGHT: settings.max_inflight,
+        kernel.IDLE_NS: int(settings.idle_timeout_s * 1e9),
+        kernel.ARRIVAL_NS: int(settings.arrival_timeout_s * 1e9),
+        kernel.STALL_NS: int(slow_clients.STALL_S * 1e9),
+        kernel.PRESSED_STALL_NS: int(slow_clients.PRESSED_STALL_S * 1e9),
+        kernel.MOST_WAIT_NS: int(settings.max_queue_s * 1e9),
+        kernel.FINISH_NS: int(slow_clients.ENDING_S * 1e9),
+        kernel.SLOWEST_RATE: slow_clients.SLOWEST_RATE,
+        kernel.REACTORS: threads,
+        kernel.MOST_DESCRIPTORS: descriptors,
+        kernel.POOL_THREADS: settings.lookup_threads,
+        kernel.POOL_QUEUE: settings.lookup_queue,
+    }.items():
+        limits[word] = value
+    return limits
 
 
 def register(epoll: int, fd: int, mask: int, data: int) -> None:

@@ -29,31 +29,30 @@ from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.serving.epochs import Epochs
-from tierstore.errors import ConfigError
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import front_rows, httphead, lookupplan, reactor, reactor_calls, reactor_http2, sysio
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
-from tierstore.service.limits import slow_clients
 from tierstore.service.openssl import Session
 from tierstore.service.process import request_short_slices
 from tierstore.service.reactor import metrics
 from tierstore.service.reactor.cold_reads import ColdReaders, free
 from tierstore.service.reactor.lanes import Lanes, Message
-from tierstore.service.reactor.memory import areas, register
+from tierstore.service.reactor.memory import areas, limits_of, register
 from tierstore.service.reactor.predictions import Counted, Predictions
 from tierstore.service.reactor.reply import Reply, Sending
 from tierstore.service.reactor.scorings import Scoring
-from tierstore.service.reactor.streams import StreamReceiver, Streams, most_message
+from tierstore.service.reactor.silent import SilentConnections
+from tierstore.service.reactor.streams import StreamReceiver, Streams
 from tierstore.service.reactor.tls_rows import TlsRows
 
 logger = logging.getLogger(__name__)
 
-MOST_THREADS = 64
 _PIPE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 1 << 16
 _MESSAGE = struct.Struct(f"<{kernel.MESSAGE_WORDS}q")
 _READ_BYTES = 1 << 16
+_ON_THEIR_WAY = 64  # connections beyond the limit, whose place another is about to leave
 
 
 class HandoffReceiver(Protocol):
@@ -75,26 +74,7 @@ class Reactors:
         self.words = np.zeros(kernel.SHARED_WORDS, np.int64)
         self.conns = np.zeros((most, kernel.CONNECTION_WORDS), np.int64)
         self._lines = np.zeros((threads, kernel.LINE_WORDS), np.int64)
-        self._limits = np.zeros(kernel.LIMIT_WORDS, np.int64)
-        for word, value in {
-            kernel.MOST_CONNECTIONS: most_connections,
-            kernel.MOST_BODY: min(settings.max_request, settings.max_inflight),
-            kernel.MOST_MESSAGE: most_message(settings),
-            kernel.MOST_ANSWER: settings.max_response,
-            kernel.MOST_INFLIGHT: settings.max_inflight,
-            kernel.IDLE_NS: int(settings.idle_timeout_s * 1e9),
-            kernel.ARRIVAL_NS: int(settings.arrival_timeout_s * 1e9),
-            kernel.STALL_NS: int(slow_clients.STALL_S * 1e9),
-            kernel.PRESSED_STALL_NS: int(slow_clients.PRESSED_STALL_S * 1e9),
-            kernel.MOST_WAIT_NS: int(settings.max_queue_s * 1e9),
-            kernel.FINISH_NS: int(slow_clients.ENDING_S * 1e9),
-            kernel.SLOWEST_RATE: slow_clients.SLOWEST_RATE,
-            kernel.REACTORS: threads,
-            kernel.MOST_DESCRIPTORS: most,
-            kernel.POOL_THREADS: settings.lookup_threads,
-            kernel.POOL_QUEUE: settings.lookup_queue,
-        }.items():
-            self._limits[word] = value
+        self._limits = limits_of(settings, threads, most_connections, most)
         self.words[[kernel.GENERATION_AT, kernel.MODELS_AT]] = address_of(epochs.generation), address_of(epochs.models)
         self.cold_readers = ColdReaders(threads, settings.disk_threads, epochs)
         self._memory = [mmap.mmap(-1, sum(areas())) for _ in range(threads)]
@@ -106,6 +86,7 @@ class Reactors:
         self.lanes = Lanes(self._serve_message)
         self.streams = Streams(self)
         self.tls = TlsRows(self.conns, self._limits, with_tls=settings.tls_cert is not None)
+        self._silent = SilentConnections(self.conns, self._limits, self.words)
         self._receiver: HandoffReceiver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[threading.Thread] = []
@@ -317,6 +298,16 @@ class Reactors:
         """Python serves so many more connections, or fewer."""
         atomics.add(address_of(self.words) + 8 * kernel.OTHER_OPEN, connections)
 
+    def make_room(self) -> bool:
+        """End a silent connection, and count one of Python's in its place. False: there is none, or there are too many on their way."""
+        most = int(self._limits[kernel.MOST_CONNECTIONS])
+        if self.open >= most + min(most, _ON_THEIR_WAY) or (found := self._silent.pop()) is None:
+            return False
+        owner, fd, serial = found
+        self.notify(owner, kernel.MAKE_ROOM, fd, serial, 0, 0)
+        self.count_other(1)
+        return True
+
     @property
     def open(self) -> int:
         """Connections that are open, here and in Python."""
@@ -393,8 +384,3 @@ def _serve(here: kernel.Here) -> None:
     request_short_slices()
     words = kernel.words_of(here)
     reactor.serve(address_of(words))
-
-
-def check_threads(threads: int) -> None:
-    if threads > MOST_THREADS:
-        raise ConfigError(f"threads = {threads}: expected at most {MOST_THREADS}, about one a core")

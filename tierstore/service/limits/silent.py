@@ -1,0 +1,54 @@
+"""What has not said yet what it wants, and makes room where there is no place left. Event loop only."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+SILENT_S = 1.0  # from here on it makes room
+T = TypeVar("T", bound=Hashable)
+
+
+class Silent(Generic[T]):
+    """Handshakes, or heads of requests, that have begun, by the address of the client.
+
+    First goes one of the address that has most of them, so that one client's cost that client's own; of those the oldest.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[T, float]] = {}  # since when; the oldest first
+
+    def add(self, host: str, what: T) -> None:
+        """It has begun now, unless it is there already."""
+        self._of.setdefault(host, {}).setdefault(what, time.monotonic())
+
+    def discard(self, host: str, what: T) -> bool:
+        """Whether it was there: it has not made room."""
+        of_host = self._of.get(host)
+        if of_host is None or of_host.pop(what, None) is None:
+            return False
+        if not of_host:
+            del self._of[host]
+        return True
+
+    def pop(self) -> T | None:
+        """What is to make room, which is here no more. None: there is nothing, or it has begun a moment ago."""
+        if not self._of:
+            return None
+        host = max(self._of, key=lambda host: len(self._of[host]))
+        what, since_s = next(iter(self._of[host].items()))
+        if time.monotonic() - since_s < SILENT_S:
+            return None
+        self.discard(host, what)
+        return what
+
+
+def host_of(sock: socket.socket | None) -> str:
+    """The address of the other end; "" where it has none, or has gone."""
+    try:
+        name = None if sock is None else sock.getpeername()
+    except OSError:
+        return ""
+    return str(name[0]) if isinstance(name, tuple) else ""

@@ -1,0 +1,72 @@
+"""Connections of reactors that make room for new ones where there are as many as there may be. Event loop only.
+
+Those whose clients have asked for nothing for a while, or have not said what for. First of the address that has most of them, so that one
+client's connections cost that client's own; of them the one that has been silent longest.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.kernels import reactor_words as kernel
+from tierstore.service.limits.silent import SILENT_S, host_of
+
+_LOOKED_AT = 256  # connections whose addresses are asked for in one look: drawn at random where there are more
+_FOUND = 16  # that one look names
+_PAUSE_S = 0.05  # between two looks
+
+
+class SilentConnections:
+    """Of the connections `conns`, as `limits` bounds them; `words` is the memory that reactors share."""
+
+    def __init__(
+        self, conns: npt.NDArray[np.int64], limits: npt.NDArray[np.int64], words: npt.NDArray[np.int64]
+    ) -> None:
+        self._conns, self._limits, self._words = conns, limits, words
+        self._found: list[tuple[int, int, int]] = []  # descriptor, serial and deadline; the first to go is the last one
+        self._next_look_s = 0.0
+        self._random = np.random.default_rng()
+
+    def pop(self) -> tuple[int, int, int] | None:
+        """Reactor, descriptor and serial of a connection that is to make room; the reactor looks whether it still is silent."""
+        if not self._found and time.monotonic() >= self._next_look_s:
+            self._look()
+            self._next_look_s = time.monotonic() + _PAUSE_S
+        while self._found:
+            fd, serial, deadline = self._found.pop()
+            owner, *now = self._conns[fd, [kernel.OWNER, kernel.SERIAL, kernel.DEADLINE_NS]].tolist()
+            if now == [serial, deadline]:
+                return owner, fd, serial
+        return None
+
+    def _look(self) -> None:
+        rows = self._conns[: int(self._words[kernel.HIGHEST]) + 1]
+        state, deadline = rows[:, kernel.STATE], rows[:, kernel.DEADLINE_NS]
+        is_http2 = state == kernel.HTTP2
+        begins = ~is_http2 & (rows[:, kernel.IN_BYTES] > 0)  # a head that is not whole
+        since = deadline - np.where(begins, self._limits[kernel.ARRIVAL_NS], self._limits[kernel.IDLE_NS])
+        is_silent = (is_http2 & (deadline != 0)) | ((state == kernel.READING) & (rows[:, kernel.NEEDED] == 0))
+        fds = np.flatnonzero(is_silent & (since < time.monotonic_ns() - int(SILENT_S * 1e9)))
+        if len(fds) > _LOOKED_AT:
+            fds = self._random.choice(fds, _LOOKED_AT, replace=False)
+        hosts = {fd: _host_of(fd) for fd in fds.tolist()}
+        counts = Counter(hosts.values())
+        first = sorted(hosts, key=lambda fd: (-counts[hosts[fd]], since[fd]))[:_FOUND]
+        self._found = [(fd, int(rows[fd, kernel.SERIAL]), int(deadline[fd])) for fd in reversed(first)]
+
+
+def _host_of(fd: int) -> str:
+    """The other end of a descriptor, which a reactor may close at any moment."""
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError:
+        return ""
+    try:
+        return host_of(sock)
+    finally:
+        sock.detach()
