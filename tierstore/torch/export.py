@@ -15,7 +15,7 @@ from torch import nn
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.normalize import guessed_key_type
 from tierstore.formats.snapshot.writer import SnapshotWriter
-from tierstore.torch.tables import BATCH_ROWS, checked_keys, tables_of
+from tierstore.torch.tables import BATCH_ROWS, Collection, checked_keys, collections_of, tables_of
 from tierstore.torch.touched import TouchedRows
 
 _TOLERANCE = 1e-3  # between scores of the module and of ONNX Runtime, relative and absolute
@@ -39,8 +39,9 @@ def write_snapshot(
     """Write a snapshot of a module: its embeddings as tables, in parts and never copied as a whole, and its dense part.
 
     Args:
-        inputs: an example of `forward`'s arguments by name, tensors of two items or more. It shows which arguments are
-            features, and is recorded as a request that must succeed before the version serves.
+        inputs: an example of `forward`'s arguments by name, tensors of two items or more, and KeyedJaggedTensors of
+            TorchRec's collections. It shows which arguments are features, and is recorded as a request that must succeed
+            before the version serves.
         keys: by table, the key of each row in order: integers or strings; default the row's number.
         dtype, default: of all tables, as for `SnapshotWriter.table`.
         ttl_s: by table, after which time its rows expire that neither a snapshot nor a delta has written: seconds, or `30d`.
@@ -88,6 +89,13 @@ def export_dense(module: nn.Module, inputs: Mapping[str, Any], path: str | Path 
     """
     tables = tables_of(module)
     features = _features(module, inputs, tables)
+    if sequences := [
+        name for name, feature in features.items() if feature.bags is not None and feature.combiner is None
+    ]:
+        raise InvalidInput(
+            f"features {', '.join(sequences)} are sequences of an EmbeddingCollection, whose lengths a dense part cannot be "
+            "given: expected an EmbeddingBagCollection; or write the tables alone, dense=False"
+        )
     was_training = module.training
     module.eval()
     try:
@@ -113,17 +121,20 @@ class _Feature:
     combiner: str | None
     padding: int | None
     rows: Any
-    parts: tuple[str, ...]  # the arguments with offsets and weights of its bags
+    parts: tuple[str, ...]  # the arguments with offsets and weights of its bags, or that which the bags are in
+    bags: Any = None  # a JaggedTensor, where a collection of TorchRec has the feature
+    pooled: Any = None  # the type that such a collection returns
 
 
 def _features(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, _Feature]:
-    """The features by argument, found by running the module on the example."""
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    """The features by argument, or by their names in a collection, found by running the module on the example."""
+    tensors = {name: value for name, value in inputs.items() if _is_tensor(value)}
     found: dict[str, _Feature] = {}
+    collections = collections_of(module)
+    collected = {id(table) for one in collections for _, table in one.tables}
 
     def argument_of(value: Any) -> str | None:
-        same = (name for name, one in tensors.items() if isinstance(value, torch.Tensor) and value is one)
-        return next(same, None)
+        return next((name for name, one in tensors.items() if value is one), None)
 
     def note(name: str) -> Any:
         def hook(table: Any, arguments: tuple[Any, ...], options: dict[str, Any], rows: Any) -> None:
@@ -144,7 +155,36 @@ def _features(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str,
 
         return hook
 
-    hooks = [table.register_forward_hook(note(name), with_kwargs=True) for name, table in tables.items()]
+    def note_collection(one: Collection) -> Any:
+        def hook(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], pooled: Any) -> None:
+            jagged = (*arguments, *options.values())[0]
+            argument = argument_of(jagged)
+            if argument is None:
+                raise InvalidInput(
+                    f"a {type(one.module).__name__} is called with a value that is no argument of forward: expected one of "
+                    f"{', '.join(tensors)}, unchanged"
+                )
+            rows, bags = pooled if isinstance(pooled, dict) else pooled.to_dict(), jagged.to_dict()
+            for config, _ in one.tables:
+                pooling = getattr(config, "pooling", None)
+                for name in config.feature_names:
+                    if name not in rows or name in found or name in tensors:
+                        raise InvalidInput(
+                            f"feature {name!r} is read by two tables, or is an argument too: rename one of them"
+                        )
+                    combiner = None if pooling is None else pooling.value.lower()
+                    found[name] = _Feature(
+                        name, config.name, combiner, None, rows[name], (argument,), bags[name], type(pooled)
+                    )
+
+        return hook
+
+    hooks = [
+        table.register_forward_hook(note(name), with_kwargs=True)
+        for name, table in tables.items()
+        if id(table) not in collected
+    ]
+    hooks += [one.module.register_forward_hook(note_collection(one), with_kwargs=True) for one in collections]
     was_training = module.training
     module.eval()
     try:
@@ -163,12 +203,20 @@ def _request(features: Mapping[str, _Feature], inputs: Mapping[str, Any], keys: 
     request: dict[str, Any] = dict(arrays)
     for name, feature in features.items():
         for part in feature.parts:
-            del request[part]
-        if feature.table in keys:
-            request[name] = keys[feature.table][arrays[name]]
-        if feature.parts:
-            request[name] = (request[name], *(arrays[part] for part in feature.parts))
+            request.pop(part, None)
+        if feature.bags is None:
+            rows, others = arrays[name], [arrays[part] for part in feature.parts]
+        else:
+            rows, offsets, weights = feature.bags.values(), feature.bags.offsets()[:-1], feature.bags.weights_or_none()
+            rows, *others = (one.numpy(force=True) for one in (rows, offsets, weights) if one is not None)
+        its = keys[feature.table][rows] if feature.table in keys else rows
+        request[name] = (its, *others) if others else its
     return request
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it may be what a table or a collection is called with."""
+    return isinstance(value, torch.Tensor) or hasattr(value, "to_dict")
 
 
 class _Rows(nn.Module):  # type: ignore[misc]
@@ -178,35 +226,63 @@ class _Rows(nn.Module):  # type: ignore[misc]
         return rows
 
 
+class _Pooled:
+    """The rows by feature that one call of the dense part is given. They are no module's, whose tensors an export does not let change."""
+
+    by_feature: Mapping[str, Any]
+
+
+class _PooledRows(nn.Module):  # type: ignore[misc]
+    """Replaces a collection: returns what that does, made of rows that are given."""
+
+    def __init__(self, collection: Collection, features: Mapping[str, _Feature], given: _Pooled) -> None:
+        super().__init__()
+        self._given, self._features = given, [name for config, _ in collection.tables for name in config.feature_names]
+        self._dims = [config.embedding_dim for config, _ in collection.tables for _ in config.feature_names]
+        self._type = features[self._features[0]].pooled
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        rows = torch.cat([self._given.by_feature[name] for name in self._features], 1)
+        return self._type(keys=self._features, length_per_key=self._dims, values=rows)
+
+
 class _Dense(nn.Module):  # type: ignore[misc]
-    """The module, called with rows for features, and with None for offsets and weights."""
+    """The module, called with rows for features, and with None for the arguments that features were made of."""
 
     def __init__(
         self, module: nn.Module, tables: Mapping[str, Any], features: Mapping[str, _Feature], inputs: Mapping[str, Any]
     ) -> None:
         super().__init__()
-        self._tables = list(tables.values())  # in a list, so that they are no submodules of this one
+        self._given = _Pooled()
+        self._replaced: list[tuple[Any, nn.Module]] = [  # what is in a list is no submodule
+            *((one.module, _PooledRows(one, features, self._given)) for one in collections_of(module)),
+            *((table, _Rows()) for table in tables.values()),
+        ]
         self._unused = {part: None for feature in features.values() for part in feature.parts}
-        self.names = [name for name in inputs if name not in self._unused]
+        self._arguments = [name for name in inputs if name not in self._unused]
+        self.names = [*self._arguments, *(name for name, feature in features.items() if feature.bags is not None)]
         self.inner = module
 
     def forward(self, *values: Any) -> Any:
-        return self.inner(**dict(zip(self.names, values, strict=True)), **self._unused)
+        given = dict(zip(self.names, values, strict=True))
+        self._given.by_feature = given
+        return self.inner(**{name: given[name] for name in self._arguments}, **self._unused)
 
     @contextmanager
     def without_tables(self) -> Iterator[None]:
         replaced = [
-            (parent, name, part)
+            (parent, name, part, new)
             for parent in self.inner.modules()
             for name, part in parent.named_children()
-            if any(part is table for table in self._tables)
+            for old, new in self._replaced
+            if part is old
         ]
-        for parent, name, _ in replaced:
-            setattr(parent, name, _Rows())
+        for parent, name, _, new in replaced:
+            setattr(parent, name, new)
         try:
             yield
         finally:
-            for parent, name, part in replaced:
+            for parent, name, part, _ in replaced:
                 setattr(parent, name, part)
 
 
