@@ -12,7 +12,8 @@ from typer.core import TyperCommand
 
 from tierstore.cli.options import option
 from tierstore.cli.signals import end_at_once
-from tierstore.cli.target import ready_kernels
+
+log = logging.getLogger("tierstore")
 
 
 class ServeCommand(TyperCommand):
@@ -159,8 +160,14 @@ def _run(config: Path | None, flags: dict[str, Any]) -> None:
 
     settings = load_settings(config, **flags)
     configure(settings.log_format, settings.log_level)
-    ready_kernels(settings.data, logging.getLogger("tierstore").info, "tierstore.service.server")
-    from tierstore.service.server import serve as run_service
+    from tierstore import kernels
+    from tierstore.kernels import ahead
+
+    kernels.use_data(settings.data)
+    ahead.start(log.info)
+    from tierstore.service.server import serve as run_service  # while kernels are compiled
+
+    ahead.prepare(log.info)
 
     def announce(url: str, grpc_target: str | None) -> None:
         typer.echo(f"tierstore serves {settings.data} at {url}")
