@@ -24,12 +24,14 @@ from tierstore.cli.parked import parked
 from tierstore.cli.plan import plan
 from tierstore.cli.serve import ServeCommand, serve
 from tierstore.cli.target import (
+    check_directory,
     key_type,
     open_data,
     open_target,
     parse_keys,
     say,
     say_aside,
+    service_url,
     shown_kernels,
     warn_of_dense,
 )
@@ -82,6 +84,8 @@ def load(
     from tierstore.cli.progress import shown_progress
 
     started_s = time.monotonic()
+    if service_url(data, url) is None:
+        check_directory(snapshot)
     # A path that exists here is sent as an absolute one: the working directory of the service may be another.
     source = str(Path(snapshot).resolve()) if Path(snapshot).is_dir() else snapshot
     with open_target(data, url, create=True) as target, shown_progress("load") as progress:

@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from tierstore.cli.options import option
 from tierstore.cli.signals import end_at_once
+from tierstore.cli.target import say_aside
 
 log = logging.getLogger("tierstore")
 
@@ -165,6 +166,7 @@ def _run(config: Path | None, flags: dict[str, Any]) -> None:
 
     kernels.use_data(settings.data)
     ahead.start(log.info)
+    is_new = not settings.data.is_dir() and settings.remote is None and settings.upstream is None
     from tierstore.service.server import serve as run_service  # while kernels are compiled
 
     ahead.prepare(log.info)
@@ -173,5 +175,9 @@ def _run(config: Path | None, flags: dict[str, Any]) -> None:
         typer.echo(f"tierstore serves {settings.data} at {url}")
         if grpc_target is not None:
             typer.echo(f"gRPC at {grpc_target}")
+        if is_new:
+            say_aside(
+                f"{settings.data} is new and empty: `tierstore import PATH… --url {url}` or `tierstore load SNAPSHOT --url {url}` brings a model"
+            )
 
     run_service(settings, announce=announce)

@@ -102,12 +102,13 @@ def local_user() -> str:
     return f"user {name} (command line)"
 
 
-def ready_kernels(data: Path) -> None:
+def ready_kernels(data: Path | None = None) -> None:
     """Have the kernels of a store compiled, all of them: what is done in it does not compete with the compiler. Shown meanwhile."""
     from tierstore import kernels
     from tierstore.kernels import ahead
 
-    kernels.use_data(data)
+    if data is not None:
+        kernels.use_data(data)
     if not kernels.is_complete(kernels.SOON):
         ahead.start(say_aside, kernels.SOON)
         importlib.import_module("tierstore.engine.store")  # meanwhile
@@ -142,6 +143,12 @@ def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) ->
     dense = next((str(one.get("dense") or "") for one in versions if one["version"] == version), "")
     if "not served" in dense:
         typer.echo(f"tierstore: {model} version {version}: the dense part is {dense}", err=True)
+
+
+def check_directory(snapshot: str) -> None:
+    """NotFound for a snapshot's path that does not exist. For a command that reads it itself."""
+    if "://" not in snapshot and not Path(snapshot).is_dir():
+        raise NotFound(f"no such directory: {snapshot}")
 
 
 def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:
