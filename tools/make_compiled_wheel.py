@@ -23,7 +23,9 @@ from pathlib import Path
 
 from tierstore.kernels.carried import COMMON, FOLDER
 
-SYSTEM = "manylinux_2_17"  # kernels call glibc for no more than memory and files: as old a one as NumPy's wheels ask for
+SYSTEM = (
+    "manylinux_2_17"  # kernels call glibc for no more than memory and files: as old a one as NumPy's wheels ask for
+)
 
 
 def compile_in(package: Path) -> None:
