@@ -29,6 +29,14 @@ Ttl = Annotated[str | None, option("TIME", "Rows that were not written for so lo
 TimeColumn = Annotated[
     str | None, option("COLUMN", "When each row was written (default: the time of the import for all).")
 ]
+Key = Annotated[str, typer.Option(metavar="COLUMN", help="The column, or tensor, of the keys.")]
+Vector = Annotated[
+    str,
+    typer.Option(
+        metavar="COLUMN",
+        help="The column, or tensor, of the vectors; or a pattern, such as 'f*', of columns of numbers.",
+    ),
+]
 OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default), or skip.")]
 OnDuplicate = Annotated[
     str | None, option("WHAT", "Keys that come again: fail (default), or last, which keeps the last row.")
@@ -47,14 +55,8 @@ def import_(
     ],
     model: Annotated[str | None, option("MODEL", "Name of the model.")] = None,
     table: Annotated[str | None, option("TABLE", "Name of the table.")] = None,
-    key: Annotated[str, typer.Option(metavar="COLUMN", help="The column, or tensor, of the keys.")] = "key",
-    vector: Annotated[
-        str,
-        typer.Option(
-            metavar="COLUMN",
-            help="The column, or tensor, of the vectors; or a pattern, such as 'f*', of columns of numbers.",
-        ),
-    ] = "vector",
+    key: Key = "key",
+    vector: Vector = "vector",
     feature: Annotated[str | None, option("NAME", "Its name in requests (default: the table's).")] = None,
     combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,

@@ -136,11 +136,11 @@ def import_table(
     SnapshotError names file, row and reason.
     """
     features = (Feature(feature or table, combiner, padding_key),)
-    source_table = TableSource(
+    one = TableSource(
         table, source, key, vector, key_type, dtype, default, features, ttl_s, time_column, on_null, on_duplicate
     )
     return import_tables(
-        [source_table],
+        [one],
         model=model,
         dense=dense,
         out=out,
