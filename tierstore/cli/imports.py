@@ -99,8 +99,9 @@ def import_(
         tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features, ttl, time_column)]
     if model is None:
         raise typer.BadParameter("expected --model, the name for the model")
-    given = {name: word for name, word in (("on_null", on_null), ("on_duplicate", on_duplicate)) if word is not None}
-    tables = [replace(one, **given) for one in tables]
+    tables = [
+        replace(one, on_null=on_null or one.on_null, on_duplicate=on_duplicate or one.on_duplicate) for one in tables
+    ]
     _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url)])
 
 
