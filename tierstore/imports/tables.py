@@ -139,8 +139,8 @@ def import_table(
     one = TableSource(
         table, source, key, vector, key_type, dtype, default, features, ttl_s, time_column, on_null, on_duplicate
     )
-    told: dict[str, Any] = {"progress": progress, "left_out": left_out}
-    return import_tables([one], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, **told)
+    calls: dict[str, Any] = {"progress": progress, "left_out": left_out}
+    return import_tables([one], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, **calls)
 
 
 def import_tables(
