@@ -13,7 +13,7 @@
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make trainers  PyTorch, TorchRec, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
-#   make dist    a wheel in dist/, installed into a fresh environment, where the demo runs
+#   make dist    wheels in dist/, one of them with compiled kernels, which is installed into a fresh environment, where the demo runs
 #   make lock    requirements.lock: what a service is installed from, with hashes, in the versions that the tests ran with
 #   make sbom    dist/sbom.cdx.json: those packages as a bill of materials (CycloneDX)
 #   make format  rewrite the code in the house format
@@ -124,7 +124,8 @@ dist: $(STAMP)
 	rm -rf dist build
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	$(PYTHON) -m venv --clear $(DIST)
-	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/tierstore-*.whl)[all]"
+	$(BIN)/python -m tools.make_compiled_wheel "$$(ls dist/tierstore-*-py3-none-any.whl)"
+	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/tierstore-*linux*.whl)[all]"
 	cd $(DIST) && bin/tierstore --version && bin/tierstore demo
 
 # What tierstore itself is built with is in it too: pip would fetch that unchecked. uv resolves for every platform and Python at once, and takes the hashes of all files of a release from the index. The index is

@@ -82,6 +82,13 @@ def test_it_says_its_version() -> None:
     assert python("-m", "tierstore", "--version").stdout == f"tierstore {tierstore.__version__}\n"
 
 
+def test_without_a_package_of_the_command_line_it_says_which() -> None:
+    """As on a machine that only asks."""
+    done = python("-c", "import sys; sys.modules['typer'] = None; from tierstore.cli import main; main()")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("tierstore: the command line needs the package typer, which is not installed")
+
+
 def test_help_of_serve_lists_every_setting(cli: Cli) -> None:
     text = cli("serve", "--help").out
     assert [name for name in tierstore.config.Settings.model_fields if f"  {name} " not in text] == []

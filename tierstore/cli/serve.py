@@ -12,7 +12,9 @@ from typer.core import TyperCommand
 
 from tierstore.cli.options import option
 from tierstore.cli.signals import end_at_once
-from tierstore.cli.target import ready_kernels
+from tierstore.cli.target import say_aside
+
+log = logging.getLogger("tierstore")
 
 
 class ServeCommand(TyperCommand):
@@ -159,12 +161,23 @@ def _run(config: Path | None, flags: dict[str, Any]) -> None:
 
     settings = load_settings(config, **flags)
     configure(settings.log_format, settings.log_level)
-    ready_kernels(settings.data, logging.getLogger("tierstore").info, "tierstore.service.server")
-    from tierstore.service.server import serve as run_service
+    from tierstore import kernels
+    from tierstore.kernels import ahead
+
+    kernels.use_data(settings.data)
+    ahead.start(log.info)
+    is_new = not settings.data.is_dir() and settings.remote is None and settings.upstream is None
+    from tierstore.service.server import serve as run_service  # while kernels are compiled
+
+    ahead.prepare(log.info)
 
     def announce(url: str, grpc_target: str | None) -> None:
         typer.echo(f"tierstore serves {settings.data} at {url}")
         if grpc_target is not None:
             typer.echo(f"gRPC at {grpc_target}")
+        if is_new:
+            say_aside(
+                f"{settings.data} is new and empty: `tierstore import PATH… --url {url}` or `tierstore load SNAPSHOT --url {url}` brings a model"
+            )
 
     run_service(settings, announce=announce)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,15 @@ from rich.table import Table
 
 TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 NUMBERS_SHOWN = 6
+_NUMBERS = re.compile(r"\[\n[-+.,\w\s]*\]")  # strings have quotes, and no line breaks as JSON
 
 
 def as_json(document: Any) -> None:
-    """Print `document` on standard output."""
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    """Print `document` on standard output, lists of numbers on one line each."""
+    text = json.dumps(document, indent=2)
+    sys.stdout.write(
+        _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
+    )
 
 
 def size(nbytes: float) -> str:

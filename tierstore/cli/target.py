@@ -76,7 +76,7 @@ def open_data(data: Path | None, *, create: bool = False) -> Iterator[Store]:
     settings = load_settings(data=data)
     if not create and not settings.data.is_dir():
         raise NotFound(f"no data directory at {settings.data}; name one with --data, or a running service with --url")
-    ready_kernels(settings.data, lambda line: typer.echo(f"tierstore: {line}", err=True))
+    ready_kernels(settings.data)
     from tierstore.engine.events.changes import REQUESTER
     from tierstore.engine.store import Store
 
@@ -102,15 +102,33 @@ def local_user() -> str:
     return f"user {name} (command line)"
 
 
-def ready_kernels(data: Path, say: Callable[[str], None], needed: str = "tierstore.engine.store") -> None:
-    """Have kernels compiled before the first is called, and import the module `needed` meanwhile."""
+def ready_kernels(data: Path | None = None) -> None:
+    """Have the kernels of a store compiled, all of them: what is done in it does not compete with the compiler. Shown meanwhile."""
     from tierstore import kernels
     from tierstore.kernels import ahead
 
-    kernels.use_data(data)
-    ahead.start(say)
-    importlib.import_module(needed)
-    ahead.prepare(say)
+    if data is not None:
+        kernels.use_data(data)
+    if not kernels.is_complete(kernels.SOON):
+        ahead.start(say_aside, kernels.SOON)
+        importlib.import_module("tierstore.engine.store")  # meanwhile
+        with shown_kernels() as report:
+            ahead.prepare(say_aside, kernels.SOON, report)
+
+
+@contextmanager
+def shown_kernels() -> Iterator[Callable[[int, int], None]]:
+    """Yields the function that is told how many kernels are compiled, of how many; shown as progress."""
+    from tierstore.cli.progress import shown_progress
+    from tierstore.types import Progress
+
+    with shown_progress("compile kernels") as progress:
+        yield lambda done, total: progress(Progress("compile kernels", done, total)) if total else None
+
+
+def say_aside(line: str) -> None:
+    """Print a line beside the results of a command."""
+    typer.echo(f"tierstore: {line}", err=True)
 
 
 def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) -> None:
@@ -125,6 +143,12 @@ def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) ->
     dense = next((str(one.get("dense") or "") for one in versions if one["version"] == version), "")
     if "not served" in dense:
         typer.echo(f"tierstore: {model} version {version}: the dense part is {dense}", err=True)
+
+
+def check_directory(snapshot: str) -> None:
+    """NotFound for a snapshot's path that does not exist. For a command that reads it itself."""
+    if "://" not in snapshot and not Path(snapshot).is_dir():
+        raise NotFound(f"no such directory: {snapshot}")
 
 
 def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:

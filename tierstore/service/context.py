@@ -122,7 +122,7 @@ class Service:
         self.connection_limit: Part | None = None  # where HTTP is served
         self.reactors: Part | None = None  # where HTTP is served
         self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
-        self.plans: PlanIndex | None = None  # of the reactors, where they serve
+        self.plans: PlanIndex | None = None  # of the reactors, once they serve
         self.calls: Part | None = None  # of gRPC, where HTTP is served
         self.awaits_grpc = False  # whether the gRPC port is to be opened: once kernels are compiled
         self._closing = threading.Lock()

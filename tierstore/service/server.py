@@ -90,7 +90,7 @@ class HttpService:
         self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
         self._plans = PlanIndex(store, self.service.rates, reactors.words, settings.threads, self.service.absorb)
         reactors.count_in(self._plans.versions.words, self._plans.tables.words)
-        self.service.reactors, self.service.plans = reactors, self._plans
+        self.service.reactors = reactors
         reactors.predict_with(self.service, self._plans.scorings)
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
@@ -211,6 +211,7 @@ class HttpService:
         for sock in listeners:
             sock.listen(BACKLOG)
         self._reactors.start(listeners, self._handoff, self._requests, self._calls.streaming)
+        self.service.plans = self._plans
         self.service.store.publish_words()
         self.service.reactors_state = "running"
         if tls is not None and ports.grpc is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from tierstore.formats.normalize import guessed_key_type
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.torch.tables import BATCH_ROWS, Collection, checked_keys, collections_of, tables_of
 from tierstore.torch.touched import TouchedRows
+from tierstore.types import check_name
 
 _TOLERANCE = 1e-3  # between scores of the module and of ONNX Runtime, relative and absolute
 
@@ -34,6 +37,7 @@ def write_snapshot(
     default: str = "zeros",
     ttl_s: Mapping[str, int | str] | None = None,
     dense: bool = True,
+    output_names: Sequence[str] | None = None,
     touched: TouchedRows | None = None,
 ) -> None:
     """Write a snapshot of a module: its embeddings as tables, in parts and never copied as a whole, and its dense part.
@@ -45,7 +49,7 @@ def write_snapshot(
         keys: by table, the key of each row in order: integers or strings; default the row's number.
         dtype, default: of all tables, as for `SnapshotWriter.table`.
         ttl_s: by table, after which time its rows expire that neither a snapshot nor a delta has written: seconds, or `30d`.
-        dense: False to write the tables only.
+        dense: False to write the tables only. output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
 
     Raises SnapshotError and InvalidInput, before anything is written where possible.
@@ -57,7 +61,7 @@ def write_snapshot(
     if not set(ttls) <= set(tables):
         unknown = next(name for name in ttls if name not in tables)
         raise InvalidInput(f"ttl_s: {unknown!r} is no table of the module; its tables are {', '.join(tables)}")
-    graph = export_dense(module, inputs) if dense else None
+    graph = export_dense(module, inputs, output_names=output_names) if dense else None
     with SnapshotWriter(directory, model=model, version=version, delta_seq=delta_seq) as snapshot:
         for name, table in tables.items():
             weight = table.weight.detach()
@@ -81,10 +85,18 @@ def write_snapshot(
         touched.clear()
 
 
-def export_dense(module: nn.Module, inputs: Mapping[str, Any], path: str | Path | None = None) -> bytes:
+def export_dense(
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    path: str | Path | None = None,
+    *,
+    output_names: Sequence[str] | None = None,
+) -> bytes:
     """The part of a module that is not in tables, as ONNX: its inputs are the rows of features and the other arguments.
 
     inputs: an example, as for `write_snapshot`; the first dimension of each is the batch. path: also write the model there.
+    output_names: what scores are called in answers, in the order that `forward` returns them in, such as `("ctr", "cvr")`; default
+    PyTorch's names. InvalidInput where there are not as many.
     SnapshotError if its scores differ from the module's; MissingExtra without `onnxscript` or ONNX Runtime.
     """
     tables = tables_of(module)
@@ -103,7 +115,7 @@ def export_dense(module: nn.Module, inputs: Mapping[str, Any], path: str | Path 
             expected = module(**inputs)
         dense = _Dense(module, tables, features, inputs).eval()
         example = {name: features[name].rows if name in features else inputs[name] for name in dense.names}
-        content = _exported(dense, example)
+        content = _exported(dense, example, _output_names(expected, output_names))
         _check(content, example, expected)
     finally:
         module.train(was_training)
@@ -286,7 +298,20 @@ class _Dense(nn.Module):  # type: ignore[misc]
                 setattr(parent, name, part)
 
 
-def _exported(dense: _Dense, example: Mapping[str, Any]) -> bytes:
+def _output_names(expected: Any, given: Sequence[str] | None) -> list[str] | None:
+    """The names of the outputs, of which `expected` are examples; None for PyTorch's own."""
+    if given is None:
+        return None
+    count = len(expected) if isinstance(expected, (dict, list, tuple)) else 1
+    names = [given] if isinstance(given, str) else list(given)
+    if len(names) != count or len(set(names)) != count:
+        raise InvalidInput(
+            f"output_names: expected {count} different names, one for each output of forward; got {names}"
+        )
+    return [check_name("output", name) for name in names]
+
+
+def _exported(dense: _Dense, example: Mapping[str, Any], output_names: list[str] | None) -> bytes:
     try:
         import onnxscript  # noqa: F401 - needed by PyTorch's exporter, whose own error is long
     except ImportError as error:
@@ -294,17 +319,34 @@ def _exported(dense: _Dense, example: Mapping[str, Any]) -> bytes:
     batch = torch.export.Dim("batch", min=1)
     if any(value.ndim == 0 or len(value) < 2 for value in example.values()):
         raise InvalidInput("expected an example of two items or more; the first dimension of each input is the batch")
-    with dense.without_tables(), torch.no_grad():
+    with dense.without_tables(), torch.no_grad(), _quiet():
         program = torch.onnx.export(
             dense,
             tuple(example.values()),
             input_names=list(example),
+            output_names=output_names,
             dynamic_shapes=(tuple({0: batch} for _ in example),),
             dynamo=True,
             verbose=False,
         )
     assert program is not None
     return bytes(program.model_proto.SerializeToString())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the exporter says of itself at each export: what is wrong with its model is found by `_check`."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _check(content: bytes, example: Mapping[str, Any], expected: Any) -> None:

@@ -72,7 +72,9 @@ class Switcher:
             active, numbers = self._check_active(expected_active), self._catalogue.numbers
             older = [number for number in numbers if number < active]
             if not older:
-                raise Conflict(f"model {self._name!r} has no version older than {active} to roll back to")
+                raise Conflict(
+                    f"model {self._name!r} has no version older than {active}, which serves, to roll back to; a load that failed changed nothing"
+                )
             self.activate(older[-1], force=force, progress=progress)
             return older[-1]
 

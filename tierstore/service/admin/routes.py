@@ -243,7 +243,7 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
         holding = Reservation(service.delta_bytes)
         headers = {name.lower(): value for name, value in request.scope["headers"]}
         try:
-            body = await read_body(request.receive, headers, service.settings.max_delta, holding)
+            body = await read_body(request.receive, headers, service.settings.max_delta, holding, "max_delta")
             service.rates.admit(principal_of(request.scope), model, len(body))
             result = await service.change(lambda: service.store.apply_delta(body, model=model), pool=service.admin_pool)
         except Overloaded as error:
@@ -369,6 +369,7 @@ def _service_state(service: Service) -> dict[str, Any]:
         "lookup_queue": {"used": service.lookup_pool.waiting, "total": service.lookup_pool.queue_limit},
         "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},
         "access": {"tokens": service.access.tokens.required, "tls": service.tls is not None},
+        "source_roots": [str(root) for root in service.settings.source_root],
         "watch": None,  # where there is none
         **{name: source.status() for name, source in service.sources.items()},
     }

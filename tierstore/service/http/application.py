@@ -140,7 +140,7 @@ class ProtocolApplication:
         if message is None:
             return await self._document(scope, headers, receive, holding)
         caller = caller_of(scope, headers, began_ns)
-        body = await read_body(receive, headers, self._service.settings.max_request, holding)
+        body = await read_body(receive, headers, self._service.settings.max_request, holding, "max_request")
         exchange = self._exchange(scope, message, body, caller, headers)
         response = exchange.begin(failed=scope.get(FAILED))
         if response is not None:

@@ -217,7 +217,9 @@ class Handoff:
         }
         answer = StreamAnswer(self, stream)
         if stream.too_large:
-            error = scope[ERROR] = TooLarge("the body has more bytes than are allowed")
+            error = scope[ERROR] = TooLarge(
+                "the body has more bytes than are allowed (max_request, and max_delta for deltas)"
+            )
             response = error_for_path(scope["path"], error)
             answer.send(response.status, *response.pieces())
             return

@@ -147,24 +147,29 @@ def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:
     return caller
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int, holding: Reservation) -> memoryview:
+async def read_body(
+    receive: Receive, headers: Headers, limit: int, holding: Reservation, setting: str = ""
+) -> memoryview:
     """The whole body. TooLarge from the first byte beyond `limit` (or from Content-Length, before any byte is read).
+
+    `setting`: the name of the one that the limit is.
 
     Every byte that has arrived is reserved; announced ones are not, so idle connections hold nothing. The HTTP parser reads and
     drops the remainder of a refused body.
     """
+    which = f" ({setting})" if setting else ""
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
-        raise TooLarge(f"the body has {declared[:20].decode()} bytes, {limit} are allowed")
+        raise TooLarge(f"the body has {declared[:20].decode()} bytes, {limit} are allowed{which}")
     async with body_deadline():
         message = await receive()
-        body: bytes = _part(message, 0, limit, holding)
+        body: bytes = _part(message, 0, limit, holding, which)
         if not message.get("more_body", False):
             return memoryview(body)
         gathered = bytearray(body)
         while message.get("more_body", False):
             message = await receive()
-            gathered += _part(message, len(gathered), limit, holding)
+            gathered += _part(message, len(gathered), limit, holding, which)
     return memoryview(gathered)
 
 
@@ -178,12 +183,12 @@ async def body_deadline(until: float | None = None) -> AsyncIterator[None]:
         raise HttpError(408, f"the body did not arrive within {slow_clients.BODY_S:.0f} seconds") from None
 
 
-def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: Reservation) -> bytes:
+def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: Reservation, which: str) -> bytes:
     if message["type"] == "http.disconnect":
         raise Disconnected
     part: bytes = message.get("body", b"")
     if before + len(part) > limit:
-        raise TooLarge(f"the body has more than the {limit} bytes that are allowed")
+        raise TooLarge(f"the body has more than the {limit} bytes that are allowed{which}")
     holding.reserve(len(part))
     return part
 
@@ -214,7 +219,7 @@ def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[
                     raise InvalidInput(f"the {coding.decode()} body is cut short")
                 decoded += part
                 if len(decoded) > limit:
-                    raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed")
+                    raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed (max_request)")
                 remaining = stream.unconsumed_tail
             remaining = stream.unused_data
             if not remaining and position == len(body):

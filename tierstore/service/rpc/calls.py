@@ -234,7 +234,7 @@ class _Call:
             self._calls.authorise(method, stream, caller)
             if stream.too_large:
                 raise MessageTooLarge(
-                    f"the message is larger than the {self._calls.most_message} bytes that are allowed"
+                    f"the message is larger than the {self._calls.most_message} bytes that are allowed (max_request)"
                 )
             service.shed.check(caller.waiting)
             message = Messages(caller.coding, self._calls.most_message, holding.reserve).only(body)
