@@ -1,7 +1,10 @@
 """`Client`: the verbs of a store over HTTP, for threads.
 
 Any thread may use one `Client`, and many should share one: it keeps its connections open. The calling thread carries
-its own requests. The client holds no state of the service; an acknowledged verb is as durable as the service made it.
+its own requests. The client holds no state of the service; an acknowledged verb is as durable as the
+service made it.
+
+Made of `aio.py`: `python tools/make_client.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import numpy.typing as npt
 from tierstore.client.base import ClientBase
 from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
-from tierstore.client.remote_models import RemoteModel
 from tierstore.client.settings import Settings
+from tierstore.client.sync_models import RemoteModel
 from tierstore.client.transport import Transport
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
 
@@ -38,7 +41,7 @@ class Client(ClientBase[Transport]):
         self.close()
 
     def close(self) -> None:
-        """Close the connections; requests that other threads have started still end. May be called twice."""
+        """Close the connections; verbs that other threads have started still end. May be called twice."""
         self._transport.close()
 
     def model(self, name: str) -> RemoteModel:
