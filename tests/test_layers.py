@@ -98,6 +98,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "release": 0,
         "names": 0,
         "patience": 0,
+        "buckets": 0,
         "ranges": 0,
         "scattered_digest": 0,
         "strings": 0,
@@ -167,7 +168,8 @@ ROOMS: dict[str, dict[str, int]] = {
 
 # driver → the modules and folders that may import it
 DOORS: dict[str, set[str]] = {
-    "fsspec": {"formats.objects"},
+    "obstore": {"formats.buckets"},
+    "boto3": {"formats.buckets"},
     "confluent_kafka": {"kafka"},
     "rocksdict": {"tiers.disk.database", "tiers.disk.rocks", "tiers.disk.sst"},
     "redis": {"tiers.remote"},

@@ -13,8 +13,9 @@ from pathlib import Path
 import xxhash
 
 from tierstore.errors import SnapshotError
+from tierstore.formats.buckets import ObjectInfo
 from tierstore.formats.names import BUILT_MANIFEST, MAX_ORDINAL, SNAPSHOT_MANIFEST
-from tierstore.formats.objects import ObjectInfo, ObjectPath, entries, names_below, read_object, revision_of
+from tierstore.formats.objects import ObjectPath, entries, names_below, read_object, revision_of
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.types import NAME
 
