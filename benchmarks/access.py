@@ -78,7 +78,7 @@ def asker(
 
 
 def grpc_asker(target: str, keys: np.ndarray, stack: ExitStack, trusted: Path | None) -> Callable[[], None]:
-    """The same over gRPC; with TLS where `trusted` is a file of authorities."""
+    """What asks over gRPC; with TLS where `trusted` is a file of authorities."""
     import grpc
 
     from tierstore.service.rpc.protobuf import message_class

@@ -50,7 +50,7 @@ def write_snapshot(where: Path, rows: int) -> Path:
 
 
 def deltas(table_rows: int, rows: int) -> Iterator[bytes]:
-    """Without end; seq counts from 1."""
+    """Deltas without end; seq counts from 1."""
     rng = np.random.default_rng(1)
     seq = 0
     while True:

@@ -66,7 +66,7 @@ class Load:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self, killed_in: str | None = None) -> None:
-        """To its end, or until the middle of a phase, where it is killed."""
+        """Run a load to its end, or until the middle of a phase, where it is killed."""
         assert self.process.stdout is not None
         phase, entered = "", self.began
         for line in self.process.stdout:

@@ -35,7 +35,7 @@ _BATCH = 250_000
 
 
 def write_large(where: Path, version: int, rows: int) -> Path:
-    """As `write_snapshot`, in batches and of float16."""
+    """Write a large snapshot, in batches and of float16."""
     source = where / f"large-{version}"
     with tierstore.SnapshotWriter(source, model=MODEL, version=version) as writer:
         table = writer.table("item", dim=DIM, dtype="float16")

@@ -182,7 +182,7 @@ def load(source: str | Path, data: Path, rows: int) -> Measured:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of the helpers that have ended."""
+    """Processor seconds of this process and of the helpers that have ended."""
     return sum(
         of.ru_utime + of.ru_stime for of in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )

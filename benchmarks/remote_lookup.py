@@ -88,7 +88,7 @@ class Sample(NamedTuple):
 
 
 def measure(calls: list[Call], batches: list[Keys], seconds: float) -> Sample:
-    """As many callers as `calls`, each on a thread with batches of its own."""
+    """Time as many callers as `calls`, each on a thread with batches of its own."""
     done = [0] * len(calls)
     until = time.perf_counter() + seconds
 
@@ -139,7 +139,7 @@ class RedisBenchmark:
         self._requests = 200
 
     def run(self, seconds: float) -> Sample:
-        """For about so long, by the speed of the last run."""
+        """Run for about so long, by the speed of the last run."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         running = [
             subprocess.Popen(

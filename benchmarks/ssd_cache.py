@@ -85,11 +85,11 @@ class Scene:
             os.pread(file._fd, 1 << 20, start)
 
     def places(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Of rows, or of slots that hold some."""
+        """Random places of rows, or of slots that hold some."""
         return rng.integers(0, int(len(self.keys) * 0.95), count)
 
     def offsets(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Where as many slots lie."""
+        """The offsets in the file of as many slots."""
         file, slots = self.cache.file, self.places(count, rng)
         return (
             slots // self.slots.per_segment * file.segment_bytes

@@ -64,7 +64,7 @@ def serve(where: Path, rows: int, number: int | None, upstream: str | None) -> N
 
 @contextlib.contextmanager
 def started(where: Path, rows: int, *arguments: str) -> Iterator[tuple[str, int]]:
-    """(url, process) of one."""
+    """(url, process) of a node that is started."""
     command = [
         sys.executable,
         "-m",

@@ -86,7 +86,7 @@ def at_random(rng: np.random.Generator, most: int, count: int) -> list[int]:
 
 
 def wild(keys: Keys, rng: np.random.Generator, count: int) -> list[Request]:
-    """As many features as not, most requests short and some very long."""
+    """Requests as the world sends them: most short, some very long."""
     features = rng.permutation(np.resize(np.arange(1, MANY + 1), count))
     items, clicks = heavy_tailed(rng, 50, 1500, count), heavy_tailed(rng, 30, 250, count)
     return [

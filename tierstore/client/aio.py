@@ -335,19 +335,22 @@ class AsyncClient(ClientBase[AsyncTransport]):
         return await self._transport.run(self._operations.parked(all_states))
 
     async def parked_message(self, name: str) -> dict[str, Any]:
-        """One of them, by its id. NotFound."""
+        """One parked message of a source, by its id. NotFound."""
         return await self._transport.run(self._operations.parked_message(name))
 
     async def parked_payload(self, name: str) -> bytes:
-        """Its bytes, as they came."""
+        """The bytes of a parked message, as they came."""
         return await self._transport.run(self._operations.parked_payload(name))
 
     async def retry_parked(self, name: str) -> dict[str, Any]:
-        """Apply one now; what fails stays parked. Returns it, with `applied`."""
+        """Apply a parked message now; one that fails stays parked. Returns it, with `applied`."""
         return await self._transport.run(self._operations.decide_parked(name, "retry"))
 
     async def skip_parked(self, name: str) -> dict[str, Any]:
-        """Do without one: a delta without rows gets its seq. Conflict where an earlier one is still to come."""
+        """Do without a parked message: a delta without rows gets its seq.
+
+        Conflict where an earlier one is still to come.
+        """
         return await self._transport.run(self._operations.decide_parked(name, "skip"))
 
     async def drop(self, model: str, version: int) -> None:

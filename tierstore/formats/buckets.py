@@ -144,7 +144,7 @@ class Bucket:
 
 
 def _files(found: Mapping[str, Any], key: str) -> dict[str, ObjectInfo]:
-    """Without the empty objects that some programs leave to stand for a folder."""
+    """The objects by their names below `key`, without the empty ones that some programs leave to stand for a folder."""
     folders = {parent for path in found for parent in _parents(path)}
     return {
         path[len(key) :].lstrip("/"): ObjectInfo(one["size"], str(one["e_tag"] or one["last_modified"]))

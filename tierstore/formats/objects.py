@@ -90,7 +90,7 @@ class ObjectPath:
         return {"url": self._tree.url, "objects": objects, "patience_s": self._tree.patience_s}
 
     def listed_again(self) -> ObjectPath:
-        """The same, listed now."""
+        """The same place in object storage, with its objects listed now."""
         tree = self._tree
         return ObjectPath(ObjectPath.listed(tree.url, patience_s=tree.patience_s)._tree, self._name)
 

@@ -116,7 +116,7 @@ class Uploads:
         return self._bucket.key_of(file.relative_to(self._directory).as_posix())
 
     def _wait_for(self, most: int) -> None:
-        """Until at most so many uploads are pending."""
+        """Wait until at most so many uploads are pending."""
         while len(self._pending) > most:
             done, _ = wait(self._pending, return_when=FIRST_COMPLETED)
             self._pending -= done

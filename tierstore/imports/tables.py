@@ -126,7 +126,7 @@ def import_tables(
     delta_seq: int = 0,
     progress: ProgressFn | None = None,
 ) -> Path:
-    """The same for several tables of one model."""
+    """Write a snapshot of one model from several tables."""
     tables = list(tables)
     number = version or version_of_now()
     where = Path(out) if out is not None else Path("snapshots") / model / str(number)

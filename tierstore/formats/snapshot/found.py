@@ -33,7 +33,7 @@ class FoundSnapshot:
 
 
 class Finder:
-    """Those below one location. `problems` says of each folder that could not be read what is wrong with it."""
+    """Finds the snapshots below one location. `problems`: what is wrong with each folder that could not be read."""
 
     def __init__(self, location: Path | str) -> None:
         self.location = location if isinstance(location, Path) else location.rstrip("/")

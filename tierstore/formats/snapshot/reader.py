@@ -106,7 +106,7 @@ def open_snapshot(source: str | Path) -> Snapshot:
 
 
 def snapshot_at(root: Location) -> Snapshot:
-    """The same for a place that is known."""
+    """Open the snapshot at a place that is known to hold one."""
     if not root.is_dir():
         raise SnapshotError(f"{root} is not a directory: expected a snapshot, a directory with {SNAPSHOT_MANIFEST}")
     inside(root, SNAPSHOT_MANIFEST)
