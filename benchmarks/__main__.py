@@ -2,7 +2,8 @@
 
 Runs every benchmark module of this folder in a process of its own, one after the other, on the same cores, and
 collects their JSON documents in DIR/report.json and DIR/report.md. A benchmark is a module that can be run and
-has its options of `benchmarks/options.py`. Ends with 1 if one of them failed; that a mark was missed is a result, not a failure.
+has its options of `benchmarks/options.py`. Ends with 1 if one of them failed; that a mark was missed is a result,
+not a failure.
 """
 
 from __future__ import annotations

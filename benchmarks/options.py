@@ -1,4 +1,4 @@
-"""Options of a benchmark, of one shape: its sizes, its numbers with their defaults, and the file that its document goes to."""
+"""Options of a benchmark, of one shape: its sizes, its numbers with their defaults, and where its document goes."""
 
 from __future__ import annotations
 
