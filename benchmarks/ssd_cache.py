@@ -26,6 +26,7 @@ import numpy as np
 from numba import njit
 
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.remote_lookup import cpu_ns, load
 from benchmarks.report import headline, markdown, write
 from tests.redis_cluster import SERVER, redis_cluster
@@ -84,11 +85,11 @@ class Scene:
             os.pread(file._fd, 1 << 20, start)
 
     def places(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Of rows, or of slots that hold some."""
+        """Random places of rows, or of slots that hold some."""
         return rng.integers(0, int(len(self.keys) * 0.95), count)
 
     def offsets(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Where as many slots lie."""
+        """The offsets in the file of as many slots."""
         file, slots = self.cache.file, self.places(count, rng)
         return (
             slots // self.slots.per_segment * file.segment_bytes
@@ -156,15 +157,16 @@ def headlines(medians: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--row-bytes", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--data", type=Path, help="a directory on the drive to measure; default: the temporary one")
-    parser.add_argument("--tiny", action="store_true", help="so little that it only shows that this runs")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        rows=1_000_000,
+        row_bytes=128,
+        batch=4096,
+        rounds=15,
+        data=(Path, "a directory on the drive to measure; default: the temporary one"),
+    ).parse_args()
     if args.tiny:
         args.rows, args.batch, args.rounds = 6000, 512, 1
     if SERVER is None:
@@ -186,8 +188,7 @@ def main() -> int:
                 scene.close()
                 cluster.close()
     print(markdown(result))
-    if args.json:
-        write(args.json, result)
+    write(args.json, result)
     return 0
 
 

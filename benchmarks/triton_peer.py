@@ -32,7 +32,7 @@ TRIALS = 10  # windows of a turn, at most: it ends with the third in a row that 
 
 
 class Unavailable(Exception):
-    """One of them cannot run here; says why."""
+    """Triton or its load generator cannot run here; says why."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "release": 0,
         "names": 0,
         "patience": 0,
+        "buckets": 0,
         "ranges": 0,
         "scattered_digest": 0,
         "strings": 0,
@@ -156,7 +157,8 @@ ROOMS: dict[str, dict[str, int]] = {
         "async_transport": 5,
         "operations": 5,
         "base": 6,
-        "remote_models": 6,
+        "aio_models": 6,
+        "sync_models": 6,
         "sync": 7,
         "aio": 7,
         "replicas": 8,
@@ -166,7 +168,8 @@ ROOMS: dict[str, dict[str, int]] = {
 
 # driver → the modules and folders that may import it
 DOORS: dict[str, set[str]] = {
-    "fsspec": {"formats.objects"},
+    "obstore": {"formats.buckets"},
+    "boto3": {"formats.buckets"},
     "confluent_kafka": {"kafka"},
     "rocksdict": {"tiers.disk.database", "tiers.disk.rocks", "tiers.disk.sst"},
     "redis": {"tiers.remote"},

@@ -320,16 +320,14 @@ def test_what_is_not_whole_or_not_here_is_not_backed_up(loaded, open_store, tmp_
 
 
 def test_backups_in_object_storage(loaded: tierstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+    pytest.importorskip("obstore", reason="the extra s3 is not installed")
     pytest.importorskip("moto.server", reason="moto's server is not installed")
-    import fsspec
 
     from tests.formats.object_server import BUCKET, ObjectServer, dying, refused
 
     with ObjectServer() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        fsspec.filesystem("s3").clear_instance_cache()
         url = f"s3://{BUCKET}/backups"
         with pytest.raises(NotFound, match="has no backup"):
             restore(url, tmp_path / "other")

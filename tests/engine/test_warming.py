@@ -14,6 +14,7 @@ from tests.engine import quick_build, scenes
 from tests.engine.scenes import eventually
 from tests.engine.test_store import folded
 from tierstore import kernels
+from tierstore.config import Settings
 from tierstore.engine.lifecycle import warm as warming
 from tierstore.engine.model import Model
 from tierstore.engine.versions import hot_keys
@@ -205,9 +206,10 @@ def test_deltas_beside_a_warm_up_are_never_hidden(open_store, root):
 # --- saving
 
 
-def test_hot_keys_are_saved_from_time_to_time(open_store, root):
+def test_hot_keys_are_saved_from_time_to_time(open_store, root, monkeypatch):
     scenes.warmed(open_store()).close()
-    store = scenes.warmed(open_store(hot_keys_every_s=0.01))
+    monkeypatch.setattr(Settings, "hot_keys_every_s", 0.01)
+    store = scenes.warmed(open_store())
     for _ in range(4):
         store.model("ctr").lookup("item_id", np.arange(800, 850))
     file = root / "1/hot/item.npy"

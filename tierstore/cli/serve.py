@@ -18,7 +18,7 @@ log = logging.getLogger("tierstore")
 
 
 class ServeCommand(TyperCommand):
-    """Its `--help` ends with every setting, since most have no flag."""
+    """The command `serve`, whose `--help` ends with every setting, since most have no flag."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # click's types, which newer releases of typer contain
         from tierstore.config import ENV_PREFIX, described_settings

@@ -136,7 +136,7 @@ class Story:
         return report
 
     def _prepare(self) -> None:
-        """From the log to a service with the daily snapshot."""
+        """Make the log, train, and start a service with the daily snapshot."""
         report, shop = self.report, self.shop
         with self._step("learn a day of clicks") as say:
             events = shop.learn_day()
@@ -282,7 +282,7 @@ class Story:
         return model
 
     def _window(self, name: str) -> None:
-        """From now on, requests count under `name`."""
+        """Begin a window: from now on, requests count under `name`."""
         self.windows.append((name, time.monotonic()))
 
     def _after_delta(self, minute: int) -> None:

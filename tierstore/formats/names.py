@@ -237,7 +237,7 @@ class ModelDirectory:
         return self.log / format_log_entry(seq, digest)
 
     def version(self, version: int, line: int = 0) -> VersionDirectory:
-        """Of a version as it was loaded, or of a later line of it."""
+        """The directory of a version as it was loaded, or of a later line of it."""
         return VersionDirectory(self.root / (format_version(version) + (f".{line}" if line else "")))
 
     def versions_on_disk(self) -> list[tuple[int, int]]:

@@ -154,7 +154,7 @@ def import_tables(
     progress: ProgressFn | None = None,
     left_out: Callable[[LeftOut], None] | None = None,
 ) -> Path:
-    """The same for several tables of one model."""
+    """Write a snapshot of one model from several tables."""
     tables = list(tables)
     check_tables(tables)
     number = version or version_of_now()

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tierstore.engine.operations.problems import Problem
+from tierstore.predict.session import KEPT_BYTES
 from tierstore.service.admin import health_metrics
 from tierstore.service.context import Service
 from tierstore.service.dataplane.plan_cache import MOST_CACHED
@@ -61,7 +62,7 @@ class _StoreCollector(Collector):
         yield from _tables(status["models"])
         yield from _models(status["models"])
         yield from _requests(self._service.inference_stats, status["models"])
-        yield from _dense(status["models"], self._service.settings.dense_buffers)
+        yield from _dense(status["models"], KEPT_BYTES)
         for what in ("host", "device", "overlay"):
             budget = status.get(f"{what}_budget")
             if budget:

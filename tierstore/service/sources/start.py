@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
-from tierstore.formats.objects import file_system_of, is_url
+from tierstore.formats.buckets import Bucket
+from tierstore.formats.objects import is_url
 from tierstore.kafka.client import read_options
 from tierstore.kafka.reader import check_options
 from tierstore.service.context import Service, Source
@@ -51,7 +52,7 @@ def _check_location(location: Path | str) -> None:
         if not location.is_dir():
             raise ConfigError(f"watch_snapshots: {location} is not a directory")
     elif is_url(location) and "::" not in location:
-        file_system_of(location)
+        Bucket(location)
     else:
         raise ConfigError(
             f"watch_snapshots: expected a directory or a URL such as s3://bucket/models, got {location!r}"

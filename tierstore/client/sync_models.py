@@ -1,20 +1,19 @@
-"""`RemoteModel` and `AsyncRemoteModel`: the verbs of one model of a service. Use one wherever its client may be used."""
+"""`RemoteModel`: the verbs of one model of a service, for threads. Use one wherever its client may be used.
+
+Made of `aio_models.py`: `python tools/make_client.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Unpack, overload
 
 import numpy.typing as npt
 
 from tierstore.client.inference import Version
-from tierstore.client.inputs import KeysLike
+from tierstore.client.inputs import KeysLike, pin_version
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, Operations, PredictOptions
 from tierstore.client.transport import Transport
-from tierstore.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from tierstore.client.async_transport import AsyncTransport
 
 
 class RemoteModel:
@@ -67,7 +66,7 @@ class RemoteModel:
 
         Returns vectors [n, dim], or (vectors [n, dim], found bool[n]).
         """
-        _pin(options, self.version)
+        pin_version(options, self.version)
         return self._transport.run(self._operations.lookup(self.name, feature, keys, return_found, options))
 
     @overload
@@ -118,7 +117,7 @@ class RemoteModel:
 
         Returns vectors [bags, dim], zeros for an empty bag; with `return_found` also found bool[n].
         """
-        _pin(options, self.version)
+        pin_version(options, self.version)
         bags = self._operations.lookup_bags(self.name, feature, keys, offsets, return_found, options)
         return self._transport.run(bags)
 
@@ -145,7 +144,7 @@ class RemoteModel:
 
         Returns {feature: what `lookup` or `lookup_bags` returns}.
         """
-        _pin(options, self.version)
+        pin_version(options, self.version)
         return self._transport.run(self._operations.lookup_many(self.name, keys, return_found, options))
 
     @overload
@@ -171,133 +170,5 @@ class RemoteModel:
 
         Returns {name: array}, or the array itself where no outputs are named and the model answers one.
         """
-        _pin(options, self.version)
+        pin_version(options, self.version)
         return self._transport.run(self._operations.predict(self.name, inputs, outputs, options))
-
-
-class AsyncRemoteModel:
-    """One model of a service, see `RemoteModel`."""
-
-    def __init__(
-        self, name: str, operations: Operations, transport: AsyncTransport, *, version: int | None = None
-    ) -> None:
-        self.name, self.version, self._operations, self._transport = name, version, operations, transport
-
-    @property
-    def ready(self) -> Awaitable[bool]:
-        """Whether a version of the model is served; to be awaited."""
-        return self._transport.run(self._operations.ready(self.name))
-
-    async def metadata(self, *, version: Version = None) -> dict[str, Any]:
-        """See `RemoteModel.metadata`."""
-        return await self._transport.run(self._operations.metadata(self.name, version or self.version))
-
-    async def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
-        """See `RemoteModel.cache`."""
-        return await self._transport.run(self._operations.cache(self.name, table, limit))
-
-    @overload
-    async def lookup(
-        self, feature: str, keys: KeysLike, *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
-    ) -> Floats: ...
-    @overload
-    async def lookup(
-        self, feature: str, keys: KeysLike, *, return_found: Literal[True], **options: Unpack[LookupOptions]
-    ) -> tuple[Floats, Found]: ...
-    @overload
-    async def lookup(
-        self, feature: str, keys: KeysLike, *, return_found: bool = False, **options: Unpack[LookupOptions]
-    ) -> Floats | tuple[Floats, Found]: ...
-    async def lookup(
-        self, feature: str, keys: KeysLike, *, return_found: bool = False, **options: Unpack[LookupOptions]
-    ) -> Any:
-        """See `RemoteModel.lookup`."""
-        _pin(options, self.version)
-        return await self._transport.run(self._operations.lookup(self.name, feature, keys, return_found, options))
-
-    @overload
-    async def lookup_bags(
-        self,
-        feature: str,
-        keys: KeysLike,
-        offsets: npt.ArrayLike,
-        *,
-        return_found: Literal[False] = False,
-        **options: Unpack[BagOptions],
-    ) -> Floats: ...
-    @overload
-    async def lookup_bags(
-        self,
-        feature: str,
-        keys: KeysLike,
-        offsets: npt.ArrayLike,
-        *,
-        return_found: Literal[True],
-        **options: Unpack[BagOptions],
-    ) -> tuple[Floats, Found]: ...
-    @overload
-    async def lookup_bags(
-        self,
-        feature: str,
-        keys: KeysLike,
-        offsets: npt.ArrayLike,
-        *,
-        return_found: bool = False,
-        **options: Unpack[BagOptions],
-    ) -> Floats | tuple[Floats, Found]: ...
-    async def lookup_bags(
-        self,
-        feature: str,
-        keys: KeysLike,
-        offsets: npt.ArrayLike,
-        *,
-        return_found: bool = False,
-        **options: Unpack[BagOptions],
-    ) -> Any:
-        """See `RemoteModel.lookup_bags`."""
-        _pin(options, self.version)
-        bags = self._operations.lookup_bags(self.name, feature, keys, offsets, return_found, options)
-        return await self._transport.run(bags)
-
-    @overload
-    async def lookup_many(
-        self, keys: Mapping[str, Any], *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
-    ) -> dict[str, Floats]: ...
-    @overload
-    async def lookup_many(
-        self, keys: Mapping[str, Any], *, return_found: Literal[True], **options: Unpack[LookupOptions]
-    ) -> dict[str, tuple[Floats, Found]]: ...
-    @overload
-    async def lookup_many(
-        self, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
-    ) -> dict[str, Floats] | dict[str, tuple[Floats, Found]]: ...
-    async def lookup_many(
-        self, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
-    ) -> Any:
-        """See `RemoteModel.lookup_many`."""
-        _pin(options, self.version)
-        return await self._transport.run(self._operations.lookup_many(self.name, keys, return_found, options))
-
-    @overload
-    async def predict(
-        self, inputs: Mapping[str, Any], *, outputs: Sequence[str], **options: Unpack[PredictOptions]
-    ) -> dict[str, npt.NDArray[Any]]: ...
-    @overload
-    async def predict(
-        self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None, **options: Unpack[PredictOptions]
-    ) -> npt.NDArray[Any] | Any: ...
-    async def predict(
-        self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None, **options: Unpack[PredictOptions]
-    ) -> Any:
-        """See `RemoteModel.predict`."""
-        _pin(options, self.version)
-        return await self._transport.run(self._operations.predict(self.name, inputs, outputs, options))
-
-
-def _pin(options: LookupOptions | PredictOptions, version: int | None) -> None:
-    """Add the version that a model is pinned to. InvalidInput where the call names another one."""
-    if version is None:
-        return
-    if options.get("version", version) not in (None, version):
-        raise InvalidInput(f"version: expected {version}, which the model is pinned to, got {options['version']!r}")
-    options["version"] = version
