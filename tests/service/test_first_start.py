@@ -208,7 +208,7 @@ def announce(*_):
 serve(load_settings(data=sys.argv[1], port=0, grpc_port="off", drain_s=0), announce=announce)
 """
 # the admin interface; what pyarrow and numba import where they may need it; the predictor, other machines, pages for people
-NOT_NEEDED = {"fastapi", "pandas", "numba.typed.typeddict", "onnxruntime", "grpc", "redis", "fsspec", "rich"}
+NOT_NEEDED = {"fastapi", "pandas", "numba.typed.typeddict", "onnxruntime", "grpc", "redis", "obstore", "rich"}
 
 
 def test_a_start_imports_what_look_ups_need_and_no_more(store: Store) -> None:
