@@ -19,7 +19,7 @@ from pathlib import Path
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
 from tierstore.formats.regular import read_regular
-from tierstore.service.openssl import Context
+from tierstore.service.openssl import HTTP1, HTTP2_OR_1, Context
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class Credentials:
     """One state of the files."""
 
     context: Context
+    http1: Context  # for a listener that has no HTTP/2
     ends_s: float | None  # when the certificate ends, on the wall clock
 
 
@@ -80,7 +81,10 @@ class Tls:
         for setting, file in (("tls_key", self._key), ("tls_client_ca", self._client_ca)):
             if file is not None:
                 _bytes_of(setting, file)  # says what is wrong with the file
-        return Credentials(Context(self._certificate, self._key, self._client_ca), _end_of(certificate))
+        context, http1 = (
+            Context(self._certificate, self._key, self._client_ca, protocols) for protocols in (HTTP2_OR_1, HTTP1)
+        )
+        return Credentials(context, http1, _end_of(certificate))
 
 
 def _end_of(certificate: bytes) -> float | None:

@@ -7,6 +7,7 @@ then. Of those there are `REFUSED_AT_ONCE` at a time; further ones are closed at
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -15,7 +16,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tierstore.errors import Overloaded
 from tierstore.service.context import Service
 from tierstore.service.http.deadlines import Deadlines
-from tierstore.service.http.frames import Http2
 from tierstore.service.http.messages import Receive, Scope, Send, error_for_path
 from tierstore.service.http.middleware import RequestLogging
 from tierstore.service.http.turns import Turns
@@ -58,7 +58,6 @@ class ConnectionLimit:
         self.made_room = 0  # silent ones, for others
         self.heads: Silent[asyncio.Transport] = Silent()  # of connections on which nothing but a head has begun
         self.turns = Turns()
-        self.http2: Http2 | None = None  # how its connections are served that begin as HTTP/2
         self.app = RequestLogging(self, service.request_log)
 
     @property
@@ -72,8 +71,10 @@ class ConnectionLimit:
 
     def deadlines(self, transport: asyncio.Transport, *, refused: bool) -> Deadlines:
         """Those of a connection; a refused one has less time."""
-        arrival_s = self._service.settings.arrival_timeout_s
-        return Deadlines(transport, self._service.inflight, min(arrival_s, REFUSED_S) if refused else arrival_s)
+        settings, inflight, most_s = self._service.settings, self._service.inflight, REFUSED_S if refused else math.inf
+        return Deadlines(
+            transport, inflight, min(settings.arrival_timeout_s, most_s), min(settings.idle_timeout_s, most_s)
+        )
 
     def acquire(self, *, refused: bool = False) -> bool | None:
         """Whether a new connection is served; None: close it at once. `release` follows unless None."""

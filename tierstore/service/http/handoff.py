@@ -16,9 +16,7 @@ import threading
 import time
 from collections.abc import Callable, MutableMapping
 from functools import partial
-from http import HTTPStatus
 from typing import Any, Protocol
-from urllib.parse import unquote
 
 from tierstore.errors import Closed, TooLarge
 from tierstore.kernels import reactor_words as kernel
@@ -35,7 +33,10 @@ from tierstore.service.http.messages import (
     Peer,
     Response,
     Scope,
+    date_now,
     error_for_path,
+    response_head,
+    scope_of,
 )
 from tierstore.service.http.middleware import CUT_OFF, DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
@@ -47,15 +48,12 @@ from tierstore.service.reactor.streams import Stream, StreamReceiver
 logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 Head = list[tuple[bytes, bytes]]
 
 
 class ConnectionServer(Protocol):
     """The HTTP server that serves connections which are handed off."""
 
-    @property
-    def default_headers(self) -> Head: ...
     def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None: ...
 
 
@@ -67,14 +65,9 @@ class Answer:
 
     def send(self, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
         handoff, reply = self._handoff, self._reply
-        head = [_STATUS_LINES[status]]
-        for name, value in (*handoff.default_headers, *headers):
-            head += (name, b": ", value, b"\r\n")
         closes = reply.closes or handoff.ending or (handoff.draining and reply.is_last)
-        if closes:
-            head.append(b"connection: close\r\n")
-        head.append(b"\r\n")
-        pieces: list[bytes | memoryview] = [b"".join(head), *(chunk for chunk in chunks if len(chunk))]
+        head = response_head(status, headers, closes=closes)
+        pieces: list[bytes | memoryview] = [head, *(chunk for chunk in chunks if len(chunk))]
         size = sum(map(len, pieces))
         if size <= _JOINED_BYTES:
             reply.send_copy(b"".join(pieces), closes=closes)
@@ -95,7 +88,7 @@ class StreamAnswer(Answer):
     def send(self, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
         if self._stream.method == b"HEAD":
             chunks = []
-        self._stream.respond(status, [*self._handoff.default_headers, *headers], chunks)
+        self._stream.respond(status, [(b"date", date_now()), *headers], chunks)
 
     def drop(self) -> None:
         self._stream.reset()
@@ -199,22 +192,9 @@ class Handoff:
             headers = [(b"host", stream.authority), *headers]
         with stream.connection() as connection:
             on_host = connection is not None and is_on_host(connection)
-        scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "2",
-            "scheme": "http",
-            "method": stream.method.decode(),
-            "path": unquote(path.decode()),
-            "raw_path": path,
-            "root_path": "",
-            "query_string": query,
-            "headers": headers,
-            "state": {},
-            ARRIVED: stream.arrived_ns,
-            CONNECTION: stream,
-            PEER: Peer(False, stream.peer_names, on_host),
-        }
+        scope = scope_of("2", stream.method, path, query, headers)
+        scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
+        scope[PEER] = Peer(False, stream.peer_names, on_host)
         answer = StreamAnswer(self, stream)
         if stream.too_large:
             error = scope[ERROR] = TooLarge("the body has more bytes than are allowed")
@@ -286,11 +266,6 @@ class Handoff:
             reply.send(status, headers, chunks)
         else:
             reply.drop()
-
-    @property
-    def default_headers(self) -> Head:
-        """Headers of every response."""
-        return self._server.default_headers
 
     def hold(self, size: int) -> Callable[[], None]:
         """Count so many bytes of an answer; what is returned is called when it has left."""
