@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.errors import Overloaded
 from tierstore.service.context import Service
+from tierstore.service.families import counter, gauge
 from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.http.messages import Receive, Scope, Send, error_for_path
 from tierstore.service.http.middleware import RequestLogging
@@ -112,11 +113,10 @@ class ConnectionLimit:
 
     def families(self) -> Iterator[Metric]:
         """For Prometheus."""
-        yield GaugeMetricFamily("tierstore_connections", "HTTP connections that are open.", value=self.open)
-        yield CounterMetricFamily(
-            "tierstore_connections_made_room", "Silent connections that were ended for others.", value=self.made_room
-        )
-        yield GaugeMetricFamily("tierstore_connections_limit", "HTTP connections that may be open.", value=self.limit)
+        yield gauge("tierstore_connections", "HTTP connections that are open.", self.open)
+        text = "Silent connections that were ended for others."
+        yield counter("tierstore_connections_made_room", text, self.made_room)
+        yield gauge("tierstore_connections_limit", "HTTP connections that may be open.", self.limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = Overloaded(

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.access.roles import Action, Principal
 from tierstore.access.rules import of_grpc
@@ -23,6 +23,7 @@ from tierstore.service.access import caller_key
 from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
+from tierstore.service.families import gauge
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.reactor.streams import Stream, most_message
 from tierstore.service.rpc.caller import RpcCaller, acting_for, sent_back
@@ -209,7 +210,7 @@ class Calls:
             ("health_watchers", "gRPC calls that watch the health; they are streams too.", self.health.watchers),
             ("health_watchers_limit", "gRPC calls that may.", MAX_WATCHERS),
         ):
-            yield GaugeMetricFamily(f"tierstore_grpc_{name}", text, value=value)
+            yield gauge(f"tierstore_grpc_{name}", text, value)
 
 
 def refuse(stream: Stream, code: str, details: str, request_id: str | None = None) -> None:
