@@ -69,7 +69,7 @@ class Ports:
         return [self.http] if self.grpc is None else [self.http, self.grpc]
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the sockets. May be called twice."""
         self._bound.close()
 
     def __enter__(self) -> Ports:
@@ -148,7 +148,7 @@ def _is_unused_socket(path: Path) -> bool:
 
 
 def url_of(sock: socket.socket, scheme: str) -> str:
-    """Where a bound socket is asked."""
+    """The URL of a bound socket."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     return f"{scheme}://{host_port(*sock.getsockname()[:2])}"

@@ -78,6 +78,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "SSL_CTX_use_certificate_chain_file": (c_int, [c_void_p, c_char_p]),
     "SSL_CTX_use_PrivateKey_file": (c_int, [c_void_p, c_char_p, c_int]),
     "SSL_CTX_check_private_key": (c_int, [c_void_p]),
+    "SSL_CTX_get0_certificate": (c_void_p, [c_void_p]),
     "SSL_select_next_proto": (c_int, [POINTER(c_void_p), POINTER(c_ubyte), c_char_p, c_uint, c_void_p, c_uint]),
     "SSL_new": (c_void_p, [c_void_p]),
     "SSL_free": (None, [c_void_p]),
@@ -145,7 +146,7 @@ def functions() -> npt.NDArray[np.int64]:
 
 @cache
 def _bound_functions() -> npt.NDArray[np.int64]:
-    """Those that `tls_messages` calls."""
+    """The addresses of the functions that `tls_messages` calls."""
     return _addresses(_OF_MESSAGES)
 
 
@@ -212,6 +213,10 @@ class Context:
     def __del__(self) -> None:
         if at := getattr(self, "_at", None):
             self._lib.SSL_CTX_free(at)  # sessions hold it on
+
+    def ends_s(self) -> float:
+        """When its certificate ends, on the wall clock."""
+        return _end_of(self._lib.SSL_CTX_get0_certificate(self._at))
 
     def session(self, fd: int) -> Session:
         """A session of a connection whose client begins with its handshake."""
@@ -300,7 +305,7 @@ _local = threading.local()
 
 
 def _buffer() -> Any:
-    """Of this thread."""
+    """The buffer of this thread for what is read."""
     if not hasattr(_local, "buffer"):
         _local.buffer = ctypes.create_string_buffer(_READ_BYTES)
     return _local.buffer

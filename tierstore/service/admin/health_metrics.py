@@ -32,8 +32,8 @@ def problems(models: Iterable[str], found: Iterable[Problem]) -> Iterator[Metric
 def ends(service: Service) -> Iterator[Metric]:
     """When credentials end, on the wall clock."""
     found = {}
-    if service.tls is not None and (end_s := service.tls.ends_s) is not None:
-        found["certificate"] = end_s
+    if service.tls is not None:
+        found["certificate"] = service.tls.ends_s
     if (end := service.access.tokens.next_end) is not None:
         found["token"] = end.timestamp()
     text = "When the certificate of the service ends, and the next of its tokens."

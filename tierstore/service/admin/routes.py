@@ -119,7 +119,7 @@ class ActiveVersion(BaseModel):
 
 
 def _theirs(answer: messages.Response) -> Response:
-    """A response of ours as FastAPI has them."""
+    """One of our responses as FastAPI's."""
     headers = {name.decode(): value.decode("latin-1") for name, value in answer.headers}
     return Response(b"".join(answer.chunks), answer.status, headers, answer.content_type.decode())
 

@@ -216,7 +216,7 @@ class Batcher:
             self._apart += requests
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         with self._lock:
             requests = histograms("tierstore_batch_requests", "Predict requests of a batch.", "", [((), self._counts)])
             items = histograms("tierstore_batch_items", "Items of a batch.", "", [((), self._sizes)])

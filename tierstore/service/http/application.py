@@ -42,7 +42,7 @@ class HttpMessage(Message[Response], Protocol):
     """A look-up over HTTP, whose path says the model."""
 
     def receive(self, body: memoryview, caller: Caller) -> None:
-        """Its body is complete."""
+        """Take the body, which is complete."""
 
 
 class ProtocolApplication:

@@ -112,7 +112,7 @@ class ConnectionLimit:
             self.refused -= 1
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         yield gauge("tierstore_connections", "HTTP connections that are open.", self.open)
         text = "Silent connections that were ended for others."
         yield counter("tierstore_connections_made_room", text, self.made_room)

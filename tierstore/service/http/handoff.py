@@ -75,12 +75,12 @@ class Answer:
         reply.send(pieces, handoff.hold(size), closes=closes)  # held until it is sent, however slowly the client reads
 
     def drop(self) -> None:
-        """There is no answer."""
+        """Give no answer: the connection is closed."""
         self._reply.drop()
 
 
 class StreamAnswer(Answer):
-    """The same, to a stream of HTTP/2."""
+    """Where the answer to a request on a stream of HTTP/2 goes. Any thread."""
 
     def __init__(self, handoff: Handoff, stream: Stream) -> None:
         self._handoff, self._stream = handoff, stream
@@ -185,7 +185,7 @@ class Handoff:
         self._begin(Answer(self, reply), scope, memoryview(data)[end + 4 :])
 
     def stream(self, stream: Stream, body: bytes) -> None:
-        """A whole request of HTTP/2."""
+        """Answer a whole request of HTTP/2."""
         path, _, query = stream.path.partition(b"?")
         headers = stream.headers
         if all(name != b"host" for name, _ in headers):

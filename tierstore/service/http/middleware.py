@@ -174,7 +174,7 @@ class AccessCheck:
             self._allow(name, key, principal)
 
     def _pass_all(self, scope: Scope, name: str) -> None:
-        """Nobody needs a token."""
+        """Let a request pass where nobody needs a token."""
         scope[PRINCIPAL] = LOCAL
         self._allow(name, None, LOCAL)
 
@@ -271,7 +271,7 @@ def _id_of(scope: Scope) -> bytes | None:
 
 
 def _requester_of(scope: Scope) -> str:
-    """Whose request it is, for the audit."""
+    """The requester's name for the audit."""
     who, request_id = _client_of(scope) or "somebody", _id_of(scope)
     if request_id is not None:
         who = f"{who} (id {one_line(request_id.decode('latin-1'))})"

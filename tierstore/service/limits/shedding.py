@@ -95,7 +95,7 @@ class Shed:
             waits.add(seconds)
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         with self._lock:
             counts = dict(self._counts)
             waited = histograms(

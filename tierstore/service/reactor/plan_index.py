@@ -264,7 +264,7 @@ class PlanIndex:
             release()
 
     def _release(self, variant: _Variant) -> None:
-        """Nobody counts by a variant any more."""
+        """Release the counts of a variant: nobody counts by it any more."""
         self.scorings.pop(variant.scoring, None)
         self.versions.release(variant.version)
         for table in variant.tables:

@@ -164,7 +164,7 @@ class Calls:
         idle.finish("UNAVAILABLE", IDLE)
 
     def to_the_end(self, flow: Flow) -> None:
-        """A stream becomes idle now."""
+        """Move a stream that becomes idle behind the others."""
         self._flows[flow.stream] = self._flows.pop(flow.stream)
 
     def forget(self, flow: Flow) -> None:

@@ -75,7 +75,7 @@ class Watcher:
         }
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         yield counter("tierstore_watch_applied", "Deltas taken from the watched directory.", self.applied)
         yield counter("tierstore_watch_errors", "Failed tries to take one.", self.errors)
 

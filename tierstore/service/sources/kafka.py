@@ -73,7 +73,7 @@ class KafkaSource:
         return self.stats.status(len(self._parked.list()))
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         return families(self.stats.status(len(self._parked.list())))
 
     def close(self, timeout_s: float = 30.0) -> None:

@@ -126,7 +126,7 @@ _COUNTERS = {
 
 
 def families(status: dict[str, Any]) -> Iterator[Metric]:
-    """For Prometheus."""
+    """The metrics of this part, for Prometheus."""
     for name, text in _COUNTERS.items():
         yield counter(f"tierstore_kafka_{name}", text, status[name])
     passed_over = sum(status["passed_over"].values())

@@ -140,12 +140,12 @@ class Locations(Observer):
         }
 
     def problems(self) -> list[str]:
-        """For the health of the service."""
+        """What keeps locations from being followed, for the health of the service."""
         found = [f"watched {place.name}: {problem}" for place in self._places for problem in place.problems()]
         return found + [f"{model}: {of.problem}" for model, of in self._records.models().items() if of.problem]
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         name = "tierstore_watched_snapshots"
         yield counter(f"{name}_loaded", "Snapshots loaded from watched locations.", self.loaded)
         yield counter(f"{name}_errors", "Failed tries to load or activate one, or to look.", self.errors)
