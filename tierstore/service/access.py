@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from prometheus_client.core import Metric
 
@@ -26,6 +27,12 @@ from tierstore.service.families import counters
 
 logger = logging.getLogger(__name__)
 ANY_NAME = "*"
+
+
+class Allow(Protocol):
+    """Is told of a name and an `Authorization` by which a caller may look up, for reactors; None: nobody needs one."""
+
+    def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
 
 
 class Access:

@@ -1,4 +1,4 @@
-"""A connection over HTTP/1.1 that Python serves: llhttp parses its requests, and each is run as ASGI has it.
+"""A connection over HTTP/1.1 that Python serves: llhttp parses its requests, the application answers them.
 
 Reactors hand connections off because they do not know a request; one goes back to them once it is answered and nothing more has
 come. Until reactors run, and at the listener of admin requests, all connections are served here. Event loop only; an object
@@ -19,7 +19,7 @@ from tierstore.service.addresses import is_on_host, peer_of
 from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.http.messages import CONNECTION, PEER, Peer, response_head, scope_of
-from tierstore.service.http.request import PLAIN, App, Request
+from tierstore.service.http.request import TEXT, App, Request
 from tierstore.service.http.tls_transport import SESSION
 from tierstore.service.openssl import Session
 
@@ -250,7 +250,7 @@ class HttpConnection(asyncio.Protocol):
         """Answer what cannot be parsed, and close the connection."""
         if self._has_last() or self.transport.is_closing():
             return
-        head = response_head(400, [PLAIN, (b"content-length", b"%d" % len(text))], closes=True)
+        head = response_head(400, [(b"content-type", TEXT), (b"content-length", b"%d" % len(text))], closes=True)
         self.transport.write(head + text)
         self.transport.close()
 

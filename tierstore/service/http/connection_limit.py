@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client.core import Metric
 
@@ -17,7 +17,7 @@ from tierstore.errors import Overloaded
 from tierstore.service.context import Service
 from tierstore.service.families import counter, gauge
 from tierstore.service.http.deadlines import Deadlines
-from tierstore.service.http.messages import Receive, Scope, Send, error_for_path
+from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, error_for_path
 from tierstore.service.http.middleware import RequestLogging
 from tierstore.service.http.turns import Turns
 from tierstore.service.limits.silent import Silent
@@ -50,7 +50,7 @@ class Count:
 
 
 class ConnectionLimit:
-    """Counts connections; also the ASGI application of those that are refused."""
+    """Counts connections; also the application of those that are refused."""
 
     def __init__(self, service: Service, limit: int, served: Served) -> None:
         """`served` has counted a connection, or refused it, before it comes here."""
@@ -118,21 +118,17 @@ class ConnectionLimit:
         yield counter("tierstore_connections_made_room", text, self.made_room)
         yield gauge("tierstore_connections_limit", "HTTP connections that may be open.", self.limit)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive) -> Response:
         error = Overloaded(
             f"{self.limit} connections are open, as many as there may be; use one for many requests, and try again in a second"
         )
         path: str = scope["path"]
         protocol = "oip_http" if path.startswith("/v2") else "tfs_http" if path.startswith("/v1") else "admin"
         self._service.request_times.add(protocol, "overloaded", 0.0)
-
-        async def closing(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            await send(message)
-
         await _drain(receive)
-        await error_for_path(path, error).send(closing)
+        response = error_for_path(path, error)
+        response.headers.append(CLOSE)
+        return response
 
 
 async def _drain(receive: Receive) -> None:

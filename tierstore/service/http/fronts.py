@@ -58,7 +58,7 @@ _PATHS = [
 
 
 class FrontsHttp(ProtocolApplication):
-    """The ASGI application of everything below `/upstream`."""
+    """The application of everything below `/upstream`."""
 
     PROTOCOL = "upstream"
 

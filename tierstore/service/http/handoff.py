@@ -63,20 +63,21 @@ class Answer:
     def __init__(self, handoff: Handoff, reply: Reply) -> None:
         self._handoff, self._reply = handoff, reply
 
-    def send(self, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
+    def send(self, response: Response | None) -> None:
+        """None: nobody waits for one."""
         handoff, reply = self._handoff, self._reply
+        if response is None:
+            reply.drop()
+            return
+        headers, chunks = response.pieces()
         closes = reply.closes or handoff.ending or (handoff.draining and reply.is_last)
-        head = response_head(status, headers, closes=closes)
+        head = response_head(response.status, headers, closes=closes)
         pieces: list[bytes | memoryview] = [head, *(chunk for chunk in chunks if len(chunk))]
         size = sum(map(len, pieces))
         if size <= _JOINED_BYTES:
             reply.send_copy(b"".join(pieces), closes=closes)
             return
         reply.send(pieces, handoff.hold(size), closes=closes)  # held until it is sent, however slowly the client reads
-
-    def drop(self) -> None:
-        """Give no answer: the connection is closed."""
-        self._reply.drop()
 
 
 class StreamAnswer(Answer):
@@ -85,13 +86,14 @@ class StreamAnswer(Answer):
     def __init__(self, handoff: Handoff, stream: Stream) -> None:
         self._handoff, self._stream = handoff, stream
 
-    def send(self, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
+    def send(self, response: Response | None) -> None:
+        if response is None:
+            self._stream.reset()
+            return
+        headers, chunks = response.pieces()
         if self._stream.method == b"HEAD":
             chunks = []
-        self._stream.respond(status, [(b"date", date_now()), *headers], chunks)
-
-    def drop(self) -> None:
-        self._stream.reset()
+        self._stream.respond(response.status, [(b"date", date_now()), *headers], chunks)
 
 
 class Requests:
@@ -198,14 +200,13 @@ class Handoff:
         answer = StreamAnswer(self, stream)
         if stream.too_large:
             error = scope[ERROR] = TooLarge("the body has more bytes than are allowed")
-            response = error_for_path(scope["path"], error)
-            answer.send(response.status, *response.pieces())
+            answer.send(error_for_path(scope["path"], error))
             return
         self._begin(answer, scope, memoryview(body))
 
     def _begin(self, answer: Answer, scope: Scope, body: memoryview) -> None:
         if self._cut and FAILED not in scope:
-            answer.drop()
+            answer.send(None)
             return
         if scope["method"] == "POST":
             scope[LATER] = partial(self._answer_left, answer)
@@ -215,7 +216,7 @@ class Handoff:
                 return
             del self._left[answer]
             if response is not None:
-                answer.send(response.status, *response.pieces())
+                answer.send(response)
                 return
         task = asyncio.get_running_loop().create_task(self._answer_later(answer, scope, body))
         self._tasks.add(task)
@@ -226,10 +227,7 @@ class Handoff:
         with self._lock:
             if self._left.pop(reply, None) is None:
                 return False
-            if response is None:
-                reply.drop()
-            else:
-                reply.send(response.status, *response.pieces())
+            reply.send(response)
             return True
 
     def cut_off(self) -> None:
@@ -245,27 +243,17 @@ class Handoff:
             self.request(reply, data)
 
     async def _answer_later(self, reply: Answer, scope: Scope, body: memoryview) -> None:
-        """Have the application answer as any ASGI server would."""
-        status, headers, chunks = 0, [], []
+        """Have the application answer what `at_once` did not."""
+        response = None
 
         async def receive() -> MutableMapping[str, Any]:
             return {"type": "http.request", "body": body, "more_body": False}
 
-        async def send(message: MutableMapping[str, Any]) -> None:
-            nonlocal status, headers
-            if message["type"] == "http.response.start":
-                status, headers = message["status"], list(message["headers"])
-            else:
-                chunks.append(message.get("body", b""))
-
         try:
-            await self._app(scope, receive, send)
+            response = await self._app(scope, receive)
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
-        if status:
-            reply.send(status, headers, chunks)
-        else:
-            reply.drop()
+        reply.send(response)
 
     def hold(self, size: int) -> Callable[[], None]:
         """Count so many bytes of an answer; what is returned is called when it has left."""

@@ -1,6 +1,7 @@
-"""Requests and responses of the raw ASGI applications: bodies read within limits, responses, errors, content codings.
+"""Requests and responses over HTTP: bodies read within limits, responses, errors, content codings.
 
-`read_body` and `Response.send` run on the event loop; the rest are pure functions for any thread.
+An application gets a request as ASGI has it, a scope and `receive`, and returns its response. `read_body` runs on the event loop;
+the rest are pure functions for any thread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from tierstore.service.limits.worker_pool import Reservation
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = dict[bytes, bytes]
 Fields = Sequence[tuple[bytes, bytes]]
 
@@ -40,7 +40,7 @@ _PART_BYTES = 64 << 10  # of a compressed body that are read, and of what they h
 _SMALL_JSON = 64 << 10  # what so little of it takes is less than what a thread needs anyway
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 _REFUSED = re.compile(rb"q\s*=\s*0(?:\.0*)?")
-_CLOSE = b"connection", b"close"
+CLOSE = b"connection", b"close"
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
@@ -95,17 +95,9 @@ class Response:
         chunks = list(self.chunks)
         length = sum(map(len, chunks))
         headers = [(b"content-length", b"%d" % length), *self.headers]
-        if length:
+        if length and self.content_type:
             headers.append((b"content-type", self.content_type))
         return headers, chunks
-
-    async def send(self, send: Send) -> None:
-        headers, chunks = self.pieces()
-        chunks = chunks or [b""]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        last = len(chunks) - 1
-        for i, chunk in enumerate(chunks):
-            await send({"type": "http.response.body", "body": chunk, "more_body": i != last})
 
 
 def json_response(document: Any, status: int = 200) -> Response:
@@ -135,7 +127,7 @@ def response_head(status: int, headers: Fields, *, closes: bool = False, date: b
     lines = [_STATUS_LINES[status], b"date: ", date or date_now(), b"\r\n"]
     for name, value in headers:
         lines += (name, b": ", value, b"\r\n")
-    if closes and _CLOSE not in headers:
+    if closes and CLOSE not in headers:
         lines.append(b"connection: close\r\n")
     lines.append(b"\r\n")
     return b"".join(lines)

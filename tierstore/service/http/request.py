@@ -1,17 +1,17 @@
-"""A request on a connection that Python serves, and its response: the two sides of ASGI. Event loop only."""
+"""A request on a connection that Python serves, and its response. Event loop only."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol, TypeAlias
 
-from tierstore.service.http.messages import Receive, Scope, Send, response_head
+from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, response_head
 
 logger = logging.getLogger(__name__)
-App: TypeAlias = Callable[[Scope, Receive, Send], Any]
-PLAIN = (b"content-type", b"text/plain; charset=utf-8")
+App: TypeAlias = Callable[[Scope, Receive], Awaitable[Response | None]]  # None: nobody waits for a response
+TEXT = b"text/plain; charset=utf-8"
 
 
 class Connection(Protocol):
@@ -26,7 +26,7 @@ class Connection(Protocol):
 
 
 class Request:
-    """A request, from its head on, and its response: `receive` and `send` are those of ASGI."""
+    """A request, from its head on; `receive` is as ASGI has it."""
 
     def __init__(self, connection: Connection, scope: Scope, *, keeps: bool) -> None:
         self._connection, self.scope = connection, scope
@@ -36,24 +36,29 @@ class Request:
         )
         self._body, self.has_come = bytearray(), False
         self.heard = asyncio.Event()  # more of the body has come, or no more will
-        self._head: bytes | None = None  # of the response, until it leaves together with the first of its body
-        self._is_started = self._is_chunked = self.is_answered = False
+        self.is_answered = False
 
     async def run(self, app: App) -> None:
+        response: Response | None
         try:
-            await app(self.scope, self.receive, self.send)
+            response = await app(self.scope, self.receive)
         except Exception:
             logger.exception("a request to %s failed", self.scope["path"])
-        transport = self._connection.transport
-        if self.is_answered or transport.is_closing():
+            response = Response(500, [b"Internal Server Error"], TEXT, [CLOSE])
+        connection = self._connection
+        await connection.writable.wait()
+        if connection.transport.is_closing():
             return
-        if self._is_started:
-            transport.close()
+        if response is None:
+            connection.transport.close()
             return
-        text = b"Internal Server Error"
-        headers = [PLAIN, (b"content-length", b"%d" % len(text)), (b"connection", b"close")]
-        await self.send({"type": "http.response.start", "status": 500, "headers": headers})
-        await self.send({"type": "http.response.body", "body": text})
+        headers, chunks = response.pieces()
+        self.is_answered = True
+        self.keeps = self.keeps and CLOSE not in headers
+        head = response_head(response.status, headers, closes=not self.keeps)
+        is_head = self.scope["method"] == "HEAD"
+        connection.transport.writelines([head, *([] if is_head else [chunk for chunk in chunks if len(chunk)])])
+        connection.answered(self)
 
     def add(self, data: bytes) -> int:
         """More of the body has come. Returns how many bytes the application has not taken."""
@@ -68,48 +73,11 @@ class Request:
         if self._awaits_continue and not connection.transport.is_closing():
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._awaits_continue = False
-        if not connection.is_lost() and not self.is_answered:
+        if not connection.is_lost():
             connection.read_on()
             await self.heard.wait()
             self.heard.clear()
-        if connection.is_lost() or self.is_answered:
+        if connection.is_lost():
             return {"type": "http.disconnect"}
         body, self._body = bytes(self._body), bytearray()
         return {"type": "http.request", "body": body, "more_body": not self.has_come}
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        connection = self._connection
-        await connection.writable.wait()
-        transport = connection.transport
-        if transport.is_closing():
-            return
-        if message["type"] == "http.response.start":
-            self._begin(message["status"], message["headers"])
-            return
-        body, more = message.get("body", b""), message.get("more_body", False)
-        pieces: list[bytes | memoryview] = [] if self._head is None else [self._head]
-        self._head = None
-        if self.scope["method"] == "HEAD":
-            pass
-        elif not self._is_chunked:
-            pieces += [body] if len(body) else []
-        else:
-            pieces += [b"%x\r\n" % len(body), body, b"\r\n"] if len(body) else []
-            pieces += [] if more else [b"0\r\n\r\n"]
-        if pieces:
-            transport.writelines(pieces)
-        if not more:
-            self.is_answered = True
-            self.heard.set()
-            connection.answered(self)
-
-    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        names = [name for name, _ in headers]
-        self._is_started, self._awaits_continue = True, False
-        self._is_chunked = (
-            b"content-length" not in names and self.scope["method"] != "HEAD" and status not in (204, 304)
-        )
-        if self._is_chunked:
-            headers = [*headers, (b"transfer-encoding", b"chunked")]
-        self.keeps = self.keeps and (b"connection", b"close") not in headers
-        self._head = response_head(status, headers, closes=not self.keeps)

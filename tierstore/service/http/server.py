@@ -20,7 +20,7 @@ FINISH_S = 30  # for what is in progress when the service ends
 
 
 class HttpServer:
-    """Serves an ASGI application. Made on any thread."""
+    """Serves an application. Made on any thread."""
 
     def __init__(self, app: App) -> None:
         self.app = app

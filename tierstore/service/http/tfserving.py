@@ -1,4 +1,4 @@
-"""TensorFlow Serving's JSON interface, as a raw ASGI application below `/v1`.
+"""TensorFlow Serving's JSON interface, below `/v1`.
 
 Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`). Other look-ups
 run on the look-up pool, and calls that may block for long on the admin pool.
@@ -117,7 +117,7 @@ _MAX_VERSION = (1 << 63) - 1
 
 
 class TfsHttp(ProtocolApplication):
-    """The ASGI application. Event loop only."""
+    """The application. Event loop only."""
 
     PROTOCOL = "tfs_http"
 

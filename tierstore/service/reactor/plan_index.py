@@ -37,7 +37,6 @@ from tierstore.service.reactor.plan_words import address, is_runnable, predictio
 from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
 from tierstore.types import Tier
 
-MOST_PLANS = layout.SETS * layout.WAYS
 MOST_LEARNED = 256  # at once, and LEARNED_A_SECOND
 LEARNED_A_SECOND = 64
 _MOST_UNFIT = 1024  # structures that reactors cannot answer, which are not looked at again

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from prometheus_client.core import Metric
 
-from tierstore.access.roles import Action, Principal
+from tierstore.access.roles import Action
 from tierstore.access.rules import of_grpc
 from tierstore.errors import Closed, Forbidden, Overloaded, TierstoreError
-from tierstore.service.access import caller_key
+from tierstore.service.access import Allow, caller_key
 from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
@@ -41,12 +40,6 @@ MOST_STREAMS = 1024  # of messages, open at a time
 IDLE_S = 1.0  # how long one has to be idle before it makes room for another
 CUT_OFF = "the service stopped before this call was finished, which may have had its effect; send it again"
 _NO_MESSAGE = "the call has one request message; got none"
-
-
-class Allow(Protocol):
-    """What is told of a name and an `Authorization` by which a caller may look up; None: nobody needs one."""
-
-    def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
 
 
 class Calls:
