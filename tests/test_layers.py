@@ -121,6 +121,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "addresses": 0,
         "access": 1,
         "error_status": 0,
+        "families": 0,
         "openssl": 0,
         "process": 0,
         "stats": 0,

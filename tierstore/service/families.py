@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-from tierstore.service.stats import Histogram
 
 T = TypeVar("T")
 Key: TypeAlias = str | tuple[str, ...]  # the value of the only label, or of each
 Samples: TypeAlias = Mapping[tuple[str, str], T] | Mapping[str, T] | Iterable[tuple[Key, T]]
+
+
+class Histogram(Protocol):
+    """What a family of histograms needs of one, see `stats.py`."""
+
+    total: float
+
+    def buckets(self) -> list[tuple[str, float]]: ...
 
 
 def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -30,14 +30,7 @@ from tierstore.service.admin.sources import check_still_there, resolve_source
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
-from tierstore.service.http.messages import (
-    ERROR,
-    Disconnected,
-    principal_of,
-    problem,
-    problem_response,
-    read_body,
-)
+from tierstore.service.http.messages import ERROR, Disconnected, principal_of, problem, problem_response, read_body
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.types import NAME
 

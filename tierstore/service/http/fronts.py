@@ -154,12 +154,7 @@ class FrontsHttp(ProtocolApplication):
         return read, read.finish()
 
     def _response(
-        self,
-        scope: Scope,
-        model: str,
-        request: wire.RowsRequest,
-        read: StoredRead,
-        chunks: list[bytes | memoryview],
+        self, scope: Scope, model: str, request: wire.RowsRequest, read: StoredRead, chunks: list[bytes | memoryview]
     ) -> Response:
         """The answer with rows. The next request of its kind is for a reactor."""
         if (plans := self._service.plans) is not None:

@@ -44,14 +44,8 @@ class Listener:
         admin: bool = False,
         back: Back | None = None,
     ) -> None:
-        self._socket, self._server, self._limit, self._tls, self._admin, self._back = (
-            sock,
-            server,
-            limit,
-            tls,
-            admin,
-            back,
-        )
+        self._socket, self._server, self._limit = sock, server, limit
+        self._tls, self._admin, self._back = tls, admin, back
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._refusing = 0
         self._beginning: set[asyncio.Task[Any]] = set()  # connections in their handshake

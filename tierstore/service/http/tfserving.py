@@ -50,13 +50,8 @@ class PredictMessage:
     def __init__(
         self, service: Service, model: str, version: int | str | None, headers: Headers, holding: Reservation
     ) -> None:
-        self._service, self.model, self.version, self._headers, self._holding = (
-            service,
-            model,
-            version,
-            headers,
-            holding,
-        )
+        self._service, self._headers, self._holding = service, headers, holding
+        self.model, self.version = model, version
         self._body = memoryview(b"")
 
     def receive(self, body: memoryview, caller: Caller) -> None:

@@ -280,13 +280,7 @@ class Jobs:
         )
 
     def _export(self, job: Job) -> None:
-        report = self._store.export(
-            job.model,
-            job.source,
-            **job.wanted,
-            progress=job.note,
-            cancelled=job.cancelled,
-        )
+        report = self._store.export(job.model, job.source, **job.wanted, progress=job.note, cancelled=job.cancelled)
         job.version, job.seq, job.done = report.version, report.seq, report.rows
 
     def _backup(self, job: Job) -> None:

@@ -57,13 +57,8 @@ class _Variant:
     def __init__(
         self, token: int, words: list[int], version: Version | None, tables: list[LookupCounts], *kept: object
     ) -> None:
-        self.token, self.words, self.version, self.tables, self._kept = (
-            token,
-            np.array(words, np.int64),
-            version,
-            tables,
-            kept,
-        )
+        self.token, self.words = token, np.array(words, np.int64)
+        self.version, self.tables, self._kept = version, tables, kept
 
 
 class _Planned:
@@ -135,13 +130,7 @@ class PlanIndex:
         return len(self._planned)
 
     def learn(
-        self,
-        model: str,
-        view: Any,
-        version: int | str | None,
-        plan: Plan,
-        lesson: Lesson,
-        refusal: bytes | None = None,
+        self, model: str, view: Any, version: int | str | None, plan: Plan, lesson: Lesson, refusal: bytes | None = None
     ) -> None:
         """Keep how requests of `model` that have the structure of this one are answered under `view`, if a reactor can do it.
 

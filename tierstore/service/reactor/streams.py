@@ -223,10 +223,8 @@ class Streams:
             body = ctypes.string_at(address + head_bytes, size - head_bytes)
             free(address)
             stream = self._open[fd, serial, number] = Stream(self, fd, serial, number, head, flags)
-            stream.too_large, stream.peer_names = (
-                flags == kernel.SIZE and not body,
-                self._pipes.tls.names_of(fd, serial),
-            )
+            stream.too_large = flags == kernel.SIZE and not body
+            stream.peer_names = self._pipes.tls.names_of(fd, serial)
             if kind == kernel.STREAM_REQUEST:
                 receiver.request(stream, body)
             else:

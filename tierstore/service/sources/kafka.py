@@ -19,12 +19,7 @@ from prometheus_client.core import Metric
 from tierstore.config import Settings
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.engine.store import Store
-from tierstore.errors import (
-    DeltaError,
-    NotFound,
-    StorageError,
-    Unreachable,
-)
+from tierstore.errors import DeltaError, NotFound, StorageError, Unreachable
 from tierstore.kafka.client import read_options
 from tierstore.kafka.messages import Head, Message, head_of
 from tierstore.kafka.reader import TopicReader

@@ -12,15 +12,8 @@ from prometheus_client.core import Metric
 from tierstore.service.families import counter, gauge, gauges
 
 STATES = (
-    "starting",
-    "reading",
-    "caught up",
-    "waiting",
-    "rebalancing",
-    "broker unreachable",
-    "unknown topic",
-    "held up",
-)
+    "starting", "reading", "caught up", "waiting", "rebalancing", "broker unreachable", "unknown topic", "held up",
+)  # fmt: skip
 MOST_MODELS = 100
 
 
