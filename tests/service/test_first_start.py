@@ -218,7 +218,7 @@ def test_a_start_imports_what_look_ups_need_and_no_more(store: Store) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
-    assert loaded >= {"numba", "pyarrow", "uvicorn", "tierstore.service.admin.application"}
+    assert loaded >= {"numba", "pyarrow", "uvloop", "tierstore.service.admin.application"}
     assert loaded & NOT_NEEDED == set()
 
 

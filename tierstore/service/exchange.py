@@ -277,7 +277,7 @@ class Exchange(Generic[A]):
             self.caller.within(timeout_us * 1000)
 
     def _check_deadline(self) -> None:
-        """Called before work is started."""
+        """Raise where the caller's deadline has passed. Called before work is started."""
         if self.caller.deadline_ns is not None:
             self._service.shed.check(self.caller)
 

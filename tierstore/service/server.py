@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import uvloop
+
 from tierstore import kernels
 from tierstore.config import Settings
 from tierstore.engine.store import Store
@@ -30,10 +32,9 @@ from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
-from tierstore.service.http.frames import Http2
 from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
-from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
+from tierstore.service.http.server import BACKLOG, FINISH_S, HttpServer
 from tierstore.service.openssl import Session
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
@@ -97,15 +98,13 @@ class HttpService:
         self._admin = AdminApplication(self.service)
         self._allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
         root = make_root(self.service, self._admin, self._allowed.add)
-        self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
+        self._server = HttpServer(root)
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
         self.service.calls = self._calls = Calls(self.service, self._allowed.add)
         self._requests = Requests(self._handoff, self._calls)
-        self._http2 = Http2(self._requests, self._calls.streaming, settings, self.service.inflight)
-        self._connection_limit.http2 = self._http2
         self._listeners = self._make_listeners()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining = False
+        self._draining, self._ends = False, asyncio.Event()
         self._exit_bound: ExitBound | None = None
         store.epochs.add_collector(self._plans.collect)
 
@@ -118,7 +117,6 @@ class HttpService:
             )
         if (sock := self._ports.admin) is not None:
             limit = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
-            limit.http2 = self._http2
             tls = None if sock.family == socket.AF_UNIX else tls
             listeners.append(Listener(sock, self._server, limit, tls, admin=True))
         return listeners
@@ -126,15 +124,10 @@ class HttpService:
     def run(self, started: Callable[[], None], exit_bound: ExitBound | None = None) -> None:
         """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called once requests are answered."""
         try:
-            with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(started, exit_bound))
         finally:
             self._close()
-
-    @property
-    def default_headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of every response."""
-        return self._server.server_state.default_headers
 
     def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None:
         """Serve a connection that a reactor hands over. Event loop only."""
@@ -172,10 +165,7 @@ class HttpService:
                 signal.signal(number, lambda *_: exit_bound.signalled(drain_s + 2 * FINISH_S))
         self.service.sources = start_sources(self.service, self._settings)
         beside: list[asyncio.Future[Any]] = []
-        serving = asyncio.ensure_future(self._server.serve(sockets=[]))
-        while not self._server.started and not serving.done():
-            await asyncio.sleep(0.005)
-        if not serving.done():
+        if not self._ends.is_set():
             beside.append(asyncio.ensure_future(self._calls.report_when(lambda: self.service.ready)))
             for listener in self._listeners:
                 listener.start()
@@ -185,7 +175,8 @@ class HttpService:
             beside.append(asyncio.ensure_future(self._follow_files(self.service.access.tokens.generation)))
             started()
             beside.append(self._admin.begin())
-        await serving
+        await self._ends.wait()
+        await self._server.finish()
         await self._finish()
         for task in beside:
             task.cancel()
@@ -228,7 +219,7 @@ class HttpService:
             await asyncio.sleep(COMPILED_POLL_S)
         if (error := compilation.error) is None:
             await asyncio.to_thread(kernels.load)  # so that no request waits for one that is read
-        if self._server.should_exit:
+        if self._ends.is_set():
             return
         if error is None:
             try:
@@ -296,7 +287,7 @@ class HttpService:
         for sock in self._ports.public:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait
-        self._server.should_exit = True
+        self._ends.set()
         self._calls.stop()
 
 

@@ -30,14 +30,7 @@ from tierstore.service.admin.sources import check_still_there, resolve_source
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
-from tierstore.service.http.messages import (
-    ERROR,
-    Disconnected,
-    principal_of,
-    problem,
-    problem_response,
-    read_body,
-)
+from tierstore.service.http.messages import ERROR, Disconnected, principal_of, problem, problem_response, read_body
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.types import NAME
 
@@ -119,7 +112,7 @@ class ActiveVersion(BaseModel):
 
 
 def _theirs(answer: messages.Response) -> Response:
-    """A response of ours as FastAPI has them."""
+    """One of our responses as FastAPI's."""
     headers = {name.decode(): value.decode("latin-1") for name, value in answer.headers}
     return Response(b"".join(answer.chunks), answer.status, headers, answer.content_type.decode())
 

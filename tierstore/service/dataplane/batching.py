@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.errors import Overloaded, TierstoreError
@@ -31,6 +31,7 @@ from tierstore.service.dataplane.joining import (
 )
 from tierstore.service.dataplane.plan import Request
 from tierstore.service.dataplane.plan_cache import PlanCache
+from tierstore.service.families import counter, gauge, histograms
 from tierstore.service.limits.shedding import Caller, Shed
 from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.service.stats import Histogram
@@ -215,26 +216,14 @@ class Batcher:
             self._apart += requests
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         with self._lock:
-            stats = [
-                ("requests", "Predict requests of a batch.", self._counts.buckets(), self._counts.total),
-                ("items", "Items of a batch.", self._sizes.buckets(), self._sizes.total),
-            ]
-            apart = self._apart
-        for name, text, buckets, total in stats:
-            family = HistogramMetricFamily(f"tierstore_batch_{name}", text)
-            family.add_metric([], buckets, total)
-            yield family
-        yield CounterMetricFamily(
-            "tierstore_batch_apart", "Requests of batches that could not be run as one.", value=apart
-        )
-        yield GaugeMetricFamily(
-            "tierstore_batch_waiting", "Predict requests in batches that are not answered yet.", value=self.waiting
-        )
-        yield GaugeMetricFamily(
-            "tierstore_batch_waiting_limit", "Predict requests that may be in batches.", value=self.waiting_limit
-        )
+            requests = histograms("tierstore_batch_requests", "Predict requests of a batch.", "", [((), self._counts)])
+            items = histograms("tierstore_batch_items", "Items of a batch.", "", [((), self._sizes)])
+        yield from (requests, items)
+        yield counter("tierstore_batch_apart", "Requests of batches that could not be run as one.", self._apart)
+        yield gauge("tierstore_batch_waiting", "Predict requests in batches that are not answered yet.", self.waiting)
+        yield gauge("tierstore_batch_waiting_limit", "Predict requests that may be in batches.", self.waiting_limit)
 
 
 def _deliver(batch: _Batch, done: asyncio.Future[list[Any]]) -> None:

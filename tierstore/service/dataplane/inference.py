@@ -82,9 +82,8 @@ class Inference:
         self.lookup_ns = self.dense_ns = 0
         self.arrays: list[Any] = []
         self.raw: Elements = None  # the keys of a raw body
-        self.codes: npt.NDArray[np.int64] | None = (
-            None  # of the plan's `joined` inputs, set before `begin`, in place of their elements
-        )
+        # of the plan's `joined` inputs, set before `begin`, in place of their elements
+        self.codes: npt.NDArray[np.int64] | None = None
         self._view: View = lease.__enter__()
         try:
             if isinstance(request, memoryview):
@@ -290,12 +289,7 @@ class DataPlane:
         return active is not None and active.predictor is not None
 
     def open(
-        self,
-        model: str,
-        version: int | str | None,
-        request: AnyRequest,
-        *,
-        route: bytes | str | None = None,
+        self, model: str, version: int | str | None, request: AnyRequest, *, route: bytes | str | None = None
     ) -> Inference:
         """Begin a request: acquire its view, which `Inference.close` releases, and plan it.
 

@@ -55,7 +55,7 @@ class Lesson(Protocol):
 
 
 class HttpLesson:
-    """Of the Open Inference Protocol over HTTP."""
+    """A request of the Open Inference Protocol over HTTP, as a `Lesson`."""
 
     protocol, form = "oip_http", layout.TENSORS
 

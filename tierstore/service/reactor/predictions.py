@@ -222,11 +222,8 @@ class Predictions:
     def _answer(self, job: _Job, began_ns: int, dense_ns: int) -> None:
         """The scores are there: count the prediction, and have its reactor send the answer."""
         words, scoring, service = job.words, job.scoring, self._service
-        came_ns, planned_ns, queued_ns = (
-            words[job_words.BEGAN_NS],
-            words[job_words.PLANNED_NS],
-            words[job_words.QUEUED_NS],
-        )
+        came_ns, planned_ns = words[job_words.BEGAN_NS], words[job_words.PLANNED_NS]
+        queued_ns = words[job_words.QUEUED_NS]
         now_ns = time.perf_counter_ns()
         lookup_ns = queued_ns - planned_ns
         spent = Timings(

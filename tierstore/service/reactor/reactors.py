@@ -376,7 +376,7 @@ class Reactors:
         return int(np.count_nonzero((rows[:, kernel.STATE] == kernel.READING) & (rows[:, kernel.IN_BYTES] > 0)))
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         yield from metrics.families(self._lines, unfinished=self.unfinished, unsent_bytes=self.unsent_bytes)
 
 

@@ -23,6 +23,7 @@ from tierstore.config import Settings
 from tierstore.kernels import h2words, reactor
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.service.addresses import peer_of
 from tierstore.service.reactor.cold_reads import free
 from tierstore.service.reactor.hpack import Fields, encode, encode_head
 from tierstore.service.reactor.tls_rows import TlsRows
@@ -59,19 +60,10 @@ class StreamReceiver(Protocol):
         """The client has reset the stream, or its connection has ended. Nothing more comes, and nothing leaves."""
 
 
-class Carrier(Protocol):
-    """What a stream needs of those that it is one of: `Streams`, or a session on the event loop. Any thread."""
-
-    def has(self, fd: int, serial: int) -> bool: ...
-    def forget(self, stream: Stream) -> None: ...
-    def notify(self, stream: Stream, kind: int, value: int, more: int) -> None: ...
-    def send(self, stream: Stream, head: bytes, chunks: Iterable[Buffer], trailers: bytes, flags: int) -> None: ...
-
-
 class Stream:
     """One stream: a request, and its answer. `respond`, or `send_headers`, `send_data` and `end`; or `reset`. Any thread."""
 
-    def __init__(self, streams: Carrier, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
+    def __init__(self, streams: Streams, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
         self._streams, self._fd, self._serial, self.number = streams, fd, serial, number
         self.arrived_ns = int.from_bytes(head[:8], "little")  # when its headers came, on the monotonic clock
         first, authority, *lines, _ = head[8:].split(b"\n")
@@ -84,7 +76,6 @@ class Stream:
             self.headers.append((name, value))
         self.reason = reason  # why the reactor has not answered, one of `kernel.REASONS` by its place
         self.too_large = False  # the body was larger than `most_message`, and is not there
-        self.admin = False  # whether it came at the listener of admin requests
         self.peer_names: tuple[str, ...] = ()  # of the client's certificate
         self._lock = threading.Lock()
         # guarded by _lock
@@ -100,11 +91,7 @@ class Stream:
     def client(self) -> tuple[str, int] | None:
         """The client's address and port, as long as it is not answered; None where it has none."""
         with self.connection() as connection:
-            if connection is not None and connection.family != socket.AF_UNIX:
-                with contextlib.suppress(OSError):
-                    host, port = connection.getpeername()[:2]
-                    return host, port
-        return None
+            return None if connection is None else peer_of(connection)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket | None]:
@@ -194,16 +181,6 @@ class Stream:
         return open_
 
 
-Table = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]]]
-
-
-def paths_table(paths: Sequence[bytes]) -> Table:
-    """(what kernels read of paths, their bytes), both to be kept."""
-    arrays = [np.frombuffer(path, np.uint8) for path in paths]
-    words = [len(arrays), *(word for array in arrays for word in (address_of(array), len(array)))]
-    return np.array(words, np.int64), arrays
-
-
 class Pipes(Protocol):
     """What streams need of the reactors."""
 
@@ -222,12 +199,13 @@ class Streams:
         self._pipes = pipes
         self._open: dict[tuple[int, int, int], Stream] = {}
         self._receiver: StreamReceiver | None = None
-        self._paths: Table | None = None
 
     def start(self, receiver: StreamReceiver, streaming: Sequence[bytes]) -> None:
         """From now on `receiver` gets streams; those of the paths `streaming` as they come, if they are of gRPC."""
         self._receiver = receiver
-        self._paths = paths_table(streaming)  # kept: reactors read them
+        paths = [np.frombuffer(path, np.uint8) for path in streaming]
+        words = [len(paths), *(word for path in paths for word in (address_of(path), len(path)))]
+        self._paths = np.array(words, np.int64), paths  # kept: reactors read them
         self._pipes.words[kernel.STREAMING_PATHS] = address_of(self._paths[0])
 
     def __len__(self) -> int:
@@ -245,10 +223,8 @@ class Streams:
             body = ctypes.string_at(address + head_bytes, size - head_bytes)
             free(address)
             stream = self._open[fd, serial, number] = Stream(self, fd, serial, number, head, flags)
-            stream.too_large, stream.peer_names = (
-                flags == kernel.SIZE and not body,
-                self._pipes.tls.names_of(fd, serial),
-            )
+            stream.too_large = flags == kernel.SIZE and not body
+            stream.peer_names = self._pipes.tls.names_of(fd, serial)
             if kind == kernel.STREAM_REQUEST:
                 receiver.request(stream, body)
             else:

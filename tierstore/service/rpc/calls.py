@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
-from tierstore.access.roles import Action, Principal
+from tierstore.access.roles import Action
 from tierstore.access.rules import of_grpc
 from tierstore.errors import Closed, Forbidden, Overloaded, TierstoreError
-from tierstore.service.access import caller_key
+from tierstore.service.access import Allow, caller_key
 from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
+from tierstore.service.families import gauge
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.reactor.streams import Stream, most_message
 from tierstore.service.rpc.caller import RpcCaller, acting_for, sent_back
@@ -40,12 +40,6 @@ MOST_STREAMS = 1024  # of messages, open at a time
 IDLE_S = 1.0  # how long one has to be idle before it makes room for another
 CUT_OFF = "the service stopped before this call was finished, which may have had its effect; send it again"
 _NO_MESSAGE = "the call has one request message; got none"
-
-
-class Allow(Protocol):
-    """What is told of a name and an `Authorization` by which a caller may look up; None: nobody needs one."""
-
-    def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
 
 
 class Calls:
@@ -163,7 +157,7 @@ class Calls:
         idle.finish("UNAVAILABLE", IDLE)
 
     def to_the_end(self, flow: Flow) -> None:
-        """A stream becomes idle now."""
+        """Move a stream that becomes idle behind the others."""
         self._flows[flow.stream] = self._flows.pop(flow.stream)
 
     def forget(self, flow: Flow) -> None:
@@ -209,7 +203,7 @@ class Calls:
             ("health_watchers", "gRPC calls that watch the health; they are streams too.", self.health.watchers),
             ("health_watchers_limit", "gRPC calls that may.", MAX_WATCHERS),
         ):
-            yield GaugeMetricFamily(f"tierstore_grpc_{name}", text, value=value)
+            yield gauge(f"tierstore_grpc_{name}", text, value)
 
 
 def refuse(stream: Stream, code: str, details: str, request_id: str | None = None) -> None:

@@ -21,7 +21,7 @@ FIRST_S = 10.0  # for the first message of a stream to come
 
 
 class Flows(Protocol):
-    """Those that a stream is one of."""
+    """The calls, as far as a stream of messages needs them."""
 
     service: Service
     most_message: int
@@ -82,7 +82,7 @@ class Flow:
         self._go_on()
 
     def forget(self) -> None:
-        """It is over."""
+        """End its part here: the stream is over."""
         if self._over:
             return
         self._over = True

@@ -19,12 +19,7 @@ from prometheus_client.core import Metric
 from tierstore.config import Settings
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.engine.store import Store
-from tierstore.errors import (
-    DeltaError,
-    NotFound,
-    StorageError,
-    Unreachable,
-)
+from tierstore.errors import DeltaError, NotFound, StorageError, Unreachable
 from tierstore.kafka.client import read_options
 from tierstore.kafka.messages import Head, Message, head_of
 from tierstore.kafka.reader import TopicReader
@@ -73,7 +68,7 @@ class KafkaSource:
         return self.stats.status(len(self._parked.list()))
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         return families(self.stats.status(len(self._parked.list())))
 
     def close(self, timeout_s: float = 30.0) -> None:

@@ -69,7 +69,7 @@ class Positions:
             return {}
 
     def origin(self, partition: int, offsets: Iterable[int], resume: Mapping[int, int]) -> Origin:
-        """What is logged with a delta."""
+        """The position in the topic that is logged with a delta."""
         return {
             "source": SOURCE,
             "topic": self._topic,
