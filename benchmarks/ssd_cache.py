@@ -29,7 +29,7 @@ from benchmarks.machine import describe
 from benchmarks.remote_lookup import cpu_ns, load
 from benchmarks.report import headline, markdown, write
 from tests.redis_cluster import SERVER, redis_cluster
-from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.kernels.sysio import WILL_NEED, advise, read_at
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.remote.cluster import connect
@@ -59,8 +59,8 @@ class Scene:
         self.keys, self.rows, self.readers = keys, rows, ReaderPool(THREADS)
         size = rows.shape[1] + 24
         self.cache = SsdCache(directory, max(1 << 20, int(len(keys) * size * 1.2)), self.readers)
-        self.alone = RemoteBase("rows", {1: table}, 0, "refuse")
-        self.cached = RemoteBase("rows", {1: table}, 0, "refuse", cache=self.cache)
+        self.alone = RemoteRows("rows", {1: table}, 0, "refuse")
+        self.cached = RemoteRows("rows", {1: table}, 0, "refuse", cache=self.cache)
         self.cached.keep(1, len(keys), rows.shape[1])
         self.slots = self.cached._cached[1]
 
@@ -70,7 +70,7 @@ class Scene:
             self.cache.drain()
         os.fsync(self.cache.file._fd)  # what is not written yet cannot be dropped from the system's cache
 
-    def read(self, base: RemoteBase, keys: Keys) -> tuple[Rows, np.ndarray]:
+    def read(self, base: RemoteRows, keys: Keys) -> tuple[Rows, np.ndarray]:
         rows, state = np.empty((len(keys), self.rows.shape[1]), np.uint8), np.zeros(len(keys), np.uint8)
         base.get_at(1, keys, rows, state, 0)
         return rows, state

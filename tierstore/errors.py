@@ -26,7 +26,7 @@
     └── StorageError (OSError)         the disk or its driver failed
         ├── Corruption                 bytes read back are not those written
         ├── DiskFull                   there is no room to write; what is stored can be read
-        ├── ClusterUnavailable         the remote cluster, or a server of it, did not answer
+        ├── RemoteUnavailable         the remote cluster, or a server of it, did not answer
         └── InferenceError             ONNX Runtime failed for a reason other than the request
             └── RunLimit               a run of the dense part was ended: it took too long, or the service stops
 
@@ -199,7 +199,7 @@ class DiskFull(StorageError):
     """There is no room to write. What is stored can be read."""
 
 
-class ClusterUnavailable(StorageError):
+class RemoteUnavailable(StorageError):
     """The remote cluster, or a server of it, did not answer in time or lacks what it should have; `keys` as in StorageError."""
 
 

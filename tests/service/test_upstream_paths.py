@@ -13,7 +13,7 @@ from tests.certificates import Authority
 from tests.engine import scenes
 from tierstore.access.roles import NO_LIMITS, Rates, Role
 from tierstore.access.tokens import TokenFile
-from tierstore.errors import ClusterUnavailable, NotFound
+from tierstore.errors import NotFound, RemoteUnavailable
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
 from tierstore.service.http import fronts
 from tierstore.service.server import ServerThread
@@ -184,7 +184,7 @@ def test_a_front_that_has_heard_of_no_node_says_so(scene: Scene) -> None:
     front = scene.front()
     settings = settings_for(scene.root, data=front.settings.data, grpc_port="off")
     with ServerThread(front, settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
-        with pytest.raises(ClusterUnavailable, match=rf"no node upstream has answered yet: .*:{node.port}"):
+        with pytest.raises(RemoteUnavailable, match=rf"no node upstream has answered yet: .*:{node.port}"):
             front.model("ctr")
         asked = http.post("/v2/models/ctr/infer", json={"inputs": []})
         assert (asked.status_code, "no node upstream has answered yet" in asked.text) == (503, True)
@@ -192,12 +192,12 @@ def test_a_front_that_has_heard_of_no_node_says_so(scene: Scene) -> None:
         node.start()
         scenes.eventually(lambda: http.get("/v2/health/ready").status_code == 200, "it is ready: a model is served")
         check(front, "item", range(32), 0)
-        with pytest.raises(ClusterUnavailable, match=rf"not every node upstream has answered yet: .*:{other.port}"):
+        with pytest.raises(RemoteUnavailable, match=rf"not every node upstream has answered yet: .*:{other.port}"):
             front.model("another")
         other.start()
 
         def all_heard() -> bool:
-            with pytest.raises((ClusterUnavailable, NotFound)) as raised:
+            with pytest.raises((RemoteUnavailable, NotFound)) as raised:
                 front.model("another")
             return raised.type is NotFound
 
@@ -229,5 +229,5 @@ def test_rows_come_over_tls_from_nodes_with_a_certificate_of_the_authority(scene
     plain.stop()
     check(front, "user", range(500), 0)
     stranger = scene.front(upstream_ca=other.ca)
-    with pytest.raises(ClusterUnavailable, match=r"(?i)certificate"):
+    with pytest.raises(RemoteUnavailable, match=r"(?i)certificate"):
         stranger.model("ctr")

@@ -7,6 +7,7 @@ After a crash in between, the next start removes it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from tierstore.engine.events.changes import audited
@@ -17,6 +18,12 @@ from tierstore.errors import Conflict
 from tierstore.formats import files
 
 log = logging.getLogger(__name__)
+
+
+def surplus_of(there: Iterable[int], active: int | None, used: Container[int | None], keep: int) -> list[int]:
+    """Which versions, ascending, are beyond the `keep` newest of those older than the active one; those `used` do not count."""
+    older = sorted(number for number in there if active is not None and number < active and number not in used)
+    return older[: max(0, len(older) - keep)]
 
 
 class Drops:
@@ -47,17 +54,10 @@ class Drops:
 
     def _surplus(self) -> list[int]:
         """Versions that are older than those that are to be kept, and that are not used."""
-        active, catalogue = self._live.active_version, self._catalogue
-        older = [
-            number
-            for number in catalogue.numbers
-            if active is not None
-            and number < active
-            and number not in catalogue.loading
-            and number != self._routes.canary
-            and not catalogue.info(number).is_remote  # the node with the lease says when
-        ]
-        surplus = older[: max(0, len(older) - self._state.shared.settings.keep_versions)]
+        catalogue, keep = self._catalogue, self._state.shared.settings.keep_versions
+        surplus = surplus_of(
+            catalogue.numbers, self._live.active_version, {self._routes.canary, *catalogue.loading}, keep
+        )
         return [n for n in surplus if n not in self._state.retiring and n not in self._opener.scanned]
 
     def _discard(self, number: int) -> Path | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tierstore.errors import Closed, ClusterUnavailable, ConfigError, StorageError
+from tierstore.errors import Closed, ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.remote.connections import Connections, driver, explain
 from tierstore.tiers.remote.layout import SLOTS, choose_tags
 from tierstore.tiers.remote.options import Address, Endpoints, Options, parse_urls
@@ -28,7 +28,7 @@ Topology = dict[int, tuple[Address, ...]]  # slot → its master, then its repli
 def connect(urls: str, options: Options | None = None) -> Cluster:
     """Connect to the cluster that has any of these servers (`redis://h1:6379,h2:6379`, see `parse_urls`).
 
-    Raises ConfigError (addresses, user, password, TLS; a server without cluster mode), ClusterUnavailable (none answers),
+    Raises ConfigError (addresses, user, password, TLS; a server without cluster mode), RemoteUnavailable (none answers),
     MissingExtra.
     """
     return Cluster(parse_urls(urls), options or Options())
@@ -53,7 +53,7 @@ class Cluster:
         # replaced as a whole, guarded by _refreshing
         self._refreshing = threading.Lock()
         self._refreshed_s = 0.0
-        self._refresh_error: ConfigError | ClusterUnavailable | None = None
+        self._refresh_error: ConfigError | RemoteUnavailable | None = None
         self._topology: Topology = {}
         try:
             self.refresh()
@@ -85,11 +85,11 @@ class Cluster:
             raise explain(self.endpoints, error) from error
 
     def master_of(self, slot: int) -> Address:
-        """Raises ClusterUnavailable where no server has the slot."""
+        """Raises RemoteUnavailable where no server has the slot."""
         try:
             return self._topology[slot][0]
         except KeyError:
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"no server of the cluster at {self.endpoints} has slot {slot}: check `redis-cli --cluster check`"
             ) from None
 
@@ -107,7 +107,7 @@ class Cluster:
         """Tags for a new version, `per_master` of them on each master; see `layout.choose_tags`."""
         self.refresh()
         if missing := SLOTS - len(self._topology):
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"the cluster at {self.endpoints} does not serve {missing} of its {SLOTS} slots: repair it before a load"
             )
         return choose_tags(list(self.masters().values()), per_master)
@@ -115,10 +115,10 @@ class Cluster:
     def refresh(self, seen: Topology | None = None, deadline_s: float | None = None) -> None:
         """Read anew which server has which slot. With `seen`: unless that was done, or has failed, since `seen` was the map.
 
-        Keeps the old map and raises ClusterUnavailable if no server answers by the deadline, ConfigError if they refuse.
+        Keeps the old map and raises RemoteUnavailable if no server answers by the deadline, ConfigError if they refuse.
         """
         if not self._refreshing.acquire(timeout=_remaining(deadline_s)):
-            raise ClusterUnavailable(f"no server of the cluster at {self.endpoints} has said in time where slots are")
+            raise RemoteUnavailable(f"no server of the cluster at {self.endpoints} has said in time where slots are")
         try:
             since_s = time.monotonic() - self._refreshed_s
             if seen is not None:
@@ -131,7 +131,7 @@ class Cluster:
             try:
                 self._topology = self._read_any(deadline_s)
                 self.refreshes += 1
-            except (ClusterUnavailable, ConfigError) as error:
+            except (RemoteUnavailable, ConfigError) as error:
                 self._refresh_error = error
                 raise
             finally:
@@ -141,13 +141,13 @@ class Cluster:
 
     def _read_any(self, deadline_s: float | None) -> Topology:
         """The map of slots of the first server that answers."""
-        error: ConfigError | ClusterUnavailable | None = None
+        error: ConfigError | RemoteUnavailable | None = None
         for address in self._servers():
             if error is not None and _remaining(deadline_s) == 0:
                 break
             try:
                 return self._read_topology(address, max(0.01, _remaining(deadline_s)))
-            except (ClusterUnavailable, ConfigError) as failed:
+            except (RemoteUnavailable, ConfigError) as failed:
                 error = error if isinstance(error, ConfigError) else failed
                 self.suspect(address)
         assert error is not None
@@ -237,7 +237,7 @@ class Cluster:
             )
             found.update(dict.fromkeys(range(low, high + 1), addresses))
         if not found:
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"{address} knows of no slots: the cluster was not created yet, or the server was reset"
             )
         return found

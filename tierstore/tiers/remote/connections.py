@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Closed, ClusterUnavailable, ConfigError, MissingExtra
+from tierstore.errors import Closed, ConfigError, MissingExtra, RemoteUnavailable
 from tierstore.kernels.resp import RECEIVED
 from tierstore.tiers.remote.options import Address, Endpoints, Options
 
@@ -85,7 +85,7 @@ class Connections:
     def acquire(self, address: Address, *, replica: bool = False, timeout_s: float | None = None) -> Connection:
         """An idle connection, or a new one. `replica`: one on which a replica answers reads.
 
-        Raises ClusterUnavailable where the server cannot be reached, ConfigError where it refuses user, password or TLS.
+        Raises RemoteUnavailable where the server cannot be reached, ConfigError where it refuses user, password or TLS.
         """
         with self._lock:
             self._check_open()
@@ -159,7 +159,7 @@ class Connections:
         return Connection(address, opened, self._endpoints.tls)
 
 
-def explain(address: Address | Endpoints, error: Exception) -> ConfigError | ClusterUnavailable:
+def explain(address: Address | Endpoints, error: Exception) -> ConfigError | RemoteUnavailable:
     """An error of redis-py as one of ours that names the server and what to do."""
     redis = driver()
     text = " ".join(str(error).split())[:200]
@@ -177,9 +177,9 @@ def explain(address: Address | Endpoints, error: Exception) -> ConfigError | Clu
     if "CERTIFICATE" in text or "SSL" in text:
         return ConfigError(f"{address}: TLS failed ({text}): check rediss:// and ?ssl_ca_certs=FILE")
     if isinstance(error, redis.ResponseError):
-        return ClusterUnavailable(f"{address} refused a command: {text}")
+        return RemoteUnavailable(f"{address} refused a command: {text}")
     if "Connection closed by server" in text or "reset by peer" in text:
         text += "; a server with TLS needs rediss://"
-    return ClusterUnavailable(
+    return RemoteUnavailable(
         f"{address} cannot be reached ({text}): check that the server runs and that its port is open"
     )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ClusterUnavailable, ConfigError
+from tierstore.errors import ConfigError, RemoteUnavailable
 from tierstore.kernels import partitions, resp
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.joining import Watermarks
@@ -82,7 +82,7 @@ class Read:
         self._failures: dict[int, Failure] = {}
 
     def run(self, deadline_s: float) -> Watermarks:
-        """Until the deadline (of `time.monotonic`). Raises ClusterUnavailable for keys that were not read, after all others were."""
+        """Until the deadline (of `time.monotonic`). Raises RemoteUnavailable for keys that were not read, after all others were."""
         pending = np.flatnonzero(np.diff(self._starts)).tolist()
         read = list(pending)
         attempts = 0
@@ -121,7 +121,7 @@ class Read:
             slot = self._table.slots[tag]
             try:
                 master = cluster.master_of(slot)
-            except ClusterUnavailable as error:
+            except RemoteUnavailable as error:
                 self._failures[tag] = Failure(Cause.BUSY, None, str(error))
                 continue
             replicas = cluster.replicas_of(slot) if options.replica_after_s > 0 else ()
@@ -151,8 +151,8 @@ class Read:
                 try:
                     wait_s = max(0.001, (until_s - time.monotonic()) / 2)  # the others still get their time
                     connection = self._cluster.connections.acquire(address, replica=replica, timeout_s=wait_s)
-                except (ClusterUnavailable, ConfigError) as error:
-                    cause = Cause.UNREACHABLE if isinstance(error, ClusterUnavailable) else Cause.REFUSED
+                except (RemoteUnavailable, ConfigError) as error:
+                    cause = Cause.UNREACHABLE if isinstance(error, RemoteUnavailable) else Cause.REFUSED
                     self._failures.update((tag, Failure(cause, address, str(error))) for tag in tags)
                     continue
                 connection.fit(table.element_bytes)
@@ -266,7 +266,7 @@ class Read:
         if causes & {Cause.UNREACHABLE, Cause.BUSY, Cause.MOVED}:
             try:
                 cluster.refresh(seen, deadline_s)
-            except (ClusterUnavailable, ConfigError):
+            except (RemoteUnavailable, ConfigError):
                 return Cause.STALE in causes
             for failure in set(self._failures.values()):
                 if failure.target is not None:
@@ -303,11 +303,11 @@ class Read:
             self._state[places] = np.where(found, Tier.REMOTE, Tier.ABSENT)
             self._marks[tag] = int(low), max(int(mark or 0) for mark in marks)
 
-    def _error(self, pending: list[int]) -> ClusterUnavailable:
+    def _error(self, pending: list[int]) -> RemoteUnavailable:
         keys = np.sort(np.concatenate([self._codes[self._places(tag)] for tag in pending]))
         failures = [failure for tag in pending for failure in (self._failures[tag], self._behind.get(tag)) if failure]
         reasons = dict.fromkeys(map(str, failures))
-        return ClusterUnavailable(
+        return RemoteUnavailable(
             f"{len(keys)} keys of {self._table} could not be read: {'; '.join(list(reasons)[:3])}", keys=keys.tolist()
         )
 

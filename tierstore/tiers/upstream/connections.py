@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Closed, ClusterUnavailable, NotFound, Overloaded, StorageError
+from tierstore.errors import Closed, NotFound, Overloaded, RemoteUnavailable, StorageError
 from tierstore.tiers.upstream.options import Address, Options
 
 _HEAD_BYTES = 64 << 10
@@ -196,7 +196,7 @@ class Node:
         return f"{method} {target} HTTP/1.1\r\n{self._headers}Content-Length: {length}\r\n\r\n".encode()
 
     def request(self, method: str, target: str, body: bytes = b"", *, timeout_s: float) -> Reply:
-        """Send a request and wait for its answer. ClusterUnavailable where it does not answer."""
+        """Send a request and wait for its answer. RemoteUnavailable where it does not answer."""
         until_s = time.monotonic() + timeout_s
         whole = self.head(method, target, len(body)) + body
         try:
@@ -219,15 +219,15 @@ class Node:
         except (OSError, ValueError) as error:
             if isinstance(error, StorageError):
                 raise
-            raise ClusterUnavailable(f"{self.address} does not answer: {error or type(error).__name__}") from error
+            raise RemoteUnavailable(f"{self.address} does not answer: {error or type(error).__name__}") from error
 
     def get(self, target: str, *, timeout_s: float) -> bytearray:
-        """The body of what is at `target`. NotFound, Overloaded, ClusterUnavailable, with what the node says."""
+        """The body of what is at `target`. NotFound, Overloaded, RemoteUnavailable, with what the node says."""
         reply = self.request("GET", target, timeout_s=timeout_s)
         if reply.status == 200:
             assert isinstance(reply.body, bytearray)
             return reply.body
-        kind = {404: NotFound, 429: Overloaded, 503: Overloaded}.get(reply.status, ClusterUnavailable)
+        kind = {404: NotFound, 429: Overloaded, 503: Overloaded}.get(reply.status, RemoteUnavailable)
         raise kind(f"{self.address} answers {reply.status}: {reply.problem}")
 
     def get_json(self, target: str, *, timeout_s: float) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class Node:
         try:
             document: dict[str, Any] = json.loads(self.get(target, timeout_s=timeout_s))
         except ValueError as error:
-            raise ClusterUnavailable(f"{self.address}: {target.partition('?')[0]} is no JSON: {error}") from error
+            raise RemoteUnavailable(f"{self.address}: {target.partition('?')[0]} is no JSON: {error}") from error
         return document
 
     def close(self) -> None:

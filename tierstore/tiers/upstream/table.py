@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Closed, ClusterUnavailable, Corruption
+from tierstore.errors import Closed, Corruption, RemoteUnavailable
 from tierstore.kernels import upstream_reads as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
@@ -144,7 +144,7 @@ class _Read:
                 self._patient = True
         if len(pending):
             why = "; ".join(list(self._why)[:3]) or "no node that answers owns their partitions"
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"{len(pending)} keys of {self._table.name} could not be read: {why}",
                 keys=self._codes[pending].tolist(),
             )

@@ -16,7 +16,7 @@ class ClusterCommands:
         self._cluster = cluster
 
     def call(self, *words: Any) -> Any:
-        """The reply, with text as bytes. ClusterUnavailable (a StorageError) where the cluster cannot be reached."""
+        """The reply, with text as bytes. RemoteUnavailable (a StorageError) where the cluster cannot be reached."""
         redis = driver()
         try:
             return self._cluster.client.execute_command(*words)

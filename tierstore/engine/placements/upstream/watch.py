@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from urllib.parse import urlencode
 
-from tierstore.engine.upstream.choice import ModelState
+from tierstore.engine.placements.upstream.choice import ModelState
 from tierstore.errors import Overloaded, TierstoreError
 from tierstore.tiers.upstream.connections import Node
 from tierstore.tiers.upstream.wire import PREFIX
