@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tierstore.engine.deltas.replay import catch_up
-from tierstore.engine.deltas.retention import needed_above
+from tierstore.engine.deltas.retention import may_go
 from tierstore.engine.events.changes import requester
 from tierstore.engine.lifecycle.drop import Drops
 from tierstore.engine.lifecycle.expiry import Expiry
@@ -61,11 +61,10 @@ class Tasks:
                 if not state.catalogue.is_stale(info) or info.number in state.live.served.versions
             ]
             loading = [delta_seq for delta_seq, _ in state.catalogue.loading.values()]
-            needed = needed_above(held, loading, log_.start or 0)
-            if needed is not None:
-                before = log_.start
-                if dropped := log_.prune(needed, min_age_s=state.shared.placement.log_retention_s):
-                    self._report("prune", deltas=dropped, before={"start": before}, after={"start": log_.start})
+            before, keep_s = log_.start, state.shared.placement.log_retention_s
+            upto = may_go(log_.ages(), held, loading, before or 0, keep_s)
+            if upto is not None and (dropped := log_.prune(upto)):
+                self._report("prune", deltas=dropped, before={"start": before}, after={"start": log_.start})
 
     def _lowest_needed(self, info: VersionInfo) -> int:
         """The seq above which a version needs the log; one that is to be built again needs it from its snapshot on."""

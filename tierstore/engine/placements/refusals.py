@@ -32,7 +32,7 @@ def _of_others(who: str) -> dict[Name, Refusal]:
     return _everywhere(InvalidInput, f"{who} does that")
 
 
-_TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
+TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
     # changes
     "load": {"upstream": _of_nodes("a load")},
     "held": {"upstream": _of_nodes("a delta")},
@@ -78,4 +78,4 @@ _TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
 
 def refusals_of(name: Name) -> Mapping[Act, Refusal]:
     """The column of one placement."""
-    return {act: row[name] for act, row in _TABLE.items() if name in row}
+    return {act: row[name] for act, row in TABLE.items() if name in row}

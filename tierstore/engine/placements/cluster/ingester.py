@@ -18,7 +18,7 @@ from typing import Any
 
 from tierstore.config import Settings
 from tierstore.engine.data.overlay import Overlay, encode_delta
-from tierstore.engine.deltas.retention import needed_above
+from tierstore.engine.deltas.retention import may_go
 from tierstore.engine.lifecycle.drop import surplus_of
 from tierstore.engine.model import Model
 from tierstore.engine.placements.cluster.shared_model import SharedModel
@@ -305,9 +305,8 @@ class Ingester:
                 held.append(self._reached.get(number, max(loaded, pointer.marks.get(number, 0))))
             elif record["state"] == LOADING and "delta_seq" in record:
                 loading.append(int(record["delta_seq"]))
-        needed = needed_above(held, loading, entries[0].seq - 1) or 0
-        oldest_ms = (time.time() - self._settings.remote_log_retention_s) * 1000
-        old = [entry.seq for entry in entries if entry.ms < oldest_ms and entry.seq <= needed]
-        if old:
+        ages = ((entry.seq, entry.ms / 1000) for entry in entries)
+        upto = may_go(ages, held, loading, entries[0].seq - 1, self._settings.remote_log_retention_s)
+        if upto is not None:
             number, reached = next(iter(self._reached.items()))
-            self._shared.progress(epoch, number, reached, old[-1] + 1)
+            self._shared.progress(epoch, number, reached, upto + 1)
