@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+import tierstore
 from tests.certificates import Authority
 from tests.engine import scenes
 from tierstore.access.roles import NO_LIMITS, Rates, Role
@@ -231,3 +233,17 @@ def test_rows_come_over_tls_from_nodes_with_a_certificate_of_the_authority(scene
     stranger = scene.front(upstream_ca=other.ca)
     with pytest.raises(RemoteUnavailable, match=r"(?i)certificate"):
         stranger.model("ctr")
+
+
+def test_rows_with_a_ttl_expire_on_the_nodes_and_a_front_looks_for_no_times(scene: Scene, tmp_path: Path) -> None:
+    with tierstore.SnapshotWriter(tmp_path / "ttl", model="ctr", version=1) as writer:
+        table = writer.table("user", dim=4, ttl_s="30d", time_column="seen")
+        table.write(np.arange(9), np.ones((9, 4), np.float32), np.full(9, int(time.time())))
+        writer.feature("user_id", table="user")
+    node = scene.node()
+    node.store.load_snapshot(tmp_path / "ttl")
+    assert node.store.model("ctr").served.active.open_version.info.times_ids  # type: ignore[union-attr]
+    front = scene.front()
+    front.model("ctr").housekeeping.run_tasks()
+    assert front.status()["problems"] == []
+    assert front.model("ctr").lookup("user_id", [3], return_found=True)[1].all()
