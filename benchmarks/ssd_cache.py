@@ -32,8 +32,8 @@ from tests.redis_cluster import SERVER, redis_cluster
 from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.kernels.sysio import WILL_NEED, advise, read_at
 from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import connect
-from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.types import Keys, Rows, Tier
@@ -178,7 +178,7 @@ def main() -> int:
         keys = np.unique(rng.integers(-(2**63), 2**63 - 1, args.rows))
         rows = rng.integers(0, 256, (len(keys), args.row_bytes), np.uint8)
         with redis_cluster() as servers, tempfile.TemporaryDirectory(dir=args.data) as folder:
-            cluster = connect(servers.url, Options(timeout_s=30, replica_after_s=0))
+            cluster = connect(servers.url, Options(timeout_s=30, other_after_s=0))
             scene = Scene(load(cluster, keys, rows, 2, 1), keys, rows, Path(folder))
             try:
                 result = compare(scene, [server.process.pid for server in servers.running()], args)

@@ -94,6 +94,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "background": 0,
         "checks": 0,
         "joining": 0,
+        "machines": 0,
         "host": 1,
         "disk": 1,
         "device": 1,

@@ -31,17 +31,17 @@ from tierstore.errors import (
 from tierstore.formats.keys import partition_of
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.joining import NO_LIMIT
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote import write
 from tierstore.tiers.remote.calls import call, command
 from tierstore.tiers.remote.cluster import Cluster, connect
 from tierstore.tiers.remote.layout import slot_of, watermark_key
-from tierstore.tiers.remote.options import Options
-from tierstore.tiers.remote.tier import RemoteTable, RemoteTier
+from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Change, TagState, Writer
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.types import Keys, Rows, States, Tier
 
-PATIENT = Options(timeout_s=60.0, connect_timeout_s=20.0, replica_after_s=0.0)  # the machine may be busy
+PATIENT = Options(timeout_s=60.0, connect_timeout_s=20.0, other_after_s=0.0)  # the machine may be busy
 TABLE_IDS = (1, 2, 3, 255, 256, 65535)
 _models = (f"model-{number}" for number in itertools.count())
 
@@ -104,7 +104,7 @@ class TestContract(BackingContract):
         writer = Writer(self.cluster, model, 1, sizes, tags, timeout_s=60)
         writer.finish(seq=0)
 
-        class Store(RemoteTier):
+        class Store(RemoteRows):
             deltas = itertools.count(1)
 
             def write(self, change: Change) -> None:
@@ -115,7 +115,7 @@ class TestContract(BackingContract):
                 writer.close()
 
         tables = {n: RemoteTable(self.cluster, model, 1, f"t{n}", tags, ROW_BYTES) for n in TABLE_IDS}
-        return Store(tables)
+        return Store("a version", tables, 0, "refuse")
 
     def put(self, store: Any, table_id: int, keys: Keys, rows: Rows, deleted: np.ndarray | None = None) -> None:
         store.write(Change(f"t{table_id}", keys, rows, np.zeros(len(keys), np.bool_) if deleted is None else deleted))
@@ -432,7 +432,7 @@ def test_a_key_is_read_once_however_many_want_it(servers: RedisCluster, loaded: 
 
 
 def test_bytes_on_their_way_are_bounded(servers: RedisCluster, loaded: Loaded) -> None:
-    small = connect(servers.url, Options(timeout_s=60, outstanding_bytes=100_000, replica_after_s=0))
+    small = connect(servers.url, Options(timeout_s=60, outstanding_bytes=100_000, other_after_s=0))
     table = RemoteTable(small, loaded.model, 1, "t", loaded.tags, ROW_BYTES)
 
     def fetch(keys: Keys) -> None:

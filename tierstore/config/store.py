@@ -174,7 +174,9 @@ class StoreSettings(BaseModel):
         if self.partition is not None and self.remote is not None:
             raise ValueError("partition: rows in a cluster (remote) are everywhere; set one of the two")
         if self.partition is not None and self.upstream is not None:
-            raise ValueError("partition and upstream: the nodes upstream say which partitions they have; set it on them")
+            raise ValueError(
+                "partition and upstream: the nodes upstream say which partitions they have; set it on them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -65,7 +65,7 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
         except (redis.RedisError, OSError) as error:
             problem = error
             with suppress(RemoteUnavailable):
-                cluster.suspect(cluster.master_of(slot))
+                cluster.machines.suspect(cluster.master_of(slot))
         target = None
         if time.monotonic() > deadline_s:
             raise RemoteUnavailable(f"slot {slot} could not be written within {timeout_s:g} s: {problem}") from problem

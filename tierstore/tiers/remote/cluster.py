@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tierstore.errors import Closed, ConfigError, RemoteUnavailable, StorageError
+from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.connections import Connections, driver, explain
 from tierstore.tiers.remote.layout import SLOTS, choose_tags
-from tierstore.tiers.remote.options import Address, Endpoints, Options, parse_urls
+from tierstore.tiers.remote.options import Address, Endpoints, parse_urls
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +42,13 @@ class Cluster:
         # constant after construction
         self.endpoints, self.options = endpoints, options
         self.connections = Connections(endpoints, options)
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._suspects: dict[Address, float] = {}  # until when
-        self._outstanding = 0
-        self._closed = False
-        self.refreshes = 0
+        self.machines = self.connections.machines
         # guarded by _connecting
         self._connecting = threading.Lock()
         self._client: Any = None
         # replaced as a whole, guarded by _refreshing
         self._refreshing = threading.Lock()
-        self._refreshed_s = 0.0
+        self._refreshed_s, self.refreshes = 0.0, 0
         self._refresh_error: ConfigError | RemoteUnavailable | None = None
         self._topology: Topology = {}
         try:
@@ -60,14 +56,14 @@ class Cluster:
             if missing := SLOTS - len(self._topology):
                 log.warning("the cluster at %s does not serve %d of its %d slots", endpoints, missing, SLOTS)
         except BaseException:
-            self.connections.close()
+            self.machines.close()
             raise
 
     @property
     def client(self) -> Any:
         """redis-py's client of the cluster, with replies as bytes, for all that is not a look-up of rows."""
         with self._connecting:
-            self.check_open()
+            self.machines.check_open()
             if self._client is None:
                 self._client = self._new_client()
             return self._client
@@ -149,7 +145,7 @@ class Cluster:
                 return self._read_topology(address, max(0.01, _remaining(deadline_s)))
             except (RemoteUnavailable, ConfigError) as failed:
                 error = error if isinstance(error, ConfigError) else failed
-                self.suspect(address)
+                self.machines.suspect(address)
         assert error is not None
         raise error
 
@@ -164,54 +160,11 @@ class Cluster:
             if self._topology.get(slot, (None,))[0] != target:
                 self._topology = self._topology | {slot: (target, *self._topology.get(slot, ())[1:])}
 
-    def suspect(self, address: Address) -> None:
-        """The server has failed: for a moment replicas are asked in its place."""
-        with self._lock:
-            self._suspects[address] = time.monotonic() + self.options.suspect_s
-        self.connections.forget(address)
-
-    def is_suspect(self, address: Address) -> bool:
-        with self._lock:
-            until = self._suspects.get(address)
-            if until is not None and until < time.monotonic():
-                del self._suspects[address]
-                until = None
-            return until is not None
-
-    @property
-    def timeout_s(self) -> float:
-        """That a look-up may take without a deadline of its own."""
-        return self.options.timeout_s
-
-    def reserve(self, size: int) -> bool:
-        """Count bytes that a look-up waits for. False, and not counted, where there are too many already."""
-        with self._lock:
-            if self._outstanding and self._outstanding + size > self.options.outstanding_bytes:
-                return False
-            self._outstanding += size
-            return True
-
-    def release(self, size: int) -> None:
-        with self._lock:
-            self._outstanding -= size
-
-    def check_open(self) -> None:
-        if self._closed:
-            raise Closed(f"the remote tier on {self.endpoints} was closed")
-
     def stats(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "outstanding_bytes": self._outstanding,
-                "suspects": sorted(map(str, self._suspects)),
-                "connections_opened": self.connections.opened,
-                "topology_reads": self.refreshes,
-            }
+        return self.machines.stats() | {"topology_reads": self.refreshes}
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self.connections.close()
+        self.machines.close()
         with self._connecting:
             if self._client is not None:
                 self._client.close()
@@ -220,7 +173,7 @@ class Cluster:
         """All that may be asked about the cluster, those that failed lately last."""
         found = dict.fromkeys(self.endpoints.addresses)
         found.update(dict.fromkeys(_distinct(self._topology.values())))
-        return sorted(found, key=self.is_suspect)
+        return sorted(found, key=self.machines.is_suspect)
 
     def _read_topology(self, address: Address, timeout_s: float) -> Topology:
         redis = driver()

@@ -113,7 +113,8 @@ class Read:
         self, tags: Iterable[int], deadline_s: float, *, first: bool
     ) -> tuple[dict[tuple[Address, bool], list[int]], float]:
         """The tags by the server to ask (and whether as a replica), and how long to wait for it."""
-        cluster, options, failures = self._cluster, self._cluster.options, self._failures
+        cluster, machines, options = self._cluster, self._cluster.machines, self._cluster.options
+        failures = self._failures
         self._failures = {}
         groups: dict[tuple[Address, bool], list[int]] = defaultdict(list)
         others = False
@@ -124,19 +125,19 @@ class Read:
             except RemoteUnavailable as error:
                 self._failures[tag] = Failure(Cause.BUSY, None, str(error))
                 continue
-            replicas = cluster.replicas_of(slot) if options.replica_after_s > 0 else ()
+            replicas = cluster.replicas_of(slot) if options.other_after_s > 0 else ()
             others |= bool(replicas)
             before = failures.get(tag)
-            if not cluster.is_suspect(master) or (before is not None and before.cause is Cause.BEHIND):
+            if not machines.is_suspect(master) or (before is not None and before.cause is Cause.BEHIND):
                 groups[master, False].append(tag)
-            elif sound := [one for one in replicas if not cluster.is_suspect(one)]:
+            elif sound := [one for one in replicas if not machines.is_suspect(one)]:
                 groups[sound[0], True].append(tag)
             else:
                 text = "it has failed a moment ago" if before is None else before.text
                 self._failures[tag] = Failure(Cause.SUSPECT, master, text)
         until_s = deadline_s
         if first and others:
-            until_s = min(until_s, time.monotonic() + options.replica_after_s)
+            until_s = min(until_s, time.monotonic() + options.other_after_s)
         return groups, until_s
 
     def _exchange(self, groups: dict[tuple[Address, bool], list[int]], until_s: float) -> None:
@@ -260,9 +261,9 @@ class Read:
             if failure.address is None:
                 continue
             if failure.cause is Cause.STALE:
-                cluster.connections.forget(failure.address)
+                cluster.machines.forget(failure.address)
             elif failure.cause is Cause.UNREACHABLE or failure.text.startswith("LOADING"):
-                cluster.suspect(failure.address)
+                cluster.machines.suspect(failure.address)
         if causes & {Cause.UNREACHABLE, Cause.BUSY, Cause.MOVED}:
             try:
                 cluster.refresh(seen, deadline_s)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
+import ssl
 import time
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Closed, NotFound, Overloaded, RemoteUnavailable, StorageError
-from tierstore.tiers.upstream.options import Address, Options
+from tierstore.addresses import host_port
+from tierstore.errors import NotFound, Overloaded, RemoteUnavailable, StorageError
+from tierstore.tiers.machines import Machines
+from tierstore.tiers.upstream.options import Address
 
 _HEAD_BYTES = 64 << 10
 _LEAST_S = 0.001
@@ -49,14 +51,14 @@ class Reply(NamedTuple):
 class Connection:
     """One connection."""
 
-    def __init__(self, address: Address, options: Options) -> None:
+    def __init__(self, address: Address, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         self.used = False  # it has answered before: where it fails now, the node may just have closed it
-        sock = socket.create_connection(address[:2], options.connect_timeout_s)
+        sock = socket.create_connection(address[:2], timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if address.tls:
-                assert options.tls is not None
-                sock = options.tls.wrap_socket(sock, server_hostname=address.host)
+                assert tls is not None
+                sock = tls.wrap_socket(sock, server_hostname=address.host)
         except BaseException:
             sock.close()
             raise
@@ -138,58 +140,29 @@ class Connection:
 
 
 class Node:
-    """One node, as a front sees it."""
+    """One node, as a front sees it. `machines` has all of them."""
 
-    def __init__(self, address: Address, options: Options) -> None:
+    def __init__(
+        self, address: Address, machines: Machines[Address, Connection], token: str | None, tls: ssl.SSLContext | None
+    ) -> None:  # fmt: skip
         # constant after construction
-        self.address, self.options = address, options
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        token = "" if options.token is None else f"Authorization: Bearer {options.token}\r\n"
-        self._headers = f"Host: {host}:{address.port}\r\n{token}"
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._closed = False
-        # written by any thread, in one step
-        self.suspect_until_s = 0.0
-        self.opened = 0
+        self.address, self.machines, self._tls = address, machines, tls
+        authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
+        self._headers = f"Host: {host_port(address.host, address.port)}\r\n{authorization}"
 
     def __str__(self) -> str:
         return str(self.address)
 
-    @property
-    def suspect(self) -> bool:
-        """Whether it has failed a moment ago: then it is not asked."""
-        return self.suspect_until_s > time.monotonic()
-
-    def failed(self) -> None:
-        """It does not answer: it is left alone for a moment, and its connections are closed."""
-        self.suspect_until_s = time.monotonic() + self.options.suspect_s
-        self.forget()
-
-    def forget(self) -> None:
-        """Close connections that nobody uses."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
     def acquire(self) -> Connection:
         """A connection for this thread. OSError where there is none."""
-        with self._lock:
-            if self._closed:
-                raise Closed(f"the front does not use {self.address} any more")
-            if self._idle:
-                return self._idle.pop()
-        self.opened += 1
-        return Connection(self.address, self.options)
+        kept = self.machines.kept(self.address)
+        return kept or Connection(self.address, self.machines.options.connect_timeout_s, self._tls)
 
     def release(self, connection: Connection) -> None:
-        with self._lock:
-            if connection.open and not self._closed and len(self._idle) < self.options.connections:
-                self._idle.append(connection)
-                return
-        connection.close()
+        if connection.open:
+            self.machines.keep(self.address, connection)
+        else:
+            connection.close()
 
     def head(self, method: str, target: str, length: int) -> bytes:
         """The head of a request."""
@@ -209,7 +182,7 @@ class Node:
                     connection.close()
                     if not (connection.used and error.unanswered):
                         raise
-                    self.forget()
+                    self.machines.forget(self.address)
                     continue
                 except BaseException:
                     connection.close()
@@ -237,8 +210,3 @@ class Node:
         except ValueError as error:
             raise RemoteUnavailable(f"{self.address}: {target.partition('?')[0]} is no JSON: {error}") from error
         return document
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self.forget()

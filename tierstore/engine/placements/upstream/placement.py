@@ -28,9 +28,10 @@ from tierstore.errors import RemoteUnavailable, TierstoreError
 from tierstore.formats.keys import partition_of
 from tierstore.kernels import upstream_reads
 from tierstore.tiers.base import Peek
+from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.upstream import wire
-from tierstore.tiers.upstream.connections import Node
-from tierstore.tiers.upstream.options import Options, check_token, parse_urls, tls_context
+from tierstore.tiers.upstream.connections import Connection, Node
+from tierstore.tiers.upstream.options import Address, check_token, parse_urls, tls_context
 from tierstore.tiers.upstream.table import Nodes, Ownership, Source, UpstreamTable
 from tierstore.types import Keys
 
@@ -93,12 +94,9 @@ class UpstreamPlacement:
         addresses = parse_urls(urls)
         if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
             check_token(addresses)
-        options = Options(
-            timeout_s=settings.remote_timeout_s,
-            token=settings.upstream_token,
-            tls=tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca)),
-        )
-        self.nodes = Nodes([Node(address, options) for address in addresses], options)
+        machines: Machines[Address, Connection] = Machines(Options(timeout_s=settings.remote_timeout_s), "the front")
+        tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
+        self.nodes = Nodes([Node(one, machines, settings.upstream_token, tls) for one in addresses], machines)
         self.refusals = Refusals(refusals_of("upstream"), nodes=",".join(map(str, self.nodes.nodes)))
         self.log_retention_s = settings.remote_log_retention_s
         self.watches = [Watch(node, self.node, self._served, self._wake) for node in self.nodes.nodes]
@@ -115,7 +113,7 @@ class UpstreamPlacement:
         kernels.load(module=upstream_reads.__name__)  # rather than within the time of the first look-up
         for watch in self.watches:
             watch.start()
-        until_s = time.monotonic() + self.nodes.options.connect_timeout_s + 0.5
+        until_s = time.monotonic() + self.nodes.machines.options.connect_timeout_s + 0.5
         for watch in self.watches:
             watch.first.wait(max(0.0, until_s - time.monotonic()))
         self._look()
@@ -222,7 +220,7 @@ class UpstreamPlacement:
                 str(watch.node): {
                     "reachable": watch.answers,
                     "problem": watch.problem,
-                    "connections_opened": watch.node.opened,
+                    "connections_opened": self.nodes.machines.opened(watch.node.address),
                 }
                 for watch in self.watches
             }
