@@ -133,7 +133,7 @@ def test_a_first_load_that_failed_leaves_nothing_on_any_node(open_node: OpenNode
     item.write_bytes(whole[:-8])
     with pytest.raises(tierstore.SnapshotError):
         stores[0].load_snapshot(snapshot)
-    commands = stores[0].placement._commands  # type: ignore[attr-defined]
+    commands = stores[0].placement.cluster  # type: ignore[attr-defined]
     scenes.eventually(lambda: not any(store.models() for store in stores), "no node has the model", 60)
     scenes.eventually(lambda: {thread.name for thread in threading.enumerate()} <= at_first, "its threads end", 60)
     assert not any((tmp_path / name / "models" / "ctr").exists() for name in "ab")

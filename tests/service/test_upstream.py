@@ -414,7 +414,6 @@ def test_a_node_that_hangs_is_left_for_its_copy(scene: Scene) -> None:
         scene.node().load(1, 0)
         front = scene.front()
         hanging = front.placement.nodes.nodes[1]  # type: ignore[attr-defined]
-        hanging.forget()
         hanging.address = hanging.address._replace(port=silent.getsockname()[1])
         for begin in range(100, 1000, 100):
             check(front, "item", range(begin, begin + 100), 0)

@@ -80,6 +80,19 @@ class Cluster:
         except (redis.RedisError, OSError) as error:
             raise explain(self.endpoints, error) from error
 
+    def call(self, *words: Any) -> Any:
+        """The reply to a command that is no look-up, by redis-py's client, which finds the server; text as bytes.
+
+        RemoteUnavailable where the cluster cannot be reached.
+        """
+        redis = driver()
+        try:
+            return self.client.execute_command(*words)
+        except StorageError:
+            raise
+        except (redis.RedisError, OSError) as error:
+            raise explain(self.endpoints, error) from error
+
     def master_of(self, slot: int) -> Address:
         """Raises RemoteUnavailable where no server has the slot."""
         try:

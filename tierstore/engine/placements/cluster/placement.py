@@ -16,7 +16,6 @@ from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
 from tierstore.engine.placement import ModelPlacement, Refusals
-from tierstore.engine.placements.cluster.commands import ClusterCommands
 from tierstore.engine.placements.cluster.model import ClusterModel
 from tierstore.engine.placements.cluster.shared_model import model_names
 from tierstore.engine.placements.cluster.target import ClusterTarget
@@ -54,7 +53,6 @@ class ClusterPlacement:
         self._share = lambda: shared.throttle.share
         self.node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.cluster = connect(urls, Options(timeout_s=settings.remote_timeout_s))
-        self._commands = ClusterCommands(self.cluster)
         self.followed = FollowedModels(shared, models, self._member, self._look, LOOK_EVERY_S, "tierstore-cluster")
         # of the thread that looks; others may read
         self._refreshed_s = time.monotonic()
@@ -62,13 +60,13 @@ class ClusterPlacement:
 
     def _member(self, model: Model) -> ClusterModel:
         return ClusterModel(
-            model, self._commands, self.node, self._settings, self.open_writer, self.refusals, self._new_target
+            model, self.cluster, self.node, self._settings, self.open_writer, self.refusals, self._new_target
         )
 
     def start(self) -> None:
         """StorageError where the cluster cannot be asked for its models."""
         kernels.load(module=resp.__name__)  # rather than within the time of the first look-up
-        for name in model_names(self._commands):
+        for name in model_names(self.cluster):
             self.followed.member(name)
         self.followed.start()
 
@@ -86,7 +84,7 @@ class ClusterPlacement:
             with contextlib.suppress(RemoteUnavailable, ConfigError):  # as if there were nothing new
                 self.cluster.refresh(deadline_s=self._refreshed_s + LOOK_EVERY_S)
         try:
-            names = model_names(self._commands)
+            names = model_names(self.cluster)
             for name in names:
                 if not self.followed.stopping.is_set():
                     self.followed.member(name)
