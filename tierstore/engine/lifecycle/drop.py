@@ -7,23 +7,16 @@ After a crash in between, the next start removes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable
 from pathlib import Path
 
 from tierstore.engine.events.changes import audited
 from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.routes import Routes
+from tierstore.engine.lifecycle.rules import check_unused, surplus_of
 from tierstore.engine.lifecycle.state import ModelState
-from tierstore.errors import Conflict
 from tierstore.formats import files
 
 log = logging.getLogger(__name__)
-
-
-def surplus_of(there: Iterable[int], active: int | None, used: Container[int | None], keep: int) -> list[int]:
-    """Which versions, ascending, are beyond the `keep` newest of those older than the active one; those `used` do not count."""
-    older = sorted(number for number in there if active is not None and number < active and number not in used)
-    return older[: max(0, len(older) - keep)]
 
 
 class Drops:
@@ -71,10 +64,7 @@ class Drops:
             if number in catalogue.unfinished:
                 return catalogue.discard_unfinished(number)
             info = catalogue.info(number)
-            if number == self._live.active_version:
-                raise Conflict(f"version {number} of {state.name!r} is active; activate another one first")
-            if number == self._routes.canary:
-                raise Conflict(f"version {number} of {state.name!r} is the canary; withdraw it first")
+            check_unused(state.name, number, [self._live.active_version], self._routes.canary)
             state.retiring.await_closed(state.name, number)
             with self._live.write:
                 state.record.repair()  # CURRENT must not go on naming it

@@ -1,7 +1,6 @@
 """HTTP to one node: connections that are kept, each for one user at a time, and requests whose answers are waited for later.
 
-Any thread. A connection on which something failed is closed and never used again. Only what our own service answers is
-understood: a status, a Content-Length, and a body of that length.
+Any thread. A connection on which something failed is closed and never used again.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import socket
 import ssl
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tierstore.addresses import host_port
 from tierstore.errors import NotFound, Overloaded, RemoteUnavailable, StorageError
+from tierstore.http1 import Incoming, Malformed, request_head
 from tierstore.tiers.machines import Machines
 from tierstore.tiers.upstream.options import Address
 
@@ -48,6 +49,19 @@ class Reply(NamedTuple):
         return bytes(self.body[:200]).decode(errors="replace")
 
 
+class _Answer:
+    """The `Receiver` of one answer."""
+
+    def start(self, status: int, headers: Mapping[str, str], nbytes: int) -> None:
+        self.status, self.body, self._filled = status, bytearray(nbytes), 0
+
+    def buffer(self) -> memoryview:
+        return memoryview(self.body)[self._filled :]
+
+    def received(self, n: int) -> None:
+        self._filled += n
+
+
 class Connection:
     """One connection."""
 
@@ -62,7 +76,7 @@ class Connection:
         except BaseException:
             sock.close()
             raise
-        self._socket = sock
+        self._socket, self._incoming = sock, Incoming()
         self.open = True
         self.tls = address.tls
         self.fd = sock.fileno()
@@ -91,47 +105,24 @@ class Connection:
 
     def receive(self, until_s: float) -> Reply:
         """The answer to what was sent last. TimeoutError; Broken; ValueError for what is no answer of our service."""
-        buffer = bytearray(_HEAD_BYTES)
-        got = 0
-        while (end := buffer.find(b"\r\n\r\n", 0, got)) < 0:
-            if got == len(buffer):
-                raise ValueError(f"its answer begins with more than {_HEAD_BYTES} bytes of headers")
-            got += self._more(memoryview(buffer)[got:], until_s, nothing_yet=got == 0)
-        status, length = self._parse(bytes(buffer[:end]))
-        body = bytearray(length)
-        begin = end + 4
-        filled = min(length, got - begin)
-        body[:filled] = memoryview(buffer)[begin : begin + filled]
-        missing = memoryview(body)
-        while filled < length:
-            filled += self._more(missing[filled:], until_s, nothing_yet=False)
-        self.used = True
-        return Reply(status, body)
-
-    def _more(self, into: memoryview, until_s: float, *, nothing_yet: bool) -> int:
-        self._socket.settimeout(max(_LEAST_S, until_s - time.monotonic()))
+        answer = _Answer()
+        self._incoming.expect(answer)
         try:
-            got = self._socket.recv_into(into)
-        except TimeoutError:
+            while True:
+                self._socket.settimeout(max(_LEAST_S, until_s - time.monotonic()))
+                got = self._socket.recv_into(self._incoming.buffer())
+                if not got:
+                    raise Broken("the connection was closed", unanswered=not self._incoming.started)
+                if self._incoming.received(got):
+                    break
+        except (TimeoutError, Broken):
             raise
         except OSError as error:
-            raise Broken(str(error), unanswered=nothing_yet) from error
-        if not got:
-            raise Broken("the connection was closed", unanswered=nothing_yet)
-        return got
-
-    def _parse(self, head: bytes) -> tuple[int, int]:
-        """(status, length of the body)."""
-        first, *lines = head.split(b"\r\n")
-        words = first.split(b" ")
-        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-            raise ValueError(f"its answer is not HTTP: {first[:60]!r}")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-        length = headers.get(b"content-length", b"")
-        if not length.isdigit():
-            raise ValueError("its answer has no Content-Length")
-        self.open = headers.get(b"connection", b"").lower() != b"close"
-        return int(words[1]), int(length)
+            raise Broken(str(error), unanswered=not self._incoming.started) from error
+        except Malformed as error:
+            raise ValueError(str(error)) from error
+        self.used, self.open = True, self._incoming.reusable
+        return Reply(answer.status, answer.body)
 
     def close(self) -> None:
         self.open = False
@@ -166,7 +157,7 @@ class Node:
 
     def head(self, method: str, target: str, length: int) -> bytes:
         """The head of a request."""
-        return f"{method} {target} HTTP/1.1\r\n{self._headers}Content-Length: {length}\r\n\r\n".encode()
+        return request_head(method, target, self._headers, length)
 
     def request(self, method: str, target: str, body: bytes = b"", *, timeout_s: float) -> Reply:
         """Send a request and wait for its answer. RemoteUnavailable where it does not answer."""

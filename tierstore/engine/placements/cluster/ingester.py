@@ -19,7 +19,7 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.engine.data.overlay import Overlay, encode_delta
 from tierstore.engine.deltas.retention import may_go
-from tierstore.engine.lifecycle.drop import surplus_of
+from tierstore.engine.lifecycle.rules import surplus_of
 from tierstore.engine.model import Model
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.cluster.target import CLAIM_S, LOADING, READY, Writers

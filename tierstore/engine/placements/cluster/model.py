@@ -13,6 +13,15 @@ from typing import Any, NoReturn
 
 from tierstore.config import Settings
 from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.lifecycle.rules import (
+    check_active,
+    check_canary,
+    check_expected,
+    check_unused,
+    is_active,
+    newest_before,
+    no_canary,
+)
 from tierstore.engine.model import Model
 from tierstore.engine.placement import ModelPlacement, Refusals
 from tierstore.engine.placements.cluster.ingester import DROPPING, Ingester
@@ -211,7 +220,7 @@ class ClusterModel:
             pointer = self.shared.pointer()
             if pointer.current == number:
                 return None
-            self._check_expected(expected_active, pointer.current)
+            check_expected(self.model.name, expected_active, pointer.current)
             if pointer.wanted not in (None, number):
                 raise Conflict(
                     f"model {self.model.name!r} is being switched to version {pointer.wanted}; wait until that is over"
@@ -220,10 +229,6 @@ class ClusterModel:
                 self.follower.wake()
                 return self.shared.pointer()
         raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
-
-    def _check_expected(self, expected: int | None, current: int | None) -> None:
-        if expected not in (None, current):
-            raise Conflict(f"model {self.model.name!r}: expected version {expected} to be active, got {current}")
 
     def _await_nodes(self, number: int, generation: int, progress: ProgressFn) -> None:
         """Wait until every node that reports is ready; one that is gone is not waited for."""
@@ -277,23 +282,16 @@ class ClusterModel:
 
     def rollback(self, *, force: bool, expected_active: int | None, progress: ProgressFn) -> int:
         """Go back to the newest version older than the current one. Returns it. Errors as `Store.rollback`."""
-        current, name = self.shared.pointer().current, self.model.name
-        if current is None:
-            raise Conflict(f"model {name!r} has no active version to roll back from")
-        self._check_expected(expected_active, current)
-        older = [n for n, record in self.shared.versions().items() if n < current and record["state"] == READY]
-        if not older:
-            raise Conflict(f"model {name!r} has no version older than {current} to roll back to")
-        self.activate(older[-1], force=force, progress=progress)
-        return older[-1]
+        there = [number for number, record in self.shared.versions().items() if record["state"] == READY]
+        current = check_active(self.model.name, self.shared.pointer().current, expected_active, there)
+        older = newest_before(self.model.name, current, there)
+        self.activate(older, force=force, progress=progress)
+        return older
 
     def drop(self, number: int) -> None:
         """Have a version go from the cluster, slowly. Conflict for the one that is current or wanted."""
         record, pointer = self.shared.version(number), self.shared.pointer()
-        if number in (pointer.current, pointer.wanted):
-            raise Conflict(f"version {number} of {self.model.name!r} is active; activate another one first")
-        if number == pointer.canary:
-            raise Conflict(f"version {number} of {self.model.name!r} is the canary; withdraw it first")
+        check_unused(self.model.name, number, (pointer.current, pointer.wanted), pointer.canary)
         if record["state"] != DROPPING and not self.shared.record(number, record, {**record, "state": DROPPING}):
             raise Conflict(f"version {number} of {self.model.name!r} was changed by another node; try again")
         self.follower.wake()
@@ -304,13 +302,15 @@ class ClusterModel:
         """Have every node make a version ready, then serve it as the canary. Errors as `Store.canary`; Conflict where one cannot."""
         share = check_share(share)
         with self._switching:
-            if self._check_canary(number) != number:
+            pointer = self.shared.pointer()
+            check_canary(self.model.name, number, pointer.current, pointer.canary)
+            if pointer.canary != number:
                 self._check_ready(number, force=force)
-                pointer = self._announce(number, None)
-                if pointer is None:
-                    raise self._is_active(number)
+                announced = self._announce(number, None)
+                if announced is None:
+                    raise is_active(self.model.name, number)
                 try:
-                    self._await_nodes(number, pointer.generation, progress)
+                    self._await_nodes(number, announced.generation, progress)
                     self._change(lambda _: {"canary": number, "share": share, "wanted": None})
                 except BaseException:
                     self._withdraw(number)
@@ -321,17 +321,6 @@ class ClusterModel:
                 lambda served: served.versions[1:] == (number,) and served.share == share,
                 f"version {number} is the canary",
             )
-
-    def _check_canary(self, number: int) -> int | None:
-        """The canary there is: none, or that version. Conflict for any other, and where none may be."""
-        pointer, name = self.shared.pointer(), self.model.name
-        if pointer.current is None:
-            raise Conflict(f"model {name!r} has no active version to stand beside; activate {number} instead")
-        if pointer.current == number:
-            raise self._is_active(number)
-        if pointer.canary not in (None, number):
-            raise Conflict(f"version {pointer.canary} of {name!r} is the canary; promote or withdraw it first")
-        return pointer.canary
 
     def promote(self) -> int:
         """Make the canary the current version, which every node serves already. Returns its number."""
@@ -354,11 +343,8 @@ class ClusterModel:
         )
         return number
 
-    def _is_active(self, number: int) -> Conflict:
-        return Conflict(f"version {number} of {self.model.name!r} is active; the canary is another one")
-
     def _no_canary(self) -> NoReturn:
-        raise Conflict(f"model {self.model.name!r} has no canary")
+        raise no_canary(self.model.name)
 
     def status(self) -> dict[str, Any]:
         """What this node knows of the model in the cluster, without asking it."""

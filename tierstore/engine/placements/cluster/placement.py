@@ -149,7 +149,8 @@ class ClusterPlacement:
             f"version {info.number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
             cache=self.followed.ssd_cache, find_places=lambda table, codes, seq: self._places(rows, info, table, codes, seq),
         )  # fmt: skip
-        rows.keep_all(info)
+        for table, spec in info.specs.items():
+            rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
         return rows
 
     def _places(self, rows: RemoteRows, info: VersionInfo, table: str, codes: Keys, seq: int) -> list[Place]:

@@ -92,11 +92,6 @@ class RemoteRows:
     def may_fold(self, seq: int) -> bool:
         return seq <= self.reached
 
-    def keep_all(self, info: VersionInfo) -> None:
-        """As `keep`, of every table of a version."""
-        for name, spec in info.specs.items():
-            self.keep(info.tables[name]["id"], info.tables[name]["rows"], spec.row_bytes)
-
     def keep(self, table_id: int, rows: int, row_bytes: int) -> None:
         """Have rows of a table kept on this machine's SSD, where the node has a cache there. Before anything is read."""
         if self._cache is not None and (table := self._cache.table(rows, row_bytes)) is not None:

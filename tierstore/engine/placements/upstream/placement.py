@@ -195,7 +195,8 @@ class UpstreamPlacement:
                 source.ownership(), wire.explain_path(name, number, table), codes, seq
             ),
         )  # fmt: skip
-        rows.keep_all(info)
+        for table, spec in info.specs.items():
+            rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
         return rows
 
     def _places(self, owned: Ownership, target: str, codes: Keys, seq: int) -> list[Place]:
