@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
@@ -143,11 +144,8 @@ class Placement(Protocol):
     def close(self, close_models: Callable[[], None]) -> None:
         """Stop following pointers and logs, close the models, then what their rows were read by."""
 
-    def begin(self, name: str) -> None:
-        """Have a model, which is to be loaded."""
-
-    def load_ended(self, name: str) -> None:
-        """A load has come to its end, well or not: of a model that has nothing, nothing stays."""
+    def loading(self, name: str) -> AbstractContextManager[None]:
+        """Have a model for the length of a load. Of one that has nothing after that, nothing stays."""
 
     def existing(self, name: str) -> ModelPlacement:
         """NotFound, naming those there are, for an unknown model."""

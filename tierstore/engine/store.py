@@ -34,10 +34,10 @@ from tierstore.engine.operations.status import store_status, with_problems
 from tierstore.engine.operations.together import Models, close_shared, start_background, stop_background
 from tierstore.engine.operations.verify import verify_store
 from tierstore.engine.placement import ModelPlacement
-from tierstore.engine.placements.choose import choose, no_model
+from tierstore.engine.placements.choose import choose
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
-from tierstore.errors import Closed, InvalidInput, SnapshotError
+from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, unknown_model
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
@@ -133,7 +133,9 @@ class Store(ParkedMessages):
         self._check_open()
         model = self._models.get(name)
         if model is None:
-            raise no_model(name, self.models(), self.placement)
+            # nobody can say that there is no such model before all who may have it were heard
+            why = self.placement.unheard
+            raise unknown_model(name, self.models()) if why is None else RemoteUnavailable(why)
         return model
 
     def load_snapshot(
@@ -160,24 +162,20 @@ class Store(ParkedMessages):
             raise SnapshotError(
                 f"expected a snapshot of model {model!r}, got one of {manifest.model!r}", file="snapshot.json"
             )
-        try:
-            with self._models.loading(manifest.model):
-                self.placement.begin(manifest.model)
-                held = self.model(manifest.model)
-                aside = any(other.active_version is not None for other in self._models.all())
-                with held.changing("load", version=manifest.version, source=str(source)):
-                    return load(
-                        held,
-                        snapshot,
-                        self.shared,
-                        self.placed(held).load(),
-                        activate=activate,
-                        aside=aside,
-                        progress=progress or ignore,
-                        cancelled=cancelled,
-                    )
-        finally:
-            self.placement.load_ended(manifest.model)
+        with self.placement.loading(manifest.model):
+            held = self.model(manifest.model)
+            aside = any(other.active_version is not None for other in self._models.all())
+            with held.changing("load", version=manifest.version, source=str(source)):
+                return load(
+                    held,
+                    snapshot,
+                    self.shared,
+                    self.placed(held).load(),
+                    activate=activate,
+                    aside=aside,
+                    progress=progress or ignore,
+                    cancelled=cancelled,
+                )
 
     def placed(self, model: Model) -> ModelPlacement:
         """What changes a model, wherever its rows are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
@@ -58,11 +58,12 @@ class Models:
             return None if is_needed else self._models.pop(name)
 
     @contextlib.contextmanager
-    def loading(self, name: str) -> Iterator[None]:
-        """A model is needed for the length of the block, though it may have nothing."""
+    def loading(self, name: str, begin: Callable[[str], object]) -> Iterator[None]:
+        """A model, which `begin` makes if it is new, is needed for the length of the block, though it may have nothing."""
         with self._lock:
             self._loads[name] += 1
         try:
+            begin(name)
             yield
         finally:
             with self._lock:

@@ -1,8 +1,6 @@
-"""Which placement a store has, by its settings; and what is said of a model that it does not have."""
+"""Which placement a store has, by its settings."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.operations.together import Models
@@ -11,7 +9,7 @@ from tierstore.engine.placements.cluster.placement import ClusterPlacement
 from tierstore.engine.placements.following.directory import check_directory
 from tierstore.engine.placements.local.placement import LocalPlacement
 from tierstore.engine.placements.upstream.placement import UpstreamPlacement
-from tierstore.errors import ConfigError, NotFound, RemoteUnavailable, unknown_model
+from tierstore.errors import ConfigError
 
 
 def choose(shared: Shared, models: Models) -> Placement:
@@ -26,8 +24,3 @@ def choose(shared: Shared, models: Models) -> Placement:
         check_directory(models.root, "--upstream")
         return UpstreamPlacement(shared, models, upstream)
     return LocalPlacement(shared, models)
-
-
-def no_model(name: str, there: Sequence[str], placement: Placement) -> NotFound | RemoteUnavailable:
-    """What to raise for a model that is not among those `there`: nobody can say that there is none before all were heard."""
-    return unknown_model(name, there) if (why := placement.unheard) is None else RemoteUnavailable(why)

@@ -42,9 +42,6 @@ class Nodes:
         self._turn = (self._turn + 1) % len(self.nodes)
         return self._turn
 
-    def close(self) -> None:
-        self.machines.close()
-
 
 @dataclass(frozen=True, slots=True)
 class Ownership:

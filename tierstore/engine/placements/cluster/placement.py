@@ -72,11 +72,7 @@ class ClusterPlacement:
 
     def close(self, close_models: Callable[[], None]) -> None:
         """The others hear that this node is gone."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.followed.close_cache)
-            stack.callback(self.cluster.close)
-            stack.callback(close_models)
-            stack.callback(self.followed.close)
+        self.followed.close(close_models, self.cluster.close)
 
     def _look(self) -> None:
         if time.monotonic() - self._refreshed_s > REFRESH_EVERY_S:
@@ -113,11 +109,9 @@ class ClusterPlacement:
             model.close()
             files.remove_tree(model.where.root)
 
-    def begin(self, name: str) -> None:
-        self.followed.member(name)
-
-    def load_ended(self, name: str) -> None:
-        """Nothing: once the cluster's list lacks a model, every node forgets it."""
+    def loading(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Once the cluster's list lacks a model that has nothing, every node forgets it."""
+        return self.followed.models.loading(name, self.followed.member)
 
     def existing(self, name: str) -> ModelPlacement:
         return self.followed.existing(name).placement

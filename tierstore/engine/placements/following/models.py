@@ -5,6 +5,7 @@ Any thread. One thread looks for new ones. The data directory has only copies an
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -92,15 +93,15 @@ class FollowedModels(Generic[M]):
                 of_model[key] = member.status()
         return document | {key: status, "ssd_cache": self.ssd_cache and self.ssd_cache.status()}
 
-    def close(self) -> None:
-        """Stop following, before the models are closed."""
+    def close(
+        self, close_models: Callable[[], None], disconnect: Callable[[], None], *watched: Callable[[], None]
+    ) -> None:
+        """Stop following, end what is `watched`, close the models, then what reads their rows. What fails keeps nothing else open."""
         self.stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
-        for member in self.by_name.values():
-            member.close()
-
-    def close_cache(self) -> None:
-        """After the models are closed."""
-        if self.ssd_cache is not None:
-            self.ssd_cache.close()
+        with contextlib.ExitStack() as stack:
+            if self.ssd_cache is not None:
+                stack.callback(self.ssd_cache.close)
+            for close in (disconnect, close_models, *watched, *(member.close for member in self.by_name.values())):
+                stack.callback(close)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,14 +47,16 @@ class LocalPlacement:
     def close(self, close_models: Callable[[], None]) -> None:
         close_models()
 
-    def begin(self, name: str) -> None:
-        self._models.begin(name)
-
-    def load_ended(self, name: str) -> None:
-        """A first load that failed leaves no trace of the model, unless another one is coming."""
-        if (empty := self._models.release(name)) is not None:
-            empty.close()
-            files.remove_tree(empty.where.root)
+    @contextlib.contextmanager
+    def loading(self, name: str) -> Iterator[None]:
+        """A first load that fails leaves no trace of the model, unless another one is coming."""
+        try:
+            with self._models.loading(name, self._models.begin):
+                yield
+        finally:
+            if (empty := self._models.release(name)) is not None:
+                empty.close()
+                files.remove_tree(empty.where.root)
 
     def existing(self, name: str) -> ModelPlacement:
         model = self._models.get(name)

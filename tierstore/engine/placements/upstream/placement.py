@@ -120,13 +120,7 @@ class UpstreamPlacement:
         self.followed.start()
 
     def close(self, close_models: Callable[[], None]) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.followed.close_cache)
-            stack.callback(self.nodes.close)
-            stack.callback(close_models)
-            for watch in self.watches:
-                stack.callback(watch.close)
-            stack.callback(self.followed.close)
+        self.followed.close(close_models, self.nodes.machines.close, *(watch.close for watch in self.watches))
 
     def _look(self) -> None:
         """Begin the models that are new upstream."""
@@ -153,11 +147,9 @@ class UpstreamPlacement:
         for member in self.followed.by_name.values():
             member.follower.wake()
 
-    def begin(self, name: str) -> None:
+    def loading(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: there are no loads here."""
-
-    def load_ended(self, name: str) -> None:
-        """As above."""
+        return contextlib.nullcontext()
 
     def existing(self, name: str) -> ModelPlacement:
         return self.followed.existing(name).placement
