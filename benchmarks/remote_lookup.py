@@ -34,8 +34,8 @@ from benchmarks.options import parser_of
 from benchmarks.remote_peers import STRING, Call, names, peers
 from benchmarks.report import headline, markdown, write
 from tests.redis_cluster import SERVER, redis_cluster
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import Cluster, connect
-from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Writer
 from tierstore.types import Keys, Rows
@@ -231,7 +231,7 @@ def main() -> int:
         }
     else:
         with redis_cluster() as servers:
-            cluster = connect(servers.url, Options(timeout_s=30, replica_after_s=0))
+            cluster = connect(servers.url, Options(timeout_s=30, other_after_s=0))
             with ExitStack() as stack:
                 stack.callback(cluster.close)
                 result = compare(cluster, [server.process.pid for server in servers.running()], args, stack)

@@ -30,11 +30,11 @@ from benchmarks.options import parser_of
 from benchmarks.remote_lookup import cpu_ns, load
 from benchmarks.report import headline, markdown, write
 from tests.redis_cluster import SERVER, redis_cluster
-from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.kernels.sysio import WILL_NEED, advise, read_at
 from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import connect
-from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.types import Keys, Rows, Tier
@@ -60,8 +60,8 @@ class Scene:
         self.keys, self.rows, self.readers = keys, rows, ReaderPool(THREADS)
         size = rows.shape[1] + 24
         self.cache = SsdCache(directory, max(1 << 20, int(len(keys) * size * 1.2)), self.readers)
-        self.alone = RemoteBase("rows", {1: table}, 0, "refuse")
-        self.cached = RemoteBase("rows", {1: table}, 0, "refuse", cache=self.cache)
+        self.alone = RemoteRows("rows", {1: table}, 0, "refuse")
+        self.cached = RemoteRows("rows", {1: table}, 0, "refuse", cache=self.cache)
         self.cached.keep(1, len(keys), rows.shape[1])
         self.slots = self.cached._cached[1]
 
@@ -71,7 +71,7 @@ class Scene:
             self.cache.drain()
         os.fsync(self.cache.file._fd)  # what is not written yet cannot be dropped from the system's cache
 
-    def read(self, base: RemoteBase, keys: Keys) -> tuple[Rows, np.ndarray]:
+    def read(self, base: RemoteRows, keys: Keys) -> tuple[Rows, np.ndarray]:
         rows, state = np.empty((len(keys), self.rows.shape[1]), np.uint8), np.zeros(len(keys), np.uint8)
         base.get_at(1, keys, rows, state, 0)
         return rows, state
@@ -180,7 +180,7 @@ def main() -> int:
         keys = np.unique(rng.integers(-(2**63), 2**63 - 1, args.rows))
         rows = rng.integers(0, 256, (len(keys), args.row_bytes), np.uint8)
         with redis_cluster() as servers, tempfile.TemporaryDirectory(dir=args.data) as folder:
-            cluster = connect(servers.url, Options(timeout_s=30, replica_after_s=0))
+            cluster = connect(servers.url, Options(timeout_s=30, other_after_s=0))
             scene = Scene(load(cluster, keys, rows, 2, 1), keys, rows, Path(folder))
             try:
                 result = compare(scene, [server.process.pid for server in servers.running()], args)

@@ -16,7 +16,7 @@ from tests.engine.test_store import folded
 from tierstore import kernels
 from tierstore.config import Settings
 from tierstore.engine.lifecycle import warm as warming
-from tierstore.engine.model import Model
+from tierstore.engine.placements.local.start import Starter
 from tierstore.engine.versions import hot_keys
 from tierstore.errors import StorageError
 from tierstore.formats import files
@@ -267,13 +267,13 @@ def test_models_start_side_by_side(open_store, root, tmp_path, monkeypatch):
     store.load_snapshot(scenes.write_snapshot(tmp_path, model="other"))
     store.close()
     both = threading.Barrier(2, timeout=30)
-    start = Model.start
+    start = Starter.start
 
-    def together(model):
+    def together(starter):
         both.wait()
-        start(model)
+        start(starter)
 
-    monkeypatch.setattr(Model, "start", together)
+    monkeypatch.setattr(Starter, "start", together)
     assert open_store().models() == ["ctr", "other"]
 
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.client.balancing import Balancer, Route
-from tierstore.client.http1 import request_head
 from tierstore.client.replies import Reply
 from tierstore.client.settings import Node, RetryPolicy
 from tierstore.errors import (
@@ -35,6 +34,7 @@ from tierstore.errors import (
     TierstoreError,
     Unreachable,
 )
+from tierstore.http1 import request_head
 
 Buffer = bytes | memoryview
 

@@ -173,6 +173,10 @@ class StoreSettings(BaseModel):
     def _check_partition(self) -> Self:
         if self.partition is not None and self.remote is not None:
             raise ValueError("partition: rows in a cluster (remote) are everywhere; set one of the two")
+        if self.partition is not None and self.upstream is not None:
+            raise ValueError(
+                "partition and upstream: the nodes upstream say which partitions they have; set it on them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,14 +9,9 @@ import socket
 import stat
 from pathlib import Path
 
-from tierstore.addresses import is_loopback
+from tierstore.addresses import host_port, is_loopback
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
-
-
-def host_port(host: str, port: int) -> str:
-    """`host:port`, or `[host]:port` for an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def peer_of(connection: socket.socket) -> tuple[str, int] | None:

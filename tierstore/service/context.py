@@ -126,7 +126,7 @@ class Service:
     def ready(self) -> bool:
         """Whether the service wants requests. It answers them in any case, as long as it runs. Any thread."""
         if not self._heard:
-            self._heard = self.store.fleet is None or self.store.fleet.ready
+            self._heard = self.store.placement.ready
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
         return self._heard and self._warm and not (self.draining or self.awaits_grpc or self.unserved())

@@ -21,13 +21,14 @@ from typing import Any
 import uvloop
 
 from tierstore import kernels
+from tierstore.addresses import host_port
 from tierstore.config import Settings
 from tierstore.engine.store import Store
 from tierstore.errors import TierstoreError
 from tierstore.kernels import ahead
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.access import check_access
-from tierstore.service.addresses import Ports, host_port, url_of
+from tierstore.service.addresses import Ports, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service

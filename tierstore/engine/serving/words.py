@@ -67,7 +67,7 @@ class PublishedWords:
             words[layout.OWN_AT], words[layout.PARTITIONS] = address_of(table.own.is_own), table.own.count
         shared = self._hashes_shared(view, table)
         words[layout.COLLIDING], words[layout.COLLIDING_AT] = len(shared), address_of(shared)
-        words[layout.BASE_AT] = table.disk.words_at(table.table_id, table.spec.row_bytes)
+        words[layout.BASE_AT] = table.store.words_at(table.table_id, table.spec.row_bytes)
 
     def _hashes_shared(self, view: View, table: Cascade) -> Words:
         """The hashes by which string keys of a table cannot be told apart."""

@@ -20,10 +20,11 @@ from urllib.parse import urlsplit
 from tierstore.access.audit import ATTEMPT, Attempt, Audit
 from tierstore.access.roles import CHANGES, LOCAL, NOBODY, Action
 from tierstore.access.rules import of_http
+from tierstore.addresses import host_port
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
 from tierstore.service.access import Access, Allow, caller_key
-from tierstore.service.addresses import host_name, host_port
+from tierstore.service.addresses import host_name
 from tierstore.service.error_status import message_of
 from tierstore.service.http.messages import (
     ARRIVED,

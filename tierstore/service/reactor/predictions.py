@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.addresses import host_port
 from tierstore.errors import TierstoreError
 from tierstore.kernels import coldread as job_words
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels import scoring as layout
 from tierstore.kernels.httphead import MOST_HEAD_BYTES
-from tierstore.service.addresses import host_port
 from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import WorkerPool

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from tierstore.access.audit import ATTEMPT, Attempt
 from tierstore.access.roles import LOCAL, NOBODY, Principal
+from tierstore.addresses import host_port
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.kernels import reactor_words as kernel
-from tierstore.service.addresses import host_port, is_on_host
+from tierstore.service.addresses import is_on_host
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.reactor.streams import Stream
 from tierstore.service.request_log import one_line

@@ -7,7 +7,6 @@ import threading
 import time
 from datetime import UTC, datetime
 
-from tierstore.engine.operations.verbs import Verbs
 from tierstore.engine.store import Store
 from tierstore.errors import (
     Conflict,
@@ -107,7 +106,7 @@ class Applier:
 
     def _is_ours(self, held: Held) -> bool:
         """Whether this node brings a delta in now. Of several nodes in front of one cluster it is the one that leads, while it can."""
-        if held.model in self._standing_in or self._verbs(held.model).leads:
+        if held.model in self._standing_in or self._leads(held.model):
             return True
         now = time.monotonic()
         seq, since_s = self._awaited.get(held.model, (0, now))
@@ -119,8 +118,8 @@ class Applier:
         self._standing_in.add(held.model)
         return True
 
-    def _verbs(self, model: str) -> Verbs:
-        return self._store.verbs(self._store.model(model))
+    def _leads(self, model: str) -> bool:
+        return self._store.placed(self._store.model(model)).leads()
 
     def _drop_held(self, model: str, last: int) -> None:
         """Let go of deltas that the log holds; park those that differ from what it holds."""

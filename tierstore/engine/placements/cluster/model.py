@@ -5,24 +5,37 @@ Any thread may call. What is acknowledged is in the cluster, and this node serve
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tierstore.config import Settings
-from tierstore.engine.cluster.followed import Forked, Pointer
-from tierstore.engine.cluster.shared_model import Recovering, SharedModel
 from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.lifecycle.rules import (
+    check_active,
+    check_canary,
+    check_expected,
+    check_unused,
+    is_active,
+    newest_before,
+    no_canary,
+)
 from tierstore.engine.model import Model
-from tierstore.engine.nodes.follower import Follower
-from tierstore.engine.nodes.ingester import DROPPING, Ingester
-from tierstore.engine.nodes.upload import READY, Writers
+from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placements.cluster.ingester import DROPPING, Ingester
+from tierstore.engine.placements.cluster.shared_model import Commands, Recovering, SharedModel
+from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
+from tierstore.engine.placements.following.followed import Forked, Pointer
+from tierstore.engine.placements.following.follower import Follower
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.routing_record import check_share
-from tierstore.errors import Conflict, DeltaError, InvalidInput, NotReady, Overloaded, SequenceGap, TooLarge
-from tierstore.formats.delta.reader import Delta
+from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
+from tierstore.formats.delta.reader import Delta, DeltaHead
 from tierstore.types import DeltaResult, Progress, ProgressFn
+
+log = logging.getLogger(__name__)
 
 PREPARE_S = 600.0  # that a switch waits until every node has made the version ready
 VISIBLE_S = 30.0  # that a delta may take until this node serves it
@@ -30,15 +43,24 @@ _PAUSE_S = 0.05  # between two tries to append
 _TRIES = 50  # of a change that others come before
 
 
-class Member:
-    """One model of this node."""
+class ClusterModel:
+    """One model of this node. `new_target`: where the rows of a load of it go."""
 
-    def __init__(self, model: Model, shared: SharedModel, node: str, settings: Settings, writers: Writers) -> None:
-        self.model, self.shared, self._node, self._settings = model, shared, node, settings
-        self.follower = Follower(model, shared, node)
-        self.ingester = Ingester(model, shared, node, settings, writers)
-        self._writers = writers
+    def __init__(
+        self, model: Model, cluster: Commands, node: str, settings: Settings, writers: Writers, refusals: Refusals,
+        new_target: Callable[[ClusterModel], ClusterTarget],
+    ) -> None:  # fmt: skip
+        self.model, self.shared, self._node = model, SharedModel(cluster, model.name), node
+        self.follower = Follower(model, self.shared, node)
+        self.ingester = Ingester(model, self.shared, node, settings, writers)
+        self._writers, self._refusals = writers, refusals
         self._switching = threading.Lock()
+        self.placement = ModelPlacement(
+            leads=lambda: self.ingester.epoch is not None, load=lambda: new_target(self), held=self.held,
+            apply_delta=self.apply_delta, activate=self.activate, rollback=self.rollback, canary=self.canary,
+            rollback_to=model.switcher.rollback_to, promote=self.promote, withdraw=self.withdraw, drop=self.drop,
+            **refusals.verbs(model.name),
+        )  # fmt: skip
 
     def start(self) -> None:
         """Serve what the cluster says, and follow it."""
@@ -46,24 +68,27 @@ class Member:
         self.ingester.start()
 
     def close(self) -> None:
+        """Stop, and report to the others that this node is gone."""
         self.ingester.close()
         self.follower.close()
+        try:
+            self.shared.withdraw_node(self._node)
+        except StorageError as error:
+            log.warning("the cluster does not hear that this node ends: %s", error)
 
     # --- deltas
 
-    @property
-    def leads(self) -> bool:
-        """Whether this node has the lease."""
-        return self.ingester.epoch is not None
+    def held(self, head: DeltaHead) -> DeltaResult | None:
+        """The result for a delta that the cluster's log and this node have."""
+        if self.model.log.digest(head.seq) != head.digest or (self.follower.pointer.seq or 0) < head.seq:
+            return None
+        return DeltaResult(self.model.name, head.seq, applied=False)
 
     def apply_delta(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
         """Acknowledge a delta in the cluster's log, and wait until this node serves it. Errors as `Store.apply_delta`.
 
         The origin is not kept: every node notes by itself how far it has read.
         """
-        held = self.model.log.digest(delta.seq)
-        if held == delta.digest and (self.follower.pointer.seq or 0) >= delta.seq:
-            return DeltaResult(self.model.name, delta.seq, applied=False)
         pointer = self.shared.pointer()
         if pointer.seq is not None and delta.seq == pointer.seq + 1:
             self._check(delta)
@@ -179,7 +204,7 @@ class Member:
         if record["state"] != READY:
             raise Conflict(f"version {number} of {self.model.name!r} cannot be activated: it is {record['state']}")
         if force and number != pointer.current:
-            raise self._not_yet("switch by force")
+            self._refusals.check("force", model=self.model.name)
         mark = max(record["record"]["manifest"]["delta_seq"], pointer.marks.get(number, 0))
         if pointer.seq is not None and mark < pointer.seq:
             entries = self.shared.read(mark, 1)
@@ -195,7 +220,7 @@ class Member:
             pointer = self.shared.pointer()
             if pointer.current == number:
                 return None
-            self._check_expected(expected_active, pointer.current)
+            check_expected(self.model.name, expected_active, pointer.current)
             if pointer.wanted not in (None, number):
                 raise Conflict(
                     f"model {self.model.name!r} is being switched to version {pointer.wanted}; wait until that is over"
@@ -204,10 +229,6 @@ class Member:
                 self.follower.wake()
                 return self.shared.pointer()
         raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
-
-    def _check_expected(self, expected: int | None, current: int | None) -> None:
-        if expected not in (None, current):
-            raise Conflict(f"model {self.model.name!r}: expected version {expected} to be active, got {current}")
 
     def _await_nodes(self, number: int, generation: int, progress: ProgressFn) -> None:
         """Wait until every node that reports is ready; one that is gone is not waited for."""
@@ -261,27 +282,16 @@ class Member:
 
     def rollback(self, *, force: bool, expected_active: int | None, progress: ProgressFn) -> int:
         """Go back to the newest version older than the current one. Returns it. Errors as `Store.rollback`."""
-        current, name = self.shared.pointer().current, self.model.name
-        if current is None:
-            raise Conflict(f"model {name!r} has no active version to roll back from")
-        self._check_expected(expected_active, current)
-        older = [n for n, record in self.shared.versions().items() if n < current and record["state"] == READY]
-        if not older:
-            raise Conflict(f"model {name!r} has no version older than {current} to roll back to")
-        self.activate(older[-1], force=force, progress=progress)
-        return older[-1]
-
-    def rollback_to(self, seq: int, *, expected_active: int | None, progress: ProgressFn) -> int:
-        """Refused by what builds a version again."""
-        return self.model.switcher.rollback_to(seq, expected_active=expected_active, progress=progress)
+        there = [number for number, record in self.shared.versions().items() if record["state"] == READY]
+        current = check_active(self.model.name, self.shared.pointer().current, expected_active, there)
+        older = newest_before(self.model.name, current, there)
+        self.activate(older, force=force, progress=progress)
+        return older
 
     def drop(self, number: int) -> None:
         """Have a version go from the cluster, slowly. Conflict for the one that is current or wanted."""
         record, pointer = self.shared.version(number), self.shared.pointer()
-        if number in (pointer.current, pointer.wanted):
-            raise Conflict(f"version {number} of {self.model.name!r} is active; activate another one first")
-        if number == pointer.canary:
-            raise Conflict(f"version {number} of {self.model.name!r} is the canary; withdraw it first")
+        check_unused(self.model.name, number, (pointer.current, pointer.wanted), pointer.canary)
         if record["state"] != DROPPING and not self.shared.record(number, record, {**record, "state": DROPPING}):
             raise Conflict(f"version {number} of {self.model.name!r} was changed by another node; try again")
         self.follower.wake()
@@ -292,13 +302,15 @@ class Member:
         """Have every node make a version ready, then serve it as the canary. Errors as `Store.canary`; Conflict where one cannot."""
         share = check_share(share)
         with self._switching:
-            if self._check_canary(number) != number:
+            pointer = self.shared.pointer()
+            check_canary(self.model.name, number, pointer.current, pointer.canary)
+            if pointer.canary != number:
                 self._check_ready(number, force=force)
-                pointer = self._announce(number, None)
-                if pointer is None:
-                    raise self._is_active(number)
+                announced = self._announce(number, None)
+                if announced is None:
+                    raise is_active(self.model.name, number)
                 try:
-                    self._await_nodes(number, pointer.generation, progress)
+                    self._await_nodes(number, announced.generation, progress)
                     self._change(lambda _: {"canary": number, "share": share, "wanted": None})
                 except BaseException:
                     self._withdraw(number)
@@ -309,17 +321,6 @@ class Member:
                 lambda served: served.versions[1:] == (number,) and served.share == share,
                 f"version {number} is the canary",
             )
-
-    def _check_canary(self, number: int) -> int | None:
-        """The canary there is: none, or that version. Conflict for any other, and where none may be."""
-        pointer, name = self.shared.pointer(), self.model.name
-        if pointer.current is None:
-            raise Conflict(f"model {name!r} has no active version to stand beside; activate {number} instead")
-        if pointer.current == number:
-            raise self._is_active(number)
-        if pointer.canary not in (None, number):
-            raise Conflict(f"version {pointer.canary} of {name!r} is the canary; promote or withdraw it first")
-        return pointer.canary
 
     def promote(self) -> int:
         """Make the canary the current version, which every node serves already. Returns its number."""
@@ -342,25 +343,8 @@ class Member:
         )
         return number
 
-    def _is_active(self, number: int) -> Conflict:
-        return Conflict(f"version {number} of {self.model.name!r} is active; the canary is another one")
-
     def _no_canary(self) -> NoReturn:
-        raise Conflict(f"model {self.model.name!r} has no canary")
-
-    # --- what a model in a cluster does not have yet
-
-    def label(self, name: str, number: int) -> None:
-        raise self._not_yet("labels")
-
-    def unlabel(self, name: str) -> None:
-        raise self._not_yet("labels")
-
-    def deactivate(self) -> None:
-        raise self._not_yet("deactivation")
-
-    def _not_yet(self, what: str) -> InvalidInput:
-        return InvalidInput(f"model {self.model.name!r} is in a cluster, and such a model has no {what} yet")
+        raise no_canary(self.model.name)
 
     def status(self) -> dict[str, Any]:
         """What this node knows of the model in the cluster, without asking it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.client.http1 import HEAD_BYTES, Incoming, Malformed, request_head
 from tierstore.client.replies import Reply
+from tierstore.http1 import HEAD_BYTES, Incoming, Malformed, request_head
 
 BODY = b"0123456789" * 7
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 70\r\nX-One:  a b \r\n\r\n" + BODY

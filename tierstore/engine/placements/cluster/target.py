@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierstore.config import Settings
-from tierstore.engine.cluster.shared_model import SharedModel
+from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.versions.info import make_record
 from tierstore.errors import Conflict, SnapshotError, StorageError
 from tierstore.formats import files

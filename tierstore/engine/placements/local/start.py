@@ -10,10 +10,8 @@ import contextlib
 import logging
 from dataclasses import replace
 
-from tierstore.engine.lifecycle.opening import Opener
-from tierstore.engine.lifecycle.routes import Routes
-from tierstore.engine.lifecycle.state import ModelState, ignore
-from tierstore.engine.lifecycle.switch import Switcher
+from tierstore.engine.lifecycle.state import ignore
+from tierstore.engine.model import Model
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.routing_record import RoutingRecord
 from tierstore.engine.versions.info import VersionInfo
@@ -25,8 +23,9 @@ log = logging.getLogger(__name__)
 class Starter:
     """The start of one model; after `Catalogue.find`."""
 
-    def __init__(self, state: ModelState, opener: Opener, routes: Routes, switcher: Switcher) -> None:
-        self._state, self._opener, self._routes, self._switcher = state, opener, routes, switcher
+    def __init__(self, model: Model) -> None:
+        self._model, self._state, self._opener = model, model.state, model.opener
+        self._routes, self._switcher = model.routes, model.switcher
 
     @property
     def host_need_bytes(self) -> int:
@@ -39,7 +38,7 @@ class Starter:
         return 0
 
     def start(self) -> None:
-        """Serve what the last process served. Raises nothing: what is wrong becomes the model's problem."""
+        """Serve what the last process served, and begin housekeeping. What is wrong becomes the model's problem."""
         state = self._state
         for why in state.log.damage:
             log.error("model %s: %s", state.name, why)
@@ -50,6 +49,7 @@ class Starter:
             state.live.start_problem = str(error)
             state.live.set(Routing(problem=str(error)))
             log.exception("model %s does not serve", state.name)
+        self._model.start()
 
     def _serve_again(self) -> None:
         state = self._state

@@ -12,8 +12,8 @@ from typing import Any
 
 import xxhash
 
-from tierstore.engine.cluster.followed import Followed, Pointer
 from tierstore.engine.model import Model
+from tierstore.engine.placements.following.followed import Followed, Pointer
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Corruption
 from tierstore.formats import files
@@ -91,7 +91,7 @@ class VersionCopies:
         dense = checksum(where.dense) if files.exists(where.dense) else None
         files.publish_record(where.record, {**record, "dense": dense})
         info = VersionInfo(where)
-        if not info.is_remote:
+        if info.base != "remote":
             raise Corruption(f"version {number} of {self._model.name!r} in the cluster has a record of another kind")
         info.watermark = max(info.watermark, pointer.marks.get(number, 0))
         self._model.catalogue.add(info)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tierstore.engine.cluster import scripts
-from tierstore.engine.cluster.followed import Forked, LogEntry, Pointer
+from tierstore.engine.placements.cluster import scripts
+from tierstore.engine.placements.following.followed import Forked, LogEntry, Pointer
 from tierstore.errors import Conflict, Corruption, NotFound, NotReady, Overloaded, SequenceGap
 
 MODELS = b"ts:models"  # a set: the names of all models

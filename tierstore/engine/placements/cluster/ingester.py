@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tierstore.config import Settings
-from tierstore.engine.cluster.followed import LogEntry, Pointer
-from tierstore.engine.cluster.shared_model import SharedModel
 from tierstore.engine.data.overlay import Overlay, encode_delta
-from tierstore.engine.deltas.retention import needed_above
+from tierstore.engine.deltas.retention import may_go
+from tierstore.engine.lifecycle.rules import surplus_of
 from tierstore.engine.model import Model
-from tierstore.engine.nodes.upload import CLAIM_S, LOADING, READY, Writers
+from tierstore.engine.placements.cluster.shared_model import SharedModel
+from tierstore.engine.placements.cluster.target import CLAIM_S, LOADING, READY, Writers
+from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
 from tierstore.formats.delta.reader import read_delta
@@ -130,7 +131,7 @@ class Ingester:
         for info in self._model.catalogue.infos():
             if self._stopping.is_set():
                 return True
-            if info.is_remote and self._is_there(info.number):
+            if info.base == "remote" and self._is_there(info.number):
                 try:
                     self._bring(info, pointer, upto, epoch)
                     self._failed.pop(info.number, None)
@@ -267,10 +268,8 @@ class Ingester:
 
     def _mark_surplus(self, records: Mapping[int, dict[str, Any]], pointer: Pointer) -> None:
         """Versions older than those that are to be kept, and loads that nobody goes on with, are to be dropped."""
-        current = pointer.current
-        older = [n for n, record in records.items() if record["state"] == READY and current is not None and n < current]
-        used = (pointer.canary, pointer.wanted)
-        surplus = [n for n in older[: max(0, len(older) - self._settings.keep_versions)] if n not in used]
+        ready = [number for number, record in records.items() if record["state"] == READY]
+        surplus = surplus_of(ready, pointer.current, {pointer.canary, pointer.wanted}, self._settings.keep_versions)
         for number, record in records.items():
             is_old = record["state"] == LOADING and time.time() - record["since_s"] > self._settings.load_retention_s
             if is_old and self._shared.claim_load(number, self._node, CLAIM_S):
@@ -306,9 +305,8 @@ class Ingester:
                 held.append(self._reached.get(number, max(loaded, pointer.marks.get(number, 0))))
             elif record["state"] == LOADING and "delta_seq" in record:
                 loading.append(int(record["delta_seq"]))
-        needed = needed_above(held, loading, entries[0].seq - 1) or 0
-        oldest_ms = (time.time() - self._settings.remote_log_retention_s) * 1000
-        old = [entry.seq for entry in entries if entry.ms < oldest_ms and entry.seq <= needed]
-        if old:
+        ages = ((entry.seq, entry.ms / 1000) for entry in entries)
+        upto = may_go(ages, held, loading, entries[0].seq - 1, self._settings.remote_log_retention_s)
+        if upto is not None:
             number, reached = next(iter(self._reached.items()))
-            self._shared.progress(epoch, number, reached, old[-1] + 1)
+            self._shared.progress(epoch, number, reached, upto + 1)

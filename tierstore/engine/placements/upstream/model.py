@@ -13,8 +13,8 @@ from urllib.parse import quote, urlencode
 
 import numpy as np
 
-from tierstore.engine.cluster.followed import LogEntry, Pointer
-from tierstore.engine.upstream.choice import (
+from tierstore.engine.placements.following.followed import LogEntry, Pointer
+from tierstore.engine.placements.upstream.choice import (
     Choice,
     ModelState,
     Partitions,
@@ -24,8 +24,8 @@ from tierstore.engine.upstream.choice import (
     partitions_of,
     problem_of,
 )
-from tierstore.engine.upstream.watch import Watch
-from tierstore.errors import ClusterUnavailable, Corruption, NotFound, StorageError, TierstoreError
+from tierstore.engine.placements.upstream.watch import Watch
+from tierstore.errors import Corruption, NotFound, RemoteUnavailable, StorageError, TierstoreError
 from tierstore.formats.names import KEYS_SUFFIX
 from tierstore.tiers.upstream.table import Ownership
 from tierstore.tiers.upstream.wire import PREFIX, decode_entries
@@ -60,7 +60,7 @@ class UpstreamModel:
         states = self.states()
         if not any(state is not None for state in states):
             why = "; ".join(f"{watch.problem or f'{watch.node} is silent'}" for watch in self._watches[:3])
-            raise ClusterUnavailable(f"no node upstream answers for model {self.name!r}: {why}")
+            raise RemoteUnavailable(f"no node upstream answers for model {self.name!r}: {why}")
         if (problem := problem_of(states)) is not None:
             raise StorageError(problem)
         with self._lock:
@@ -105,6 +105,7 @@ class UpstreamModel:
         rows = {table["name"]: int(table["rows"]) for table in record["manifest"]["tables"]}
         for name, table in record["tables"].items():
             table["rows"] = max(int(table["rows"]), rows[name])  # of all partitions
+            table["times"] = False  # the nodes have them, and remove what has expired
         digest = hashlib.sha256(line.encode()).digest()
         record |= {
             "format": REMOTE_FORMAT,
@@ -167,7 +168,7 @@ class UpstreamModel:
                 return fetch(watch)
             except (StorageError, NotFound) as error:
                 problems.append(str(error))
-        raise ClusterUnavailable(
+        raise RemoteUnavailable(
             f"no node gives version {number} of {self.name!r}: {'; '.join(problems) or 'none serves it'}"
         )
 
@@ -185,7 +186,7 @@ class UpstreamModel:
             if entries:
                 return [LogEntry(entry.seq, entry.digest, entry.data, 0) for entry in entries]
         if problems:
-            raise ClusterUnavailable(f"no node gives delta {after + 1} of {self.name!r}: {'; '.join(problems[:3])}")
+            raise RemoteUnavailable(f"no node gives delta {after + 1} of {self.name!r}: {'; '.join(problems[:3])}")
         return []
 
     def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:

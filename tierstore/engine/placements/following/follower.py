@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tierstore.engine.cluster.followed import Followed, Forked, LogEntry, Pointer
 from tierstore.engine.model import Model
-from tierstore.engine.nodes.version_copies import VersionCopies
+from tierstore.engine.placements.following.followed import Followed, Forked, LogEntry, Pointer
+from tierstore.engine.placements.following.rows import RemoteRows
+from tierstore.engine.placements.following.version_copies import VersionCopies
 from tierstore.engine.serving.routing import Routing
+from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError, TooLarge
 from tierstore.formats.delta.reader import read_delta
 from tierstore.types import Progress
@@ -178,9 +180,9 @@ class Follower:
         served = {view.version: view.open_version for view in publisher.served.views}
         for number, mark in pointer.marks.items():
             info, version = catalogue.get(number), served.get(number)
-            if version is not None and version.remote is not None:
-                if version.remote.reached < mark:
-                    version.remote.reached = mark
+            if version is not None:
+                if (rows := _rows_of(version)).reached < mark:
+                    rows.reached = mark
                     with publisher.changed:
                         publisher.changed.notify_all()  # the fold thread waits for it
             elif info is not None and number not in self.model.state.retiring:
@@ -280,8 +282,9 @@ class Follower:
     def _check_line(self, pointer: Pointer) -> None:
         """Open the version that serves anew where its rows are others by now."""
         view = self.model.publisher.current
-        remote = None if view is None else view.open_version.remote
-        if view is not None and remote is not None and view.version == pointer.current and remote.line != pointer.line:
+        if view is None or view.version != pointer.current:
+            return
+        if _rows_of(view.open_version).line != pointer.line:
             self._begin_again(pointer, f"version {view.version} was built again")
 
     def _begin_again(self, pointer: Pointer, why: str) -> None:
@@ -387,3 +390,8 @@ class Follower:
         """No request here reads below it."""
         lowest = self.model.publisher.lowest_seq()
         return self.model.state.log.last if lowest is None else lowest
+
+
+def _rows_of(version: Version) -> RemoteRows:
+    assert isinstance(version.rows, RemoteRows)  # its placement has opened it
+    return version.rows

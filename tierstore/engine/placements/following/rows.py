@@ -11,15 +11,17 @@ comparing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
 
 import numpy as np
 
-from tierstore.errors import Closed, InvalidInput, Overloaded, StorageError
+from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.rows import Beneath, FindPlaces, Place
+from tierstore.errors import Closed, Overloaded, StorageError
+from tierstore.formats import files
 from tierstore.tiers.base import Peek
-from tierstore.tiers.disk.tier import TableContent
 from tierstore.tiers.joining import Watermarks
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.tiers.ssd.table import SsdTable
@@ -30,24 +32,6 @@ PLACES_S = 10.0  # after which other machines are not asked for further keys of 
 RETRY_S = 0.1  # a node is so far behind the cluster at most, as a rule
 
 
-@dataclass(slots=True)
-class Place:
-    """Where the row of one key is, for a person who wants to know: on which machine, and what that holds of it.
-
-    `explained`: what that machine says itself, an entry of `explain`. `error`: why there is neither.
-    """
-
-    node: str | None = None
-    partition: tuple[int, int] | None = None  # (its number, of how many)
-    peek: Peek | None = None
-    error: str | None = None
-    explained: dict[str, Any] | None = None
-
-
-# (table, codes, seq of the view) → one a code
-FindPlaces = Callable[[str, Keys, int], Sequence[Place]]
-
-
 class FetchTable(Protocol):
     """A table of the version: `JoinedTable.fetch`."""
 
@@ -56,11 +40,13 @@ class FetchTable(Protocol):
     ) -> Watermarks: ...
 
 
-class RemoteBase:
+class RemoteRows:
     """Of one version. `tables` by id. `reached`: the seq that all of its rows have reached, as far as this node has heard.
 
-    `where` the rows are is for messages. `line`: see `Pointer`. `cache`: rows of its tables are kept there.
+    `where` the rows are is for messages. `line`: see `Pointer`. `cache`: rows of its tables are kept there. `find_places`: for `explain`.
     """
+
+    disk = None
 
     def __init__(
         self,
@@ -72,13 +58,12 @@ class RemoteBase:
         where: str = "the cluster",
         line: str = "",
         cache: SsdCache | None = None,
+        find_places: FindPlaces = lambda table, codes, seq: [Place(error="not known") for _ in codes],
     ) -> None:
         self._name, self._tables, self._on_failure = name, tables, on_failure
         self._where, self.line = where, line
         self._cache, self._cached = cache, dict[int, SsdTable]()
-        self.places: FindPlaces = lambda table, codes, seq: [
-            Place(error="not known") for _ in codes
-        ]  # its owner sets it
+        self._find_places = find_places
         self._lock = threading.Lock()
         # guarded by _lock
         self.defaulted = 0  # keys that were answered with a default because they could not be read
@@ -96,6 +81,16 @@ class RemoteBase:
     def trust(self, seq: int) -> None:
         """From now on rows without the deltas up to `seq` are an error."""
         self._trusted = max(self._trusted, seq)
+
+    def fold(self, info: VersionInfo, overlay: Overlay) -> None:
+        """The rows of an overlay are there: from now on it is an error if they are not."""
+        self.trust(overlay.hi)
+        if overlay.dense is not None:
+            files.publish_bytes(info.where.dense, overlay.dense)
+        info.set_counts({name: count._replace(exact=False) for name, count in info.counts.items()}, overlay.hi)
+
+    def may_fold(self, seq: int) -> bool:
+        return seq <= self.reached
 
     def keep(self, table_id: int, rows: int, row_bytes: int) -> None:
         """Have rows of a table kept on this machine's SSD, where the node has a cache there. Before anything is read."""
@@ -164,10 +159,21 @@ class RemoteBase:
         self._read(table_id, np.array([key], np.int64), rows, state, seq)
         return Peek(rows.tobytes()) if state[0] == Tier.REMOTE else Peek(absent=True)
 
-    def peek_cached(self, table_id: int, key: int) -> Peek | None:
-        """What the cache on this machine's SSD holds of a key; None where there is no such cache."""
-        cached = self._cached.get(table_id)
-        return None if cached is None else cached.peek(key)
+    def places(self, table: str, codes: Keys, seq: int) -> Sequence[Place]:
+        return self._find_places(table, codes, seq)
+
+    def beneath(self, info: VersionInfo, table: str, code: int, place: Place | None) -> Beneath:
+        """What the cache on this machine's SSD holds, where there is one, and what the machine at `place` said."""
+        seen, cached = Beneath(newer_than_overlays=True), self._cached.get(info.tables[table]["id"])
+        if cached is not None:
+            peek = cached.peek(code)
+            seen.tiers.append(("ssd_cache", peek, dict(peek.heat)))
+        if place is None or place.peek is None:
+            seen.errors["remote"] = "not known" if place is None else place.error or "not known"
+            return seen
+        seen.tiers.append(("remote", place.peek, {"node": place.node}))
+        seen.answer = place.peek
+        return seen
 
     def raise_floor(self, table_id: int, seq: int) -> None:
         """As in `SharedRowStore`."""
@@ -192,21 +198,15 @@ class RemoteBase:
         """0: kernels have no address to read them at."""
         return 0
 
+    def tier_bytes(self, table_id: int, table_bytes: int, of_all: int) -> dict[str, int]:
+        return {"disk": self.cache_stats(table_id).get("bytes", 0), "remote": table_bytes}
+
     def bytes_on_disk(self) -> int:
         """Of what is kept on this machine."""
         return sum(int(table.stats()["bytes"]) for table in self._cached.values())
 
     def stats(self) -> dict[str, int]:
         return {"bytes": self.bytes_on_disk(), "files": 0, "defaulted_keys": self.defaulted}
-
-    def scan(self, table_id: int, row_bytes: int, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
-        self._refuse("exported")
-
-    def verify(self, row_bytes: Mapping[int, int], progress: object = None) -> dict[int, TableContent]:
-        self._refuse("verified")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise InvalidInput(f"{self._name} cannot be {what}: its rows are not on this machine")
 
     def close(self) -> None:
         """Once; no look-up may be running."""

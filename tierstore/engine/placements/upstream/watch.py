@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from urllib.parse import urlencode
 
-from tierstore.engine.upstream.choice import ModelState
+from tierstore.engine.placements.upstream.choice import ModelState
 from tierstore.errors import Overloaded, TierstoreError
 from tierstore.tiers.upstream.connections import Node
 from tierstore.tiers.upstream.wire import PREFIX
@@ -91,7 +91,9 @@ class Watch:
 
     def _look(self) -> None:
         serves = urlencode({"front": self._name, "serves": json.dumps(dict(self._serves()))})
-        document = bytes(self.node.get(f"{PREFIX}/models?{serves}", timeout_s=self.node.options.connect_timeout_s))
+        document = bytes(
+            self.node.get(f"{PREFIX}/models?{serves}", timeout_s=self.node.machines.options.connect_timeout_s)
+        )
         if document != self._document:
             models = json.loads(document)["models"]
             self._models = {name: ModelState.parse(of) for name, of in models.items()}
