@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tierstore.cli.options import AsJson, argument, option
-from tierstore.cli.target import client_options, say
+from tierstore.cli.target import say
+from tierstore.client.environment import client_options
 
 if TYPE_CHECKING:
     from tierstore.client.replicas import Comparison
