@@ -291,3 +291,27 @@ def test_parameters_name_one_source(prepared: Path, start: Start) -> None:
     (folder / "config.pbtxt").write_text("\n".join(line for line in text.splitlines() if 'key: "data"' not in line))
     with pytest.raises(ConfigError, match="`data`, a directory, or `url`"):
         start(folder)
+
+
+@pytest.mark.parametrize("batch", [0, 1024])
+def test_a_model_of_hps_comes_with_its_folder_and_is_asked_as_before(tmp_path: Path, start: Start, batch: int) -> None:
+    for table, dim in (("wide", 1), ("deep", 3)):
+        (tmp_path / table).mkdir()
+        np.arange(100, dtype=np.int64).tofile(tmp_path / table / "key")
+        np.arange(100 * dim, dtype=np.float32).tofile(tmp_path / table / "emb_vector")
+    model = {
+        "model": "wdl", "sparse_files": ["wide", "deep"], "embedding_table_names": ["wide", "deep"],
+        "embedding_vecsize_per_table": [1, 3], "default_value_for_each_table": [0.0, 1.0],
+    }  # fmt: skip
+    (tmp_path / "ps.json").write_text(json.dumps({"models": [model]}))
+    words = ["--data", str(tmp_path / "data"), "--triton", str(tmp_path / "models"), "--max-batch-size", str(batch)]
+    with in_process_loads():
+        done = CliRunner().invoke(app, ["import-hps", str(tmp_path / "ps.json"), *words])
+    assert done.exit_code == 0, done.output
+    served = start(tmp_path / "models/wdl")
+    keys, numbers = np.array([[7, 99, 2, 100]], np.int64), np.array([[2, 2]], np.int32)
+    (response,) = answers(served, backend.Request({"KEYS": keys, "NUMKEYS": numbers}, ["OUTPUT0"]))
+    assert response.error is None, response.error.text
+    rows = response.arrays["OUTPUT0"]
+    assert rows.shape == ((1, 8) if batch else (8,))
+    assert rows.reshape(-1).tolist() == [7, 99, 6, 7, 8, 1, 1, 1]

@@ -16,12 +16,14 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
+from typer.testing import CliRunner
 
 import tierstore
 from benchmarks.triton_peer import Analyzer, Packages, Peer, Unavailable, serving
 from tests.engine.quick_build import in_process as in_process_loads
 from tests.triton.data import DIM, dense_part, mean_bags, scores, vectors, write_delta, write_version
 from tests.triton.models import write_bls, write_dense, write_ensemble
+from tierstore.cli.app import app
 from tierstore.service.server import ServerThread
 
 pytestmark = pytest.mark.thorough
@@ -38,10 +40,9 @@ def packages() -> Packages:
     return Packages.at(VENV)
 
 
-def command(*words: str) -> str:
-    done = subprocess.run([*TIERSTORE, *words], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def command(*words: str) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, (done.output, done.exception)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def peer(packages: Packages, root: Path) -> Iterator[Peer]:
     arguments = ["--model-control-mode", "explicit", "--load-model", "*", "--exit-timeout-secs", "10"]
     try:
-        with serving(packages, root / "models", root, arguments=arguments) as running:
+        variables = {"TIERSTORE_SOURCE_ROOT": str(root)}
+        with serving(packages, root / "models", root, arguments=arguments, variables=variables) as running:
             yield running
     except Unavailable as error:
         said = (root / "triton.log").read_text(encoding="utf-8", errors="replace")
@@ -217,10 +219,12 @@ def test_string_keys_with_numpy_1(packages: Packages, tmp_path: Path) -> None:
         store.load_snapshot(write_version(tmp_path / "1", words=True))
         command("triton-model", "ctr", str(tmp_path / "models/words"), "--url", server.url)
         python, variables = VENV / "bin/python", {"PYTHONPATH": str(ROOT)}
-        with serving(packages, tmp_path / "models", tmp_path, python=python, variables=variables) as peer:
-            with triton.InferenceServerClient(f"127.0.0.1:{peer.http}", network_timeout=60) as client:
-                words = np.array(["\u00e9".encode(), b"none", b"a"], object)
-                answer = infer(client, "words", word=words, item_id=KEYS)
-                np.testing.assert_array_equal(answer.as_numpy("word"), vectors([3, -1, 1]))
-                assert answer.as_numpy("word.found").tolist() == [True, False, True]
-                np.testing.assert_array_equal(answer.as_numpy("item_id"), vectors(KEYS))
+        with (
+            serving(packages, tmp_path / "models", tmp_path, python=python, variables=variables) as peer,
+            triton.InferenceServerClient(f"127.0.0.1:{peer.http}", network_timeout=60) as client,
+        ):
+            words = np.array(["\u00e9".encode(), b"none", b"a"], object)
+            answer = infer(client, "words", word=words, item_id=KEYS)
+            np.testing.assert_array_equal(answer.as_numpy("word"), vectors([3, -1, 1]))
+            assert answer.as_numpy("word.found").tolist() == [True, False, True]
+            np.testing.assert_array_equal(answer.as_numpy("item_id"), vectors(KEYS))

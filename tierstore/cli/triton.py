@@ -81,3 +81,11 @@ def write_model(
 
     config = config_text(ports, parameters, max_batch_size=max_batch_size, instances=instances, joins=joins)
     write_folder(folder, config)
+
+
+def write_hps(folder: Path, model: str, data: Path | None, url: str | None, max_batch_size: int) -> None:
+    """A model that is asked as HPS's backend is: by `KEYS` and `NUMKEYS`, one request at a time."""
+    from tierstore.triton.repository import hps_ports
+
+    parameters = source_parameters(model, data, url, None)
+    write_model(folder, hps_ports(batches=max_batch_size > 0), parameters, max_batch_size, 1, joins=False)

@@ -40,10 +40,12 @@ class Port:
 
 
 Ports = tuple[list[Port], list[Port]]
-HPS: Ports = (
-    [Port("KEYS", "INT64", (-1, -1)), Port("NUMKEYS", "INT32", (-1, -1))],
-    [Port("OUTPUT0", "FP32", (-1,))],
-)
+
+
+def hps_ports(*, batches: bool) -> Ports:
+    """Those of HPS's Triton backend: `KEYS` of all tables, `NUMKEYS` of each, and all their rows."""
+    dims = (-1,) if batches else (-1, -1)
+    return [Port("KEYS", "INT64", dims), Port("NUMKEYS", "INT32", dims)], [Port("OUTPUT0", "FP32", (-1,))]
 
 
 def ports_of(metadata: Mapping[str, Any], *, scores: bool, batches: bool) -> Ports:
