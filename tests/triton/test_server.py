@@ -19,10 +19,10 @@ from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
 import tierstore
+from benchmarks.triton_models import write_bls, write_dense, write_ensemble
 from benchmarks.triton_peer import Analyzer, Packages, Peer, Unavailable, serving
 from tests.engine.quick_build import in_process as in_process_loads
 from tests.triton.data import DIM, dense_part, mean_bags, scores, vectors, write_delta, write_version
-from tests.triton.models import write_bls, write_dense, write_ensemble
 from tierstore.cli.app import app
 from tierstore.service.server import ServerThread
 
@@ -54,8 +54,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, options in {"ctr": [], "batched": ["--max-batch-size", "64"], "scored": ["--scores"]}.items():
         command("triton-model", "ctr", str(models / name), "--data", str(where / "data"), *options)
     (where / "dense.onnx").write_bytes(dense_part())
-    write_dense(models / "dense", where / "dense.onnx")
-    write_ensemble(models / "ranking", ("ctr", "dense"))
+    write_dense(models / "dense", where / "dense.onnx", ("item_id", "clicked"), DIM)
+    write_ensemble(models / "ranking", "ctr", "dense", ("item_id", "clicked", "clicked.offsets"))
     write_bls(models / "caller", "ctr")
     return where
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.triton.data import DIM
-
-# How a model of these tests takes and gives tensors: by DLPack, as Triton 24.10 loses elements of NumPy 2's arrays.
+# How these models take and gives tensors: by DLPack, as Triton 24.10 loses elements of NumPy 2's arrays.
 _TENSORS = """
 import ctypes
 import numpy as np
@@ -79,9 +78,9 @@ def _write(folder: Path, script: str | None, config: str) -> None:
     (folder / "config.pbtxt").write_text(f"max_batch_size: 0\n{config}", encoding="utf-8")
 
 
-def write_dense(folder: Path, graph: Path) -> None:
-    """A network in ONNX Runtime: `item_id` and `clicked` are rows, `score` is what it gives."""
-    ports = ", ".join(f'{{ name: "{name}" data_type: TYPE_FP32 dims: [-1, {DIM}] }}' for name in ("item_id", "clicked"))
+def write_dense(folder: Path, graph: Path, features: Sequence[str], dim: int) -> None:
+    """A network in ONNX Runtime: its inputs are rows of these features, `score` is what it gives."""
+    ports = ", ".join(f'{{ name: "{name}" data_type: TYPE_FP32 dims: [-1, {dim}] }}' for name in features)
     _write(
         folder,
         _DENSE,
@@ -90,19 +89,19 @@ def write_dense(folder: Path, graph: Path) -> None:
     )
 
 
-def write_ensemble(folder: Path, models: tuple[str, str]) -> None:
-    """Ids to rows to scores, without code."""
-    ids = ("item_id", "clicked", "clicked.offsets")
+def write_ensemble(folder: Path, rows: str, dense: str, ids: Sequence[str]) -> None:
+    """Ids to rows to scores, by the model `rows` and the model `dense`, without code. Among ids are offsets of bags."""
+    features = [name for name in ids if "." not in name]
     ports = ", ".join(f'{{ name: "{name}" data_type: TYPE_INT64 dims: [-1] }}' for name in ids)
     keys = " ".join(f'input_map {{ key: "{name}" value: "{name}" }}' for name in ids)
-    rows = " ".join(f'output_map {{ key: "{name}" value: "rows_of_{name}" }}' for name in ids[:2])
-    scored = " ".join(f'input_map {{ key: "{name}" value: "rows_of_{name}" }}' for name in ids[:2])
+    found = " ".join(f'output_map {{ key: "{name}" value: "rows_of_{name}" }}' for name in features)
+    scored = " ".join(f'input_map {{ key: "{name}" value: "rows_of_{name}" }}' for name in features)
     _write(
         folder,
         None,
         f'platform: "ensemble"\ninput [ {ports} ]\noutput [ {{ name: "score" data_type: TYPE_FP32 dims: [-1, 1] }} ]\n'
-        f'ensemble_scheduling {{ step [ {{ model_name: "{models[0]}" model_version: -1 {keys} {rows} }}, '
-        f'{{ model_name: "{models[1]}" model_version: -1 {scored} output_map {{ key: "score" value: "score" }} }} ] }}\n',
+        f'ensemble_scheduling {{ step [ {{ model_name: "{rows}" model_version: -1 {keys} {found} }}, '
+        f'{{ model_name: "{dense}" model_version: -1 {scored} output_map {{ key: "score" value: "score" }} }} ] }}\n',
     )
 
 
