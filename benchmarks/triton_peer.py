@@ -46,13 +46,14 @@ class Peer:
     http: int
     grpc: int
     metrics: int = 0
+    model: str = MODEL  # that is asked
 
     def cpu_s(self) -> float:
         return sum(cpu_s(pid) for pid in self.pids)
 
     def served(self) -> int:
         """Requests that it has answered, by its own count."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/v2/models/{MODEL}/stats", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/v2/models/{self.model}/stats", timeout=30) as answer:
             (stats,) = json.load(answer)["model_stats"]
         return int(stats["inference_stats"]["success"]["count"])
 
@@ -95,7 +96,7 @@ class Analyzer:
         table = data.with_suffix(".csv")
         table.unlink(missing_ok=True)
         command = [
-            str(self._program), "-m", MODEL, "--input-data", str(data), "--concurrency-range", str(at_once),
+            str(self._program), "-m", peer.model, "--input-data", str(data), "--concurrency-range", str(at_once),
             "-i", "grpc" if grpc else "http", "-u", f"127.0.0.1:{peer.grpc if grpc else peer.http}",
             "-p", str(round(window_s * 1000)), "-r", str(TRIALS), "-s", "999", "-f", str(table),
         ]  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,10 @@ from tests.engine.quick_build import in_process as in_process_loads
 from tests.triton import backend
 from tests.triton.data import DIM, mean_bags, scores, vectors, write_delta, write_version
 from tierstore.cli.app import app
+from tierstore.engine.lifecycle import directory_lock
 from tierstore.errors import ConfigError, Locked, NotFound, NotReady
-from tierstore.triton import TritonPythonModel
+from tierstore.service.server import ServerThread
+from tierstore.triton import TritonPythonModel, sources
 from tierstore.triton.sources import Remote
 
 Start = Callable[..., TritonPythonModel]
@@ -233,10 +237,25 @@ def test_instances_share_one_store_and_the_next_takes_over_where_it_ends(
     first._source = None
 
 
-def test_a_service_is_asked_where_one_has_the_directory(tmp_path: Path, start: Start) -> None:
-    from tierstore.engine.lifecycle import directory_lock
-    from tierstore.service.server import ServerThread
+def test_an_instance_waits_for_one_that_opens_or_closes_the_directory(
+    prepared: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, held, waits = write_folder(prepared, "waits"), directory_lock.lock(prepared / "data/LOCK"), []
 
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 1:  # it says that it serves, and nothing answers there yet
+            directory_lock.announce(prepared / "data/LOCK", "http://127.0.0.1:9")
+        if len(waits) == 2:
+            directory_lock.unlock(held)
+
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    (response,) = answers(start(folder), backend.Request({"item_id": keys_of(3)}, ["item_id"]))
+    assert response.arrays["item_id"].shape == (1, DIM)
+    assert len(waits) == 2
+
+
+def test_a_service_is_asked_where_one_has_the_directory(tmp_path: Path, start: Start) -> None:
     settings = {"port": 0, "grpc_port": "off"}
     with in_process_loads(), tierstore.open(tmp_path / "data", **settings) as store, ServerThread(store) as server:
         store.load_snapshot(write_version(tmp_path / "1", words=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +67,6 @@ class Embedded:
     """The store. Raises Locked where another process has the directory open."""
 
     def __init__(self, data: Path, settings: Mapping[str, Any]) -> None:
-        _find_interpreter()
         given = load_settings(**({"port": 0} | dict(settings)), data=data, grpc_port="off")
         kernels.use_data(given.data)
         ahead.prepare(log.info)
@@ -127,11 +124,3 @@ def _elements(array: npt.NDArray[Any]) -> Any:
     """The elements of a tensor, flat: those of strings as an Arrow array."""
     flat = array.reshape(-1)
     return pa.array(flat, pa.large_binary()) if flat.dtype.hasobject else flat
-
-
-def _find_interpreter() -> None:
-    """Have loads and compilations find a Python to start: in the backend's process `sys.executable` may be another program."""
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    if not Path(sys.executable or "").name.startswith("python"):
-        beside = Path(sys.prefix) / "bin" / name
-        sys.executable = str(beside) if beside.exists() else shutil.which(name) or shutil.which("python3") or ""

@@ -60,33 +60,46 @@ class Remote:
         if not self._client.model(model).ready:
             raise NotReady(f"model {model!r} has no active version: load a snapshot, and load this model again")
 
+    def reached(self) -> Remote:
+        """Itself. Unreachable where nothing answers."""
+        try:
+            self._client.ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
     def close(self) -> None:
         self._client.close()
 
 
 class Directory:
-    """A data directory, opened by this process or asked of the one that has it open."""
+    """A data directory, opened by this process or requested of the one that has it open."""
 
     def __init__(self, data: Path, settings: Mapping[str, Any]) -> None:
         self._data, self._settings = data, settings
-        self._source = self._find()
+        self._source: Source | None = self._find()
 
     def answer(
         self, model: str, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str], timeout_us: int | None
     ) -> Arrays:
-        try:
-            return self._source.answer(model, inputs, outputs, timeout_us)
-        except Unreachable as error:
-            log.warning("%s: looking who has %s now", error, self._data)
-        self.close()
+        if self._source is not None:
+            try:
+                return self._source.answer(model, inputs, outputs, timeout_us)
+            except Unreachable as error:
+                log.warning("%s: looking who has %s now", error, self._data)
+                self.close()
         self._source = self._find()
         return self._source.answer(model, inputs, outputs, timeout_us)
 
     def check(self, model: str) -> None:
+        assert self._source is not None
         self._source.check(model)
 
     def close(self) -> None:
-        self._source.close()
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
 
     def _find(self) -> Source:
         from tierstore.triton.embedded import Embedded
@@ -97,12 +110,12 @@ class Directory:
             except Locked as error:
                 if error.url is None:  # it is being opened, or closed
                     raise
-                return Remote(error.url)
+                return Remote(error.url).reached()
 
-        return until(found, Locked)
+        return until(found, (Locked, Unreachable))
 
 
-def until(found: Callable[[], T], waits_for: type[Exception]) -> T:
+def until(found: Callable[[], T], waits_for: type[Exception] | tuple[type[Exception], ...]) -> T:
     """What `found` returns once it does not raise `waits_for`; after START_S it is raised."""
     until_s = time.monotonic() + START_S
     while True:
