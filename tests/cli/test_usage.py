@@ -28,6 +28,7 @@ COMMANDS = {
     "load",
     "build",
     "export",
+    "triton-model",
     "delta",
     "activate",
     "rollback",

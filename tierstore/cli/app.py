@@ -36,6 +36,7 @@ from tierstore.cli.target import (
     warn_of_dense,
 )
 from tierstore.cli.tokens import token
+from tierstore.cli.triton import triton_model
 from tierstore.cli.versions import activate, canary, drop, label, promote, rollback, withdraw
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ app.command(cls=ServeCommand)(serve)
 app.command("compile")(compile_)
 _OTHERS: tuple[Callable[..., None], ...] = (
     *(load, delta, lookup, explain, status, hot, activate, rollback, canary, promote, withdraw, label, drop),
-    *(build, export, rollout, jobs, backup, restore, verify, audit, plan),
+    *(build, export, rollout, jobs, backup, restore, verify, audit, plan, triton_model),
 )
 for _command in _OTHERS:
     app.command(cls=KeysCommand if _command in (lookup, explain) else None)(_command)

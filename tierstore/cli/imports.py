@@ -15,6 +15,7 @@ import typer
 
 from tierstore.cli.options import AsJson, Data, Url, argument, option
 from tierstore.cli.target import make_client, open_target, service_url, warn_of_dense
+from tierstore.cli.triton import Batch, write_hps
 from tierstore.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
@@ -114,6 +115,11 @@ def import_hps(
     model: Annotated[str | None, option("MODEL", "Only this model.")] = None,
     dense: Dense = None,
     out: Out = None,
+    triton: Annotated[
+        Path | None,
+        option("DIR", "Write each loaded model into this Triton model repository too, asked as HPS's backend is."),
+    ] = None,
+    max_batch_size: Batch = 0,
     version: Version = None,
     data: Data = None,
     url: Url = None,
@@ -126,6 +132,8 @@ def import_hps(
     """
     from tierstore.imports.hps import read_ps_json
 
+    if triton is not None and out is not None and data is None and url is None:
+        raise typer.BadParameter("--triton: expected --data or --url beside --out, as it answers from what is loaded")
     models = [one for one in read_ps_json(file, root) if model in (None, one.name)]
     if not models:
         raise ConfigError(
@@ -135,6 +143,8 @@ def import_hps(
     for one in models:
         where = None if out is None else out / one.name if len(models) > 1 else out
         results.append(_imported(one.name, list(one.tables), dense, where, version, 0, data, url))
+        if triton is not None:
+            write_hps(triton / one.name, one.name, data, url, max_batch_size)
     _say(json, results)
 
 

@@ -148,7 +148,7 @@ def serve(
     kafka_rewind: KafkaRewind = None,
     config: Config = None,
 ) -> None:
-    """Run the service until it is told to stop (SIGTERM or Ctrl-C)."""
+    """Run the service until it is told to stop."""
     flags = dict(locals())
     flags["kafka_rewind_s"] = flags.pop("kafka_rewind")
     _run(flags.pop("config"), {name: value for name, value in flags.items() if value != []})

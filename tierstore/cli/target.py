@@ -8,7 +8,7 @@ from __future__ import annotations
 import getpass
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tierstore.engine.store import Store
     from tierstore.types import KeyType
 
-TOKEN_VARIABLE = "TIERSTORE_TOKEN"  # no flag: other users of the machine can read flags
-INSECURE_VARIABLE = "TIERSTORE_ALLOW_INSECURE_TOKEN"
 URL_VARIABLE = "TIERSTORE_URL"  # the default of --url where there is no --data
 
 
@@ -47,20 +45,9 @@ def open_target(data: Path | None, url: str | None, *, create: bool = False) -> 
 def make_client(url: str) -> Client:
     """A client of the service, with the token and the certificates that the environment names."""
     from tierstore.client import Client
+    from tierstore.client.environment import client_options
 
     return Client(url, **client_options([url]))
-
-
-def client_options(urls: Sequence[str]) -> dict[str, Any]:
-    """The options of a client of these services that the environment names: the token and the certificates."""
-    files: dict[str, Any] = {}
-    if all(url.startswith("https:") for url in urls):
-        files = {name: os.environ.get(f"TIERSTORE_{name.upper()}") or None for name in ("ca", "cert", "key")}
-    insecure = os.environ.get(INSECURE_VARIABLE, "").lower()
-    if insecure not in ("", "0", "1", "false", "true"):
-        raise typer.BadParameter(f"{INSECURE_VARIABLE}: expected 1 or 0, got {insecure!r}")
-    token = os.environ.get(TOKEN_VARIABLE) or None
-    return {"token": token, "allow_insecure_token": insecure in ("1", "true"), **files}
 
 
 def service_url(data: Path | None, url: str | None) -> str | None:

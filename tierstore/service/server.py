@@ -23,6 +23,7 @@ import uvloop
 from tierstore import kernels
 from tierstore.addresses import host_port
 from tierstore.config import Settings
+from tierstore.engine.lifecycle import directory_lock
 from tierstore.engine.store import Store
 from tierstore.errors import TierstoreError
 from tierstore.kernels import ahead
@@ -308,7 +309,12 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
         service = HttpService(store, settings, ports, awaits_grpc=is_named)
         kernels.load(kernels.FIRST)
         freeze_heap()
-        service.run(lambda: announce(service.url, service.grpc_target), bound)
+
+        def started() -> None:
+            directory_lock.announce(store.root.lock, service.url)
+            announce(service.url, service.grpc_target)
+
+        service.run(started, bound)
 
 
 class ServerThread:
