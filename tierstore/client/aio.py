@@ -20,6 +20,7 @@ from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
 from tierstore.client.remote_models import AsyncRemoteModel
 from tierstore.client.settings import Settings
+from tierstore.logs import LogLevel
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
 
 
@@ -295,6 +296,11 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def skip_parked(self, name: str) -> dict[str, Any]:
         """See `Client.skip_parked`."""
         return await self._transport.run(self._operations.decide_parked(name, "skip"))
+
+    async def log_level(self, level: LogLevel) -> LogLevel:
+        """See `Client.log_level`."""
+        before: LogLevel = await self._transport.run(self._operations.log_level(level))
+        return before
 
     async def drop(self, model: str, version: int) -> None:
         """See `Client.drop`."""

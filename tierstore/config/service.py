@@ -107,6 +107,14 @@ class ServiceSettings(BaseModel):
         ge=0,
         description="log requests that take at least this many milliseconds, except look-ups that reactors answer; 0: none",
     )
+    log_file: Path | None = Field(
+        None,
+        description="file for the log, in place of standard error; opened anew where it was renamed, and on SIGHUP",
+    )
+    traces: bool = Field(
+        False,
+        description="report spans of requests and deltas whose `traceparent` is sampled, by OpenTelemetry (extra `otel`), where the variables OTEL_… say; such look-ups are answered by Python",
+    )
     drain_s: float = Field(
         5.0, ge=0, description="seconds to go on serving after a stop signal, while the service reports not ready"
     )

@@ -35,6 +35,7 @@ from tierstore.service.request_log import RequestLog
 from tierstore.service.stats import REQUEST_BOUNDS_S, Freshness, Histogram, InferenceStats, RequestTimes, Timings
 from tierstore.service.tfserving.signature import Signatures
 from tierstore.service.tls import tls_of
+from tierstore.service.traces import traces_of
 from tierstore.tiers.background import register_requests
 
 ADMIN_THREADS = 4
@@ -112,7 +113,8 @@ class Service:
         self.plan_cache = PlanCache()
         self.signatures = Signatures()
         self.rates = RateLimits(settings)
-        self.request_log = RequestLog(settings)
+        self.traces = traces_of(settings)
+        self.request_log = RequestLog(settings, traces=self.traces)
         self.request_times = RequestTimes()
         self.inference_stats = InferenceStats(store.lookup_times)
         self.freshness = Freshness()
@@ -223,6 +225,8 @@ class Service:
             self.explain_pool.close()
             self.regions.close()
             self.fronts.close()
+            if self.traces is not None:
+                self.traces.close()
             for observer in (self.freshness, self.fronts):
                 if observer in self.store.observers:
                     self.store.observers.remove(observer)

@@ -259,6 +259,7 @@ class RequestLogging:
             client=lambda: _client_of(scope),
             error=scope.get(ERROR),
             spent=scope.get(SPENT),
+            headers=scope["headers"],
         )
 
 

@@ -53,6 +53,11 @@ class RpcCaller:
         return self.waiting.principal
 
     @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Its metadata, and the other headers of its stream."""
+        return self._stream.headers
+
+    @property
     def host(self) -> str:
         """Its IP address, as long as the call is not answered."""
         client = self._stream.client
