@@ -121,6 +121,7 @@ ROOMS: dict[str, dict[str, int]] = {
     },
     "service": {
         "addresses": 0,
+        "forwarded": 1,
         "access": 1,
         "error_status": 0,
         "openssl": 0,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
 
 from tierstore.config.values import (
     Size,
+    check_networks,
     split_names,
 )
 from tierstore.logs import LogFormat, LogLevel
@@ -72,6 +73,12 @@ class ServiceSettings(BaseModel):
     allowed_host: Annotated[list[str], NoDecode, BeforeValidator(split_names)] = Field(
         [],
         description="names under which the service may be asked beside loopback ones (header Host), `*` for any; separated by ',' in the environment",
+    )
+    trusted_proxies: Annotated[list[str], NoDecode, BeforeValidator(split_names), AfterValidator(check_networks)] = (
+        Field(
+            [],
+            description="addresses or networks of proxies (`10.0.0.7`, `10.0.0.0/8`) whose `X-Forwarded-For` says which client a request is of, for the log and the audit; separated by ',' in the environment",
+        )
     )
     tls_cert: Path | None = Field(
         None,

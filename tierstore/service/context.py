@@ -26,6 +26,7 @@ from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.error_status import outcome_of
+from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.limits.shedding import Shed, Waits
@@ -113,6 +114,7 @@ class Service:
         self.plan_cache = PlanCache()
         self.signatures = Signatures()
         self.rates = RateLimits(settings)
+        self.proxies = Proxies(settings.trusted_proxies)
         self.traces = traces_of(settings)
         self.request_log = RequestLog(settings, traces=self.traces)
         self.request_times = RequestTimes()

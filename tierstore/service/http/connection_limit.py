@@ -59,7 +59,7 @@ class ConnectionLimit:
         self.heads: Silent[asyncio.Transport] = Silent()  # of connections on which nothing but a head has begun
         self.turns = Turns()
         self.http2: Http2 | None = None  # how its connections are served that begin as HTTP/2
-        self.app = RequestLogging(self, service.request_log)
+        self.app = RequestLogging(self, service.request_log, service.proxies)
 
     @property
     def open(self) -> int:

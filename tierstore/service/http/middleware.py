@@ -23,8 +23,9 @@ from tierstore.access.rules import of_http
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
 from tierstore.service.access import Access, caller_key
-from tierstore.service.addresses import host_name, host_port
+from tierstore.service.addresses import host_name
 from tierstore.service.error_status import message_of
+from tierstore.service.forwarded import Proxies
 from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
@@ -70,8 +71,8 @@ class Allow(Protocol):
 class AccessCheck:
     """Wraps the application: refuses requests under other names, those of web pages, and those without a token that may. Event loop only."""
 
-    def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit) -> None:
-        self._app, self._access, self._allow, self._audit = app, access, allow, audit
+    def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
+        self._app, self._access, self._allow, self._audit, self._proxies = app, access, allow, audit, proxies
         self._passed: dict[bytes, str] = {}  # values of Host that passed, and the names in them; bounded
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
@@ -110,7 +111,7 @@ class AccessCheck:
             await send(message)
 
         # the next request of the connection may be in the same context
-        attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope))
+        attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope, self._proxies))
         try:
             await self._app(scope, receive, sending)
         finally:
@@ -121,7 +122,7 @@ class AccessCheck:
         """Attempts to change something are for the audit."""
         method, path = scope["method"], scope["path"]
         if of_http(method, path)[0] in CHANGES:
-            self._audit.refused(f"{method} {path}", _requester_of(scope), error)
+            self._audit.refused(f"{method} {path}", _requester_of(scope, self._proxies), error)
 
     def _check(self, scope: Scope) -> None:
         hosts, origins, authorizations = [], [], []
@@ -197,8 +198,8 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 class RequestLogging:
     """Wraps the whole application, refused requests included: sends the request id back, and logs the request."""
 
-    def __init__(self, app: DataApp | App, log: RequestLog) -> None:
-        self._app, self._log = app, log
+    def __init__(self, app: DataApp | App, log: RequestLog, proxies: Proxies) -> None:
+        self._app, self._log, self._proxies = app, log, proxies
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
@@ -256,7 +257,7 @@ class RequestLogging:
             status,
             began_ns,
             request_id=None if request_id is None else request_id.decode("latin-1"),
-            client=lambda: _client_of(scope),
+            client=lambda: _client_of(scope, self._proxies),
             error=scope.get(ERROR),
             spent=scope.get(SPENT),
             headers=scope["headers"],
@@ -271,18 +272,18 @@ def _id_of(scope: Scope) -> bytes | None:
     return None
 
 
-def _requester_of(scope: Scope) -> str:
+def _requester_of(scope: Scope, proxies: Proxies) -> str:
     """Whose request it is, for the audit."""
-    who, request_id = _client_of(scope) or "somebody", _id_of(scope)
+    who, request_id = _client_of(scope, proxies) or "somebody", _id_of(scope)
     if request_id is not None:
         who = f"{who} (id {one_line(request_id.decode('latin-1'))})"
     principal = principal_of(scope)
     return who if principal in (LOCAL, NOBODY) else f"{principal.name} at {who}"
 
 
-def _client_of(scope: Scope) -> str | None:
+def _client_of(scope: Scope, proxies: Proxies) -> str | None:
     client = scope.get("client")
     if client is None:
         connection = scope.get(CONNECTION)
         client = None if connection is None else connection.client
-    return None if client is None else host_port(*client[:2])
+    return None if client is None else proxies.client(client[:2], scope["headers"])
