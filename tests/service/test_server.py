@@ -322,7 +322,7 @@ def start(data: Path, drain_s: float) -> tuple[subprocess.Popen[str], str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_drains_and_ends_the_process_in_order(tmp_path: Path, number: signal.Signals) -> None:
     process, url = start(tmp_path / "data", 0.3)
     with process:

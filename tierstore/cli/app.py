@@ -19,6 +19,7 @@ from tierstore.cli.export import build, export
 from tierstore.cli.fleet import compare_nodes, rollout
 from tierstore.cli.imports import import_, import_hps
 from tierstore.cli.jobs import jobs
+from tierstore.cli.log_level import log_level
 from tierstore.cli.options import AsJson, Data, KeysCommand, ModelName, Url, argument, option
 from tierstore.cli.parked import parked
 from tierstore.cli.plan import plan
@@ -264,5 +265,6 @@ _OTHERS: tuple[Callable[..., None], ...] = (
 )
 for _command in _OTHERS:
     app.command(cls=KeysCommand if _command in (lookup, explain) else None)(_command)
+app.command("log-level")(log_level)
 app.add_typer(token, name="token")
 app.add_typer(parked, name="parked")

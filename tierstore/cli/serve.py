@@ -155,12 +155,13 @@ def serve(
 
 
 def _run(config: Path | None, flags: dict[str, Any]) -> None:
-    signal.signal(signal.SIGTERM, end_at_once)  # until the service has its own handler
+    signal.signal(signal.SIGTERM, end_at_once)  # until the service has its own handlers
+    signal.signal(signal.SIGHUP, lambda *_: None)  # it is to renew what is read and written by then anyway
     from tierstore.config import load_settings
     from tierstore.logs import configure
 
     settings = load_settings(config, **flags)
-    configure(settings.log_format, settings.log_level)
+    configure(settings.log_format, settings.log_level, settings.log_file)
     from tierstore import kernels
     from tierstore.kernels import ahead
 

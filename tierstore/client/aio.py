@@ -23,6 +23,7 @@ from tierstore.client.base import ClientBase
 from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
 from tierstore.client.settings import Settings
+from tierstore.logs import LogLevel
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
 
 
@@ -352,6 +353,11 @@ class AsyncClient(ClientBase[AsyncTransport]):
         Conflict where an earlier one is still to come.
         """
         return await self._transport.run(self._operations.decide_parked(name, "skip"))
+
+    async def log_level(self, level: LogLevel) -> LogLevel:
+        """See `Client.log_level`."""
+        before: LogLevel = await self._transport.run(self._operations.log_level(level))
+        return before
 
     async def drop(self, model: str, version: int) -> None:
         """Remove a version from disk. Conflict for the active one."""

@@ -23,6 +23,7 @@ from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions
 from tierstore.client.settings import Settings
 from tierstore.client.sync_models import RemoteModel
 from tierstore.client.transport import Transport
+from tierstore.logs import LogLevel
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
 
 
@@ -346,6 +347,11 @@ class Client(ClientBase[Transport]):
         Conflict where an earlier one is still to come.
         """
         return self._transport.run(self._operations.decide_parked(name, "skip"))
+
+    def log_level(self, level: LogLevel) -> LogLevel:
+        """Have the service log from this level up, until its process ends; returns the level before."""
+        before: LogLevel = self._transport.run(self._operations.log_level(level))
+        return before
 
     def drop(self, model: str, version: int) -> None:
         """Remove a version from disk. Conflict for the active one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from pathlib import Path
@@ -29,6 +30,17 @@ def split_roots(value: object) -> object:
 def path_or_url(value: Any) -> Any:
     """A URL as it is, other text as a path."""
     return Path(value) if isinstance(value, str) and "://" not in value else value
+
+
+def check_networks(texts: list[str]) -> list[str]:
+    for text in texts:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            raise ValueError(
+                f"expected addresses or networks such as 10.0.0.7 or 10.0.0.0/8, got {text!r}: {error}"
+            ) from None
+    return texts
 
 
 def split_names(value: object) -> object:

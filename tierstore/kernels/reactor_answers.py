@@ -61,6 +61,8 @@ from tierstore.kernels.reactor_words import (
     ROWS_ON_DISK,
     SIZE,
     TABLE_COUNT_WORDS,
+    TRACED,
+    TRACES,
     VALUES,
     shared_at,
 )
@@ -140,8 +142,10 @@ def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
     `since` is when its first bytes came; 0: all came at once.
     """
     found = me.found
-    if found[httphead.UNUSUAL] & ~httphead.ROUTED != 0:
+    if found[httphead.UNUSUAL] & ~(httphead.ROUTED | httphead.SAMPLED) != 0:
         return HEADER
+    if found[httphead.UNUSUAL] & httphead.SAMPLED != 0 and me.limits[TRACES] != 0:
+        return TRACED
     if me.shared[MODE] >= FINISH:
         return ENDING
     if _is_late(since, found[httphead.TIMEOUT_MS] * 1_000_000, began):

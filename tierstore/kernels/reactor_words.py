@@ -43,21 +43,21 @@ RUN, DRAIN, FINISH, STOP = range(4)
 # words of `limits`
 (
     MOST_CONNECTIONS, MOST_BODY, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS, MOST_DESCRIPTORS,
-    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS, MOST_ANSWER, POOL_THREADS, POOL_QUEUE, MOST_MESSAGE, OPENSSL,
-) = range(17)  # fmt: skip
-LIMIT_WORDS = 17  # OPENSSL is no limit, but where OpenSSL's functions are (`reactor_sockets`)
+    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS, MOST_ANSWER, POOL_THREADS, POOL_QUEUE, MOST_MESSAGE, OPENSSL, TRACES,
+) = range(18)  # fmt: skip
+LIMIT_WORDS = 18  # no limits: where OpenSSL's functions are (`reactor_sockets`), and whether traces are reported
 
 # words of a reactor's line in `lines`
 ANNOUNCED, LOAD, EPOLL, ANSWERS, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(9)
 REASONS_FROM = 16  # how often a request or a connection was handed to Python, by reason
 # why: it is no look-up; its head is of another form; too many bytes; its caller is not known here, or has used up its rates; its description is of another
 # form; no plan is known; it is a prediction; a row is where readers do not read; its numbers do not pass; no room, or too late;
-# its id says which version answers; the service is ending
+# its id says which version answers; the service is ending; its trace is to be reported
 (
-    OTHER, HEADER, SIZE, ACCESS, DESCRIPTION, NO_PLAN, PREDICTION, ROWS_ON_DISK, VALUES, BUSY, CANARY, ENDING,
-) = range(12)  # fmt: skip
+    OTHER, HEADER, SIZE, ACCESS, DESCRIPTION, NO_PLAN, PREDICTION, ROWS_ON_DISK, VALUES, BUSY, CANARY, ENDING, TRACED,
+) = range(13)  # fmt: skip
 REASONS = (
-    "other_request", "header", "size", "access", "form", "no_plan", "prediction", "rows_on_disk", "values", "busy", "canary", "ending",
+    "other_request", "header", "size", "access", "form", "no_plan", "prediction", "rows_on_disk", "values", "busy", "canary", "ending", "traced",
 )  # fmt: skip
 LINE_WORDS = 32
 

@@ -100,6 +100,6 @@ def _declared(scope: Scope) -> int:
 
 def make_root(service: Service, admin: AdminApplication, allow: Allow) -> RequestLogging:
     """The whole service as one application; `allow` is called with the headers by which look-ups may be answered elsewhere too."""
-    return RequestLogging(
-        AccessCheck(_Root(service, admin), service.access, allow, service.store.audit), service.request_log
-    )
+    proxies = service.proxies
+    checked = AccessCheck(_Root(service, admin), service.access, allow, service.store.audit, proxies)
+    return RequestLogging(checked, service.request_log, proxies)

@@ -26,6 +26,7 @@ from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.error_status import outcome_of
+from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.limits.shedding import Shed, Waits
@@ -35,6 +36,7 @@ from tierstore.service.request_log import RequestLog
 from tierstore.service.stats import REQUEST_BOUNDS_S, Freshness, Histogram, InferenceStats, RequestTimes, Timings
 from tierstore.service.tfserving.signature import Signatures
 from tierstore.service.tls import tls_of
+from tierstore.service.traces import traces_of
 from tierstore.tiers.background import register_requests
 
 ADMIN_THREADS = 4
@@ -106,7 +108,9 @@ class Service:
         self.plan_cache = PlanCache()
         self.signatures = Signatures()
         self.rates = RateLimits(settings)
-        self.request_log = RequestLog(settings)
+        self.proxies = Proxies(settings.trusted_proxies)
+        self.traces = traces_of(settings)
+        self.request_log = RequestLog(settings, traces=self.traces)
         self.request_times = RequestTimes()
         self.inference_stats = InferenceStats(store.lookup_times)
         self.freshness = Freshness()
@@ -217,6 +221,8 @@ class Service:
             self.explain_pool.close()
             self.regions.close()
             self.fronts.close()
+            if self.traces is not None:
+                self.traces.close()
             for observer in (self.freshness, self.fronts):
                 if observer in self.store.observers:
                     self.store.observers.remove(observer)

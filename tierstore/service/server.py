@@ -1,8 +1,9 @@
 """A service over a store: its ports and what serves them, from their start to an orderly end.
 
 `serve` blocks the main thread until a stop signal; `ServerThread` runs the same in the background of a program. On
-SIGTERM, SIGINT or SIGHUP the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes the requests in
-progress, and closes the store. A second signal skips the wait. A stop that does not end exits after a bound.
+SIGTERM or SIGINT the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes the requests in
+progress, and closes the store. A second signal skips the wait. A stop that does not end exits after a bound. On SIGHUP it reads
+certificates again and opens the files of its log anew.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tierstore.service.addresses import Ports, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
+from tierstore.service.files import Files
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
 from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
@@ -45,11 +47,12 @@ from tierstore.service.reactor.reactors import Reactors
 from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
+from tierstore.service.traces import check_traces
 
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
-TOKENS_POLL_S, COMPILED_POLL_S = 1.0, 0.1  # tokens: certificates as well
+COMPILED_POLL_S = 0.1
 ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
 
 
@@ -57,6 +60,7 @@ def check_settings(settings: Settings) -> None:
     """Raise for what this release cannot do, before anything is opened."""
     tls_of(settings)
     check_access(settings)
+    check_traces(settings)
     check_sources(settings)
 
 
@@ -98,11 +102,12 @@ class HttpService:
         self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)
-        self._allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
-        root = make_root(self.service, self._admin, self._allowed.add)
+        allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
+        self._files = Files(self.service.access, self.service.tls, allowed, store.audit)
+        root = make_root(self.service, self._admin, allowed.add)
         self._server = HttpServer(root)
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
-        self.service.calls = self._calls = Calls(self.service, self._allowed.add)
+        self.service.calls = self._calls = Calls(self.service, allowed.add)
         self._requests = Requests(self._handoff, self._calls)
         self._listeners = self._make_listeners()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -161,7 +166,8 @@ class HttpService:
         loop = self._loop = asyncio.get_running_loop()
         if exit_bound is not None:
             self._exit_bound, drain_s = exit_bound, self._settings.drain_s
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(signal.SIGHUP, self._files.renew)
+            for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._drain, drain_s)
                 # runs even where something holds up the loop, which then would not hear of the signal
                 signal.signal(number, lambda *_: exit_bound.signalled(drain_s + 2 * FINISH_S))
@@ -174,7 +180,7 @@ class HttpService:
             if self._ports.admin is not None:
                 logger.info("admin requests at %s", self.admin_url)
             beside += self._begin_compiled()
-            beside.append(asyncio.ensure_future(self._follow_files(self.service.access.tokens.generation)))
+            beside.append(asyncio.ensure_future(self._files.follow()))
             started()
             beside.append(self._admin.begin())
         await self._ends.wait()
@@ -240,21 +246,6 @@ class HttpService:
         logger.info(
             "all requests are answered with compiled kernels, %.1f s after the start", time.monotonic() - start_s
         )
-
-    async def _follow_files(self, before: int) -> None:
-        """Follow the files of tokens and certificates.
-
-        Reactors forget whom they may answer when tokens are no longer those of generation `before`: they ask nobody.
-        """
-        tokens, tls = self.service.access.tokens, self.service.tls
-        while True:
-            await asyncio.sleep(TOKENS_POLL_S)
-            if tls is not None:
-                tls.refresh()
-            tokens.refresh()
-            if tokens.generation != before:
-                before = tokens.generation
-                self._allowed.clear()
 
     async def _finish(self) -> None:
         """Wait until the reactors have answered the requests in progress, or what was cut off after a time."""

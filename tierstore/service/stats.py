@@ -62,6 +62,7 @@ class Timings:
     # of inference_ns
     lookup_ns: int = 0
     dense_ns: int = 0  # 0 for a request that does not need the dense part
+    disk_ns: int = 0  # of lookup_ns: rows that memory lacked, from disk or from other machines
 
     def add(self, more: Timings) -> None:
         self.queued_ns += more.queued_ns
@@ -70,6 +71,7 @@ class Timings:
         self.output_ns += more.output_ns
         self.lookup_ns += more.lookup_ns
         self.dense_ns += more.dense_ns
+        self.disk_ns += more.disk_ns
 
 
 @dataclass(slots=True)

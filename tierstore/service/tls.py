@@ -49,10 +49,10 @@ class Tls:
         """When the certificate in use ends, on the wall clock."""
         return self.current.ends_s
 
-    def refresh(self) -> None:
-        """Read the files again if they have changed."""
+    def refresh(self, *, anyway: bool = False) -> None:
+        """Read the files again if they have changed, or `anyway`."""
         stamp = self._stamp_now()
-        if stamp == self._stamp:
+        if stamp == self._stamp and not anyway:
             return
         try:
             current = self._read()

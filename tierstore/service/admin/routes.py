@@ -22,6 +22,7 @@ from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.admin.caches import add_caches
 from tierstore.service.admin.explain import add_explain
 from tierstore.service.admin.exports import JobStarted, ModelName, Strict, add_exports
+from tierstore.service.admin.log_level import add_log_level
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLICY, docs_page
 from tierstore.service.admin.parked import add_parked
@@ -141,6 +142,7 @@ def make_app(service: Service) -> FastAPI:
     add_explain(app, service)
     add_parked(app, service)
     add_caches(app, service)
+    add_log_level(app, service)
     return app
 
 

@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.errors import Overloaded, TierstoreError
-from tierstore.service.dataplane.inference import DataPlane
+from tierstore.service.dataplane.inference import DataPlane, Inference
 from tierstore.service.dataplane.joining import (
     Joint,
     Part,
@@ -47,8 +47,8 @@ class Member(Protocol):
     def prepare(self) -> tuple[Part, list[Any]]:
         """Read the request. Its part of the batch, and the arrays for its outputs."""
 
-    def complete(self, version: int, arrays: list[Any], lookup_ns: int, dense_ns: int) -> Any:
-        """The outcome, once the arrays are filled."""
+    def complete(self, arrays: list[Any], by: Inference) -> Any:
+        """The outcome, once the arrays are filled from those of an inference that has finished."""
 
     def answer(self) -> Any:
         """The outcome without the others."""
@@ -192,13 +192,12 @@ class Batcher:
                 arrays = [np.empty(spec.shape, spec.dtype) for spec in specs]
                 inference.begin(joined_elements(parts), arrays)
                 inference.finish()
-                version, spent = inference.version, (inference.lookup_ns, inference.dense_ns)
         except TierstoreError:
             return False
         split_outputs(arrays, parts, [own for *_, own in ready])
         for i, _, own in ready:
             try:
-                outcomes[i] = batch.members[i].complete(version, own, *spent)
+                outcomes[i] = batch.members[i].complete(own, inference)
             except Exception as error:  # noqa: BLE001
                 outcomes[i] = error
         self.count(len(parts), batch.items)

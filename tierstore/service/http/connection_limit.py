@@ -59,7 +59,7 @@ class ConnectionLimit:
         self.made_room = 0  # silent ones, for others
         self.heads: Silent[asyncio.Transport] = Silent()  # of connections on which nothing but a head has begun
         self.turns = Turns()
-        self.app = RequestLogging(self, service.request_log)
+        self.app = RequestLogging(self, service.request_log, service.proxies)
 
     @property
     def open(self) -> int:

@@ -199,7 +199,9 @@ class Handoff:
         scope[PEER] = Peer(False, stream.peer_names, on_host)
         answer = StreamAnswer(self, stream)
         if stream.too_large:
-            error = scope[ERROR] = TooLarge("the body has more bytes than are allowed (max_request, and max_delta for deltas)")
+            error = scope[ERROR] = TooLarge(
+                "the body has more bytes than are allowed (max_request, and max_delta for deltas)"
+            )
             answer.send(error_for_path(scope["path"], error))
             return
         self._begin(answer, scope, memoryview(body))

@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 from tierstore.access.audit import ATTEMPT, Attempt, Audit
 from tierstore.access.roles import CHANGES, LOCAL, NOBODY, Action
 from tierstore.access.rules import of_http
-from tierstore.addresses import host_port
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
 from tierstore.service.access import Access, Allow, caller_key
 from tierstore.service.addresses import host_name
 from tierstore.service.error_status import message_of
+from tierstore.service.forwarded import Proxies
 from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
@@ -65,8 +65,8 @@ class DataApp(Protocol):
 class AccessCheck:
     """Wraps the application: refuses requests under other names, those of web pages, and those without a token that may. Event loop only."""
 
-    def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit) -> None:
-        self._app, self._access, self._allow, self._audit = app, access, allow, audit
+    def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
+        self._app, self._access, self._allow, self._audit, self._proxies = app, access, allow, audit, proxies
         self._passed: dict[bytes, str] = {}  # values of Host that passed, and the names in them; bounded
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
@@ -94,7 +94,7 @@ class AccessCheck:
         """A request to change something; if it fails before anything that has a line in the audit began, it gets one here."""
         attempt = Attempt()
         # the next request of the connection may be in the same context
-        attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope))
+        attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope, self._proxies))
         try:
             response = await self._app(scope, receive)
             if response is not None and response.status >= 400 and not attempt.has_line:
@@ -111,7 +111,7 @@ class AccessCheck:
         """Attempts to change something are for the audit."""
         method, path = scope["method"], scope["path"]
         if of_http(method, path)[0] in CHANGES:
-            self._audit.refused(f"{method} {path}", _requester_of(scope), error)
+            self._audit.refused(f"{method} {path}", _requester_of(scope, self._proxies), error)
 
     def _check(self, scope: Scope) -> None:
         hosts, origins, authorizations = [], [], []
@@ -184,8 +184,8 @@ def _is_same_origin(origin: str, host: str) -> bool:
 class RequestLogging:
     """Wraps the whole application, refused requests included: sends the request id back, and logs the request."""
 
-    def __init__(self, app: DataApp | App, log: RequestLog) -> None:
-        self._app, self._log = app, log
+    def __init__(self, app: DataApp | App, log: RequestLog, proxies: Proxies) -> None:
+        self._app, self._log, self._proxies = app, log, proxies
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
@@ -232,9 +232,10 @@ class RequestLogging:
             response.status,
             began_ns,
             request_id=None if request_id is None else request_id.decode("latin-1"),
-            client=lambda: _client_of(scope),
+            client=lambda: _client_of(scope, self._proxies),
             error=scope.get(ERROR),
             spent=scope.get(SPENT),
+            headers=scope["headers"],
         )
 
 
@@ -246,18 +247,18 @@ def _id_of(scope: Scope) -> bytes | None:
     return None
 
 
-def _requester_of(scope: Scope) -> str:
+def _requester_of(scope: Scope, proxies: Proxies) -> str:
     """The requester's name for the audit."""
-    who, request_id = _client_of(scope) or "somebody", _id_of(scope)
+    who, request_id = _client_of(scope, proxies) or "somebody", _id_of(scope)
     if request_id is not None:
         who = f"{who} (id {one_line(request_id.decode('latin-1'))})"
     principal = principal_of(scope)
     return who if principal in (LOCAL, NOBODY) else f"{principal.name} at {who}"
 
 
-def _client_of(scope: Scope) -> str | None:
+def _client_of(scope: Scope, proxies: Proxies) -> str | None:
     client = scope.get("client")
     if client is None:
         connection = scope.get(CONNECTION)
         client = None if connection is None else connection.client
-    return None if client is None else host_port(*client[:2])
+    return None if client is None else proxies.client(client[:2], scope["headers"])

@@ -58,6 +58,7 @@ def limits_of(settings: Settings, threads: int, connections: int, descriptors: i
         kernel.MOST_DESCRIPTORS: descriptors,
         kernel.POOL_THREADS: settings.lookup_threads,
         kernel.POOL_QUEUE: settings.lookup_queue,
+        kernel.TRACES: settings.traces,
     }.items():
         limits[word] = value
     return limits

@@ -114,7 +114,10 @@ class Calls:
         try:
             flow = Flow(self, method, stream)
         except TierstoreError as error:
-            refuse(stream, *method.accounts.failed(RpcCaller(stream, arrived_ns=stream.arrived_ns), error))
+            refuse(
+                stream,
+                *method.accounts.failed(RpcCaller(stream, self.service.proxies, arrived_ns=stream.arrived_ns), error),
+            )
             return
         self._flows[stream] = flow
         flow.open()
@@ -224,7 +227,7 @@ class _Call:
         service, method, stream = self._calls.service, self._method, self._stream
         holding = Reservation(service.inflight)  # what is decoded, until the look-up reserves it
         try:
-            caller = self._caller = RpcCaller(stream)
+            caller = self._caller = RpcCaller(stream, service.proxies)
             self._calls.authorise(method, stream, caller)
             if stream.too_large:
                 raise MessageTooLarge(
@@ -288,6 +291,6 @@ class _Call:
             return
         caller = self._caller
         if caller is None:  # its deadline has no meaning
-            caller = RpcCaller(self._stream, arrived_ns=self._stream.arrived_ns)
+            caller = RpcCaller(self._stream, self._calls.service.proxies, arrived_ns=self._stream.arrived_ns)
         status = self._method.accounts.failed(caller, error)
         refuse(self._stream, *status, caller.request_id)

@@ -28,6 +28,7 @@ from tierstore.service.error_status import log_failure
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S, Applier
 from tierstore.service.sources.kafka_positions import SOURCE, Positions
 from tierstore.service.sources.kafka_status import KafkaStats, families
+from tierstore.service.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ GAP_S = 10.0  # that a delta may be missing before earlier messages are read aga
 class KafkaSource:
     """Follows a topic until closed. `status` and `families`: any thread."""
 
-    def __init__(self, store: Store, settings: Settings) -> None:
+    def __init__(self, store: Store, settings: Settings, traces: Traces | None = None) -> None:
         assert settings.kafka is not None
         assert settings.kafka_topic is not None
         self._store, self._settings = store, settings
@@ -59,7 +60,7 @@ class KafkaSource:
         self._saved_s = self._checked_s = self._maintained_s = 0.0
         self._reader: TopicReader | None = None
         self._stop = threading.Event()
-        self._applier = Applier(store, self._topic, self._positions, self.stats, self._stop)
+        self._applier = Applier(store, self._topic, self._positions, self.stats, self._stop, traces)
         self._thread = threading.Thread(target=self._work, name="tierstore-kafka", daemon=True)
         self._thread.start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 
 from tierstore.engine.store import Store
@@ -24,6 +25,7 @@ from tierstore.kafka.reader import TopicReader
 from tierstore.kafka.window import Held, Window
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_status import KafkaStats
+from tierstore.service.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +38,17 @@ class Applier:
     """Applies deltas of the window in the order of their seqs, each logged with the positions at that moment."""
 
     def __init__(
-        self, store: Store, topic: str, positions: Positions, stats: KafkaStats, stopping: threading.Event
+        self,
+        store: Store,
+        topic: str,
+        positions: Positions,
+        stats: KafkaStats,
+        stopping: threading.Event,
+        traces: Traces | None = None,
     ) -> None:
         self._store, self._topic, self._positions, self.stats = store, topic, positions, stats
         self._parked, self._max_delta, self._stopping = store.parked_files, store.settings.max_delta, stopping
+        self._traces = traces
         self._window = Window(0)
         self._reader: TopicReader | None = None
         self._seen: dict[str, int] = {}  # model → the newest seq of its log when it was last looked at
@@ -170,7 +179,18 @@ class Applier:
             for partition, position in reader.positions.items()
         }
         origin = self._positions.origin(held.partition, held.offsets.values(), resume)
-        return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
+        with self._traced(held):
+            return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
+
+    def _traced(self, held: Held) -> AbstractContextManager[None]:
+        """Reports what its block does with a delta, where that is wanted; in the words of OpenTelemetry's conventions for messages."""
+        if self._traces is None:
+            return nullcontext()
+        attributes = {
+            "messaging.system": "kafka", "messaging.destination.name": self._topic, "messaging.destination.partition.id": str(held.partition),
+            "messaging.kafka.offset": held.first_offset, "tierstore.model": held.model, "tierstore.seq": held.seq,
+        }  # fmt: skip
+        return self._traces.delta(held.trace, attributes)
 
     def wait(self, error: TierstoreError) -> None:
         """Read no more for a while: the store accepts nothing now."""

@@ -41,7 +41,7 @@ def start_sources(service: Service, settings: Settings) -> dict[str, Source]:
     if settings.watch is not None:
         sources["watch"] = Watcher(service.store, settings.watch, max_delta=settings.max_delta)
     if settings.kafka is not None:
-        sources["kafka"] = KafkaSource(service.store, settings)
+        sources["kafka"] = KafkaSource(service.store, settings, service.traces)
     if settings.watch_snapshots:
         sources["watch_snapshots"] = Locations(service.store, service.jobs, service.inference_stats, settings)
     return sources
