@@ -274,6 +274,12 @@ def test_a_cache_on_ssd_is_for_rows_of_other_machines_and_of_a_size(given: dict[
     assert load_settings(ssd_cache="200GiB", upstream="http://a:8000").ssd_cache == 200 << 30
 
 
+@pytest.mark.parametrize("other", ["remote", "upstream"])
+def test_rows_of_other_machines_are_in_no_partition_of_this_one(other: str) -> None:
+    with pytest.raises(ConfigError, match="partition"):
+        load_settings(partition="0-15/64", **{other: "redis://h" if other == "remote" else "http://a:1"})
+
+
 def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:
     from tools.make_settings_page import PAGE, page
 
