@@ -168,6 +168,7 @@ ROOMS: dict[str, dict[str, int]] = {
 DOORS: dict[str, set[str]] = {
     "fsspec": {"formats.objects"},
     "confluent_kafka": {"kafka"},
+    "fastavro": {"kafka.row_formats"},
     "rocksdict": {"tiers.disk.database", "tiers.disk.rocks", "tiers.disk.sst"},
     "redis": {"tiers.remote"},
     "cupy": {"tiers.device.cupy_device"},

@@ -27,13 +27,15 @@ Headers = list[tuple[str, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """As it was read. timestamp_ms: since 1970, 0 where the broker gives none."""
+    """As it was read. timestamp_ms: since 1970, 0 where the broker gives none. is_null: it has no value at all, a tombstone."""
 
     partition: int
     offset: int
     value: bytes
     headers: Sequence[tuple[str, bytes | None]]
     timestamp_ms: int
+    key: bytes | None = None
+    is_null: bool = False
 
 
 @dataclass(frozen=True, slots=True)

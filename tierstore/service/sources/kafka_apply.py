@@ -170,7 +170,7 @@ class Applier:
             partition: self._window.needed(partition, position, without=held)
             for partition, position in reader.positions.items()
         }
-        origin = self._positions.origin(held.partition, held.offsets.values(), resume)
+        origin = self._positions.origin(resume, partition=held.partition, offsets=sorted(held.offsets.values()))
         return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
 
     def wait(self, error: TierstoreError) -> None:
