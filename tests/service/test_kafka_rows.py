@@ -200,9 +200,9 @@ def test_what_is_no_row_is_parked_and_stops_no_other(scene: RowScene) -> None:
         (1, b"[1]"),
         (1, json.dumps({"vectors": [1]}).encode()),
         (1, json.dumps({"vector": [1.0]}).encode()),
-        (1, json.dumps({"vector": vector(1.0)[:-1] + ["x"]}).encode()),
-        (1, json.dumps({"vector": vector(1.0)[:-1] + [None]}).encode()),
-        (1, json.dumps({"vector": vector(1.0)[:-1] + [1e39]}).encode()),
+        (1, json.dumps({"vector": [*vector(1.0)[:-1], "x"]}).encode()),
+        (1, json.dumps({"vector": [*vector(1.0)[:-1], None]}).encode()),
+        (1, json.dumps({"vector": [*vector(1.0)[:-1], 1e39]}).encode()),
         (1, json.dumps({"vector": 5}).encode()),
         (1, json.dumps({"vector": vector(1.0), "event_time": "yesterday"}).encode()),
         (1, json.dumps({"key": 1.5, "vector": vector(1.0)}).encode()),
@@ -220,7 +220,7 @@ def test_what_is_no_row_is_parked_and_stops_no_other(scene: RowScene) -> None:
     assert {(record["kind"], record["model"], record["seq"]) for record in found} == {("row", "ctr", None)}
     reasons = [record["reason"] for record in found]
     for number, words in enumerate((
-        "JSON", "object", "'vectors'", "numbers, got 1", "something else", "something else", "infinite", "got int",
+        "JSON", "object", "'vectors'", "numbers, got 1", "got str in it", "got NoneType in it", "infinite", "got int",
         "event time", "float", "bool", "'one'", "9223372036854775808", "neither", "UTF-8", "neither",
     )):  # fmt: skip
         assert words in reasons[number], (words, reasons[number])

@@ -165,10 +165,13 @@ class TopicReader:
         return {one.partition: one.offset if one.offset >= 0 else oldest[one.partition] for one in found}
 
     def lag(self) -> dict[int, int]:
-        """Partition → messages that the broker has and that were not read yet, as far as is known."""
+        """Partition → messages that the broker has and that were not read yet, as far as is known.
+
+        Where the end was read there are none, though offsets may follow: those of aborted transactions.
+        """
         lags = {}
         for partition, position in list(self.positions.items()):
-            high = self._watermarks(partition, cached=True)[1]
+            high = position if partition in self._at_end else self._watermarks(partition, cached=True)[1]
             lags[partition] = max(0, high - position)
         return lags
 

@@ -180,14 +180,14 @@ def _vectors(vectors: list[Any], spec: TableSpec) -> Vectors:
             raise DeltaError(f"expected a vector of {spec.dim} numbers, got {type(vector).__name__}")
         if len(vector) != spec.dim:
             raise DeltaError(f"expected a vector of {spec.dim} numbers, got {len(vector)}")
+        if isinstance(vector, list) and not set(map(type, vector)) <= {float, int}:
+            kinds = ", ".join(sorted({kind.__name__ for kind in map(type, vector)} - {"float", "int"}))
+            raise DeltaError(f"expected a vector of {spec.dim} numbers, got {kinds} in it")
     try:
-        found = np.array(vectors)
-    except (ValueError, OverflowError):
-        found = np.array(None)
-    if found.ndim != 2 or found.dtype.kind not in "fiu":
-        raise DeltaError(f"expected a vector of {spec.dim} numbers, got something else in it")
-    with np.errstate(over="ignore"):
-        narrow = found.astype(np.float32)
+        with np.errstate(over="ignore"):
+            narrow = np.array(vectors, np.float64).astype(np.float32)
+    except OverflowError as error:
+        raise DeltaError(f"a number of the vector is too large: {error}") from error
     try:
         codec.encode(narrow, spec.dtype)
     except codec.BadRow as error:

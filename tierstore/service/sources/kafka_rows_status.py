@@ -41,6 +41,9 @@ class RowStats:
     def status(self, parked: int) -> dict[str, Any]:
         """The document."""
         whole = self.topic.status(parked)
+        if self.lost:
+            lost = f"kafka topic {self.topic.topic}: {self.lost:,} offsets were deleted before they were read: load a snapshot, or produce those rows again"
+            whole["problem"] = lost if whole["problem"] is None else f"{whole['problem']}; {lost}"
         own = {"rows": self.rows, "deleted": self.deleted, "deltas": self.deltas}
         return {**{name: whole[name] for name in _OF_TOPIC}, **own, "pending": self.pending, "lost": self.lost}
 
