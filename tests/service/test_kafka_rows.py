@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -341,6 +342,17 @@ def test_a_service_reports_rows_and_their_freshness(tmp_path: Path, brokers: Bro
         assert 'tierstore_delta_freshness_seconds_count{model="ctr"} 1.0' in metrics
         scene.put(2, b"{")
         eventually(lambda: client.parked(), "the parked row")
+
+
+def test_the_program_of_the_page(scene: RowScene) -> None:
+    page = (Path(__file__).parents[2] / "docs/kafka.md").read_text(encoding="utf-8")
+    _, program = re.findall("```python\n(.*?)```", page, flags=re.DOTALL)
+    program = program.replace("broker-1:9092", scene.brokers.address).replace("item-embeddings", scene.topic)
+    scene.follow()
+    scene.row(17, 1.0)
+    exec(program, {"changed": {1: vector(10.0)}, "newest_event": "2026-11-24T12:00:00Z"})
+    scene.expect(1, 10.0)
+    scene.expect(17, None)
 
 
 @pytest.mark.parametrize(
