@@ -188,7 +188,7 @@ DOORS: dict[str, set[str]] = {
     "onnxscript": {"torch"},
     "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
     "grpc": {"service.rpc"},
-    "google": {"service.rpc"},
+    "google": {"service.rpc", "kafka.row_formats"},
 }
 
 

@@ -26,7 +26,7 @@ Decode = Callable[[bytes], Any]  # the content of a message → an object or a s
 
 _MAGIC = b"\0"
 _HEAD = 5  # bytes: the magic one and the id
-_WELL_KNOWN = "google/protobuf/"
+_OF_GOOGLE = "google/protobuf/"
 
 
 def json_decoder(data: bytes) -> Any:
@@ -104,14 +104,14 @@ class ProtobufFiles:
         given = {file.name for file in files}
         try:
             for name in sorted({name for file in files for name in file.dependency} - given):
-                self._add_well_known(name)
+                self._add_of_google(name)
             for file in files:
                 self._pool.Add(file)
         except (TypeError, ImportError) as error:
             raise DeltaError(f"the Protobuf schema cannot be used: {error}") from error
 
-    def _add_well_known(self, name: str) -> None:
-        if not name.startswith(_WELL_KNOWN):
+    def _add_of_google(self, name: str) -> None:
+        if not name.startswith(_OF_GOOGLE):
             raise DeltaError(f"the Protobuf schema needs {name}, which is not in it (protoc: --include_imports)")
         module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
         self._pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)

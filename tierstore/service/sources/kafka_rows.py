@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
-
-from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.model import Model
@@ -37,7 +35,7 @@ from tierstore.kafka.rows import ROW_BYTES, Row, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_routes import Route, make_row_reader
-from tierstore.service.sources.kafka_rows_status import RowStats, families
+from tierstore.service.sources.kafka_rows_status import RowStats
 from tierstore.service.sources.topic_thread import (
     METADATA_S,
     POLL_S,
@@ -316,13 +314,13 @@ class RowTopic:
         reader, source = self._current(), f"kafka rows {self._topic}"
         positions = Positions(self._store.root.kafka_rows(self._topic, model), self._topic, source)
         origin = self._store.model(model).log.newest_origin(source)
-        known = positions.load(self._cluster, {model: origin}) and positions.seq <= last
-        if known or positions.adopt(origin):
+        is_on_record = positions.load(self._cluster, {model: origin}) and positions.seq <= last
+        if is_on_record or positions.adopt(origin):
             begin = {one: positions.saved.get(one, 0) for one in reader.positions}
         else:
             begin = far_back(reader, self._settings)
         positions.seq = last
-        if not known:
+        if not is_on_record:
             positions.save(begin, [model], new_epoch=True)
         self._models[model] = _Followed(positions, dict(begin))
         return begin
@@ -377,29 +375,3 @@ class RowTopic:
                 "no such model is loaded yet" if self._route.model else "no model is loaded yet"
             )
         stats.topic.update(reader.problem, reader.at_end, time.monotonic() < self._resume_s, held_up)
-
-
-class KafkaRows:
-    """All topics of rows that the settings name. `status` and `families`: any thread."""
-
-    def __init__(self, store: Store, settings: Settings) -> None:
-        self._topics = [RowTopic(store, settings, Route.parse(text)) for text in settings.kafka_rows]
-
-    def status(self) -> dict[str, Any]:
-        """Each topic's, by its name, and all their problems."""
-        found = [topic.status() for topic in self._topics]
-        return {
-            "topics": {one["topic"]: one for one in found},
-            "problems": [one["problem"] for one in found if one["problem"] is not None],
-        }
-
-    def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
-        return families([(topic.stats, topic.status()) for topic in self._topics])
-
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Finish the deltas that are being applied, and end."""
-        for topic in self._topics:
-            topic.stopping.set()
-        for topic in self._topics:
-            topic.close(timeout_s)

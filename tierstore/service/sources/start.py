@@ -13,7 +13,7 @@ from tierstore.service.context import Service, Source
 from tierstore.service.sources.directory import Watcher
 from tierstore.service.sources.kafka import KafkaSource
 from tierstore.service.sources.kafka_routes import check_rows
-from tierstore.service.sources.kafka_rows import KafkaRows
+from tierstore.service.sources.kafka_row_topics import KafkaRows
 from tierstore.service.sources.locations import Locations
 
 
