@@ -191,6 +191,7 @@ def test_the_page_shows_the_cluster_and_every_source_and_what_is_wrong(
         "1,234 runs, 5 of them failed",
         "Kafka topic embeddings",
         "41 deltas",
+        "rows of Kafka topic vectors",
         "34 messages, 5 min",
         "2 messages parked",
         "delta 41822 is missing",

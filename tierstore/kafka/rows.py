@@ -131,18 +131,19 @@ def fit(rows: Sequence[Row], specs: Mapping[str, TableSpec]) -> tuple[list[Table
                 (row, f"no table {table!r} in the version that is served; its tables are {tables}") for row in found
             ]
             continue
-        wrong = _misfits(found, spec)
-        bad += wrong
-        if wrong:
-            refused = {id(row) for row, _ in wrong}
-            found = [row for row in found if id(row) not in refused]
-        if found:
+        try:
             fitting.append(_columns(found, spec))
+        except InvalidInput:
+            wrong = _misfits(found, spec)
+            bad += wrong
+            refused = {id(row) for row, _ in wrong}
+            if kept := [row for row in found if id(row) not in refused]:
+                fitting.append(_columns(kept, spec))
     return fitting, bad
 
 
 def _misfits(rows: Sequence[Row], spec: TableSpec) -> list[tuple[Row, str]]:
-    """Rows that do not fit, with the reason, found by halves: mostly there is none."""
+    """Rows that do not fit, with the reason, found by halves: mostly they are few."""
     try:
         _columns(rows, spec)
     except InvalidInput as error:
