@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,15 @@ from tierstore.errors import ConfigError, DeltaError, Unreachable
 from tierstore.formats.delta.reader import read_delta
 from tierstore.kafka.messages import Message
 from tierstore.kafka.registry import Registry
-from tierstore.kafka.row_formats import decoder, int64_decoder, json_decoder, registry_of, text_decoder
+from tierstore.kafka.row_formats import (
+    ProtobufFiles,
+    avro_decoder,
+    decoder,
+    int64_decoder,
+    json_decoder,
+    registry_of,
+    text_decoder,
+)  # fmt: skip
 from tierstore.kafka.rows import Row, RowReader, event_ms, fit, make_delta
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
@@ -305,3 +314,47 @@ def test_keys_that_are_text_and_bytes_are_one() -> None:
     (fitting,), _ = fit([as_row(b"a", None), as_row("a", [1, 2])], spec(KeyType.STRING))
     table = read_delta(make_delta("m", 5, [fitting], 1000)).tables["t"]
     assert table.deleted.tolist() == [False]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*NAMES, "id"]), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def takes_or_refuses(reader: RowReader, one: Message, kind: KeyType) -> None:
+    """A message becomes a row of a delta, or is refused by name."""
+    try:
+        row = reader.read("t", one)
+    except DeltaError:
+        return
+    tables, bad = fit([row], spec(kind))
+    assert len(tables) + len(bad) == 1
+    make_delta("m", 1, tables, max(0, row.event_ms))
+
+
+@given(JSON_VALUES, st.none() | JSON_VALUES, st.sampled_from(KeyType))
+def test_any_json_is_taken_or_refused(value: Any, key: Any, kind: KeyType) -> None:
+    own = None if key is None else json.dumps(key).encode()
+    takes_or_refuses(RowReader(json_decoder, json_decoder, {}), message(json.dumps(value).encode(), own), kind)
+
+
+@given(st.binary(max_size=60), st.none() | st.binary(max_size=12), st.sampled_from(KeyType))
+def test_any_bytes_are_taken_or_refused(value: bytes, key: bytes | None, kind: KeyType) -> None:
+    kinds = [json_decoder, text_decoder, int64_decoder, _avro(), _protobuf()]
+    for decode in kinds:
+        for own in kinds[:3]:
+            takes_or_refuses(RowReader(decode, own, {}), message(value, key), kind)
+
+
+@cache
+def _avro() -> Callable[[bytes], Any]:
+    return avro_decoder(json.dumps(ROW))
+
+
+@cache
+def _protobuf() -> Callable[[bytes], Any]:
+    files = descriptor_pb2.FileDescriptorSet(file=[row_file()]).file
+    google = descriptor_pb2.FileDescriptorProto.FromString(timestamp_pb2.DESCRIPTOR.serialized_pb)
+    return ProtobufFiles([google, *files]).decoder(NAMES, message="shop.Row")
