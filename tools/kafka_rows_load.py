@@ -89,7 +89,7 @@ class LookUps(threading.Thread):
 
 
 class Probes(threading.Thread):
-    """Asks for the row of the probe, and notes how old each new one is when it is seen."""
+    """Asks for the row of the probe. When a new one is seen, notes how old it is, and those before it that no answer showed."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -101,13 +101,11 @@ class Probes(threading.Thread):
         while not self.stopping.wait(0.005):
             row = self._client.lookup("ctr", "item_id", np.array([PROBE]))[0]
             now_ms = time.time() * 1000
-            low = (
-                int(row[0]) * 1_000_000 + int(row[1]) * 1000 + int(row[2])
-            )  # of the moment, without what does not change
-            if low != before:
-                if before:
-                    self.ages_ms.append((now_ms - low) % 1_000_000_000)
-                before = low
+            moment_ms = int(row[0]) * 1_000_000 + int(row[1]) * 1000 + int(row[2])  # without what does not change
+            if moment_ms != before:
+                passed = range(moment_ms, before, -round(1000 / PROBES_PER_S)) if 0 < before < moment_ms else ()
+                self.ages_ms += [(now_ms - one) % 1_000_000_000 for one in passed]
+                before = moment_ms
 
 
 def percentiles(values: list[float]) -> str:

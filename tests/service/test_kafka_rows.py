@@ -366,6 +366,7 @@ def test_the_program_of_the_page(scene: RowScene) -> None:
         ({"kafka_rows": ["a"], "kafka_rows_format": "protobuf-raw"}, "needs its schema: set kafka_rows_schema"),
         ({"kafka_rows": ["a"], "kafka_rows_format": "avro", "kafka_rows_schema": "/no/such"}, "/no/such"),
         ({"kafka_rows": ["a"], "kafka_rows_registry": "registry:8081"}, "http or https URL"),
+        ({"kafka_rows": ["a"], "kafka_rows_registry": "http://a:b@c"}, "basic.auth.user.info"),
         ({"kafka_rows": ["a"], "kafka_rows_fields": {"keys": "id"}}, "kafka_rows_fields"),
         ({"kafka_rows": ["a"], "remote": "redis://127.0.0.1:1"}, "kafka_rows and remote"),
         ({"kafka_rows": ["a"], "upstream": "http://127.0.0.1:1"}, "upstream"),

@@ -117,7 +117,10 @@ class ParkedFiles:
         return self._directory / f"{name}{_SUFFIX}"
 
     def _write(self, record: Parked, payload: bytes) -> None:
-        head = json.dumps(asdict(record), ensure_ascii=True).encode()
+        document = asdict(record)
+        if record.kind == "delta":
+            del document["kind"]  # releases before rows read those of deltas, without it
+        head = json.dumps(document, ensure_ascii=True).encode()
         checksum = xxhash.xxh3_64_hexdigest(head + b"\n" + payload).encode()
         with files.publish(self._path(record.id)) as file:
             file.write(checksum + b" " + head + b"\n")
