@@ -141,7 +141,7 @@ sbom: $(STAMP)
 # Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
 # what an import needs is compiled: all of it took twice as long as the rest.
 client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed $(CLIENTS)/triton/.installed $(CLIENTS)/envoy/.installed
-client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls $(CLIENTS)/bin/helm) $(if $(shell command -v npm),$(CLIENTS)/node/.installed) $(if $(shell command -v mvn),$(CLIENTS)/grpc-java/.installed)
+client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls $(CLIENTS)/bin/helm) $(if $(shell command -v npm),$(CLIENTS)/node/.installed) $(if $(shell command -v mvn),$(CLIENTS)/grpc-java/.installed $(CLIENTS)/kafka/.installed)
 
 # asks a server for each rule of HTTP/2
 $(CLIENTS)/bin/h2spec:
@@ -163,7 +163,10 @@ $(CLIENTS)/node/.installed:
 	npm install --silent --no-audit --no-fund --prefix $(@D) '@grpc/grpc-js@1.14.7'
 	@touch $@
 
+# of Kafka: a broker, which tests start (tests/kafka_real.py)
 $(CLIENTS)/grpc-java/.installed: tests/clients/grpc_java/pom.xml
+$(CLIENTS)/kafka/.installed: tests/clients/kafka/pom.xml
+$(CLIENTS)/grpc-java/.installed $(CLIENTS)/kafka/.installed:
 	mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(@D) -DincludeScope=runtime
 	@touch $@
 

@@ -189,6 +189,7 @@ DOORS: dict[str, set[str]] = {
     "obstore": {"formats.buckets"},
     "boto3": {"formats.buckets"},
     "confluent_kafka": {"kafka"},
+    "fastavro": {"kafka.row_formats"},
     "rocksdict": {"tiers.disk.database", "tiers.disk.rocks", "tiers.disk.sst"},
     "redis": {"tiers.remote"},
     "cupy": {"tiers.device.cupy_device"},
@@ -209,7 +210,7 @@ DOORS: dict[str, set[str]] = {
     "onnxscript": {"torch"},
     "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
     "grpc": {"service.rpc"},
-    "google": {"service.rpc"},
+    "google": {"service.rpc", "kafka.row_formats"},
 }
 
 

@@ -16,6 +16,7 @@ from tierstore.cli import show
 from tierstore.cli.app import app
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
+from tierstore.service.sources.kafka_rows_status import RowStats
 from tierstore.service.sources.kafka_status import KafkaStats
 
 from .conftest import ROOT, Cli, python
@@ -231,6 +232,7 @@ def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
         "remote": {"cluster": "h1:6379", "reachable": False},
         "service": {
             "kafka": kafka.status(parked=0),
+            "kafka_rows": {"topics": {"vectors": RowStats("vectors").status(parked=0)}},
             "watch": {"directory": "/deltas", "applied": 3},
             "watch_snapshots": {"locations": [{"location": "s3://models", "state": "followed", "snapshots": 2}]},
         },
@@ -243,6 +245,7 @@ def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
         "20261123022651    active    stable    41821        2026-11-23 02:26 UTC",
         "cluster h1:6379: unreachable",
         "kafka topic embeddings: reading, 0 deltas applied, 1,234 messages behind",
+        "rows of kafka topic vectors: starting, 0 rows applied",
         "deltas in /deltas: 3 applied",
         "snapshots in s3://models: followed, 2 found",
         "background work: load, 25% of the time",

@@ -110,6 +110,17 @@ SsdCache = Annotated[
 ]
 Kafka = Annotated[str | None, option("BROKERS", "Kafka brokers, host:port,…, to read deltas from (extra `kafka`).")]
 KafkaTopic = Annotated[str | None, option("TOPIC", "The topic of deltas, of any number of models.")]
+KafkaRows = Annotated[
+    list[str] | None,
+    option(
+        "TOPIC=MODEL/TABLE",
+        "A topic of rows, one a message; or TOPIC, where headers name model and table; may be repeated.",
+    ),
+]
+KafkaRowsFormat = Annotated[
+    str | None, option("FORMAT", "How those rows are written: json (default), avro, protobuf, avro-raw, protobuf-raw.")
+]
+KafkaRowsRegistry = Annotated[str | None, option("URL", "The schema registry of those rows.")]
 KafkaConfig = Annotated[
     Path | None, option("FILE", "Properties of librdkafka, name=value a line, as for TLS and SASL.")
 ]
@@ -144,6 +155,9 @@ def serve(
     ssd_cache: SsdCache = None,
     kafka: Kafka = None,
     kafka_topic: KafkaTopic = None,
+    kafka_rows: KafkaRows = None,
+    kafka_rows_format: KafkaRowsFormat = None,
+    kafka_rows_registry: KafkaRowsRegistry = None,
     kafka_config: KafkaConfig = None,
     kafka_rewind: KafkaRewind = None,
     config: Config = None,

@@ -110,6 +110,9 @@ def _surroundings(document: dict[str, Any]) -> Iterator[str]:
     if kafka := service.get("kafka"):
         behind = "" if kafka["lag_messages"] is None else f", {kafka['lag_messages']:,} messages behind"
         yield f"kafka topic {kafka['topic']}: {kafka['state']}, {kafka['applied']:,} deltas applied{behind}"
+    for rows in (service.get("kafka_rows") or {"topics": {}})["topics"].values():
+        behind = "" if rows["lag_messages"] is None else f", {rows['lag_messages']:,} messages behind"
+        yield f"rows of kafka topic {rows['topic']}: {rows['state']}, {rows['rows']:,} rows applied{behind}"
     if watch := service.get("watch"):
         yield f"deltas in {watch['directory']}: {watch['applied']:,} applied"
     for place in (service.get("watch_snapshots") or {}).get("locations", ()):

@@ -43,8 +43,12 @@ def check_networks(texts: list[str]) -> list[str]:
     return texts
 
 
+def split_commas(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
 def split_names(value: object) -> object:
-    return [part.strip().lower() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    return split_commas(value.lower() if isinstance(value, str) else value)
 
 
 _UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pyarrow as pa
 import xxhash
@@ -26,15 +27,16 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 Headers = list[tuple[str, bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """As it was read. timestamp_ms: since 1970, 0 where the broker gives none."""
+class Message(NamedTuple):
+    """As it was read. timestamp_ms: since 1970, 0 where the broker gives none. is_null: it has no value at all, a tombstone."""
 
     partition: int
     offset: int
     value: bytes
     headers: Sequence[tuple[str, bytes | None]]
     timestamp_ms: int
+    key: bytes | None = None
+    is_null: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
 
 _NOT_COMPILED = "kernels could not be compiled, so Python answers what they would; the log says why"
 # of problems: files, kernels, and the sources by the names that `start_sources` gives them; beside them `load_failed` of models
-SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka")
+SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka", "kafka_rows")
 
 
 class Part(Protocol):

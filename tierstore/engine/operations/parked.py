@@ -69,7 +69,7 @@ class ParkedMessages(ABC):
             raise NotFound(f"{name} was {record.state} already")
         with audited(self.audit, "skip parked", record.model, lambda: None, seq=record.seq, parked=name):
             applied = False
-            if record.model is not None:
+            if record.model is not None and record.kind == "delta":
                 model = self.model(record.model)
                 applied = _fill(record, model, self.placed(model))
             return {**asdict(self.parked_files.resolve(name, "skipped")), "applied": applied}

@@ -178,7 +178,7 @@ class Applier:
             partition: self._window.needed(partition, position, without=held)
             for partition, position in reader.positions.items()
         }
-        origin = self._positions.origin(held.partition, held.offsets.values(), resume)
+        origin = self._positions.origin(resume, partition=held.partition, offsets=sorted(held.offsets.values()))
         with self._traced(held):
             return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
 
