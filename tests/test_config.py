@@ -140,6 +140,7 @@ def test_sizes_take_units_from_the_environment_and_the_file(tmp_path: Path, monk
         ("port", 65536),
         ("port", "http"),
         ("threads", 0),
+        ("threads", 65),
         ("fold_grace_s", -1),
         ("allow_client_shm", "perhaps"),
     ],

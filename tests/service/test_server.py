@@ -105,7 +105,6 @@ def test_loopback(host: str, expected: bool) -> None:
     [
         ({"host": "0.0.0.0"}, ConfigError, "allow_open_network"),
         ({"host": "example.com"}, ConfigError, "loopback"),
-        ({"threads": 65}, ConfigError, "threads"),
         ({"watch": "/nothing/here"}, ConfigError, "watch"),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_sampled_request_alone_has_a_span_with_its_stages(traced: ServerThread
     assert (root.parent_span_id.hex(), root.kind) == (SPAN, 2)  # SPAN_KIND_SERVER
     assert attributes(root)["http.response.status_code"] == 200
     assert {"plan", "look up", "encode"} <= collector.stages(root).keys() <= {
-        "queue", "plan", "look up", "look up disk", "encode"
+        "queue", "plan", "look up", "look up below memory", "encode"
     }  # fmt: skip
     assert collector.services() == {"tierstore"}
 
@@ -217,7 +217,7 @@ def test_rows_from_disk_are_a_stage_of_their_own(tmp_path: Path, collector: Coll
             body = {"inputs": [{**JSON["inputs"][0], "shape": [1], "data": [0]}]}
             httpx.post(f"{server.url}/v2/models/ctr/infer", json=body, headers={"traceparent": f"00-{trace_id}-{SPAN}-01"})  # fmt: skip
     root = collector.root(trace_id, "POST /v2/models/ctr/infer")
-    assert collector.stages(root)["look up disk"] > 0
+    assert collector.stages(root)["look up below memory"] > 0
 
 
 def test_an_error_of_the_service_marks_its_span(traced: ServerThread, collector: Collector) -> None:

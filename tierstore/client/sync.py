@@ -349,7 +349,7 @@ class Client(ClientBase[Transport]):
         return self._transport.run(self._operations.decide_parked(name, "skip"))
 
     def log_level(self, level: LogLevel) -> LogLevel:
-        """Have the service log from this level up, until its process ends; returns the level before."""
+        """See `Client.log_level`."""
         before: LogLevel = self._transport.run(self._operations.log_level(level))
         return before
 

@@ -7,7 +7,7 @@ they are laid one behind the other, the last up to the answer.
     queue         waits for a thread, or in a batch
     plan          is parsed and checked, and its view opened
     look up       keys are found in memory, and rows decoded
-    look up disk  rows that memory lacked (`look up other machines` where they are there)
+    look up below memory  rows that memory lacked, on disk or on other machines
     dense         the graph
     encode        the answer is written
 
@@ -62,17 +62,16 @@ def traces_of(settings: Settings) -> Traces | None:
         named = named.merge(Resource({SERVICE_NAME: "tierstore"}))
     provider = TracerProvider(resource=named)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    own = settings.remote is None and settings.upstream is None
-    return Traces(provider, below="look up disk" if own else "look up other machines")
+    return Traces(provider)
 
 
 class Traces:
-    """Reports to a tracer provider of the SDK, which `close` ends. `below` names the stage of rows that memory lacks."""
+    """Reports to a tracer provider of the SDK, which `close` ends."""
 
-    def __init__(self, provider: Any, below: str = "look up disk") -> None:
+    def __init__(self, provider: Any) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider, self._below = provider, below
+        self._provider = provider
         self._tracer = provider.get_tracer("tierstore", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -133,5 +132,5 @@ class Traces:
             return ()
         return (
             ("queue", spent.queued_ns), ("plan", spent.input_ns), ("look up", spent.lookup_ns - spent.disk_ns),
-            (self._below, spent.disk_ns), ("dense", spent.dense_ns), ("encode", spent.output_ns),
+            ("look up below memory", spent.disk_ns), ("dense", spent.dense_ns), ("encode", spent.output_ns),
         )  # fmt: skip

@@ -140,63 +140,14 @@ class _Feature:
 
 def _features(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, _Feature]:
     """The features by argument, or by their names in a collection, found by running the module on the example."""
-    tensors = {name: value for name, value in inputs.items() if _is_tensor(value)}
-    found: dict[str, _Feature] = {}
-    collections = collections_of(module)
+    finder, collections = _Finder(inputs), collections_of(module)
     collected = {id(table) for one in collections for _, table in one.tables}
-
-    def argument_of(value: Any) -> str | None:
-        return next((name for name, one in tensors.items() if value is one), None)
-
-    def note(name: str) -> Any:
-        def hook(table: Any, arguments: tuple[Any, ...], options: dict[str, Any], rows: Any) -> None:
-            argument = argument_of(arguments[0] if arguments else options["input"])
-            if argument is None:
-                raise InvalidInput(
-                    f"table {name!r} is looked up with a value that is no argument of forward: expected one of "
-                    f"{', '.join(tensors)}, unchanged"
-                )
-            others = (argument_of(value) for value in (*arguments[1:], *options.values()))
-            combiner = None
-            if isinstance(table, nn.EmbeddingBag):
-                combiner = table.mode
-                if combiner not in ("sum", "mean"):
-                    raise InvalidInput(f"table {name!r}: mode {combiner!r} is not served: expected sum or mean")
-            parts = tuple(one for one in others if one is not None and one != argument)
-            found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts)
-
-        return hook
-
-    def note_collection(one: Collection) -> Any:
-        def hook(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], pooled: Any) -> None:
-            jagged = (*arguments, *options.values())[0]
-            argument = argument_of(jagged)
-            if argument is None:
-                raise InvalidInput(
-                    f"a {type(one.module).__name__} is called with a value that is no argument of forward: expected one of "
-                    f"{', '.join(tensors)}, unchanged"
-                )
-            rows, bags = pooled if isinstance(pooled, dict) else pooled.to_dict(), jagged.to_dict()
-            for config, _ in one.tables:
-                pooling = getattr(config, "pooling", None)
-                for name in config.feature_names:
-                    if name not in rows or name in found or name in tensors:
-                        raise InvalidInput(
-                            f"feature {name!r} is read by two tables, or is an argument too: rename one of them"
-                        )
-                    combiner = None if pooling is None else pooling.value.lower()
-                    found[name] = _Feature(
-                        name, config.name, combiner, None, rows[name], (argument,), bags[name], type(pooled)
-                    )
-
-        return hook
-
     hooks = [
-        table.register_forward_hook(note(name), with_kwargs=True)
+        table.register_forward_hook(finder.of_table(name), with_kwargs=True)
         for name, table in tables.items()
         if id(table) not in collected
     ]
-    hooks += [one.module.register_forward_hook(note_collection(one), with_kwargs=True) for one in collections]
+    hooks += [one.module.register_forward_hook(finder.of_collection(one), with_kwargs=True) for one in collections]
     was_training = module.training
     module.eval()
     try:
@@ -206,7 +157,58 @@ def _features(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str,
         module.train(was_training)
         for hook in hooks:
             hook.remove()
-    return found
+    return finder.found
+
+
+class _Finder:
+    """Hooks that note which of the arguments `inputs` go into tables and collections."""
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        self._tensors = {name: value for name, value in inputs.items() if _is_tensor(value)}
+        self.found: dict[str, _Feature] = {}
+
+    def _name_of(self, value: Any) -> str | None:
+        return next((name for name, one in self._tensors.items() if value is one), None)
+
+    def _argument(self, value: Any, what: str) -> str:
+        if (name := self._name_of(value)) is None:
+            raise InvalidInput(
+                f"{what} with a value that is no argument of forward: expected one of {', '.join(self._tensors)}, unchanged"
+            )
+        return name
+
+    def of_table(self, name: str) -> Any:
+        def hook(table: Any, arguments: tuple[Any, ...], options: dict[str, Any], rows: Any) -> None:
+            argument = self._argument(arguments[0] if arguments else options["input"], f"table {name!r} is looked up")
+            others = (self._name_of(value) for value in (*arguments[1:], *options.values()))
+            combiner = None
+            if isinstance(table, nn.EmbeddingBag):
+                combiner = table.mode
+                if combiner not in ("sum", "mean"):
+                    raise InvalidInput(f"table {name!r}: mode {combiner!r} is not served: expected sum or mean")
+            parts = tuple(one for one in others if one is not None and one != argument)
+            self.found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts)
+
+        return hook
+
+    def of_collection(self, one: Collection) -> Any:
+        def hook(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], pooled: Any) -> None:
+            jagged = (*arguments, *options.values())[0]
+            parts = (self._argument(jagged, f"a {type(one.module).__name__} is called"),)
+            rows, bags = pooled if isinstance(pooled, dict) else pooled.to_dict(), jagged.to_dict()
+            for config, _ in one.tables:
+                pooling = getattr(config, "pooling", None)
+                combiner = None if pooling is None else pooling.value.lower()
+                for name in config.feature_names:
+                    if name not in rows or name in self.found or name in self._tensors:
+                        raise InvalidInput(
+                            f"feature {name!r} is read by two tables, or is an argument too: rename one of them"
+                        )
+                    self.found[name] = _Feature(
+                        name, config.name, combiner, None, rows[name], parts, bags[name], type(pooled)
+                    )
+
+        return hook
 
 
 def _request(features: Mapping[str, _Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
