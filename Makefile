@@ -9,7 +9,7 @@
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
 #   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB), and an ensemble in it
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
-#   make client-venvs  environments for clients of other projects and for Triton, for tests/clients and tests/triton (2.4 GB, two minutes)
+#   make client-venvs  environments for clients of other projects and for Triton, for tests/clients and tests/triton_backend (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make trainers  PyTorch, TorchRec, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)

@@ -8,7 +8,7 @@ from ray import serve
 from torch import nn
 
 import tierstore
-from tierstore.config import Settings
+from tierstore.config import load_settings
 from tierstore.service.server import ServerThread
 from tierstore.torch import swap_embeddings, write_snapshot
 
@@ -24,7 +24,6 @@ class Net(nn.Module):  # type: ignore[misc, unused-ignore]
         return scores
 
 
-@serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0.5})
 class Scores:
     def __init__(self, url: str, dense: dict[str, torch.Tensor]) -> None:
         self.net = Net()
@@ -45,10 +44,11 @@ def main() -> None:
     with torch.no_grad():
         wanted = net(torch.tensor([7, 7]), torch.tensor([30, 40]))[:, 0]
     dense = {name: value for name, value in net.state_dict().items() if name.startswith("top.")}
-    settings = Settings(data="data", port=0, host_budget="64MiB")
+    settings = load_settings(data="data", port=0, host_budget="64MiB")
+    replicas = serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0.5})(Scores)
     with tierstore.Store(settings) as store, ServerThread(store, settings) as server:  # elsewhere: `tierstore serve`
         store.load_snapshot("snapshots/1")
-        scores = serve.run(Scores.bind(server.url, dense), route_prefix=None)
+        scores = serve.run(replicas.bind(server.url, dense), route_prefix=None)
         answer = scores.remote(7, [30, 40]).result(timeout_s=60)
         serve.shutdown()
     torch.testing.assert_close(torch.tensor(answer), wanted)

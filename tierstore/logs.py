@@ -68,6 +68,7 @@ def configure(form: LogFormat, level: LogLevel, file: Path | None = None) -> Non
     handler.setFormatter(_AsJson() if form == "json" else text)
     handler.addFilter(Limited())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    _OURS.setLevel(logging.NOTSET)
 
 
 def reopen() -> None:

@@ -109,7 +109,7 @@ def test_an_import_goes_to_where_the_service_reads_or_says_so_first(
     as_spark(tmp_path / "items")
     (tmp_path / "models").mkdir()
     words = ["import", "items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
-    with Store(data=tmp_path / "data") as store:
+    with tierstore.open(tmp_path / "data") as store:
         for roots in ([tmp_path / "models"], ["s3://models"]):
             settings = store.settings.model_copy(update={"source_root": roots, "port": 0, "grpc_port": "off"})
             with ServerThread(store, settings) as server:

@@ -30,6 +30,7 @@ COMMANDS = {
     "build",
     "export",
     "triton-model",
+    "log-level",
     "delta",
     "activate",
     "rollback",

@@ -17,7 +17,7 @@ import pytest
 import tierstore
 from benchmarks.triton_peer import free_port
 from tests.engine.quick_build import in_process as in_process_loads
-from tests.triton.data import WEIGHTS, mean_bags, scores, vectors, write_version
+from tests.triton_backend.data import WEIGHTS, mean_bags, scores, vectors, write_version
 from tierstore.service.server import ServerThread
 
 HERE = Path(__file__).parent

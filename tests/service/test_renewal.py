@@ -56,7 +56,7 @@ def test_sighup_renews_what_is_read_and_written_and_stops_nothing(tmp_path: Path
         port = int(found[1])
         try:
             first = ssl.get_server_certificate(("127.0.0.1", port))
-            assert log.read_text(encoding="utf-8")
+            assert log.read_text(encoding="utf-8") == ""
             log.rename(tmp_path / "log.1")
             stat = served.cert.stat()
             renewed = authority.issue("served again")

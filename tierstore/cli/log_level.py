@@ -16,7 +16,7 @@ def log_level(
     url: Url = None,
     json: AsJson = False,
 ) -> None:
-    """Have a running service log from this level up, until its process ends."""
+    """Change how much a running service logs."""
     where = service_url(None, url)
     if where is None:
         raise typer.BadParameter("expected the running service, as --url or in TIERSTORE_URL; got none")

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import tierstore
 from tests.engine.quick_build import in_process as in_process_loads
-from tests.triton import backend
-from tests.triton.data import DIM, mean_bags, scores, vectors, write_delta, write_version
+from tests.triton_backend import backend
+from tests.triton_backend.data import DIM, mean_bags, scores, vectors, write_delta, write_version
 from tierstore.cli.app import app
 from tierstore.engine.lifecycle import directory_lock
 from tierstore.errors import ConfigError, Locked, NotFound, NotReady

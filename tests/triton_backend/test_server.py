@@ -23,7 +23,7 @@ import tierstore
 from benchmarks.triton_models import write_bls, write_dense, write_ensemble
 from benchmarks.triton_peer import Analyzer, Packages, Peer, Unavailable, serving
 from tests.engine.quick_build import in_process as in_process_loads
-from tests.triton.data import DIM, dense_part, mean_bags, scores, vectors, write_delta, write_version
+from tests.triton_backend.data import DIM, dense_part, mean_bags, scores, vectors, write_delta, write_version
 from tierstore.cli.app import app
 from tierstore.service.server import ServerThread
 
