@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -29,8 +29,10 @@ _DTYPES = ("float32", "float16")
 class Source(Protocol):
     """What rows are read from: `tierstore.Model`, a model of `tierstore.Client`, or a view of a model."""
 
-    def lookup(self, feature: str, keys: Any, **options: Any) -> Any: ...
-    def lookup_bags(self, feature: str, keys: Any, offsets: Any, **options: Any) -> Any: ...
+    @property
+    def lookup(self) -> Callable[..., Any]: ...
+    @property
+    def lookup_bags(self) -> Callable[..., Any]: ...
 
 
 class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
