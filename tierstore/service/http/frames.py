@@ -12,7 +12,6 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -42,7 +41,7 @@ class Http2:
     ) -> None:
         self.receiver, self.inflight = receiver, inflight
         self.most_body, self.arrival_s = most_message(settings), settings.arrival_timeout_s
-        self.table, self._paths = paths_table(streaming)
+        self.table, *self._paths = paths_table(streaming)
         # of the event loop: what was written leaves before another session writes
         self.out = np.zeros(_BUFFER_BYTES, np.uint8)
         self.work = np.zeros(h2words.WORK_BYTES, np.uint8)
@@ -60,7 +59,7 @@ class FrameSession:
         self._session: int = h2session.begin(shared.most_body, address_of(shared.table))
         if not self._session:
             raise MemoryError("no memory for a connection")
-        self._words = _words_at(self._session, h2words.SESSION_WORDS)
+        self._words = h2words.SESSION.view(self._session)
         self._held = b""  # the beginning of a frame
         self._held_since = 0.0
         self._arrived_by: float | None = None  # until when requests may arrive, once it ends
@@ -76,7 +75,7 @@ class FrameSession:
     @property
     def idle(self) -> bool:
         """Whether no stream is open."""
-        return not self._words[h2words.OPEN]
+        return not self._words.open
 
     def feed(self, data: bytes) -> None:
         if not self.closed:
@@ -99,11 +98,11 @@ class FrameSession:
             if self.closed:
                 return
             if not moved:
-                if self._words[h2words.OUT_ROOM] - self._words[h2words.OUT_BYTES] >= h2words.CONTROL_ROOM:
+                if self._words.out_room - self._words.out_bytes >= h2words.CONTROL_ROOM:
                     break
                 self._flush()
         self._held = data[used:]
-        in_block = bool(self._words[h2words.BLOCK_STREAM])
+        in_block = bool(self._words.block_stream)
         if not self._held and not in_block:
             self._held_since = 0.0
         elif not self._held_since or (used and not in_block):  # what is held came with frames that were whole
@@ -111,25 +110,25 @@ class FrameSession:
 
     def _on_event(self, event: int) -> None:
         words, receiver = self._words, self._shared.receiver
-        row = _words_at(words[h2words.EVENT_ROW], h2words.STREAM_WORDS) if words[h2words.EVENT_ROW] else None
-        at, size = words[h2words.EVENT_AT], words[h2words.EVENT_BYTES]
+        row = h2words.STREAM.view(words.event_row) if words.event_row else None
+        at, size = words.event_at, words.event_bytes
         if event == h2words.SENDABLE or row is None:
             self._push()
             return
-        number, ended = row[h2words.ID], row[h2words.STATE] & h2words.ENDED
+        number, ended = row.id, row.state & h2words.ENDED
         if event == h2words.RESET:
             h2session.close_stream(self._session, number, -1)
             self._lose(number)
             return
         body = ctypes.string_at(at, size) if size else b""
         if event in (h2words.REQUEST, h2words.OPENED):
-            head = ctypes.string_at(row[h2words.AT], row[h2words.HEAD_BYTES])
-            too_large = bool(row[h2words.STATE] & h2words.TOO_LARGE)
+            head = ctypes.string_at(row.at, row.head_bytes)
+            too_large = bool(row.state & h2words.TOO_LARGE)
             stream = Stream(self, self._fd, 0, number, head, kernel.SIZE if too_large else kernel.OTHER)
             stream.too_large, stream.peer_names = too_large, self._names
             stream.admin = self._admin
             self._open[number] = stream
-            row[h2words.STATE] |= h2words.AWAY
+            row.state |= h2words.AWAY
             h2session.forget_request(self._session, number)
             if event == h2words.REQUEST:
                 receiver.request(stream, body)
@@ -152,11 +151,11 @@ class FrameSession:
     def _flush(self) -> None:
         """Write what is in the buffer, and what still waits, as long as the transport takes it."""
         self._push()
-        while (size := self._words[h2words.OUT_BYTES]) and not self._transport.is_closing():
+        while (size := self._words.out_bytes) and not self._transport.is_closing():
             self._transport.write(self._shared.out[:size].tobytes())
             self._bind()
             self._push()
-        held = self._words[h2words.HELD] + len(self._held)
+        held = self._words.held + len(self._held)
         held = held if held > _LEAST_HELD else 0
         if held != self._counted:
             more, self._counted = held - self._counted, held
@@ -164,11 +163,11 @@ class FrameSession:
                 self._shared.inflight.hold(more)
             else:
                 self._shared.inflight.release(-more)
-        if self._words[h2words.FLAGS] & h2words.GOING and self.idle and not self.closed:
+        if self._words.flags & h2words.GOING and self.idle and not self.closed:
             self._transport.close()
 
     def _push(self) -> None:
-        if self._paused or not self._words[h2words.WAITING]:
+        if self._paused or not self._words.waiting:
             return
         reported = self._shared.reported
         for k in range(h2session.push_all(self._session, reported)):
@@ -228,24 +227,24 @@ class FrameSession:
 
     def _end_late(self, now: int, stall_ns: int, arrival_ns: int) -> None:
         ending = self._arrived_by is not None and self._loop.time() > self._arrived_by
-        for k in range(self._words[h2words.STREAMS_ROOM]):
-            at = self._words[h2words.STREAMS_AT] + 8 * h2words.STREAM_WORDS * k
-            row = _words_at(at, h2words.STREAM_WORDS)
-            if not row[h2words.ID]:
+        for k in range(self._words.streams_room):
+            row = h2words.STREAM.view(self._words.streams + h2words.STREAM_BYTES * k)
+            if not row.id:
                 continue
-            arrives = not row[h2words.STATE] & (h2words.ENDED | h2words.AWAY)
-            if block := row[h2words.FIRST_OUT]:
+            arrives = not row.state & (h2words.ENDED | h2words.AWAY)
+            if row.first_out:
                 # progress moves the deadline
-                size, done = (_words_at(block, h2words.QUEUED_WORDS)[i] for i in (h2words.SIZE, h2words.DATA_DONE))
-                if not row[h2words.DEADLINE_NS] or row[h2words.SEEN] != done:
-                    row[h2words.SEEN] = done
-                    row[h2words.DEADLINE_NS] = now + stall_ns + size * 1_000_000_000 // slow_clients.SLOWEST_RATE
-                late = now > row[h2words.DEADLINE_NS]
+                block = h2words.BLOCK.view(row.first_out)
+                size, done = block.size, block.data_done
+                if not row.deadline_ns or row.seen != done:
+                    row.seen = done
+                    row.deadline_ns = now + stall_ns + size * 1_000_000_000 // slow_clients.SLOWEST_RATE
+                late = now > row.deadline_ns
             else:
-                row[h2words.DEADLINE_NS] = 0
-                late = arrives and (now - row[h2words.BEGAN_NS] > arrival_ns or ending)
+                row.deadline_ns = 0
+                late = arrives and (now - row.began_ns > arrival_ns or ending)
             if late:
-                number = row[h2words.ID]
+                number = row.id
                 why = h2words.REFUSED_STREAM if arrives and ending else h2words.ENHANCE_YOUR_CALM
                 h2session.close_stream(self._session, number, why)
                 self._lose(number)
@@ -304,7 +303,3 @@ class FrameSession:
                 self._flush()
         finally:
             self._shared.busy = None
-
-
-def _words_at(address: int, count: int) -> Any:
-    return (ctypes.c_int64 * count).from_address(address)

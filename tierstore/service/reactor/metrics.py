@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tierstore.kernels import reactor_words as kernel
 
 
-def families(lines: npt.NDArray[np.int64], *, unfinished: int, unsent_bytes: int) -> Iterator[Metric]:
+def families(lines: npt.NDArray[Any], *, unfinished: int, unsent_bytes: int) -> Iterator[Metric]:
     """`lines` has a line of each reactor; `unfinished` requests have begun to arrive, `unsent_bytes` wait to be taken by clients."""
     answers = CounterMetricFamily(
         "tierstore_reactor_answers",
@@ -25,10 +25,10 @@ def families(lines: npt.NDArray[np.int64], *, unfinished: int, unsent_bytes: int
     )
     served = GaugeMetricFamily("tierstore_reactor_connections", "Connections that it serves.", labels=["reactor"])
     for number, line in enumerate(lines):
-        answers.add_metric([str(number)], int(line[kernel.ANSWERS]))
+        answers.add_metric([str(number)], int(line["answers"]))
         for reason, name in enumerate(kernel.REASONS):
-            handed.add_metric([str(number), name], int(line[kernel.REASONS_FROM + reason]))
-        served.add_metric([str(number)], int(line[kernel.LOAD]))
+            handed.add_metric([str(number), name], int(line["reasons"][reason]))
+        served.add_metric([str(number)], int(line["load"]))
     yield from (answers, handed, served)
     yield GaugeMetricFamily("tierstore_unfinished_requests", "Requests that have begun to arrive.", value=unfinished)
     yield GaugeMetricFamily(
