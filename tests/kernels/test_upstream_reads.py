@@ -35,7 +35,7 @@ def exchange(
     """(the words of a connection, the body) after the other side has sent `pieces`, each by itself."""
     ours, theirs = socket.socketpair()
     request, buffer = np.frombuffer(b"a request", np.uint8), np.zeros(room, np.uint8)
-    node = kernel.ASKED_NODE.make(
+    node = kernel.NODE.make(
         fd=ours.fileno(), send_at=address_of(request), send_bytes=len(request), buffer_at=address_of(buffer), buffer_bytes=len(buffer),
         body_bytes=-1,
     )  # fmt: skip

@@ -113,8 +113,8 @@ def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
         return CALL
     if streaming != 0:
         for k in range(streaming.count):
-            known = text_at(streaming.first, k)
-            if known.bytes == path_bytes and same_bytes(known.at, path, path_bytes) == 1:
+            other = text_at(streaming.first, k)
+            if other.bytes == path_bytes and same_bytes(other.at, path, path_bytes) == 1:
                 return STREAMING
     return WHOLE
 

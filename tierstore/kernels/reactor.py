@@ -256,9 +256,9 @@ def serve(at: Any) -> Any:
             if mode >= FINISH:
                 listen(me, EPOLL_DEL)
                 line.next_sweep_ns = 0
-        more, taken = me.again.count, me.again.taken
+        more, current = me.again.count, me.again.current
         if more > 0:
-            copy_bytes(place(me.again, "taken"), place(me.again, "following"), 8 * more)
+            copy_bytes(place(me.again, "current"), place(me.again, "following"), 8 * more)
             me.again.count = 0
         for i in range(turn):
             event = me.events + EVENT_BYTES * i
@@ -286,7 +286,7 @@ def serve(at: Any) -> Any:
                     if fd >= 0:
                         read_requests(me, fd, now)
         for i in range(more):
-            fd = taken[i]
+            fd = current[i]
             if connection_at(me.conns, fd).owner == me.number and connection_at(me.conns, fd).flags & WAITS != 0:
                 connection_at(me.conns, fd).flags &= ~WAITS
                 if connection_at(me.conns, fd).state in (READING, HTTP2):

@@ -159,7 +159,7 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
     kind, stream = what & 255, what >> STREAM_SHIFT
     conn = connection_at(me.conns, fd)
     s = conn.session if conn.state == HTTP2 and conn.serial == serial else 0
-    row = 0 if s == 0 else h2out.row_of(s, stream)
+    row = h2words.stream_at(0) if s == 0 else h2out.row_of(s, stream)
     if row == 0 or not row.state & h2words.AWAY:
         if kind == STREAM_BLOCK:
             release(value)

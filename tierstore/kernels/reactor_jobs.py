@@ -49,7 +49,7 @@ def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-de
 
 
 @nb.njit
-def take_job(me):  # type: ignore[no-untyped-def]
+def acquire_job(me):  # type: ignore[no-untyped-def]
     """(the number of a job that is free, the job). There is one."""
     me.free_jobs.count -= 1
     number = me.free_jobs.numbers[me.free_jobs.count]
@@ -88,7 +88,7 @@ def make_job(me, fd, plan, variant, view, closing, probed, began, planned):  # t
         copy_bytes(block + codes, me.codes, 8 * keys)
         plan_records.run_at(block + run).codes_at = block + codes
     add_at(place(me.shared, "inflight"), head + data)
-    number, job = take_job(me)
+    number, job = acquire_job(me)
     job.fd, job.serial, job.reactor = fd, connection_at(me.conns, fd).serial, me.number
     job.variant, job.of_view, job.run = variant, view, block + run
     job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, head + data

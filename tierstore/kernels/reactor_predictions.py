@@ -15,7 +15,7 @@ from tierstore.kernels import binding, coldread, lookupplan, request_record, sco
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64
 from tierstore.kernels.raw import call_at
 from tierstore.kernels.reactor_connections import has_room
-from tierstore.kernels.reactor_jobs import give_away, take_job
+from tierstore.kernels.reactor_jobs import acquire_job, give_away
 from tierstore.kernels.reactor_words import (
     BUSY,
     FULL,
@@ -83,7 +83,7 @@ def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, bega
     copy_bytes(block, begin, head)
     scoring.write_table(wanted, me.record, run, tail, me.values, rows, block + head, table)
     add_at(place(me.shared, "inflight"), size)
-    number, job = take_job(me)
+    number, job = acquire_job(me)
     since = connection_at(me.conns, fd).began_ns if connection_at(me.conns, fd).began_ns > 0 else began
     job.fd, job.serial, job.reactor, job.variant = fd, connection_at(me.conns, fd).serial, me.number, variant
     job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, size

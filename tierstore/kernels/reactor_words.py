@@ -148,7 +148,7 @@ INTEREST = READABLE | WRITABLE | HALF_CLOSED | EDGE
 TURNS = define("Turns", "connections that have more to be answered", {
     "count": "how many",
     "following": ((np.int64, (AGAIN_WORDS,)), "which have the next turn"),
-    "taken": ((np.int64, (AGAIN_WORDS,)), "which have this one"),
+    "current": ((np.int64, (AGAIN_WORDS,)), "which have this one"),
 })  # fmt: skip
 FREE_JOBS = define("FreeJobs", "numbers of jobs of a reactor that are free", {
     "count": "how many",

@@ -36,7 +36,7 @@ LINE_BYTES = 64  # of a cache line
 
 
 class Record(types.Type):  # type: ignore[misc]
-    """A record's dtype, and what else is known of it; to numba, the type of its address."""
+    """A record's dtype, and what else there is to say of it; to numba, the type of its address."""
 
     mutable = True
 
@@ -104,18 +104,19 @@ def define(name: str, says: str, fields: Mapping[str, Any], *, apart: bool = Fal
     """
     if name in ALL:
         raise ValueError(f"a record {name} is there already")
-    known: dict[str, tuple[Any, str]] = {}
+    every: dict[str, tuple[Any, str]] = {}
     for names, what in fields.items():
         kind, text = what if isinstance(what, tuple) else (np.int64, what)
-        known |= dict.fromkeys(names.split(), (kind, text))
-    kinds = [np.int64 if kind is ITSELF or isinstance(kind, Record) else kind for kind, _ in known.values()]
-    layout: dict[str, Any] = {"names": list(known), "formats": kinds}
+        every |= dict.fromkeys(names.split(), (kind, text))
+    kinds = [np.int64 if kind is ITSELF or isinstance(kind, Record) else kind for kind, _ in every.values()]
+    layout: dict[str, Any] = {"names": list(every), "formats": kinds}
     if apart:
-        layout |= {"offsets": [LINE_BYTES * i for i in range(len(known))], "itemsize": LINE_BYTES * len(known)}
+        layout |= {"offsets": [LINE_BYTES * i for i in range(len(every))], "itemsize": LINE_BYTES * len(every)}
     if size:
         layout["itemsize"] = size
-    made = Record(name, says, np.dtype(layout, align=True), known)
-    known |= {field: (made, text) for field, (kind, text) in known.items() if kind is ITSELF}
+    dtype: Any = np.dtype
+    made = Record(name, says, dtype(layout, align=True), every)
+    every |= {field: (made, text) for field, (kind, text) in every.items() if kind is ITSELF}
     ALL[name] = made
     return made
 
@@ -138,7 +139,7 @@ def _pointer(builder: Any, address: Any, offset: int, kind: Any) -> Any:
     return builder.inttoptr(builder.add(address, ir.Constant(_I64, offset)), kind.as_pointer())
 
 
-@lower_getattr_generic(Record)  # type: ignore[untyped-decorator]
+@lower_getattr_generic(Record)
 def _get(context: Any, builder: Any, kind: Any, address: Any, field: str) -> Any:
     offset, stored, seen = kind.resolve(field)
     if not isinstance(stored, types.NestedArray):
@@ -156,19 +157,19 @@ def _get(context: Any, builder: Any, kind: Any, address: Any, field: str) -> Any
     return array._getvalue()
 
 
-@lower_setattr_generic(Record)  # type: ignore[untyped-decorator]
+@lower_setattr_generic(Record)
 def _set(context: Any, builder: Any, signature: Any, args: Any, field: str) -> None:
     offset, stored, _ = signature.args[0].resolve(field)
     value = context.cast(builder, args[1], signature.args[1], stored)
     context.pack_value(builder, stored, value, _pointer(builder, args[0], offset, context.get_data_type(stored)))
 
 
-@lower_cast(Record, types.Integer)  # type: ignore[untyped-decorator]
+@lower_cast(Record, types.Integer)
 def _to_number(context: Any, builder: Any, kind: Any, wanted: Any, value: Any) -> Any:
     return context.cast(builder, value, types.int64, wanted)
 
 
-@lower_cast(types.Integer, Record)  # type: ignore[untyped-decorator]
+@lower_cast(types.Integer, Record)
 def _to_record(context: Any, builder: Any, kind: Any, wanted: Any, value: Any) -> Any:
     return context.cast(builder, value, kind, types.int64)
 
@@ -176,7 +177,7 @@ def _to_record(context: Any, builder: Any, kind: Any, wanted: Any, value: Any) -
 def at(kind: Record) -> Any:
     """For kernels: the function of an address, and of an index where there are several, that returns the record there."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def record_at(typingctx: Any, address: Any, index: Any = None) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             begin = context.cast(builder, args[0], signature.args[0], types.int64)
@@ -190,7 +191,7 @@ def at(kind: Record) -> Any:
     return record_at
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def place(typingctx: Any, record: Any, field: Any) -> Any:
     """The address of a field, whose name is a constant."""
     offset = record.resolve(field.literal_value)[0]

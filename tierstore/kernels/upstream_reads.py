@@ -21,7 +21,7 @@ from tierstore.kernels.records import at, define
 from tierstore.kernels.sysio import EAGAIN, EINTR, READABLE, WRITABLE, monotonic_ns, poll, receive, send
 from tierstore.types import Tier
 
-ASKED_NODE = define("AskedNode", "a connection to a node that is asked for rows", {
+NODE = define("AskedNode", "a connection to a node that is asked for rows", {
     "fd": "its descriptor",
     "send_at send_bytes sent": "the request, and how much of it has left",
     "buffer_at buffer_bytes received": "where the answer comes to, the room there, and how much has come",
@@ -29,7 +29,7 @@ ASKED_NODE = define("AskedNode", "a connection to a node that is asked for rows"
     "closes": "1: the node ends the connection",
     "status": "RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED; or minus the number of an error of the system",
 })  # fmt: skip
-_node_at = at(ASKED_NODE)
+_node_at = at(NODE)
 RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED = range(5)
 MALFORMED = -1  # of `scatter`
 
@@ -109,7 +109,7 @@ def _read(node):  # type: ignore[no-untyped-def]
 def exchange(nodes: Any, polled: Any, deadline_ns: Any) -> Any:
     """Send all requests and read all answers, on all connections at once, until the deadline (of `time.monotonic_ns`).
 
-    `nodes` is the address of an ASKED_NODE for each entry of `polled`, int64 [nodes], which is working memory. `status` says of each how it
+    `nodes` is the address of an NODE for each entry of `polled`, int64 [nodes], which is working memory. `status` says of each how it
     went, and where DONE, the other fields have its answer.
     """
     polled[:] = 0

@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from tierstore.access.roles import NO_LIMITS, Principal, Rates
@@ -24,7 +24,7 @@ from tierstore.kernels.codec import address_of
 _MOST_BUCKETS = 20_000
 _UNITS = ("requests", "keys", "bytes")
 
-Words = npt.NDArray[np.int64]
+Words = npt.NDArray[Any]
 
 
 class _Bucket:

@@ -242,18 +242,18 @@ class _Read:
         return [replies[at] for at in range(len(requests))]
 
     def _transfer_plain(self, requests: list[_Request], until_s: float) -> list[Reply | Exception]:
-        asked = kernel.ASKED_NODE.new(len(requests))
+        nodes = kernel.NODE.new(len(requests))
         buffers = []
-        for node, request in zip(asked, requests, strict=True):
+        for node, request in zip(nodes, requests, strict=True):
             buffer = request.connection.buffer(wire.answer_bytes(len(request.places), self._table.row_bytes))
             node["fd"], node["body_bytes"] = request.connection.fd, -1
             node["send_at"], node["send_bytes"] = address_of(np.frombuffer(request.whole, np.uint8)), len(request.whole)
             node["buffer_at"], node["buffer_bytes"] = address_of(buffer), len(buffer)
             buffers.append(buffer)
-        kernel.exchange(address_of(asked), np.empty(len(requests), np.int64), int(until_s * 1e9))
+        kernel.exchange(address_of(nodes), np.empty(len(requests), np.int64), int(until_s * 1e9))
         return [
             self._reply(request.connection, node, buffer)
-            for request, node, buffer in zip(requests, asked, buffers, strict=True)
+            for request, node, buffer in zip(requests, nodes, buffers, strict=True)
         ]
 
     @staticmethod
